@@ -1,0 +1,50 @@
+# make run PROMPT="..." · make test · make help; the first call sets up .venv, once
+
+PYTHON ?= python3
+PROMPT ?= What is 17 * 23?
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+# $(value) and the environment carry the prompt to the shell as it was typed: quotes, $$ and all
+unexport PROMPT
+run: export RUN_PROMPT := $(value PROMPT)
+
+.PHONY: help run test test-gpu quality style completions
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+run: $(READY) ## answer PROMPT="..." with the default model
+	@$(BIN)/dsv4 run --max-tokens 48 -- "$$RUN_PROMPT"
+
+test: $(READY) ## run the default tests, no GPU, no network, no weights; ARGS="-k rope" chooses
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: ## run the GPU tests with the Python at hand, without set-up
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+quality: $(READY) ## check style and types, changing nothing
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+style: $(READY) completions ## repair style and regenerate the completions
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# zsh reads #compdef on the first line only, and Typer prints a blank line before it
+completions: $(READY)
+	_DSV4_COMPLETE=source_bash $(BIN)/python -m dsv4cli | sed '/./,$$!d' > completions/dsv4.bash
+	_DSV4_COMPLETE=source_zsh $(BIN)/python -m dsv4cli | sed '/./,$$!d' > completions/_dsv4
+	_DSV4_COMPLETE=source_fish $(BIN)/python -m dsv4cli | sed '/./,$$!d' > completions/dsv4.fish
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	"dsv4 needs Python 3.11 or newer, and $(PYTHON) is older: name another, as in make PYTHON=python3.12")'
+	@echo "Setting up .venv (once; a minute or more, for PyTorch) ..." >&2
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@

@@ -1,0 +1,11 @@
+_dsv4_completion() {
+    local IFS=$'
+'
+    COMPREPLY=( $( env COMP_WORDS="${COMP_WORDS[*]}" \
+                   COMP_CWORD=$COMP_CWORD \
+                   _DSV4_COMPLETE=complete_bash $1 ) )
+    return 0
+}
+
+complete -o default -F _dsv4_completion dsv4
+

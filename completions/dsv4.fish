@@ -1,0 +1,1 @@
+complete --command dsv4 --no-files --arguments "(env _DSV4_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) dsv4)" --condition "env _DSV4_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) dsv4"

@@ -1,0 +1,190 @@
+"""The rules of the house (CONTRIBUTING.md) as tests: who imports whom, how long things are, what start-up loads."""
+
+import ast
+import graphlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "dsv4cli"
+
+# layer → the layers that it may import, itself aside; "root" is dsv4cli/__init__.py
+MAY_IMPORT = {
+    "root": set(),
+    "__main__": {"cli"},
+    "cli": {"root", "commands", "options", "output", "errors"},
+    "commands": {"root", "options", "output", "errors", "engine"},
+    "options": {"root", "output", "errors"},
+    "output": {"root", "options", "errors"},
+    "engine": {"root", "kernels", "errors"},
+    "kernels": {"errors"},
+    "errors": set(),
+}
+TERMINAL = {"typer", "click", "rich"}
+SLOW = {"torch", "triton", "transformers", "huggingface_hub", "numpy", "safetensors", "tokenizers", "rich"}
+REFERENCE_MAY_IMPORT = r"(torch|math|dataclasses|typing|collections\.abc|dsv4cli\.kernels)(\.|$)"
+MAX_FILE, MAX_FUNCTION = 300, 50
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every file of the package, parsed, by its path from the repository's root."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+
+
+def module_name(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def layer_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else "root"
+
+
+def imports(file: str) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything that the file imports, inside functions and for type checkers too."""
+    yield from imports_in(ast.walk(trees()[file]))
+
+
+def imports_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def found(pattern: str, *kinds: type[ast.AST], outside: str = "") -> list[str]:
+    """Places whose source, as Python would write it, matches the pattern, in every file but one."""
+    return [
+        f"{file}:{node.lineno} {ast.unparse(node)}"
+        for file, tree in trees().items()
+        if file != outside
+        for node in ast.walk(tree)
+        if isinstance(node, kinds) and re.match(pattern, ast.unparse(node))
+    ]
+
+
+def test_imports_point_down():
+    upward = [
+        f"{file}:{line} imports {name}"
+        for file in trees()
+        for line, name in imports(file)
+        if name.split(".")[0] == "dsv4cli"
+        and layer_of(name) not in MAY_IMPORT[layer_of(module_name(file))] | {layer_of(module_name(file))}
+    ]
+    assert upward == []
+
+
+def test_modules_do_not_load_in_a_circle():
+    modules = {module_name(file): file for file in trees()}
+    graph = {}
+    for module, file in modules.items():
+        hidden = {
+            node
+            for branch in ast.walk(trees()[file])
+            if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+            for node in ast.walk(branch)
+        }
+        seen = imports_in(node for node in ast.walk(trees()[file]) if node not in hidden)
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for _, name in seen} & modules.keys()
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_engine_and_kernels_do_not_know_the_terminal():
+    below = [file for file in trees() if layer_of(module_name(file)) in {"engine", "kernels", "errors"}]
+    assert [
+        f"{file}:{line} {name}" for file in below for line, name in imports(file) if name.split(".")[0] in TERMINAL
+    ] == []
+
+
+def test_a_reference_needs_nothing_but_torch():
+    assert [
+        f"{file}:{line} imports {name}"
+        for file in trees()
+        if re.fullmatch(r"dsv4cli/kernels/\w+/ref\.py", file)
+        for line, name in imports(file)
+        if not re.match(REFERENCE_MAY_IMPORT, name)
+    ] == []
+
+
+def test_only_parallel_talks_to_other_ranks():
+    parallel = "dsv4cli/engine/parallel.py"
+    imported = [
+        f"{file}:{line} {name}"
+        for file in trees()
+        for line, name in imports(file)
+        if file != parallel and name.startswith("torch.distributed")
+    ]
+    assert imported + found(r"torch\.distributed$", ast.Attribute, outside=parallel) == []
+
+
+def test_only_output_prints():
+    assert found(r"print\(", ast.Call, outside="dsv4cli/output.py") == []
+
+
+def test_only_cli_reads_the_environment():
+    pattern = r"os\.(environb?|getenvb?|putenv)$|from os import .*\b(environ|getenv)"
+    assert found(pattern, ast.Attribute, ast.ImportFrom, outside="dsv4cli/cli.py") == []
+
+
+def test_files_and_functions_are_short():
+    lengths = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in trees()}
+    long_files = [f"{file}: {length} lines" for file, length in lengths.items() if length > MAX_FILE]
+    long_functions = [
+        f"{file}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= MAX_FUNCTION
+    ]
+    assert long_files + long_functions == []
+
+
+def test_nothing_is_left_for_later():
+    left = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    assert [str(file.relative_to(ROOT)) for file in files if left.search(file.read_text(encoding="utf-8"))] == []
+
+
+def loaded_by(*arguments: str, **environment: str) -> set[str]:
+    """The top-level packages that a fresh Python loads for these arguments."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stderr.splitlines()
+    if done.returncode != 0:
+        pytest.fail("\n".join(line for line in lines if not line.startswith("import time:")))
+    return {line.rpartition("|")[2].strip().split(".")[0] for line in lines if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("-c", "import dsv4cli.cli"), ("-m", "dsv4cli", "--help"), ("-m", "dsv4cli", "run", "--help")],
+    ids=["import", "help", "run-help"],
+)
+def test_start_up_loads_nothing_slow(arguments):
+    assert loaded_by(*arguments) & SLOW == set()
+
+
+@pytest.mark.parametrize("words", ["dsv4 ", "dsv4 run --"], ids=["command", "option"])
+def test_completion_loads_nothing_slow(words):
+    request = {"_DSV4_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    assert loaded_by("-m", "dsv4cli", **request) & SLOW == set()
+
+
+@pytest.mark.parametrize("module", ["config", "layout", "checkpoint", "identify"])
+def test_headers_are_read_without_torch(module):
+    loaded = loaded_by("-c", f"import dsv4cli.engine.{module}")
+    assert loaded & {"torch", "triton", "transformers"} == set()
