@@ -1,0 +1,104 @@
+"""The program: its commands, the environment that it reads, and the one place where a failure becomes two lines."""
+
+import errno
+import io
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from dsv4cli import __version__
+from dsv4cli.commands.inspect import inspect
+from dsv4cli.commands.run import run
+from dsv4cli.errors import Dsv4Error, NotEnoughMemory
+from dsv4cli.options import epilog
+from dsv4cli.output import Colours, Output, ReaderGone
+
+app = typer.Typer(
+    name="dsv4",
+    help="The command-line toolkit for DeepSeek-V4: one model family, exact and readable.",
+    epilog=epilog("dsv4 inspect ~/models/DeepSeek-V4-Flash", "dsv4 inspect random:pro --json"),
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+app.command(
+    epilog=epilog("dsv4 inspect ~/models/DeepSeek-V4-Flash", "dsv4 inspect flash --json", "dsv4 inspect random:pro")
+)(inspect)
+app.command(
+    epilog=epilog(
+        'dsv4 run "What is 17 + 25?"',
+        "dsv4 run --model ~/models/DeepSeek-V4-Flash --think high 'Prove it.' < theorem.txt",
+        "dsv4 run --model flash --prompts questions.jsonl > answers.jsonl",
+        "dsv4 run --model flash --score texts.jsonl --prefill-chunk 1",
+    )
+)(run)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        Output(Colours()).line(f"dsv4 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _start(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    context.obj = _colours()
+
+
+def _colours() -> Colours:
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Colours(stdout=wanted and sys.stdout.isatty(), stderr=wanted and sys.stderr.isatty())
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    """Runs the program and exits: 0 to 7 as the help says, 130 after Ctrl-C, 143 after SIGTERM."""
+    signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a name that is not UTF-8, or a terminal that is not, must not end the program
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        app(prog_name="dsv4")
+    except Dsv4Error as error:
+        _fail(error)
+    except MemoryError:
+        _fail(NotEnoughMemory("the machine ran out of memory", "use a smaller model, or a machine with more memory"))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _fail(NotEnoughMemory(f"no space left on the disk: {error.filename or 'output'}", "free some space"))
+    except ReaderGone:
+        _leave_quietly()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(error: Dsv4Error) -> None:
+    if os.environ.get("DSV4_DEBUG"):
+        traceback.print_exc()
+    try:
+        Output(_colours()).error(error)
+    except ReaderGone:
+        _leave_quietly()
+    sys.exit(error.exit_code)
+
+
+def _leave_quietly() -> None:
+    # the interpreter flushes both streams at exit: give it something that takes the rest
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(devnull, stream.fileno())
+    sys.exit(0)

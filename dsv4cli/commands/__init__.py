@@ -1,0 +1,1 @@
+"""The commands: each checks its options, makes one engine call and reports."""

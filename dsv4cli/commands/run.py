@@ -1,0 +1,109 @@
+"""`dsv4 run`: prompts in, answers out; or, with --score, how likely the model finds given texts."""
+
+from pathlib import Path
+from secrets import randbelow
+from typing import Annotated, Literal
+
+import typer
+
+from dsv4cli.commands.run_modes import Job, answer_many, answer_one, conversation, score_texts, show_prompts
+from dsv4cli.errors import UsageError
+from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt
+from dsv4cli.output import Output
+
+PromptArg = Annotated[
+    str | None, typer.Argument(help="What to ask. Text piped in is added below it; - stands for that text alone.")
+]
+MessagesOpt = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.json", help="A conversation as in the OpenAI API: messages, and tools if any."),
+]
+PromptsOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help='Many at once: lines {"prompt": …} or {"messages": […]}, answered in their order as JSON lines.',
+    ),
+]
+ScoreOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help='Log-probabilities of given texts, no answer: lines {"ids": […]}, {"text": …} or {"messages": […]}.',
+    ),
+]
+SystemOpt = Annotated[str | None, typer.Option("--system", "-s", help="The system message.")]
+ThinkOpt = Annotated[
+    Literal["off", "low", "high", "max"],
+    typer.Option(help="How hard to reason first: off, high or max; releases from 0731 on also low."),
+]
+MaxTokensOpt = Annotated[int, typer.Option(help="The most tokens of an answer.")]
+TemperatureOpt = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
+TopPOpt = Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")]
+SeedOpt = Annotated[int | None, typer.Option(help="Makes the draws repeatable; without it each run differs.")]
+StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")]
+LogprobsOpt = Annotated[int, typer.Option(help="Alternatives to report for each token; needs JSON output.")]
+PrefillChunkOpt = Annotated[int, typer.Option(help="The most tokens of a prompt in one step; 1 is decoding.")]
+MaxContextOpt = Annotated[
+    int | None, typer.Option(help="The most tokens of prompt and answer together; the model's own limit if absent.")
+]
+DtypeOpt = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option(help="auto rounds as the official code does; a dtype computes in it, without quantisation."),
+]
+ShowPromptOpt = Annotated[
+    bool, typer.Option("--show-prompt", help="Print the exact prompt and its token ids; run nothing.")
+]
+
+
+def run(
+    context: typer.Context,
+    prompt: PromptArg = None,
+    model: ModelOpt = "random:tiny",
+    messages: MessagesOpt = None,
+    prompts: PromptsOpt = None,
+    score: ScoreOpt = None,
+    system: SystemOpt = None,
+    think: ThinkOpt = "off",
+    max_tokens: MaxTokensOpt = 4096,
+    temperature: TemperatureOpt = 1.0,
+    top_p: TopPOpt = 1.0,
+    seed: SeedOpt = None,
+    stop: StopOpt = None,
+    logprobs: LogprobsOpt = 0,
+    prefill_chunk: PrefillChunkOpt = 2048,
+    max_context: MaxContextOpt = None,
+    device: DeviceOpt = "auto",
+    dtype: DtypeOpt = "auto",
+    backend: BackendOpt = "auto",
+    show_prompt: ShowPromptOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Ask the model and print its answer as it comes.
+
+    The answer goes to stdout; reasoning, progress and timing go to stderr.
+    """
+    from dsv4cli.engine.inputs import read_prompts, read_scores
+    from dsv4cli.engine.settings import Limits, Sampling
+    from dsv4cli.engine.source import resolve_model
+
+    limits = Limits(max_tokens, max_context, prefill_chunk, logprobs, tuple(stop or ()))
+    sampling = Sampling(temperature, top_p, randbelow(2**32) if seed is None else seed)
+    _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
+    if logprobs and not (as_json or prompts or score):
+        raise UsageError("--logprobs shows in JSON output only", "add --json")
+    job = Job(Output(context.obj, as_json), resolve_model(model), think, device, dtype, backend, limits, sampling)
+    if score is not None:
+        score_texts(job, read_scores(score))
+    else:
+        talks = [conversation(prompt, messages, system)] if prompts is None else read_prompts(prompts, system)
+        mode = show_prompts if show_prompt else answer_many if prompts is not None else answer_one
+        mode(job, talks)
+
+
+def _check_modes(given: dict[str, object], system: str | None) -> None:
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
+    if system is not None and names and names[0] in ("--messages", "--score"):
+        raise UsageError(f"--system and {names[0]} cannot be combined", "put the system message into the file")

@@ -1,0 +1,213 @@
+"""What `dsv4 run` does with its input: show the prompt, answer one or many, score."""
+
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from dsv4cli.errors import UsageError
+from dsv4cli.output import Output, size_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4cli.engine.answer import Answer
+    from dsv4cli.engine.dialogue import Dialogue
+    from dsv4cli.engine.inputs import ScoreItem
+    from dsv4cli.engine.model import Transformer
+    from dsv4cli.engine.prompt import Message
+    from dsv4cli.engine.settings import Limits, Sampling
+    from dsv4cli.engine.source import FolderSource, RandomSource
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every mode needs; `device`, `dtype` and `backend` are the options' words."""
+
+    out: Output
+    source: "FolderSource | RandomSource"
+    think: str
+    device: str
+    dtype: str
+    backend: str
+    limits: "Limits"
+    sampling: "Sampling"
+
+    @cached_property
+    def dialogue(self) -> "Dialogue":
+        """The model's prompt format."""
+        from dsv4cli.engine.dialogue import open_dialogue
+
+        return open_dialogue(self.source, self.think)
+
+    def load(self) -> "tuple[Transformer, torch.device]":
+        """The model on its device, with progress on a terminal."""
+        import torch
+
+        from dsv4cli.engine.device import resolve_device
+        from dsv4cli.engine.loading import load_model
+        from dsv4cli.engine.numerics import Numerics
+
+        device = resolve_device(self.device)
+        numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
+        start = perf_counter()
+        with self.out.progress(f"loading {self.source.name}") as progress:
+            model = load_model(self.source, numerics, device=device, progress=progress)
+        seconds = perf_counter() - start
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        rate = f"{size_text(size)} in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s"
+        self.out.status(f"{self.source.name} on {device}: {rate}")
+        if self.source.name.startswith("random:"):
+            self.out.status("its weights are random: the text means nothing")
+        return model, device
+
+
+def conversation(prompt: str | None, messages: Path | None, system: str | None) -> "list[Message]":
+    """The conversation of --messages, or of the prompt and the text piped in."""
+    from dsv4cli.engine.inputs import from_prompt, read_messages
+
+    if messages is not None:
+        return read_messages(messages)
+    piped = _read_stdin(demanded=prompt == "-")
+    parts = [part for part in ("" if prompt == "-" else prompt or "", piped) if part]
+    if not parts:
+        raise UsageError("there is no prompt", 'give one: dsv4 run "What is 17 + 25?"')
+    return from_prompt("\n\n".join(parts), system)
+
+
+def _read_stdin(demanded: bool) -> str:
+    """What was piped in or redirected; nothing where stdin is a terminal or a device, unless it is demanded."""
+    from dsv4cli.engine.inputs import not_utf8
+
+    if sys.stdin is None:
+        return ""
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    if not demanded and not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
+        return ""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise not_utf8("stdin", error) from None
+
+
+def show_prompts(job: Job, talks: "Sequence[list[Message]]") -> None:
+    """Prints the exact text and ids of each prompt."""
+    dialogue = job.dialogue
+    for talk in talks:
+        prompt = dialogue.prompt(talk)
+        if len(talks) > 1:
+            job.out.record({"text": prompt.text, "ids": prompt.ids})
+        else:
+            job.out.document({"text": prompt.text, "ids": prompt.ids})
+            job.out.line(prompt.text)
+            job.out.line(" ".join(map(str, prompt.ids)))
+
+
+@dataclass
+class Clock:
+    """When tokens came: seconds from the start."""
+
+    start: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+    def tick(self) -> None:
+        """Counts one token."""
+        self.last = perf_counter() - self.start
+        self.first = self.first or self.last
+        self.tokens += 1
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first one."""
+        return (self.tokens - 1) / (self.last - self.first) if self.last > self.first else None
+
+    def sentence(self) -> str:
+        """For people."""
+        rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
+        return f"{self.tokens} tokens; first token after {self.first:.2f} s{rate}"
+
+
+def _answers(job: Job, talks: "Sequence[list[Message]]", clock: Clock) -> "Iterator[tuple[int, Answer, Any]]":
+    from dsv4cli.engine.dialogue import rooms
+
+    dialogue = job.dialogue
+    prompts = [dialogue.prompt(talk).ids for talk in talks]
+    rooms(prompts, dialogue.config, job.limits)  # refuses a prompt that is too long before the model is loaded
+    model, device = job.load()
+    from dsv4cli.engine.answers import generate_answers
+
+    clock.start = perf_counter()
+    for number, answer, pieces in generate_answers(model, dialogue, prompts, job.sampling, job.limits, device):
+        clock.tick()
+        yield number, answer, pieces
+
+
+def answer_one(job: Job, talks: "Sequence[list[Message]]") -> None:
+    """Streams the answer to one conversation, or prints it as one document."""
+    clock, answer = Clock(0.0), None
+    for _, latest, pieces in _answers(job, talks, clock):
+        answer = latest
+        for kind, text in pieces:
+            if kind == "content":
+                job.out.stream(text)
+            elif kind == "reasoning":
+                job.out.aside(text)
+    assert answer is not None
+    record = answer.record()
+    if answer.complaint:
+        job.out.warning(f"{answer.complaint}; shown as text")
+    for call in record["tool_calls"]:
+        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
+    job.out.line()
+    if answer.finish == "length":
+        job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
+    job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
+    job.out.document(
+        {"schema": "dsv4.run/1", "model": job.source.name, "backend": "torch" if job.backend == "auto" else job.backend}
+        | record
+        | ({"logprobs": answer.logprobs()} if job.limits.logprobs else {})
+        | {"seed": job.sampling.seed, "seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
+    )
+
+
+def answer_many(job: Job, talks: "Sequence[list[Message]]") -> None:
+    """Prints the answers as JSON lines in the order of the prompts, each as soon as those before it are done."""
+    clock, done, shown = Clock(0.0), {}, 0
+    for number, answer, _ in _answers(job, talks, clock):
+        if answer.finish:
+            logprobs = {"logprobs": answer.logprobs()} if job.limits.logprobs else {}
+            done[number] = {"index": number} | answer.record() | logprobs
+        while shown in done:
+            job.out.record(done.pop(shown))
+            shown += 1
+    job.out.status(f"{len(talks)} answers, {clock.sentence()}; seed {job.sampling.seed}")
+
+
+def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
+    """Prints the scores as JSON lines in the order of the items, each as soon as those before it are done."""
+    sequences = [item.ids or _ids(job, item) for item in items]
+    model, device = job.load()
+    from dsv4cli.engine.score import score
+
+    start, done, shown = perf_counter(), {}, 0
+    for one in score(model, sequences, job.limits, device):
+        top = {"top": one.top} if job.limits.logprobs else {}
+        record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
+        done[one.number] = record | top
+        while shown in done:
+            job.out.record(done.pop(shown))
+            shown += 1
+    seconds, tokens = perf_counter() - start, sum(map(len, sequences))
+    job.out.status(f"{len(items)} texts, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")
+
+
+def _ids(job: Job, item: "ScoreItem") -> list[int]:
+    dialogue = job.dialogue
+    return dialogue.tokenizer.encode(item.text) if item.text else dialogue.prompt(item.messages or []).ids

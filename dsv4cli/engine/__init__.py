@@ -1,0 +1,1 @@
+"""The model and everything around it; no typer, no terminal, no environment."""

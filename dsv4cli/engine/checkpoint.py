@@ -1,0 +1,204 @@
+"""Safetensors files by their index and headers: name, dtype, shape, file and place of every tensor; no torch.
+
+Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes without a gap (safetensors README).
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from dsv4cli.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+# bits per value of each dtype of the format
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
+    "C64": 64,
+}  # fmt: skip
+# the safetensors library refuses longer headers too
+MAX_HEADER = 100_000_000
+LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as its file describes it; `begin` and `end` are byte offsets in the file, not in its data part."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All tensors of a folder.
+
+    tensors: by name, at the place where they really are. files: in the order of their names. index: file name that the
+    index gives for each tensor, empty without an index. index_problems: for each tensor that index and files disagree
+    on, a sentence that says how.
+    """
+
+    folder: Path
+    tensors: Mapping[str, TensorInfo]
+    files: tuple[Path, ...]
+    index: Mapping[str, str]
+    index_problems: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads the index, where there is one, and every header; no tensor is read.
+
+    Raises CheckpointError, naming the file, for: no safetensors file, an index that is not JSON or names a file that
+    is not there, a file that is truncated, too long or has a corrupt header, a tensor stored twice.
+    """
+    index = _read_index(folder / INDEX)
+    files = _files(folder, index)
+    tensors: dict[str, TensorInfo] = {}
+    twice: dict[str, str] = {}
+    for path in files:
+        for info in read_header(path):
+            other = tensors.get(info.name)
+            if other is not None:
+                twice[info.name] = f"{info.name} is stored twice, in {other.file.name} and in {path.name}"
+            if other is None or index.get(info.name) == path.name:
+                tensors[info.name] = info
+    if twice and not index:
+        sentence = next(iter(twice.values()))
+        raise CheckpointError(f"{folder}: {sentence}", f"remove the file that is not part of the model, or add {INDEX}")
+    problems = dict(_index_problems(index, tensors)) if index else {}
+    return Checkpoint(folder, tensors, files, index, problems | twice)
+
+
+def _files(folder: Path, index: Mapping[str, str]) -> tuple[Path, ...]:
+    """The files of the index; without one model.safetensors, else the files that are named like shards, else all."""
+    if index:
+        files = tuple(folder / name for name in sorted(set(index.values())))
+    else:
+        patterns = ("model.safetensors", "model*.safetensors", "*.safetensors")
+        files = next(filter(None, (tuple(sorted(folder.glob(pattern))) for pattern in patterns)), ())
+    if not files:
+        raise CheckpointError(f"{folder} holds no safetensors file", "download the whole checkpoint into it")
+    for path in files:
+        if not path.is_file():
+            why = f"{INDEX} names it" if index else "a link points to it"
+            raise CheckpointError(f"{path} is missing, but {why}", f"download {path.name} again")
+    return files
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name to file name; empty where there is no index."""
+    if not path.is_file():
+        return {}
+    remedy = f"download {path.name} again"
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no safetensors index: {type(error).__name__}: {error}", remedy) from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} is no safetensors index: its weight_map is empty or no object", remedy)
+    for name in set(map(str, weight_map.values())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names {name!r}, which is no safetensors file of this folder", remedy)
+    return weight_map
+
+
+def _index_problems(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
+    for name, file in index.items():
+        info = tensors.get(name)
+        if info is None:
+            yield name, f"{name} is not in {file}, where the index puts it"
+        elif info.file.name != file:
+            yield name, f"{name} is in {info.file.name}, not in {file}, where the index puts it"
+    for name, info in tensors.items():
+        if name not in index:
+            yield name, f"{name} is in {info.file.name}, but not in the index"
+
+
+def read_header(path: Path) -> list[TensorInfo]:
+    """The tensors of one file in the order of their bytes, every offset checked against dtype, shape and file size."""
+    try:
+        size, length, text = _read_header_text(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}", "check the file and its permissions"
+        ) from None
+    infos = _parse_header(path, text, 8 + length)
+    end = infos[-1].end if infos else 8 + length
+    if end > size:
+        raise _damaged(path, f"is truncated: {size} bytes of {end}")
+    if end < size:
+        raise _damaged(path, f"is longer than its header says: {size} bytes instead of {end}")
+    return infos
+
+
+def _read_header_text(path: Path) -> tuple[int, int, bytes]:
+    """Size of the file, length of its header, the header."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            raise CheckpointError(
+                f"{path} is a git-lfs pointer, not the weights", "fetch the real file with `git lfs pull`"
+            )
+        length = struct.unpack("<Q", start[:8])[0] if size >= 8 else 0
+        if size < 8 or 8 + length > size:
+            # a cut inside the header or a wrong length look alike
+            raise _damaged(path, f"is truncated or corrupt: its header claims {length} bytes, the file has {size}")
+        if not 2 <= length <= MAX_HEADER:
+            raise _damaged(path, f"has a corrupt header: {length} bytes long")
+        file.seek(8)
+        return size, length, file.read(length)
+
+
+def _parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _damaged(path, "has a corrupt header: not JSON") from None
+    if not isinstance(header, dict):
+        raise _damaged(path, "has a corrupt header: no JSON object")
+    infos = [_tensor(path, name, entry, data) for name, entry in header.items() if name != "__metadata__"]
+    infos.sort(key=lambda info: (info.begin, info.end))
+    position = data
+    for info in infos:
+        if info.begin != position:
+            word = "overlaps the tensor before it" if info.begin < position else "leaves a gap before it"
+            raise _damaged(path, f"has a corrupt header: {info.name} {word}")
+        position = info.end
+    return infos
+
+
+def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        sane = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        bits = DTYPE_BITS[dtype] if sane else 0
+    except (KeyError, TypeError, ValueError):
+        sane, bits = False, 0
+    if not sane:
+        raise _damaged(path, f"has a corrupt header: the entry of {name} is {str(entry)[:80]}")
+    if (end - begin) * 8 != prod(shape) * bits:
+        raise _damaged(path, f"has a corrupt header: {name} {dtype} {list(shape)} does not fit in {end - begin} bytes")
+    return TensorInfo(name, dtype, shape, path, data + begin, data + end)
+
+
+def _damaged(path: Path, sentence: str) -> CheckpointError:
+    return CheckpointError(f"{path} {sentence}", f"download {path.name} again")

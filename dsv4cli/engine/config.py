@@ -1,0 +1,275 @@
+"""What a checkpoint's configuration says: every dimension of the model, read and checked at the door; no torch.
+
+Field names are those of the official root `config.json`; `inference/config.json` is translated to them first.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv4cli.engine.config_keys import (
+    DEFAULTS,
+    DSPARK_KEYS,
+    FIXED,
+    IGNORED,
+    INFERENCE_IGNORED,
+    INFERENCE_KEYS,
+    INFERENCE_ROPE_KEYS,
+    INTEGERS,
+    NUMBERS,
+    POSITIVE,
+    RATIOS,
+)
+from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+
+Drafter = Literal["none", "mtp", "dspark"]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN interpolation of the rope table of layers with ratio 4 or 128."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+
+@dataclass(frozen=True)
+class DSpark:
+    """The drafter of the 0731 and 0813 releases (section 'DSpark' of the official model.py)."""
+
+    block_size: int
+    noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Every number of one model. `compress_ratios` covers the main layers, then the draft stages."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    num_hash_layers: int
+    sliding_window: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    max_position_embeddings: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    rope_theta: float
+    compress_rope_theta: float
+    hc_eps: float
+    rms_norm_eps: float
+    bos_token_id: int
+    eos_token_id: int
+    yarn: Yarn
+    compress_ratios: tuple[int, ...]
+    dspark: DSpark | None
+
+    @cached_property
+    def layer_ratios(self) -> tuple[int, ...]:
+        """The ratio (0, 4 or 128) of each main layer."""
+        return self.compress_ratios[: self.num_hidden_layers]
+
+    @property
+    def draft_stages(self) -> int:
+        """Blocks under `mtp.`: one for MTP, three for DSpark, none if the checkpoint has no drafter."""
+        return len(self.compress_ratios) - self.num_hidden_layers
+
+    @property
+    def drafter(self) -> Drafter:
+        """Which drafter the checkpoint carries."""
+        if self.draft_stages == 0:
+            return "none"
+        return "mtp" if self.dspark is None else "dspark"
+
+    def is_hash_layer(self, layer: int) -> bool:
+        """Whether the experts of this layer are chosen by token id (draft stages never are)."""
+        return layer < self.num_hash_layers
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Reads `config.json`, or `inference/config.json` where there is no root file, of a checkpoint folder.
+
+    Raises CheckpointError when neither is there, one is not JSON, a key is missing or two contradict each other, and
+    UnsupportedCheckpoint when the file describes another model.
+    """
+    root, inference = folder / "config.json", folder / "inference" / "config.json"
+    if not root.is_file() and not inference.is_file():
+        raise CheckpointError(f"{folder} has no config.json", "copy config.json of the official repository into it")
+    if not root.is_file():
+        return parse_config(translate_inference(_read_json(inference)), str(inference))
+    values = _read_json(root)
+    config = parse_config(values, str(root))
+    if inference.is_file():
+        _check_agreement(values, translate_inference(_read_json(inference)), root, inference)
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}", f"fetch {path.name} again") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds no JSON object", f"fetch {path.name} again")
+    return values
+
+
+def translate_inference(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `inference/config.json` under the names of the root `config.json`."""
+    rope: dict[str, Any] = {"type": "yarn"}
+    result: dict[str, Any] = {"max_position_embeddings": 1048576}
+    for key, value in values.items():
+        if key in INFERENCE_ROPE_KEYS:
+            rope[INFERENCE_ROPE_KEYS[key]] = value
+        elif key not in INFERENCE_IGNORED:
+            result[INFERENCE_KEYS.get(key, key)] = value
+    return result | {"rope_scaling": rope}
+
+
+def _check_agreement(root: Mapping[str, Any], inference: Mapping[str, Any], path: Path, other: Path) -> None:
+    # 0731: the root file says one MTP layer, the inference file counts the three DSpark stages
+    skipped = {"max_position_embeddings", "num_nextn_predict_layers", "rope_scaling"}
+    pairs = [(key, root[key], value) for key, value in inference.items() if key in root and key not in skipped]
+    scaling = root.get("rope_scaling", {})
+    pairs += [
+        (f"rope_scaling.{key}", scaling.get(key, value), value) for key, value in inference["rope_scaling"].items()
+    ]
+    for key, value, second in pairs:
+        if value != second:
+            raise CheckpointError(
+                f"{path} and {other} contradict each other: {key} is {value!r} and {second!r}",
+                "fetch both files again from one revision",
+            )
+
+
+def parse_config(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """Checks the content of a root `config.json` and builds the ModelConfig; `where` names it in errors."""
+    _refuse_other_models(values, where)
+    for key, value in FIXED.items():
+        if values.get(key, value) != value:
+            raise UnsupportedCheckpoint(
+                f"{where}: {key} is {values[key]!r}, DeepSeek-V4 has {value!r}", "use the config.json of the release"
+            )
+    numbers: dict[str, Any] = {key: _number(values, key, int, where) for key in INTEGERS}
+    numbers |= {key: _number(values, key, float, where) for key in NUMBERS}
+    numbers |= {key: _number({**DEFAULTS, **values}, key, type(value), where) for key, value in DEFAULTS.items()}
+    nextn = numbers.pop("num_nextn_predict_layers")
+    dspark = _dspark(values, where)
+    known = {*numbers, "num_nextn_predict_layers", *FIXED, *IGNORED, *DSPARK_KEYS, "model_type", "rope_scaling"}
+    known |= {"compress_ratios", "quantization_config", "expert_dtype"}
+    unknown = sorted(key for key in values if key not in known)
+    if unknown:
+        raise CheckpointError(
+            f"{where}: unknown key {unknown[0]!r}, which may change the model's numbers",
+            "use the config.json of the release, or remove the key if it is harmless",
+        )
+    config = ModelConfig(**numbers, yarn=_yarn(values, where), compress_ratios=_ratios(values, where), dspark=dspark)
+    _check_config(config, nextn, where)
+    return config
+
+
+def _refuse_other_models(values: Mapping[str, Any], where: str) -> None:
+    model_type = values.get("model_type", "deepseek_v4")
+    if model_type != "deepseek_v4":
+        remedy = "use a release of that model's own engine (vLLM and SGLang run it)"
+        raise UnsupportedCheckpoint(
+            f"{where}: model_type is {model_type!r}, this engine runs 'deepseek_v4' only", remedy
+        )
+    quantization = values.get("quantization_config") or {}
+    if not isinstance(quantization, Mapping):
+        raise CheckpointError(f"{where}: quantization_config is {quantization!r}", "use the config.json of the release")
+    expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    for key, value in {**expected, "quant_algo": None}.items():
+        if quantization.get(key, value) != value:
+            raise UnsupportedCheckpoint(
+                f"{where}: quantization_config.{key} is {quantization[key]!r}, the official layout has {value!r}",
+                "use the official checkpoint (FP4 experts, FP8 linears)",
+            )
+
+
+def _number(values: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    if key not in values:
+        raise CheckpointError(f"{where} lacks the key {key!r}", "use the config.json of the release")
+    value = values[key]
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value != kind(value) or value < (1 if key in POSITIVE else 0):
+        raise CheckpointError(f"{where}: {key} is {value!r}, which it cannot be", "use the config.json of the release")
+    return kind(value)
+
+
+def _yarn(values: Mapping[str, Any], where: str) -> Yarn:
+    scaling = values.get("rope_scaling")
+    if not isinstance(scaling, Mapping) or scaling.get("type", scaling.get("rope_type")) != "yarn":
+        raise CheckpointError(f"{where}: rope_scaling is {scaling!r}, expected type 'yarn'", "use the official file")
+    unknown = set(scaling) - {"type", "rope_type", *Yarn.__dataclass_fields__}
+    if unknown:
+        raise CheckpointError(f"{where}: unknown key rope_scaling.{min(unknown)}", "use the config.json of the release")
+    kinds = {"original_max_position_embeddings": int}
+    return Yarn(**{key: _number(scaling, key, kinds.get(key, float), where) for key in Yarn.__dataclass_fields__})
+
+
+def _ratios(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    ratios = values.get("compress_ratios")
+    if not isinstance(ratios, list) or not ratios:
+        raise CheckpointError(f"{where} lacks the list 'compress_ratios'", "use the config.json of the release")
+    strange = [ratio for ratio in ratios if type(ratio) is not int or ratio not in RATIOS]
+    if strange:
+        raise UnsupportedCheckpoint(f"{where}: compress_ratios holds {strange[0]!r}, known are 0, 4 and 128")
+    return tuple(ratios)
+
+
+def _dspark(values: Mapping[str, Any], where: str) -> DSpark | None:
+    if not any(key in values for key in DSPARK_KEYS):
+        return None
+    block, noise, rank = (_number(values, key, int, where) for key in (*DSPARK_KEYS[:2], DSPARK_KEYS[3]))
+    targets = values.get("dspark_target_layer_ids")
+    if not isinstance(targets, list) or not all(isinstance(layer, int) for layer in targets):
+        raise CheckpointError(f"{where}: dspark_target_layer_ids is {targets!r}, expected a list of layers")
+    return DSpark(block, noise, tuple(targets), rank)
+
+
+def _check_config(config: ModelConfig, nextn: int, where: str) -> None:
+    """Raises CheckpointError for the first pair of keys that cannot both be true."""
+    layers, stages = config.num_hidden_layers, config.draft_stages
+    expected = stages if config.dspark else nextn
+    targets = config.dspark.target_layer_ids if config.dspark else ()
+    rules = {
+        f"compress_ratios has {len(config.compress_ratios)} entries for {layers} layers and {expected} draft stages": (
+            stages == expected and stages >= 0 and (stages > 0 or not config.dspark)
+        ),
+        f"compress_ratios of the draft stages are {config.compress_ratios[layers:]}, expected zeros": not any(
+            config.compress_ratios[layers:]
+        ),
+        "o_groups does not divide num_attention_heads": config.num_attention_heads % max(config.o_groups, 1) == 0,
+        "qk_rope_head_dim is odd or larger than head_dim": (
+            config.qk_rope_head_dim % 2 == 0 and config.qk_rope_head_dim <= min(config.head_dim, config.index_head_dim)
+        ),
+        "num_experts_per_tok exceeds n_routed_experts": config.num_experts_per_tok <= config.n_routed_experts,
+        "num_hash_layers exceeds num_hidden_layers": config.num_hash_layers <= layers,
+        "index_head_dim is no power of two": config.index_head_dim & (config.index_head_dim - 1) == 0,
+        "dspark_target_layer_ids names a layer that does not exist": all(0 <= layer < layers for layer in targets),
+    }
+    for sentence, holds in rules.items():
+        if not holds:
+            raise CheckpointError(f"{where}: {sentence}", "use the config.json of the release")

@@ -1,0 +1,69 @@
+"""The keys of the official configuration files: their translation, their fixed values, their defaults; no torch.
+
+Sources: the releases' root `config.json`, `inference/config.json` and the defaults of the official `ModelArgs`.
+"""
+
+from typing import Any
+
+# inference/config.json key -> config.json key (official `ModelArgs`)
+INFERENCE_KEYS = {
+    "n_layers": "num_hidden_layers",
+    "dim": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "rope_head_dim": "qk_rope_head_dim",
+    "n_activated_experts": "num_experts_per_tok",
+    "moe_inter_dim": "moe_intermediate_size",
+    "route_scale": "routed_scaling_factor",
+    "score_func": "scoring_func",
+    "n_hash_layers": "num_hash_layers",
+    "window_size": "sliding_window",
+    "norm_eps": "rms_norm_eps",
+    "n_mtp_layers": "num_nextn_predict_layers",
+}
+INFERENCE_ROPE_KEYS = {
+    "rope_factor": "factor",
+    "original_seq_len": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+# runtime limits and storage formats of the official script, no property of the model
+INFERENCE_IGNORED = {"max_batch_size", "max_seq_len", "dtype", "scale_dtype", "scale_fmt"}
+
+# keys with the one value that the architecture has; another value is another model
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sqrtsoftplus",
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+}
+# keys of the file format and of training that change no number of the forward pass
+IGNORED = {
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "dtype", "ep_size", "initializer_range",
+    "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+INTEGERS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
+    "q_lora_rank", "o_lora_rank", "o_groups", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "num_hash_layers", "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "hc_mult",
+    "hc_sinkhorn_iters", "max_position_embeddings",
+)  # fmt: skip
+POSITIVE = {*INTEGERS} - {"num_hash_layers"}
+NUMBERS = ("routed_scaling_factor", "swiglu_limit", "rope_theta", "compress_rope_theta")
+# keys that may be absent, with the official default
+DEFAULTS: dict[str, Any] = {
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_nextn_predict_layers": 1,
+}
+DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
+RATIOS = (0, 4, 128)

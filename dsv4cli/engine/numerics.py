@@ -1,0 +1,40 @@
+"""Which roundings a forward pass makes: a value handed to the model, never a habit of a module."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4cli.kernels.block_scale import fp4_round, fp8_round, hadamard
+from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK, KV_BLOCK
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """dtype: of activations and of the cache. simulate: whether values are rounded as the official code rounds them."""
+
+    dtype: torch.dtype
+    simulate: bool
+
+    @classmethod
+    def reference(cls) -> "Numerics":
+        """Every rounding of the official model: bf16, FP8 inputs of quantised linears, FP8 keys, FP4 indexer."""
+        return cls(torch.bfloat16, simulate=True)
+
+    @classmethod
+    def plain(cls, dtype: torch.dtype = torch.float32) -> "Numerics":
+        """No simulation: the model's formulas in one dtype, with the official fp32 islands."""
+        return cls(dtype, simulate=False)
+
+    def linear_input(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of an FP8 or FP4 linear: [..., K], K a multiple of 128."""
+        return fp8_round(x, FP8_BLOCK) if self.simulate else x
+
+    def keys(self, kv: torch.Tensor, rope_dims: int) -> torch.Tensor:
+        """Window keys and entries as the cache holds them: the leading dims through FP8, the rope dims as is."""
+        if not self.simulate:
+            return kv
+        return torch.cat((fp8_round(kv[..., :-rope_dims], KV_BLOCK), kv[..., -rope_dims:]), -1)
+
+    def index(self, x: torch.Tensor) -> torch.Tensor:
+        """Indexer queries and keys: rotated by Hadamard, then through FP4. Without simulation q . k needs neither."""
+        return fp4_round(hadamard(x), FP4_BLOCK) if self.simulate else x

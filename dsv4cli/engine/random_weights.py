@@ -1,0 +1,74 @@
+"""Weights without a checkpoint: deterministic, well scaled, in the stored formats, for any table of tensors.
+
+A tensor depends on its name and the seed only, so that two models share the tensors that they have in common.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from zlib import crc32
+
+import torch
+
+from dsv4cli.engine.layout import TensorSpec
+from dsv4cli.engine.weights import TORCH_DTYPES
+from dsv4cli.kernels.formats import E2M1_VALUES, E8M0_BIAS, FP4_BLOCK
+
+# large tensors repeat a pattern of this many values (a prime: rows do not align with it)
+PATTERN = 1_000_003
+E2M1_STD = (sum(value * value for value in E2M1_VALUES) / len(E2M1_VALUES)) ** 0.5
+# codes of FP8 weights are drawn with this standard deviation, far from both ends of e4m3
+E4M3_STD = 32.0
+
+
+def random_tensors(specs: Iterable[TensorSpec], seed: int, experts: int) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """A tensor for each spec, in its stored dtype and shape. experts: how many a hash table chooses from."""
+    for spec in specs:
+        generator = torch.Generator().manual_seed(crc32(spec.name.encode()) ^ seed)
+        yield spec, _draw(spec, generator, experts)
+
+
+def _draw(spec: TensorSpec, generator: torch.Generator, experts: int) -> torch.Tensor:
+    if spec.is_scale:
+        return _scale(spec, generator)
+    if spec.dtype == "I8":
+        return _tiled(spec.shape, lambda n: torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8)).view(
+            torch.int8
+        )
+    if spec.dtype == "I64":
+        first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator)
+        return (first + torch.arange(spec.shape[1])) % experts  # distinct experts in a row
+    mean, deviation = _moments(spec)
+    values = _tiled(spec.shape, lambda n: torch.randn(n, generator=generator)) * deviation + mean
+    return values.to(TORCH_DTYPES[spec.dtype])
+
+
+def _tiled(shape: tuple[int, ...], draw: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    pattern = draw(min(count, PATTERN))
+    return pattern.repeat(-(-count // PATTERN))[:count].view(shape)
+
+
+def _scale(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    """Exponents that give a matrix rows of unit length, one step up or down from block to block."""
+    is_fp4 = spec.shape[-1] * FP4_BLOCK == spec.columns
+    deviation = (E2M1_STD if is_fp4 else E4M3_STD) * spec.columns**0.5
+    exponent = -round(torch.tensor(deviation).log2().item())
+    steps = _tiled(spec.shape, lambda n: torch.randint(-1, 2, (n,), generator=generator))
+    return (steps + exponent + E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _moments(spec: TensorSpec) -> tuple[float, float]:
+    """Mean and standard deviation by what the tensor is."""
+    leaf = spec.name.removesuffix(".weight").rpartition(".")[2]
+    if spec.dtype == "F8_E4M3":
+        return 0.0, E4M3_STD
+    if leaf.endswith("norm"):
+        return 1.0, 0.1
+    if leaf.endswith("_scale"):
+        return 1.0, 0.1
+    if leaf == "embed":
+        return 0.0, 1.0
+    if leaf == "bias":
+        return 0.0, 0.1
+    if len(spec.shape) == 2 and leaf != "ape":
+        return 0.0, spec.shape[1] ** -0.5
+    return 0.0, 0.5

@@ -1,0 +1,57 @@
+"""What a user can choose about a generation, checked; no torch."""
+
+import math
+from dataclasses import dataclass
+
+from dsv4cli.errors import UsageError
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**32 - 1
+
+
+def require(holds: bool, option: str, value: object, remedy: str) -> None:
+    """Raises UsageError naming an option whose value cannot be."""
+    if not holds:
+        raise UsageError(f"{option} is {value}", remedy)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy. top_p: the smallest set of likeliest tokens with at least this probability is drawn
+    from. seed: prompt n draws with seed + n."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        finite = math.isfinite(self.temperature)
+        require(
+            finite and self.temperature >= 0,
+            "--temperature",
+            self.temperature,
+            "use 0 for greedy, or a positive number",
+        )
+        require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
+        require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"use a whole number from 0 to {MAX_SEED}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_tokens: of an answer. max_context: of prompt and answer, None for the model's own. prefill_chunk: tokens of
+    one prompt in a step. logprobs: alternatives to report for each token. stops: texts that end an answer."""
+
+    max_tokens: int = 4096
+    max_context: int | None = None
+    prefill_chunk: int = 2048
+    logprobs: int = 0
+    stops: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens > 0, "--max-tokens", self.max_tokens, "use at least 1")
+        require(self.max_context is None or self.max_context > 1, "--max-context", self.max_context, "use at least 2")
+        require(self.prefill_chunk > 0, "--prefill-chunk", self.prefill_chunk, "use at least 1")
+        require(
+            0 <= self.logprobs <= MAX_LOGPROBS, "--logprobs", self.logprobs, f"use a number from 0 to {MAX_LOGPROBS}"
+        )
+        require(all(self.stops), "--stop", "empty", "give the text that ends an answer")

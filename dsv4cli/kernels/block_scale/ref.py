@@ -1,0 +1,83 @@
+"""Block scales in plain PyTorch."""
+
+import torch
+
+from dsv4cli.kernels.formats import (
+    E2M1_MAX,
+    E2M1_VALUES,
+    E4M3_MAX,
+    FP4_AMAX_FLOOR,
+    FP4_BLOCK,
+    FP8_AMAX_FLOOR,
+    FP8_BLOCK,
+)
+
+
+def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two >= x, on the bit pattern; x: fp32, positive and normal."""
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return (exponent << 23).view(torch.float32)
+
+
+def block_scale(blocks: torch.Tensor, floor: float, largest: float) -> torch.Tensor:
+    """The scale of each block: blocks fp32 [..., n, block] -> fp32 [..., n, 1]."""
+    amax = blocks.abs().amax(-1, keepdim=True).clamp_min(floor)
+    # the official kernel multiplies by the rounded reciprocal
+    return power_of_two_ceil(amax * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device))
+
+
+def fp8_round(x: torch.Tensor, block: int) -> torch.Tensor:
+    blocks = x.float().unflatten(-1, (-1, block))
+    scale = block_scale(blocks, FP8_AMAX_FLOOR, E4M3_MAX)
+    codes = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).flatten(-2).to(x.dtype)
+
+
+def fp4_round(x: torch.Tensor, block: int) -> torch.Tensor:
+    blocks = x.float().unflatten(-1, (-1, block))
+    scale = block_scale(blocks, FP4_AMAX_FLOOR, E2M1_MAX)
+    return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2).to(x.dtype)
+
+
+def round_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to the nearest e2m1 value, ties to the even code; x: fp32 within +-6."""
+    magnitude = x.abs()
+    # spacing of the codes: 0.5 below 2, 1 below 4, 2 up to 6; round() itself takes ties to even
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return torch.copysign((magnitude / step).round() * step, x)
+
+
+def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    if weight.dtype == torch.int8:
+        assert scale is not None
+        return (unpack_e2m1(weight).unflatten(-1, (-1, FP4_BLOCK)) * e8m0(scale)[..., None]).flatten(-2)
+    if weight.dtype == torch.float8_e4m3fn:
+        assert scale is not None
+        rows, columns = weight.shape[-2:]
+        spread = e8m0(scale).repeat_interleave(FP8_BLOCK, -2)[..., :rows, :].repeat_interleave(FP8_BLOCK, -1)
+        return weight.float() * spread[..., :columns]
+    return weight.float()
+
+
+def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """The values of packed codes: int8 [..., K/2] -> fp32 [..., K], low nibble first."""
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
+    byte = packed.view(torch.uint8).int()
+    return torch.stack((values[byte & 15], values[byte >> 4]), -1).flatten(-2)
+
+
+def e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """The fp32 values 2 ** (byte - 127) of e8m0 scales."""
+    return torch.exp2(scale.view(torch.uint8).float() - 127)
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    width = x.shape[-1]
+    y, half = x.float().reshape(-1, width), 1
+    # butterflies: index bit by bit, which is Sylvester order
+    while half < width:
+        pairs = y.view(-1, width // (2 * half), 2, half)
+        y = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).reshape(-1, width)
+        half *= 2
+    return (y * width**-0.5).to(x.dtype).view(x.shape)

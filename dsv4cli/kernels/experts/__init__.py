@@ -1,0 +1,41 @@
+"""Gated experts: w2(silu(w1 x) * (w3 x)) with clamps, routed or shared. Source: official model.py (`Expert`, `MoE`)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4cli.kernels.experts import ref
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The matrices of E experts as stored, each with its scale or None: w1, w3 [E, I, D], w2 [E, D, I] unpacked."""
+
+    w1: torch.Tensor
+    w1_scale: torch.Tensor | None
+    w2: torch.Tensor
+    w2_scale: torch.Tensor | None
+    w3: torch.Tensor
+    w3_scale: torch.Tensor | None
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    """The sum over a token's experts of w2(g * silu(min(w1 x, limit)) * clamp(w3 x, +-limit)).
+
+    x: [T, D] bf16 or fp32; experts: int64 [T, k]; routing: fp32 [T, k], the weights g, which multiply before w2.
+    limit 0 clamps nothing. round_inputs: the inputs of both linears go through fp8_round with 128 columns. Each linear
+    is rounded to x's dtype, the rest is fp32; a token's experts are added in ascending order. Returns fp32 [T, D].
+    """
+    return ref.routed_experts(x, weights, experts, routing, limit, round_inputs)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) in fp32; limit 0 clamps nothing."""
+    return ref.gated(gate, up, limit)

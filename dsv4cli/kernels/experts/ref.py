@@ -1,0 +1,65 @@
+"""Gated experts in plain PyTorch."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.gemm import ref as gemm
+
+if TYPE_CHECKING:
+    from dsv4cli.kernels.experts import ExpertWeights
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    gate, up = gate.float(), up.float()
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate) * up
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    experts, slots = experts.sort(-1)  # ascending, the order in which a token's experts are added
+    routing = routing.gather(-1, slots)
+    per_token = experts.shape[1]
+    order = experts.flatten().argsort(stable=True)  # pairs (token, place) by expert
+    tokens, factors = order // per_token, routing.flatten()[order]
+    inputs = block_scale.fp8_round(x, FP8_BLOCK) if round_inputs else x
+    counts = torch.bincount(experts.flatten(), minlength=weights.w1.shape[0]).tolist()
+    outputs, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows = slice(start, start + count)
+            outputs.append(_expert(inputs[tokens[rows]], weights, expert, factors[rows], limit, round_inputs))
+            start += count
+    if not outputs:
+        return x.new_zeros(x.shape, dtype=torch.float32)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    parts = torch.cat(outputs)[places].unflatten(0, (-1, per_token)).float()  # [T, k, D]
+    total = parts[:, 0]
+    for place in range(1, per_token):
+        total = total + parts[:, place]
+    return total
+
+
+def _expert(
+    x: torch.Tensor, weights: "ExpertWeights", expert: int, factors: torch.Tensor, limit: float, round_inputs: bool
+) -> torch.Tensor:
+    def pick(scale: torch.Tensor | None) -> torch.Tensor | None:
+        return None if scale is None else scale[expert]
+
+    gate = gemm.linear(x, weights.w1[expert], pick(weights.w1_scale))
+    up = gemm.linear(x, weights.w3[expert], pick(weights.w3_scale))
+    inner = (factors[:, None] * gated(gate, up, limit)).to(x.dtype)
+    if round_inputs:
+        inner = block_scale.fp8_round(inner, FP8_BLOCK)
+    return gemm.linear(inner, weights.w2[expert], pick(weights.w2_scale))

@@ -1,0 +1,40 @@
+"""Arguments, options and help texts that commands share, each declared once."""
+
+from typing import Annotated, Literal
+
+import typer
+
+EXIT_CODES = """\b
+Exit codes:
+  0 ok; 1 failure; 2 usage; 3 checked, and the answer is no;
+  4 unsupported checkpoint or hardware; 5 not enough disk, RAM or VRAM;
+  7 finished, but the result is unsound; 130 interrupted; 143 terminated"""
+
+ModelArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint folder; flash, pro, flash-0731 or org/name[@revision] in the Hugging Face cache; "
+        "or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files.",
+    ),
+]
+ModelOpt = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A checkpoint folder; flash, pro, flash-0731 or org/name[@revision] in the Hugging Face cache; "
+        "or random:PRESET[,layers=N][,experts=N][,seed=N].",
+    ),
+]
+DeviceOpt = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
+BackendOpt = Annotated[
+    Literal["auto", "torch"],
+    typer.Option(help="Which kernels compute; plain PyTorch is the only kind so far, so auto is torch."),
+]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
+
+
+def epilog(*examples: str) -> str:
+    """The end of a help page: exit codes, then examples."""
+    return "\n".join([EXIT_CODES, "", "\b", "Examples:", *(f"  {example}" for example in examples)])

@@ -1,0 +1,143 @@
+"""What the user sees: stdout is the answer, stderr the conversation; the only file that prints; standard library only.
+
+Text from checkpoints, models and files is data: nothing in it is markup, and no control character reaches a terminal.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from dsv4cli.errors import Dsv4Error
+
+# ECMA-48: select graphic rendition
+BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
+# C0 without newline and tab, DEL, C1: a terminal would obey them
+CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+# what a table says once, wherever it shows bytes
+UNIT_NOTE = "1 GB = 10^9 bytes"
+
+
+class ReaderGone(Exception):
+    """Whoever read stdout or stderr has closed it, as `head` does: end quietly."""
+
+
+@dataclass(frozen=True)
+class Colours:
+    """Which of the two streams may carry colour."""
+
+    stdout: bool = False
+    stderr: bool = False
+
+
+class Output:
+    """Both streams in one of two modes: for people, or `--json`, where stderr carries errors only."""
+
+    def __init__(self, colours: Colours, as_json: bool = False) -> None:
+        self.colours = colours
+        self.as_json = as_json
+
+    def line(self, text: str = "", *, strong: bool = False) -> None:
+        """A line of a human answer; nothing in JSON mode."""
+        if not self.as_json:
+            _write(sys.stdout, _styled(_harmless(text), BOLD, strong and self.colours.stdout))
+
+    def table(self, rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
+        """Aligned columns of a human answer; with `numbers` every column but the first is flush right."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [
+                cell.rjust(width) if numbers and column else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            self.line("  ".join(cells).rstrip())
+
+    def document(self, value: Mapping[str, Any]) -> None:
+        """The one JSON document of a command; nothing in human mode."""
+        if self.as_json:
+            _write(sys.stdout, json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+    def record(self, value: Mapping[str, Any]) -> None:
+        """One line of NDJSON, in both modes, at once."""
+        _write(sys.stdout, json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+    def stream(self, text: str) -> None:
+        """A piece of a human answer as it arrives, exact unless stdout is a terminal; nothing in JSON mode."""
+        if not self.as_json:
+            _write(sys.stdout, _harmless(text) if sys.stdout.isatty() else text, end="")
+
+    def aside(self, text: str) -> None:
+        """A piece of the model's reasoning as it arrives: on stderr, dimmed; nothing in JSON mode."""
+        if not self.as_json:
+            _write(sys.stderr, _styled(_harmless(text), DIM, self.colours.stderr), end="")
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
+        """A callback (bytes done, bytes in all) that shows rate and remaining time on a terminal, nothing elsewhere."""
+        if self.as_json or not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        columns = (TextColumn(label), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+        console = Console(stderr=True, no_color=not self.colours.stderr)
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(label, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+
+    def status(self, text: str) -> None:
+        """What is going on, or a measured number."""
+        self._remark(text, DIM)
+
+    def hint(self, text: str) -> None:
+        """What to do next."""
+        self._remark(f"→ {text}", DIM)
+
+    def warning(self, text: str) -> None:
+        """What may surprise."""
+        self._remark(f"warning: {text}", YELLOW)
+
+    def error(self, error: Dsv4Error) -> None:
+        """Why the command ends, and the remedy; in both modes."""
+        _write(sys.stderr, _styled(_harmless(f"error: {error.message}"), RED, self.colours.stderr))
+        if error.remedy:
+            _write(sys.stderr, _harmless(f"→ {error.remedy}"))
+
+    def _remark(self, text: str, style: str) -> None:
+        if not self.as_json:
+            _write(sys.stderr, _styled(_harmless(text), style, self.colours.stderr))
+
+
+def _write(stream: TextIO, text: str, end: str = "\n") -> None:
+    try:
+        print(text, file=stream, end=end, flush=True)
+    except BrokenPipeError:
+        raise ReaderGone from None
+
+
+def _styled(text: str, style: str, wanted: bool) -> str:
+    return f"{style}{text}{RESET}" if wanted else text
+
+
+def _harmless(text: str) -> str:
+    return text.translate(CONTROLS)
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in decimal units, as the publishers of checkpoints count: '159.61 GB', '7.35 MB', '334 B'."""
+    for unit, value in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= value:
+            return f"{nbytes / value:,.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def count_text(count: int) -> str:
+    """A number of parameters or tokens: '284.33B', '7.16M', '69,187'."""
+    for unit, value in (("B", 10**9), ("M", 10**6)):
+        if count >= value:
+            return f"{count / value:,.2f}{unit}"
+    return f"{count:,}"

@@ -1,0 +1,277 @@
+"""`dsv4 inspect` and the program around it, from outside: streams, exit codes, documents."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsv4cli import __version__, cli
+from dsv4cli.engine import inspection
+from dsv4cli.errors import Dsv4Error
+from tests import damage
+from tests.relatives import RELATIVES
+
+ROOT = Path(__file__).resolve().parent.parent
+FLASH = str(damage.GOLDEN / "tiny-flash")
+HARMS = damage.DAMAGES | RELATIVES
+
+
+def dsv4(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dsv4cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def inside(*arguments: str, columns: int = 80):
+    """The same without a process of its own."""
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [*arguments], prog_name="dsv4")
+
+
+def test_the_table_of_a_sound_checkpoint():
+    done = dsv4("inspect", FLASH)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{FLASH} would load: all 432 tensors are there and as expected\n")
+    for words in ("5 with ratios 0 0 4 128 4", "MTP", "experts fp4", "6.02M", "7.35 MB", "1 GB = 10^9 bytes"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines()[1:])) <= 80
+
+
+def test_the_document_of_a_sound_checkpoint():
+    done = dsv4("inspect", FLASH, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    assert list(document) == ["schema", "model", "folder", "loads", "problem", "identity", "coverage", "sizes"]
+    assert (document["schema"], document["loads"], document["problem"]) == ("dsv4.inspect/1", True, None)
+    identity = document["identity"]
+    assert (identity["release"], identity["size"], identity["drafter"]) == ("v4", "custom", "mtp")
+    assert (identity["layers"], identity["schedule"]) == ([0, 0, 4, 128, 4], "0 0 4 128 4")
+    assert identity["formats"] == {"linear": "fp8", "experts": "fp4", "dense": "bf16"}
+    assert document["coverage"]["complete"]
+    assert document["sizes"]["nbytes"] == sum(document["sizes"]["by_family"].values()) == 7348132
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("random:flash", ("DeepSeek-V4-Flash", "0 0 (4 128)×20 4", "159.61 GB", "284.33B", "13.80B", "13.27B")),
+        ("random:pro,experts=6", ("6 a layer", "128 128 (4 128)×29 4")),
+        ("random:flash-0731,experts=6", ("0731", "DSpark, 3 blocks")),
+        ("random:tiny,layers=2", ("2 with ratios 0 0",)),
+    ],
+)
+def test_a_model_of_random_weights_needs_no_files(model, words):
+    done = inside("inspect", model)
+    assert done.exit_code == 0
+    assert all(word in done.stdout for word in words)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text"),
+    [
+        ((), ""),
+        ((4,), "4"),
+        ((0, 0, 4, 128, 4), "0 0 4 128 4"),
+        ((0, 0) + (4, 128) * 20 + (4,), "0 0 (4 128)×20 4"),
+        ((128, 128) + (4, 128) * 29 + (4,), "128 128 (4 128)×29 4"),
+        ((4,) * 5 + (0, 4), "4×5 0 4"),
+        ((4, 128, 4, 128), "(4 128)×2"),
+    ],
+)
+def test_a_schedule_is_short(ratios, text):
+    assert inspection.schedule(ratios) == text
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_what_would_not_load_is_told_with_exit_code_3(tmp_path, harm):
+    folder = damage.copy_checkpoint(tmp_path)
+    harm(folder)
+    table = inside("inspect", str(folder))
+    assert (table.exit_code, table.stderr) == (3, "")
+    first, reason, *others = table.stdout.splitlines()
+    assert first == f"{folder} would not load"
+    assert all(words in "\n".join([reason, *others]) for words in HARMS[harm])
+    assert any(line.startswith("→ ") for line in others)
+    document = inside("inspect", str(folder), "--json")
+    assert (document.exit_code, document.stderr) == (3, "")
+    problem = json.loads(document.stdout)["problem"]
+    assert problem["kind"] == ("unsupported" if harm in RELATIVES else "damaged")
+    assert all(words in problem["message"] for words in HARMS[harm])
+    assert problem["remedy"]
+
+
+def test_a_damaged_checkpoint_from_outside(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.shard_missing(folder)
+    done = dsv4("inspect", str(folder))
+    assert (done.returncode, done.stderr) == (3, "")
+    assert f"{damage.SHARD} is missing" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_long_list_is_cut_in_the_table_and_whole_in_the_document(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.rewrite(folder, lambda name, stored: {} if ".ffn.experts." in name else {name: stored})
+    table = inside("inspect", str(folder)).stdout
+    assert "  and 208 more; --json lists them all\n" in table
+    assert len(json.loads(inside("inspect", str(folder), "--json").stdout)["coverage"]["missing"]) == 216
+
+
+def test_a_name_with_control_characters_does_not_reach_the_terminal(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    path = folder / damage.SHARD
+    damage.write_shard(path, damage.read_shard(path) | {"a\x1b[31m[bold]b": damage.Stored("U8", [1], b"x")})
+    stdout = inside("inspect", str(folder)).stdout
+    assert "a\N{REPLACEMENT CHARACTER}[31m[bold]b is no tensor of this model" in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["inspect"], 2, "Missing argument"),
+        (["inspect", FLASH, "--jason"], 2, "No such option"),
+        (["inspekt", FLASH], 2, "inspect"),
+        (["inspect", "random:huge"], 2, "error: random:huge: there is no preset 'huge'\n→ "),
+        (["inspect", "./nothing", "--json"], 1, "error: there is no folder ./nothing\n→ "),
+        (["inspect", "nothing"], 2, "error: 'nothing' is no folder and no model name\n→ "),
+    ],
+)
+def test_a_wrong_call_is_told_on_stderr(arguments, code, words):
+    done = dsv4(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_help_lists_exit_codes_and_ends_with_examples():
+    for page in (inside("--help").stdout, inside("inspect", "--help").stdout):
+        body, _, examples = page.partition("Examples:\n")
+        for words in (
+            "0 ok",
+            "1 failure",
+            "2 usage",
+            "3 checked",
+            "4 unsupported",
+            "5 not enough",
+            "7 finished",
+            "130",
+        ):
+            assert words in body
+        assert all(line.startswith("    dsv4 ") for line in examples.rstrip().splitlines())
+        assert max(map(len, page.splitlines())) <= 80
+
+
+def test_the_version():
+    assert inside("--version").stdout == f"dsv4 {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[FLASH], [FLASH, "--json"], ["random:tiny"], []], ids=["table", "json", "random", "usage"]
+)
+def test_nothing_heavy_is_imported(arguments):
+    script = (
+        "import sys\n"
+        "from dsv4cli import cli\n"
+        "try:\n"
+        "    cli.main()\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich'}\n"
+        "sys.exit(9 if heavy & sys.modules.keys() else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "inspect", *arguments], cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_ends_the_program_quietly():
+    program = subprocess.Popen(
+        [sys.executable, "-m", "dsv4cli", "inspect", FLASH], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert program.stdout is not None
+    assert program.stderr is not None
+    program.stdout.close()
+    assert program.stderr.read() == b""
+    program.stderr.close()
+    assert program.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
+)
+def test_colour_is_for_terminals_that_want_it(environment, coloured):
+    import pty
+
+    ours, theirs = pty.openpty()
+    clean = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "TERM"}}
+    subprocess.run(
+        [sys.executable, "-m", "dsv4cli", "inspect", FLASH],
+        cwd=ROOT,
+        env={**clean, "TERM": "xterm", **environment},
+        stdout=theirs,
+        check=True,
+    )
+    os.close(theirs)
+    assert (b"\x1b[" in os.read(ours, 1000)) is coloured
+    os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (Dsv4Error("it failed", "try again"), 1, "error: it failed\n→ try again\n"),
+        (MemoryError(), 5, "error: the machine ran out of memory\n→ "),
+        (OSError(28, "No space left on device", "out.bin"), 5, "error: no space left on the disk: out.bin\n→ "),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(143), 143, ""),
+    ],
+    ids=repr,
+)
+def test_the_boundary_turns_a_failure_into_an_exit_code(monkeypatch, capsys, raised, code, words):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(inspection, "inspect_model", fail)
+    monkeypatch.setattr(sys, "argv", ["dsv4", "inspect", FLASH])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(words)
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("raised", [ValueError("a bug"), OSError(13, "Permission denied", "x")], ids=repr)
+def test_a_bug_keeps_its_traceback(monkeypatch, raised):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(inspection, "inspect_model", fail)
+    monkeypatch.setattr(sys, "argv", ["dsv4", "inspect", FLASH])
+    with pytest.raises(type(raised)):
+        cli.main()
+
+
+def test_the_traceback_of_a_failure_is_there_for_the_asking():
+    done = dsv4("inspect", "./nothing", DSV4_DEBUG="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-2] == "error: there is no folder ./nothing"
+
+
+def test_sigterm_is_143(tmp_path):
+    waits = "import os, signal, sys; from dsv4cli import cli; from dsv4cli.engine import inspection\n"
+    waits += "inspection.inspect_model = lambda _: os.kill(os.getpid(), signal.SIGTERM)\ncli.main()"
+    done = subprocess.run([sys.executable, "-c", waits, "inspect", FLASH], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, b"", b"")
