@@ -1,6 +1,7 @@
 """Block scales in plain PyTorch."""
 
 import torch
+import torch.nn.functional as F
 
 from dsv4cli.kernels.formats import (
     E2M1_MAX,
@@ -49,22 +50,22 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    if scale is None:
+        return weight.float()
     if weight.dtype == torch.int8:
-        assert scale is not None
-        return (unpack_e2m1(weight).unflatten(-1, (-1, FP4_BLOCK)) * e8m0(scale)[..., None]).flatten(-2)
-    if weight.dtype == torch.float8_e4m3fn:
-        assert scale is not None
-        rows, columns = weight.shape[-2:]
-        spread = e8m0(scale).repeat_interleave(FP8_BLOCK, -2)[..., :rows, :].repeat_interleave(FP8_BLOCK, -1)
-        return weight.float() * spread[..., :columns]
-    return weight.float()
+        return unpack_e2m1(weight).unflatten(-1, (-1, FP4_BLOCK)).mul_(e8m0(scale)[..., None]).flatten(-2)
+    rows, columns = weight.shape[-2:]
+    blocks = F.pad(weight.float(), (0, -columns % FP8_BLOCK)).unflatten(-1, (-1, FP8_BLOCK))
+    scales = e8m0(scale).repeat_interleave(FP8_BLOCK, -2)[..., :rows, :]
+    return (blocks * scales[..., None]).flatten(-2)[..., :columns]
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """The values of packed codes: int8 [..., K/2] -> fp32 [..., K], low nibble first."""
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
-    byte = packed.view(torch.uint8).int()
-    return torch.stack((values[byte & 15], values[byte >> 4]), -1).flatten(-2)
+    byte = torch.arange(256, device=packed.device)
+    pairs = torch.stack((values[byte & 15], values[byte >> 4]), -1)  # [256, 2]
+    return F.embedding(packed.view(torch.uint8).int(), pairs).flatten(-2)
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
