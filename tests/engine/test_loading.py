@@ -1,0 +1,253 @@
+"""From tensors to a filled model: strict both ways, the same at every number of ranks, and in little memory."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4cli.engine.batch import make_batch
+from dsv4cli.engine.cache import Cache
+from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
+from dsv4cli.engine.loading import build_random, load_model
+from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.parallel import SINGLE, World
+from dsv4cli.engine.presets import FLASH, PRESETS, TINY, shortened
+from dsv4cli.engine.random_weights import random_tensors
+from dsv4cli.engine.source import FolderSource, RandomSource
+from dsv4cli.engine.weights import TORCH_DTYPES, fill, local_shape, local_slice
+from dsv4cli.errors import CheckpointError, UsageError
+from dsv4cli.kernels.block_scale import dequantise
+from tests.golden_data import FOLDER
+
+ROOT = Path(__file__).parents[2]
+SMALL = parse_config(shortened(TINY, 3, 2) | {"vocab_size": 64}, "test")
+# every dimension that ranks cut is a multiple of four blocks of 128
+WIDE = parse_config(shortened(TINY, 3, 2) | {"vocab_size": 64, "o_groups": 4, "moe_intermediate_size": 512}, "test")
+THIN_FLASH = {"vocab_size": 256, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 128, "q_lora_rank": 128}
+THIN_FLASH |= {"o_lora_rank": 64, "o_groups": 2, "n_routed_experts": 8, "moe_intermediate_size": 128}
+THIN_FLASH |= {"index_n_heads": 4, "index_topk": 16}
+SCALE = "layers.1.attn.wq_b.scale"
+
+Pairs = list[tuple[TensorSpec, torch.Tensor]]
+
+
+def pairs() -> Pairs:
+    return list(random_tensors(expected_tensors(SMALL, Formats()).values(), 0, SMALL.n_routed_experts))
+
+
+def filled(tensors: Pairs, specs: dict[str, TensorSpec] | None = None) -> Transformer:
+    model = Transformer(SMALL, Numerics.reference())
+    fill(model, specs or expected_tensors(SMALL, Formats()), tensors, device="cpu", world=SINGLE)
+    return model
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
+    return [(spec, change(tensor) if spec.name == name else tensor) for spec, tensor in pairs()]
+
+
+def with_nan_byte(scale: torch.Tensor) -> torch.Tensor:
+    scale.view(torch.uint8)[-1, -1] = 255
+    return scale
+
+
+# what comes -> words of the error
+DAMAGED = {
+    "missing": (lambda: [pair for pair in pairs() if pair[0].name != "norm.weight"], "norm.weight"),
+    "one expert missing": (
+        lambda: [pair for pair in pairs() if pair[0].name != "layers.2.ffn.experts.1.w2.weight"],
+        r"1 tensors never came.*layers\.2\.ffn\.experts\.1\.w2\.weight",
+    ),
+    "scale missing": (lambda: [pair for pair in pairs() if pair[0].name != SCALE], SCALE),
+    "extra": (lambda: [*pairs(), (replace(pairs()[0][0], name="ghost"), torch.zeros(1))], "ghost"),
+    "twice": (lambda: [*pairs(), pairs()[3]], "came twice"),
+    "transposed": (lambda: changed("layers.0.hc_attn_fn", lambda tensor: tensor.T), r"hc_attn_fn is .*\[1024, 24\]"),
+    "flat": (lambda: changed("norm.weight", lambda tensor: tensor[:1]), r"norm.weight is .*\[1\], expected .*\[256\]"),
+    "wider type": (lambda: changed("norm.weight", torch.Tensor.float), "norm.weight is torch.float32"),
+    "bytes for e8m0": (
+        lambda: changed(SCALE, lambda tensor: tensor.view(torch.uint8)),
+        "expected torch.float8_e8m0fnu",
+    ),
+    "scale byte 255": (lambda: changed(SCALE, with_nan_byte), f"{SCALE} holds the scale byte 255"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_fill_refuses(damage):
+    make, words = DAMAGED[damage]
+    with pytest.raises(CheckpointError, match=words):
+        filled(make())
+
+
+def test_fill_takes_what_is_complete():
+    by_name = dict(filled(pairs()).named_parameters())
+    for spec, tensor in pairs():
+        stored = by_name[spec.parameter] if spec.expert is None else by_name[spec.parameter][spec.expert]
+        assert torch.equal(stored.view(torch.uint8), tensor.view(torch.uint8)), spec.name
+
+
+def test_fill_refuses_a_table_of_another_model():
+    specs = expected_tensors(SMALL, Formats())
+    lacking = {name: spec for name, spec in specs.items() if name != "layers.2.ffn.gate.bias"}
+    with pytest.raises(CheckpointError, match=r"fills the parameter layers\.2\.ffn\.gate\.bias"):
+        filled([], lacking)
+    ghost = replace(specs["norm.weight"], name="norm.bias", parameter="norm.bias")
+    with pytest.raises(CheckpointError, match=r"no parameter norm\.bias"):
+        filled([], specs | {"norm.bias": ghost})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_table_and_model_name_the_same_parameters(preset):
+    config = parse_config(PRESETS[preset], preset)
+    named = {spec.parameter for spec in expected_tensors(config, Formats()).values()}
+    modules = Transformer(config, Numerics.reference()).named_modules()
+    places = {
+        f"{path}.{key}".lstrip("."): value for path, module in modules for key, value in module._parameters.items()
+    }
+    assert named <= set(places)
+    # a scale's place may stay empty: some matrices are stored without
+    assert {name for name, value in places.items() if value is not None} <= named
+
+
+def test_random_tensors_follow_name_and_seed():
+    specs = expected_tensors(SMALL, Formats())
+    first = {spec.name: tensor for spec, tensor in random_tensors(specs.values(), 5, 2)}
+    backwards = {spec.name: tensor for spec, tensor in random_tensors(reversed(specs.values()), 5, 2)}
+    other = {spec.name: tensor for spec, tensor in random_tensors(specs.values(), 6, 2)}
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.uint8), backwards[name].view(torch.uint8)), name
+        assert (tensor.dtype, tensor.shape) == (backwards[name].dtype, specs[name].shape)
+    # a scale of one block has only three values to choose from
+    large = [name for name, tensor in first.items() if tensor.numel() > 16]
+    assert not any(torch.equal(first[name].view(torch.uint8), other[name].view(torch.uint8)) for name in large)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [TINY, FLASH | THIN_FLASH, PRESETS["flash-0731"] | THIN_FLASH],
+    ids=["random:tiny", "43 thin layers", "43 thin layers of 0731"],
+)
+def test_random_models_are_well_scaled(values):
+    config = parse_config(values, "test")
+    model = load_model(RandomSource("test", config, 1), Numerics.reference())
+    cache = Cache(config, model.numerics)
+    batch = make_batch(cache, [(cache.allocate(), torch.randint(config.vocab_size, (140,)).tolist())])
+    streams = model.embed(batch.ids)[:, None].expand(-1, config.hc_mult, -1)
+    for number, layer in enumerate(model.layers):
+        streams = layer(streams, batch, cache.layers[number])
+        assert 1e-2 < streams.float().square().mean().sqrt() < 1e2, f"block {number}"
+    logits = model.logits(streams)
+    assert logits.isfinite().all()
+    # distinct rows, and no token certain
+    assert logits.std(0).mean() > 1e-2
+    assert logits.softmax(-1).amax(-1).mean() < 0.9
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_the_ranks_are_the_whole(size):
+    stored = dict(random_tensors(expected_tensors(WIDE, Formats()).values(), 0, WIDE.n_routed_experts))
+    by_name = {spec.name: (spec, tensor) for spec, tensor in stored.items()}
+
+    def parts(name: str) -> list[torch.Tensor]:
+        spec, tensor = by_name[name]
+        cut = [tensor[local_slice(spec, World(rank, size))] for rank in range(size)]
+        assert {part.shape for part in cut} == {local_shape(spec, World(0, size))}
+        return cut
+
+    for name, (spec, tensor) in by_name.items():
+        if spec.is_scale:
+            continue
+        scale = name.removesuffix("weight") + "scale"
+        cut, whole = parts(name), tensor
+        if scale in by_name:  # a part must be right together with its part of the scale
+            cut = [dequantise(part, factor) for part, factor in zip(cut, parts(scale), strict=True)]
+            whole = dequantise(tensor, by_name[scale][1])
+        if spec.shard is None:
+            assert all(torch.equal(part, whole) for part in cut), name
+        else:
+            assert torch.equal(torch.cat(cut, spec.shard), whole), name
+
+
+def test_a_rank_loads_its_part_of_a_folder():
+    source, numerics = FolderSource("tiny-flash", FOLDER / "tiny-flash"), Numerics.reference()
+    whole = dict(load_model(source, numerics).named_parameters())
+    for rank in range(2):
+        part = dict(load_model(source, numerics, world=World(rank, 2)).named_parameters())
+        rows = slice(256 * rank, 256 * (rank + 1))
+        assert torch.equal(part["layers.2.attn.wq_b.weight"].float(), whole["layers.2.attn.wq_b.weight"][rows].float())
+        columns = slice(32 * rank, 32 * (rank + 1))  # two codes a byte
+        name = "layers.2.ffn.experts.w2.weight"
+        assert torch.equal(part[name], whole[name][:, :, columns])
+
+
+def test_indivisible_is_refused():
+    with pytest.raises(UsageError, match=r"3 ranks do not divide num_attention_heads = 4"):
+        Transformer(SMALL, Numerics.reference(), World(0, 3))
+    spec = expected_tensors(SMALL, Formats())["layers.1.attn.wq_b.scale"]
+    with pytest.raises(CheckpointError, match=r"wq_b\.scale .* cannot be cut for 8 ranks"):
+        local_shape(spec, World(0, 8))
+
+
+def write_shards(folder: Path, values: dict, count: int) -> tuple[int, int]:
+    """A checkpoint in the official layout, its files holes (zeros): bytes of all tensors and of the largest file."""
+    specs = list(expected_tensors(parse_config(values, "test"), Formats()).values())
+    per_file, total, index = -(-len(specs) // count), 0, {}
+    for number in range(count):
+        header, end, name = {}, 0, f"model-{number + 1:05}-of-{count:05}.safetensors"
+        for spec in specs[number * per_file : (number + 1) * per_file]:
+            start, end = end, end + prod(spec.shape) * TORCH_DTYPES[spec.dtype].itemsize
+            header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (start, end)}
+        text = json.dumps(header).encode()
+        (folder / name).write_bytes(struct.pack("<Q", len(text)) + text)
+        os.truncate(folder / name, 8 + len(text) + end)
+        index |= dict.fromkeys(header, name)
+        total += end
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(values))
+    return total, max(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from dsv4cli.engine.loading import load_model
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.source import FolderSource
+
+def memory(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+before, seen = memory("VmRSS:"), []
+source = FolderSource("test", Path(sys.argv[1]))
+model = load_model(source, Numerics.reference(), progress=lambda done, total: seen.append((done, total)))
+print(memory("VmHWM:") - before, *seen[-1])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_loading_needs_one_shard_beyond_the_weights(tmp_path):
+    values = shortened(FLASH, 3, 8) | {"vocab_size": 1024}  # real matrices, a small vocabulary
+    weights, shard = write_shards(tmp_path, values, 8)
+    assert weights > 1e9
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    peak, done, total = map(int, answer.split())
+    assert done == total == weights
+    assert weights < peak <= weights + shard
+
+
+def test_build_random_in_other_formats():
+    model = build_random(SMALL, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
+    tensors = {name: tensor.dtype for name, tensor in model.named_parameters() if tensor.is_floating_point()}
+    assert set(tensors.values()) == {torch.float32}
+    assert not any(name.endswith(".scale") for name in tensors)

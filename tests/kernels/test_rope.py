@@ -1,0 +1,84 @@
+"""The rope tables against the official numbers, and the rotation against complex numbers in pure Python."""
+
+import cmath
+from math import prod
+
+import pytest
+import torch
+
+from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.presets import PRESETS
+from dsv4cli.engine.rope import correction_range, frequencies, rotation
+from dsv4cli.kernels.rope import rotate
+from tests.kernels.rounding import FP32, assert_rounded_once
+
+# the table of layers with ratio 4 and 128, computed by the official code
+YARN = [
+    1, 0.687656, 0.472871, 0.325172, 0.223607, 0.153765, 0.105737, 0.0727108, 0.05, 0.0343828, 0.0236435, 0.0162586,
+    0.0111803, 0.00768823, 0.00528686, 0.00363554, 0.00226562, 0.0013968, 0.00084969, 0.000508082, 0.000296978,
+    0.00016818, 9.08678e-05, 4.54442e-05, 1.95313e-05, 5.37231e-06, 3.6943e-06, 2.54041e-06, 1.74693e-06, 1.20129e-06,
+    8.26071e-07, 5.68053e-07,
+]  # fmt: skip
+CONFIG = parse_config(PRESETS["flash"], "test")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_table_of_compressed_layers(ratio, preset):
+    # printed with six digits
+    assert frequencies(parse_config(PRESETS[preset], preset), ratio).tolist() == pytest.approx(YARN, rel=5e-6)
+
+
+def test_table_of_window_layers():
+    table = frequencies(CONFIG, 0)
+    assert table[[0, 1, 2, 3, 31]].tolist() == pytest.approx([1, 0.749894, 0.562341, 0.421697, 0.000133352], rel=5e-6)
+    assert table.dtype == torch.float32
+
+
+def test_interpolation_fades_in_between_15_and_25():
+    assert correction_range(CONFIG, CONFIG.compress_rope_theta) == (15, 25)
+    plain = 160000.0 ** -(torch.arange(32) / 32)
+    assert (frequencies(CONFIG, 4) / plain)[[0, 15, 20, 25, 31]].tolist() == pytest.approx(
+        [1, 1, 17 / 32, 1 / 16, 1 / 16]
+    )
+
+
+@pytest.mark.parametrize("position", [0, 1, 65_535, 1_000_003])
+def test_angle_is_rounded_to_fp32(position):
+    table = frequencies(CONFIG, 4)
+    turns = rotation(torch.tensor([position]), table)[0]
+    for turn, frequency in zip(turns.tolist(), table, strict=True):
+        angle = (torch.tensor(float(position)) * frequency).item()
+        # cosine and sine in fp32; an angle that is not rounded first is off by up to 0.03 at the last position
+        assert turn == pytest.approx(cmath.exp(1j * angle), abs=2e-7)
+
+
+# shape of x, rotated pairs
+SHAPES = [((0, 8), 2), ((1, 4), 2), ((7, 3, 512), 32), ((5, 128), 32), ((3, 2, 64), 32)]
+
+
+def turned(row: list[float], turns: list[complex]) -> list[float]:
+    start = len(row) - 2 * len(turns)
+    pairs = [complex(row[start + 2 * i], row[start + 2 * i + 1]) * turn for i, turn in enumerate(turns)]
+    return row[:start] + [part for pair in pairs for part in (pair.real, pair.imag)]
+
+
+@pytest.mark.parametrize(("shape", "pairs"), SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotates_the_trailing_pairs(dtype, shape, pairs):
+    x = torch.randn(shape).to(dtype)
+    turns = rotation(torch.arange(shape[0]) * 37, frequencies(CONFIG, 0)[:pairs])
+    y = rotate(x, turns)
+    assert (y.dtype, y.shape) == (dtype, x.shape)
+    heads = x.view(shape[0], prod(shape[1:-1]), shape[-1]).tolist()
+    expected = [[turned(row, turns[t].tolist()) for row in rows] for t, rows in enumerate(heads)]
+    # two products and a sum of fp32, each no larger than the pair
+    error = 4 * FP32 * x.double().unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, -1)
+    error[..., : -2 * pairs] = 0
+    assert_rounded_once(y, torch.tensor(expected, dtype=torch.float64).view(shape), error)
+
+
+def test_conjugate_turns_back():
+    x, turns = torch.randn(9, 4, 128), rotation(torch.arange(9) + 1000, frequencies(CONFIG, 4))
+    torch.testing.assert_close(rotate(rotate(x, turns), turns.conj()), x, rtol=0, atol=2e-6)  # two fp32 rotations
+    assert torch.equal(rotate(x, torch.ones_like(turns)), x)
