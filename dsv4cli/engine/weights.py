@@ -12,7 +12,7 @@ from dsv4cli.engine.device import check_room
 from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.engine.parallel import World
 from dsv4cli.errors import CheckpointError
-from dsv4cli.kernels.formats import E8M0_NAN
+from dsv4cli.kernels.formats import E8M0_NAN, FP8_BLOCK
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -31,7 +31,8 @@ def local_shape(spec: TensorSpec, world: World) -> tuple[int, ...]:
     if spec.shard is None:
         return spec.shape
     size, rest = divmod(spec.shape[spec.shard], world.size)
-    if rest:
+    inside_a_block = spec.dtype == "F8_E4M3" and world.size > 1 and size % FP8_BLOCK
+    if rest or inside_a_block:
         raise CheckpointError(f"{spec.name} {list(spec.shape)} cannot be cut for {world.size} ranks", "use fewer ranks")
     return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
 
@@ -78,7 +79,8 @@ def fill(
     places = _allocate(model, specs, torch.device(device), world)
     for spec, tensor in tensors:
         if spec.name not in waiting:
-            raise CheckpointError(f"tensor {spec.name} came twice")
+            how = "came twice" if spec.name in specs else "is no tensor of this model"
+            raise CheckpointError(f"tensor {spec.name} {how}")
         place = places[spec.parameter] if spec.expert is None else places[spec.parameter][spec.expert]
         _check(spec, tensor, place)
         place.copy_(tensor)

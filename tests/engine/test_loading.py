@@ -68,7 +68,7 @@ DAMAGED = {
         r"1 tensors never came.*layers\.2\.ffn\.experts\.1\.w2\.weight",
     ),
     "scale missing": (lambda: [pair for pair in pairs() if pair[0].name != SCALE], SCALE),
-    "extra": (lambda: [*pairs(), (replace(pairs()[0][0], name="ghost"), torch.zeros(1))], "ghost"),
+    "extra": (lambda: [*pairs(), (replace(pairs()[0][0], name="ghost"), torch.zeros(1))], "ghost is no tensor"),
     "twice": (lambda: [*pairs(), pairs()[3]], "came twice"),
     "transposed": (lambda: changed("layers.0.hc_attn_fn", lambda tensor: tensor.T), r"hc_attn_fn is .*\[1024, 24\]"),
     "flat": (lambda: changed("norm.weight", lambda tensor: tensor[:1]), r"norm.weight is .*\[1\], expected .*\[256\]"),
@@ -195,6 +195,10 @@ def test_indivisible_is_refused():
     spec = expected_tensors(SMALL, Formats())["layers.1.attn.wq_b.scale"]
     with pytest.raises(CheckpointError, match=r"wq_b\.scale .* cannot be cut for 8 ranks"):
         local_shape(spec, World(0, 8))
+    # 192 rows are two scale blocks: two ranks would share the first
+    uneven = replace(expected_tensors(SMALL, Formats())["layers.1.attn.wo_a.weight"], shape=(192, 128))
+    with pytest.raises(CheckpointError, match=r"wo_a\.weight .* cannot be cut for 2 ranks"):
+        local_shape(uneven, World(0, 2))
 
 
 def write_shards(folder: Path, values: dict, count: int) -> tuple[int, int]:
