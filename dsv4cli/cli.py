@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -67,6 +67,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Runs the program and exits: 0 to 7 as the help says, 130 after Ctrl-C, 143 after SIGTERM."""
     signal.signal(signal.SIGTERM, _terminate)
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a name that is not UTF-8, or a terminal that is not, must not end the program
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -83,7 +84,23 @@ def main() -> None:
     except ReaderGone:
         _leave_quietly()
     except KeyboardInterrupt:
-        sys.exit(130)
+        _interrupted()
+    except SystemExit as leaving:
+        if leaving.code == 130:  # Typer makes this of a KeyboardInterrupt
+            _interrupted()
+        raise
+
+
+def _open_closed_streams() -> None:
+    # Python has None for a stream that the caller closed; the descriptor must not go to the next file opened either
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+
+
+def _interrupted() -> NoReturn:
+    Output(_colours()).new_line()
+    sys.exit(130)
 
 
 def _fail(error: Dsv4Error) -> None:

@@ -16,6 +16,8 @@ from dsv4cli.errors import Dsv4Error
 BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 # C0 without newline and tab, DEL, C1: a terminal would obey them
 CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+# in JSON, which itself escapes only C0; a reader of lines may also end one at U+2028 and U+2029
+ESCAPED = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
 # what a table says once, wherever it shows bytes
 UNIT_NOTE = "1 GB = 10^9 bytes"
 
@@ -38,6 +40,7 @@ class Output:
     def __init__(self, colours: Colours, as_json: bool = False) -> None:
         self.colours = colours
         self.as_json = as_json
+        self._open: TextIO | None = None  # where a piece has left a line open
 
     def line(self, text: str = "", *, strong: bool = False) -> None:
         """A line of a human answer; nothing in JSON mode."""
@@ -57,21 +60,41 @@ class Output:
     def document(self, value: Mapping[str, Any]) -> None:
         """The one JSON document of a command; nothing in human mode."""
         if self.as_json:
-            _write(sys.stdout, json.dumps(value, ensure_ascii=False, allow_nan=False))
+            _write(sys.stdout, _json(value))
 
     def record(self, value: Mapping[str, Any]) -> None:
         """One line of NDJSON, in both modes, at once."""
-        _write(sys.stdout, json.dumps(value, ensure_ascii=False, allow_nan=False))
+        _write(sys.stdout, _json(value))
 
     def stream(self, text: str) -> None:
         """A piece of a human answer as it arrives, exact unless stdout is a terminal; nothing in JSON mode."""
         if not self.as_json:
-            _write(sys.stdout, _harmless(text) if sys.stdout.isatty() else text, end="")
+            self._piece(sys.stdout, _harmless(text) if sys.stdout.isatty() else text)
 
     def aside(self, text: str) -> None:
         """A piece of the model's reasoning as it arrives: on stderr, dimmed; nothing in JSON mode."""
         if not self.as_json:
-            _write(sys.stderr, _styled(_harmless(text), DIM, self.colours.stderr), end="")
+            self._piece(sys.stderr, _harmless(text), DIM if self.colours.stderr else "")
+
+    def end_line(self) -> None:
+        """Ends the line that the last piece has left open, if it has."""
+        stream, self._open = self._open, None
+        if stream is not None:
+            _write(stream, "")
+
+    def new_line(self) -> None:
+        """Moves a terminal to a new line, after the ^C that it has echoed."""
+        terminal = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
+        if terminal is not None:
+            _write(terminal, "")
+
+    def _piece(self, stream: TextIO, text: str, style: str = "") -> None:
+        if not text:
+            return
+        if self._open is not stream:
+            self.end_line()
+        _write(stream, _styled(text, style, bool(style)), end="")
+        self._open = None if text.endswith("\n") else stream
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
@@ -83,10 +106,11 @@ class Output:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
 
-        columns = (TextColumn(label), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+        words = TextColumn("{task.description}", markup=False)
+        columns = (words, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
         console = Console(stderr=True, no_color=not self.colours.stderr)
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(label, total=None)
+            task = progress.add_task(_harmless(label), total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 
     def status(self, text: str) -> None:
@@ -117,6 +141,12 @@ def _write(stream: TextIO, text: str, end: str = "\n") -> None:
         print(text, file=stream, end=end, flush=True)
     except BrokenPipeError:
         raise ReaderGone from None
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    # a stream of another encoding escapes what it lacks, not always as JSON does
+    ascii_only = (sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")
+    return json.dumps(value, ensure_ascii=ascii_only, allow_nan=False).translate(ESCAPED)
 
 
 def _styled(text: str, style: str, wanted: bool) -> str:

@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from dsv4cli.commands.run_modes import Job, answer_many, answer_one, conversation, score_texts, show_prompts
+from dsv4cli.commands.run_modes import (
+    Job,
+    answer_many,
+    answer_one,
+    conversation,
+    score_texts,
+    show_prompt,
+    show_prompts,
+)
 from dsv4cli.errors import UsageError
 from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt
 from dsv4cli.output import Output
@@ -76,7 +84,7 @@ def run(
     device: DeviceOpt = "auto",
     dtype: DtypeOpt = "auto",
     backend: BackendOpt = "auto",
-    show_prompt: ShowPromptOpt = False,
+    only_show: ShowPromptOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Ask the model and print its answer as it comes.
@@ -84,21 +92,24 @@ def run(
     The answer goes to stdout; reasoning, progress and timing go to stderr.
     """
     from dsv4cli.engine.inputs import read_prompts, read_scores
-    from dsv4cli.engine.settings import Limits, Sampling
+    from dsv4cli.engine.settings import Limits, Sampling, check_device
     from dsv4cli.engine.source import resolve_model
 
     limits = Limits(max_tokens, max_context, prefill_chunk, logprobs, tuple(stop or ()))
     sampling = Sampling(temperature, top_p, randbelow(2**32) if seed is None else seed)
+    check_device(device)
     _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
+    if score is not None and only_show:
+        raise UsageError("--score and --show-prompt cannot be combined", "give one of them")
     if logprobs and not (as_json or prompts or score):
         raise UsageError("--logprobs shows in JSON output only", "add --json")
     job = Job(Output(context.obj, as_json), resolve_model(model), think, device, dtype, backend, limits, sampling)
     if score is not None:
         score_texts(job, read_scores(score))
+    elif prompts is not None:
+        (show_prompts if only_show else answer_many)(job, read_prompts(prompts, system))
     else:
-        talks = [conversation(prompt, messages, system)] if prompts is None else read_prompts(prompts, system)
-        mode = show_prompts if show_prompt else answer_many if prompts is not None else answer_one
-        mode(job, talks)
+        (show_prompt if only_show else answer_one)(job, conversation(prompt, messages, system))
 
 
 def _check_modes(given: dict[str, object], system: str | None) -> None:

@@ -4,7 +4,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from dsv4cli.engine.answer import Answer
+    from dsv4cli.engine.answers import Pieces
     from dsv4cli.engine.dialogue import Dialogue
+    from dsv4cli.engine.identify import Identity
     from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
     from dsv4cli.engine.prompt import Message
@@ -39,11 +41,18 @@ class Job:
     sampling: "Sampling"
 
     @cached_property
+    def identity(self) -> "Identity":
+        """What the model is, from its headers."""
+        from dsv4cli.engine.dialogue import identity_of
+
+        return identity_of(self.source)
+
+    @cached_property
     def dialogue(self) -> "Dialogue":
         """The model's prompt format."""
         from dsv4cli.engine.dialogue import open_dialogue
 
-        return open_dialogue(self.source, self.think)
+        return open_dialogue(self.source, self.identity, self.think)
 
     def load(self) -> "tuple[Transformer, torch.device]":
         """The model on its device, with progress on a terminal."""
@@ -52,18 +61,21 @@ class Job:
         from dsv4cli.engine.device import resolve_device
         from dsv4cli.engine.loading import load_model
         from dsv4cli.engine.numerics import Numerics
+        from dsv4cli.engine.source import RandomSource
 
         device = resolve_device(self.device)
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
         start = perf_counter()
-        with self.out.progress(f"loading {self.source.name}") as progress:
+        with self.out.progress("loading") as progress:
             model = load_model(self.source, numerics, device=device, progress=progress)
         seconds = perf_counter() - start
         size = sum(parameter.nbytes for parameter in model.parameters())
-        rate = f"{size_text(size)} in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s"
-        self.out.status(f"{self.source.name} on {device}: {rate}")
-        if self.source.name.startswith("random:"):
+        loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
+        if isinstance(self.source, RandomSource):
+            self.out.status(loaded)
             self.out.status("its weights are random: the text means nothing")
+        else:
+            self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
         return model, device
 
 
@@ -95,24 +107,26 @@ def _read_stdin(demanded: bool) -> str:
         raise not_utf8("stdin", error) from None
 
 
+def show_prompt(job: Job, talk: "list[Message]") -> None:
+    """Prints the exact text and ids of a prompt."""
+    prompt = job.dialogue.prompt(talk)
+    job.out.document({"text": prompt.text, "ids": prompt.ids})
+    job.out.stream(f"{prompt.text}\n")
+    job.out.line(" ".join(map(str, prompt.ids)))
+
+
 def show_prompts(job: Job, talks: "Sequence[list[Message]]") -> None:
-    """Prints the exact text and ids of each prompt."""
-    dialogue = job.dialogue
+    """Prints the exact text and ids of each prompt as a JSON line."""
     for talk in talks:
-        prompt = dialogue.prompt(talk)
-        if len(talks) > 1:
-            job.out.record({"text": prompt.text, "ids": prompt.ids})
-        else:
-            job.out.document({"text": prompt.text, "ids": prompt.ids})
-            job.out.line(prompt.text)
-            job.out.line(" ".join(map(str, prompt.ids)))
+        prompt = job.dialogue.prompt(talk)
+        job.out.record({"text": prompt.text, "ids": prompt.ids})
 
 
 @dataclass
 class Clock:
     """When tokens came: seconds from the start."""
 
-    start: float
+    start: float = 0.0
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
@@ -131,10 +145,14 @@ class Clock:
     def sentence(self) -> str:
         """For people."""
         rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
-        return f"{self.tokens} tokens; first token after {self.first:.2f} s{rate}"
+        return f"{_counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}"
 
 
-def _answers(job: Job, talks: "Sequence[list[Message]]", clock: Clock) -> "Iterator[tuple[int, Answer, Any]]":
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _answers(job: Job, talks: "Sequence[list[Message]]", clock: Clock) -> "Iterator[tuple[int, Answer, Pieces]]":
     from dsv4cli.engine.dialogue import rooms
 
     dialogue = job.dialogue
@@ -149,63 +167,96 @@ def _answers(job: Job, talks: "Sequence[list[Message]]", clock: Clock) -> "Itera
         yield number, answer, pieces
 
 
-def answer_one(job: Job, talks: "Sequence[list[Message]]") -> None:
+def answer_one(job: Job, talk: "list[Message]") -> None:
     """Streams the answer to one conversation, or prints it as one document."""
-    clock, answer = Clock(0.0), None
-    for _, latest, pieces in _answers(job, talks, clock):
-        answer = latest
-        for kind, text in pieces:
-            if kind == "content":
-                job.out.stream(text)
-            elif kind == "reasoning":
-                job.out.aside(text)
-    assert answer is not None
-    record = answer.record()
+    clock = Clock()
+    answer = _stream_answer(job, _answers(job, [talk], clock))
     if answer.complaint:
-        job.out.warning(f"{answer.complaint}; shown as text")
-    for call in record["tool_calls"]:
-        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
-    job.out.line()
+        job.out.warning(answer.complaint)
     if answer.finish == "length":
         job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
     job.out.document(
         {"schema": "dsv4.run/1", "model": job.source.name, "backend": "torch" if job.backend == "auto" else job.backend}
-        | record
-        | ({"logprobs": answer.logprobs()} if job.limits.logprobs else {})
+        | _record(job, answer)
         | {"seed": job.sampling.seed, "seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
     )
 
 
+def _stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "Answer":
+    """Shows the text as it comes, then the tool calls; a line that is left open is ended, but not after Ctrl-C, where
+    the boundary does so."""
+    answer, calls = None, ""
+    try:
+        for _, answer, pieces in steps:  # noqa: B007 - the last one is used
+            for kind, text in pieces:
+                if kind == "content":
+                    job.out.stream(text)
+                elif kind == "reasoning":
+                    job.out.aside(text)
+                else:
+                    calls += text
+        assert answer is not None
+        tool_calls = answer.record()["tool_calls"]
+        if not tool_calls:
+            job.out.stream(calls)  # cut off or malformed: as the model wrote it
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        job.out.end_line()
+        raise
+    job.out.end_line()
+    for call in tool_calls:
+        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
+    return answer
+
+
 def answer_many(job: Job, talks: "Sequence[list[Message]]") -> None:
     """Prints the answers as JSON lines in the order of the prompts, each as soon as those before it are done."""
-    clock, done, shown = Clock(0.0), {}, 0
+    clock, lines = Clock(), InOrder(job.out)
     for number, answer, _ in _answers(job, talks, clock):
         if answer.finish:
-            logprobs = {"logprobs": answer.logprobs()} if job.limits.logprobs else {}
-            done[number] = {"index": number} | answer.record() | logprobs
-        while shown in done:
-            job.out.record(done.pop(shown))
-            shown += 1
-    job.out.status(f"{len(talks)} answers, {clock.sentence()}; seed {job.sampling.seed}")
+            lines.add(number, {"index": number} | _record(job, answer))
+    job.out.status(f"{_counted(len(talks), 'answer')}, {clock.sentence()}; seed {job.sampling.seed}")
+
+
+def _record(job: Job, answer: "Answer") -> dict[str, Any]:
+    return answer.record() | ({"logprobs": answer.logprobs()} if job.limits.logprobs else {})
+
+
+@dataclass
+class InOrder:
+    """Prints records by number, each as soon as those before it are there."""
+
+    out: Output
+    waiting: dict[int, dict[str, Any]] = field(default_factory=dict)
+    shown: int = 0
+
+    def add(self, number: int, record: dict[str, Any]) -> None:
+        """Takes a record, and prints all that can be."""
+        self.waiting[number] = record
+        while self.shown in self.waiting:
+            self.out.record(self.waiting.pop(self.shown))
+            self.shown += 1
 
 
 def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
-    """Prints the scores as JSON lines in the order of the items, each as soon as those before it are done."""
+    """Prints the scores as JSON lines in the order of the items."""
+    from dsv4cli.engine.dialogue import check_texts
+
     sequences = [item.ids or _ids(job, item) for item in items]
+    check_texts(sequences, job.identity.config, job.limits)
     model, device = job.load()
     from dsv4cli.engine.score import score
 
-    start, done, shown = perf_counter(), {}, 0
+    start, lines = perf_counter(), InOrder(job.out)
     for one in score(model, sequences, job.limits, device):
         top = {"top": one.top} if job.limits.logprobs else {}
         record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
-        done[one.number] = record | top
-        while shown in done:
-            job.out.record(done.pop(shown))
-            shown += 1
+        lines.add(one.number, record | top)
     seconds, tokens = perf_counter() - start, sum(map(len, sequences))
-    job.out.status(f"{len(items)} texts, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")
+    what = f"{_counted(len(items), 'text')}, {_counted(tokens, 'token')}"
+    job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")
 
 
 def _ids(job: Job, item: "ScoreItem") -> list[int]:

@@ -16,7 +16,10 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass
 class Answer:
-    """Takes the steps of one sequence; `push` returns the text that has become certain, by kind."""
+    """Takes the steps of one sequence; `push` returns the text that has become certain, by kind.
+
+    finish is set with the last step, `complaint` too where the end token came and the strict parser refused the text.
+    """
 
     tokenizer: Tokenizer
     thinking: bool
@@ -28,63 +31,60 @@ class Answer:
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
         self._stream = ReplyStream(self.thinking)
-        self._text = ""  # everything decoded, cut at a stop string
+        self._text = ""  # everything decoded but the end token, cut at a stop string
         self._sent = 0  # characters of it that went into the stream
+        self._reply = Reply("")
 
     def push(self, step: "Step") -> list[tuple[Kind, str]]:
         """Adds a token; sets `finish` when the answer ends with it."""
         self.steps.append(step)
-        self._text += self._decoder.push(step.token)
-        if step.finish:
-            self._text += self._decoder.flush()
-        if self._cut_at_stop():
-            self.finish = "stop"
-        elif step.finish:
-            self.finish = step.finish
+        ended = step.finish == "stop"
+        self._text += "" if ended else self._decoder.push(step.token)
+        self._text += self._decoder.flush() if step.finish else ""
+        self.finish = "stop" if self._cut_at_stop() else step.finish
         certain = len(self._text) if self.finish else len(self._text) - self._held_back()
         pieces = self._stream.push(self._text[self._sent : certain])
-        self._sent = max(certain, self._sent)
-        return pieces + (self._stream.flush() if self.finish else [])
+        self._sent = certain
+        if self.finish:
+            self._reply = self._parse() if ended else split_reply(self._text, thinking=self.thinking)
+            pieces += self._stream.flush()
+        return pieces
 
     def _cut_at_stop(self) -> bool:
-        found = [place for place in map(self._text.find, self.stops) if place >= 0]
+        found = [place for stop in self.stops if (place := self._text.find(stop, self._sent)) >= 0]
         if found:
             self._text = self._text[: min(found)]
         return bool(found)
 
     def _held_back(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
-        longest = 0
-        for stop in self.stops:
-            for length in range(min(len(stop) - 1, len(self._text) - self._sent), 0, -1):
-                if self._text.endswith(stop[:length]):
-                    longest = max(longest, length)
-                    break
-        return longest
+        unsent = len(self._text) - self._sent
+        return max(
+            (
+                length
+                for stop in self.stops
+                for length in range(1, min(len(stop) - 1, unsent) + 1)
+                if self._text.endswith(stop[:length])
+            ),
+            default=0,
+        )
 
-    def reply(self) -> Reply:
-        """The answer read by the strict parser where it is complete; otherwise reasoning and content as they stand.
-
-        `complaint` then says why a complete answer could not be parsed.
-        """
-        if self._text.endswith(tokens.EOS):
-            try:
-                reply = parse_reply(self._text, thinking=self.thinking)
-            except MalformedReply as error:
-                self.complaint = error.message
-            else:
-                if reply.tool_calls:
-                    self.finish = "tool_calls"
-                return reply
-        return split_reply(self._text, thinking=self.thinking)
+    def _parse(self) -> Reply:
+        try:
+            reply = parse_reply(self._text + tokens.EOS, thinking=self.thinking)
+        except MalformedReply as error:
+            self.complaint = error.message
+            return split_reply(self._text, thinking=self.thinking)
+        if reply.tool_calls:
+            self.finish = "tool_calls"
+        return reply
 
     def record(self) -> dict[str, Any]:
         """The JSON form: content, reasoning_content, tool_calls, ids (the end token included), finish_reason."""
-        reply = self.reply()
         return {
-            "content": reply.content,
-            "reasoning_content": reply.reasoning_content,
-            "tool_calls": reply.tool_calls,
+            "content": self._reply.content,
+            "reasoning_content": self._reply.reasoning_content,
+            "tool_calls": self._reply.tool_calls,
             "ids": [step.token for step in self.steps],
             "finish_reason": self.finish,
         }

@@ -1,10 +1,13 @@
 """The device that a model runs on, and whether it has room."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware, UsageError
+from dsv4cli.engine.settings import check_device
+from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -14,18 +17,28 @@ def resolve_device(name: str) -> torch.device:
 
     Raises UsageError for another name and UnsupportedHardware for a GPU that is not there.
     """
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name} is no device of this engine", "use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise UnsupportedHardware(f"--device {name}: this machine has {count} CUDA devices", "use --device cpu")
+    device, count = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UnsupportedHardware(
+            f"--device {name} is not there: PyTorch sees {count or 'no'} CUDA device{'' if count == 1 else 's'}",
+            "use --device cpu" if not count else f"the last one is cuda:{count - 1}",
+        )
     return device
+
+
+@contextmanager
+def step_memory(device: torch.device | str) -> Iterator[None]:
+    """Raises NotEnoughMemory when what runs inside finds no room on the device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        raise NotEnoughMemory(
+            f"{device} ran out of memory: {reason}", "lower --prefill-chunk or --max-context"
+        ) from None
 
 
 def check_room(needed: int, device: torch.device) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from dsv4cli.engine.device import step_memory
 from dsv4cli.engine.dialogue import rooms
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.sampler import check_finite, sample
@@ -40,12 +41,11 @@ class Generator:
         device: torch.device | str,
     ) -> None:
         """Raises UsageError for a prompt that is empty, fills the context or has ids outside the vocabulary."""
+        room = rooms(prompts, model.config, limits)
         self.model = model
         self.sampling = sampling
         self.logprobs = limits.logprobs
-        self.ends = [
-            len(prompt) + room for prompt, room in zip(prompts, rooms(prompts, model.config, limits), strict=True)
-        ]
+        self.ends = [len(prompt) + count for prompt, count in zip(prompts, room, strict=True)]
         self.schedule = Schedule(model, streams=len(prompts), prefill_chunk=limits.prefill_chunk, device=device)
         self.random = [torch.Generator().manual_seed(sampling.seed + number) for number in range(len(prompts))]
         self._streams = [Stream(number, list(prompt)) for number, prompt in enumerate(prompts)]
@@ -53,13 +53,20 @@ class Generator:
             self.schedule.add(stream)
 
     def steps(self) -> Iterator[Step]:
-        """Draws until every sequence has finished or was stopped."""
+        """Draws until every sequence has finished or was stopped. Raises UnsoundResult for logits that are not finite,
+        NotEnoughMemory."""
         while self.schedule.busy:
-            chunks, streams = self.schedule.step()
-            ready = [chunk for chunk in chunks if chunk.stream.caught_up]
-            if ready:
-                rows = torch.tensor([chunk.row + chunk.end - chunk.first - 1 for chunk in ready], device=streams.device)
-                yield from self._draw([chunk.stream for chunk in ready], streams[rows])
+            with step_memory(self.schedule.cache.device):
+                chunks, streams = self.schedule.step()
+                ready = [chunk for chunk in chunks if chunk.stream.caught_up]
+                rows = torch.tensor([chunk.last_row for chunk in ready], dtype=torch.int64, device=streams.device)
+                drawn = self._draw([chunk.stream for chunk in ready], streams[rows]) if ready else []
+            for stream, token, logprob, top in drawn:
+                stream.ids.append(token)
+                finish = self._finish(stream, token)
+                if finish:
+                    self.schedule.remove(stream)
+                yield Step(stream.number, token, logprob, top, finish)
 
     def stop(self, number: int) -> None:
         """Ends a sequence from outside, at a stop string for instance; harmless when it has ended already."""
@@ -68,19 +75,15 @@ class Generator:
             self.schedule.remove(stream)
 
     @torch.no_grad()
-    def _draw(self, ready: list[Stream], streams: torch.Tensor) -> Iterator[Step]:
+    def _draw(self, ready: list[Stream], streams: torch.Tensor) -> list[tuple[Stream, int, float, Alternatives]]:
+        """A token for each stream with its log-probability and the alternatives; streams [R, N, D]."""
         logits = self.model.logits(streams)
         check_finite(logits)
         drawn = sample(logits, self.sampling, [self.random[stream.number] for stream in ready])
         logprobs = logits.log_softmax(-1)
         tokens, chosen = drawn.tolist(), logprobs.gather(-1, drawn[:, None])[:, 0].tolist()
         tops = top_logprobs(logprobs, self.logprobs)
-        for stream, token, logprob, top in zip(ready, tokens, chosen, tops, strict=True):
-            stream.ids.append(token)
-            finish = self._finish(stream, token)
-            if finish:
-                self.schedule.remove(stream)
-            yield Step(stream.number, token, logprob, top, finish)
+        return list(zip(ready, tokens, chosen, tops, strict=True))
 
     def _finish(self, stream: Stream, token: int) -> Literal["stop", "length"] | None:
         if token == self.model.config.eos_token_id:

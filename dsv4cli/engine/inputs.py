@@ -1,7 +1,7 @@
 """Input files of `run`: conversations, prompts and texts to score, checked before a model is loaded; no torch."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from dsv4cli.engine.prompt import Message, check_messages, check_tools, with_too
 from dsv4cli.errors import UsageError
 
 T = TypeVar("T")
+BOM = "\ufeff"
 
 
 @dataclass(frozen=True)
@@ -40,40 +41,42 @@ def not_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
 
 def read_messages(path: Path) -> list[Message]:
     """The conversation in a JSON file: a list of messages, or an object with `messages` and perhaps `tools`."""
+    text = read_text(path).removeprefix(BOM)
     try:
-        value = json.loads(read_text(path))
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}", "write a list of messages as in the OpenAI API") from None
-    return _conversation(value, str(path))
+        return _conversation(_parse(text, "write a list of messages as for the OpenAI chat API"))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.message}", error.remedy) from None
 
 
 def read_prompts(path: Path, system: str | None) -> list[list[Message]]:
     """The conversations of a JSON-lines file, each line {"prompt": text} or {"messages": [...], "tools": [...]}."""
 
-    def parse(value: dict[str, Any]) -> list[Message]:
-        if set(value) == {"prompt"} and isinstance(value["prompt"], str):
-            return from_prompt(value["prompt"], system)
+    def convert(value: dict[str, Any]) -> list[Message]:
+        if "messages" in value and system is not None:
+            raise UsageError('"messages" and --system cannot be combined', "put the system message into the line")
         if "messages" in value:
-            return _conversation(value, "the line")
-        raise UsageError('the line has neither "prompt" (a text) nor "messages" (a list)')
+            return _conversation(value)
+        _check_key(value, ("prompt", "messages"), '{"prompt": "..."} or {"messages": [...]}')
+        return from_prompt(_check_text(value, "prompt"), system)
 
-    return list(_lines(path, parse))
+    return list(_lines(path, convert))
 
 
 def read_scores(path: Path) -> list[ScoreItem]:
     """The lines of a JSON-lines file to score, each {"ids": [...]}, {"text": "..."} or {"messages": [...]}."""
 
-    def parse(value: dict[str, Any]) -> ScoreItem:
-        ids, text = value.get("ids"), value.get("text")
-        if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
-            return ScoreItem(ids=ids)
-        if isinstance(text, str) and text:
-            return ScoreItem(text=text)
+    def convert(value: dict[str, Any]) -> ScoreItem:
         if "messages" in value:
-            return ScoreItem(messages=_conversation(value, "the line"))
-        raise UsageError('the line has no "ids" (a list of integers), "text" or "messages"; none may be empty')
+            return ScoreItem(messages=_conversation(value))
+        _check_key(value, ("ids", "text", "messages"), '{"ids": [...]}, {"text": "..."} or {"messages": [...]}')
+        if "text" in value:
+            return ScoreItem(text=_check_text(value, "text"))
+        ids = value["ids"]
+        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+            raise UsageError('"ids" is no list of whole numbers, or empty', "give at least one token id")
+        return ScoreItem(ids=ids)
 
-    return list(_lines(path, parse))
+    return list(_lines(path, convert))
 
 
 def from_prompt(prompt: str, system: str | None) -> list[Message]:
@@ -82,35 +85,66 @@ def from_prompt(prompt: str, system: str | None) -> list[Message]:
     return [*start, {"role": "user", "content": prompt}]
 
 
-def _conversation(value: object, where: str) -> list[Message]:
+def _conversation(value: object) -> list[Message]:
     if not isinstance(value, dict):
         return check_messages(value)
     unknown = set(value) - {"messages", "tools"}
     if unknown or "messages" not in value:
-        what = f"has the unknown key {min(unknown)!r}" if unknown else 'has no "messages"'
-        raise UsageError(f"{where} {what}", 'write {"messages": [...], "tools": [...]}')
+        what = f"unknown key {min(unknown)!r}" if unknown else 'there is no "messages"'
+        raise UsageError(what, 'write {"messages": [...], "tools": [...]}')
     messages = check_messages(value["messages"])
-    return with_tools(messages, check_tools(value["tools"])) if value.get("tools") else messages
+    return messages if value.get("tools") is None else with_tools(messages, check_tools(value["tools"]))
 
 
-def _lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """Each non-empty line of a JSON-lines file, parsed; an error names the line. Raises UsageError without any line."""
+def _check_key(value: dict[str, Any], allowed: Sequence[str], form: str) -> None:
+    """Raises UsageError unless there is exactly one of the allowed keys and nothing else."""
+    unknown = set(value) - set(allowed)
+    if unknown or len(value) != 1:
+        count = "more than one" if value else "none"
+        raise UsageError(
+            f"unknown key {min(unknown)!r}" if unknown else f"{count} of the keys {', '.join(allowed)}", f"write {form}"
+        )
+
+
+def _check_text(value: dict[str, Any], key: str) -> str:
+    text = value[key]
+    if not isinstance(text, str) or not text:
+        raise UsageError(f'"{key}" is {"empty" if text == "" else "no text"}', "give a text")
+    return text
+
+
+def _lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """Each non-empty line of a JSON-lines file, converted; an error names the line. Raises UsageError without any."""
     count = 0
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    # not splitlines: a text inside a line may have U+2028 and its like
+    for number, line in enumerate(read_text(path).removeprefix(BOM).split("\n"), 1):
         if line.strip():
             count += 1
-            yield _parse_line(f"{path}, line {number}", line, parse)
+            yield _convert_line(f"{path}, line {number}", line, convert)
     if not count:
         raise UsageError(f"{path} has no lines", "write one JSON object on each line")
 
 
-def _parse_line(where: str, line: str, parse: Callable[[dict[str, Any]], T]) -> T:
+def _convert_line(where: str, line: str, convert: Callable[[dict[str, Any]], T]) -> T:
+    remedy = "write one JSON object on each line"
     try:
-        value = json.loads(line)
+        value = _parse(line, remedy)
         if not isinstance(value, dict):
-            raise UsageError("the line is not a JSON object")
-        return parse(value)
-    except ValueError as error:
-        raise UsageError(f"{where}: not JSON: {error}", "write one JSON object on each line") from None
+            raise UsageError("not a JSON object", remedy)
+        return convert(value)
     except UsageError as error:
-        raise UsageError(f"{where}: {error.message}", error.remedy or "correct the line") from None
+        raise UsageError(f"{where}: {error.message}", error.remedy) from None
+
+
+def _parse(text: str, remedy: str) -> object:
+    """The JSON value of a text. Raises UsageError."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        raise UsageError(f"not JSON: {error.msg} ({line}column {error.colno})", remedy) from None
+    except (ValueError, RecursionError):  # an integer of thousands of digits, thousands of brackets
+        raise UsageError("not JSON that can be read: a number too long, or nested too deeply", remedy) from None
+    if "\\u" in text and any("\ud800" <= character <= "\udfff" for character in json.dumps(value, ensure_ascii=False)):
+        raise UsageError("a \\u escape is half of a surrogate pair", "write both halves, or the character itself")
+    return value

@@ -11,7 +11,7 @@ def check_finite(logits: torch.Tensor) -> None:
     if not bool(logits.isfinite().all()):
         raise UnsoundResult(
             "the model's logits are not finite: its weights or this machine's arithmetic are wrong",
-            "look for a damaged tensor with `dsv4 inspect`",
+            "compare the checksums of the weight files with the publisher's, or try another --device or --dtype",
         )
 
 

@@ -8,7 +8,6 @@ import torch
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache, Sequence
 from dsv4cli.engine.model import Transformer
-from dsv4cli.errors import UsageError
 
 # sequences in flight, and tokens in one step: bounds of the memory that a step takes
 MAX_SLOTS = 64
@@ -39,6 +38,11 @@ class Chunk:
     end: int
     row: int
 
+    @property
+    def last_row(self) -> int:
+        """The row of its last token."""
+        return self.row + self.end - self.first - 1
+
 
 class Schedule:
     """Runs many streams through one model; a stream's tokens are appended by whoever reads the results."""
@@ -56,15 +60,7 @@ class Schedule:
         return bool(self._waiting or self._active)
 
     def add(self, stream: Stream) -> None:
-        """Queues a stream. Raises UsageError for a token id that the model does not have, or no token at all."""
-        strange = [token for token in stream.ids if not 0 <= token < self.model.config.vocab_size]
-        if strange:
-            raise UsageError(
-                f"token id {strange[0]} is outside the model's vocabulary of {self.model.config.vocab_size}",
-                "use the tokenizer.json that belongs to the model",
-            )
-        if not stream.ids:
-            raise UsageError("a prompt has no tokens", "give at least one token")
+        """Queues a stream of at least one token, each in the vocabulary."""
         self._waiting.append(stream)
 
     def remove(self, stream: Stream) -> None:

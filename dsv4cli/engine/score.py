@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsv4cli.engine.device import step_memory
+from dsv4cli.engine.dialogue import check_texts
 from dsv4cli.engine.generate import Alternatives, top_logprobs
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.sampler import check_finite
@@ -36,7 +38,6 @@ class Score:
         return math.exp(mean) if mean < math.log(1e300) else None
 
 
-@torch.no_grad()
 def score(
     model: Transformer,
     sequences: Sequence[list[int]],
@@ -45,33 +46,46 @@ def score(
 ) -> Iterator[Score]:
     """Scores sequences, many in a step; yields each when it is complete.
 
-    A prefill chunk of 1 feeds token by token, the path of decoding. Raises UsageError for an empty sequence or an id
-    outside the vocabulary.
+    A prefill chunk of 1 feeds token by token, the path of decoding. Raises UsageError for a sequence that is empty, too
+    long or has ids outside the vocabulary, UnsoundResult for logits that are not finite, NotEnoughMemory.
     """
+    check_texts(sequences, model.config, limits)
     schedule = Schedule(model, streams=len(sequences), prefill_chunk=limits.prefill_chunk, device=device)
     scores = [Score(number, list(ids)) for number, ids in enumerate(sequences)]
     for one in scores:
         schedule.add(Stream(one.number, one.ids))
     while schedule.busy:
-        chunks, streams = schedule.step()
+        with step_memory(device):
+            chunks, streams = schedule.step()
+            known, tops = _judge(model, streams, _following(chunks, streams.device), limits.logprobs)
         for chunk in chunks:
             one = scores[chunk.stream.number]
-            _extend(model, one, chunk, streams[chunk.row : chunk.row + chunk.end - chunk.first], limits.logprobs)
+            one.logprobs += known[chunk.row : chunk.last_row + 1]
+            one.top += tops[chunk.row : chunk.last_row + 1]
             if chunk.stream.caught_up:
+                one.logprobs.pop()  # nothing follows the last token
                 schedule.remove(chunk.stream)
                 yield one
 
 
-def _extend(model: Transformer, one: Score, chunk: Chunk, streams: torch.Tensor, count: int) -> None:
-    """Adds what the rows of a chunk say; row i predicts token first + i + 1."""
-    first = chunk.first
-    for rows in streams.split(LOGIT_ROWS):
+def _following(chunks: Sequence[Chunk], device: torch.device) -> torch.Tensor:
+    """The token after each row of a step, 0 after the last of a sequence: int64 [T]."""
+    padded = [[*chunk.stream.ids[chunk.first + 1 : chunk.end + 1], 0] for chunk in chunks]
+    ids = [token for ids, chunk in zip(padded, chunks, strict=True) for token in ids[: chunk.end - chunk.first]]
+    return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+@torch.no_grad()
+def _judge(
+    model: Transformer, streams: torch.Tensor, following: torch.Tensor, count: int
+) -> tuple[list[float], list[Alternatives]]:
+    """For each row of [T, N, D]: the log-probability of the token that follows it, and the `count` likeliest."""
+    known: list[float] = []
+    tops: list[Alternatives] = []
+    for rows, tokens in zip(streams.split(LOGIT_ROWS), following.split(LOGIT_ROWS), strict=True):
         logits = model.logits(rows)
         check_finite(logits)
         logprobs = logits.log_softmax(-1)
-        following = torch.tensor(one.ids[first + 1 : first + 1 + len(rows)], dtype=torch.int64, device=rows.device)
-        known = logprobs[: len(following)].gather(-1, following[:, None])[:, 0]
-        one.logprobs += known.tolist()
-        if count:
-            one.top += top_logprobs(logprobs, count)
-        first += len(rows)
+        known += logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+        tops += top_logprobs(logprobs, count)
+    return known, tops

@@ -1,18 +1,27 @@
 """What a user can choose about a generation, checked; no torch."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from dsv4cli.errors import UsageError
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**32 - 1
+# logits divided by less overflow; what it draws is the likeliest token anyway
+MIN_TEMPERATURE = 1e-6
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
 
 def require(holds: bool, option: str, value: object, remedy: str) -> None:
     """Raises UsageError naming an option whose value cannot be."""
     if not holds:
-        raise UsageError(f"{option} is {value}", remedy)
+        raise UsageError(f"{option} cannot be {value}", remedy)
+
+
+def check_device(name: str) -> None:
+    """Raises UsageError for what no device is called, whether or not this machine has it."""
+    require(DEVICE.fullmatch(name) is not None, "--device", repr(name), "use auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True)
@@ -25,13 +34,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        finite = math.isfinite(self.temperature)
-        require(
-            finite and self.temperature >= 0,
-            "--temperature",
-            self.temperature,
-            "use 0 for greedy, or a positive number",
-        )
+        warm = math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE
+        greedy = self.temperature == 0
+        remedy = f"use 0 for the likeliest token, or a number from {MIN_TEMPERATURE:f} on"
+        require(greedy or warm, "--temperature", self.temperature, remedy)
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"use a whole number from 0 to {MAX_SEED}")
 
@@ -54,4 +60,4 @@ class Limits:
         require(
             0 <= self.logprobs <= MAX_LOGPROBS, "--logprobs", self.logprobs, f"use a number from 0 to {MAX_LOGPROBS}"
         )
-        require(all(self.stops), "--stop", "empty", "give the text that ends an answer")
+        require(all(self.stops), "--stop", "an empty text", "give the text that ends an answer")

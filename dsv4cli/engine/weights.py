@@ -70,12 +70,14 @@ def fill(
 ) -> None:
     """Puts tensors into the parameters that the table names; each arrives once and none is left over.
 
-    tensors: pairs of spec and this rank's part in the stored dtype. progress is called after each tensor.
+    tensors: pairs of spec and this rank's part in the stored dtype. progress is called at the start and after each tensor.
     Raises NotEnoughMemory before anything is read, CheckpointError for a tensor of another shape or dtype, a scale byte
     255, a tensor that comes twice or not at all; nothing else fills a parameter.
     """
     waiting, done, total = set(specs), 0, total_bytes(specs, world)
     check_room(total, torch.device(device))
+    if progress is not None:
+        progress(0, total)
     places = _allocate(model, specs, torch.device(device), world)
     for spec, tensor in tensors:
         if spec.name not in waiting:

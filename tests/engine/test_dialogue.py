@@ -1,0 +1,90 @@
+"""Prompts of a model, and whether sequences fit into it."""
+
+import pytest
+
+from dsv4cli.engine.dialogue import check_texts, identity_of, open_dialogue, rooms
+from dsv4cli.engine.settings import Limits
+from dsv4cli.engine.source import FolderSource, resolve_model
+from dsv4cli.errors import CheckpointError, UsageError
+from tests import damage
+from tests.program import BYTES, save_tokenizer
+
+TINY = resolve_model("random:tiny")
+CONFIG = identity_of(TINY).config
+LONGEST = CONFIG.max_position_embeddings
+
+
+def dialogue_of(name: str, think: str):
+    source = resolve_model(name)
+    return open_dialogue(source, identity_of(source), think)
+
+
+def test_a_prompt_is_text_and_its_tokens():
+    prompt = dialogue_of("random:tiny", "off").prompt([{"role": "user", "content": "hi"}])
+    assert prompt.text == "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>"
+    assert prompt.ids == BYTES.encode(prompt.text)
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "levels"),
+    [("random:tiny", "v4", ("high", "max")), ("random:flash-0731", "0731", ("low", "high", "max"))],
+)
+def test_the_levels_of_a_release(name, release, levels):
+    for level in ("off", "low", "high", "max"):
+        if level in ("off", *levels):
+            dialogue = dialogue_of(name, level)
+            assert (dialogue.release, dialogue.thinking) == (release, level != "off")
+        else:
+            with pytest.raises(UsageError, match="no thinking level"):
+                dialogue_of(name, level)
+
+
+def test_the_tokenizer_belongs_to_the_checkpoint(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    source = FolderSource("mine", folder)
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        open_dialogue(source, identity_of(source), "off")
+    save_tokenizer(folder)
+    assert open_dialogue(source, identity_of(source), "off").tokenizer.eos_id == 1
+    damage.edit_config(folder, eos_token_id=2)
+    with pytest.raises(CheckpointError, match=r"end token at id 1, config\.json at 2"):
+        open_dialogue(source, identity_of(source), "off")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limits", "expected"),
+    [
+        ([1, 5], Limits(max_tokens=9), [9, 9]),
+        ([1, 5], Limits(max_tokens=9, max_context=10), [9, 5]),
+        ([9], Limits(max_context=10), [1]),
+        ([LONGEST - 3], Limits(max_tokens=9, max_context=2 * LONGEST), [3]),
+        ([], Limits(), []),
+    ],
+)
+def test_the_room_for_answers(lengths, limits, expected):
+    assert rooms([[5] * length for length in lengths], CONFIG, limits) == expected
+
+
+@pytest.mark.parametrize(
+    ("sequences", "words"),
+    [
+        ([[]], "the text has no tokens"),
+        ([[1], [2, -1]], "text 1 has the token id -1"),
+        ([[1, 512]], "the text has the token id 512, the model's vocabulary is 0 to 511"),
+        ([[1] * 11], "the text has 11 tokens: the context has room for 10$"),
+    ],
+)
+def test_texts_that_do_not_fit(sequences, words):
+    with pytest.raises(UsageError, match=words):
+        check_texts(sequences, CONFIG, Limits(max_context=10))
+    check_texts([[1] * 10], CONFIG, Limits(max_context=10))
+
+
+def test_a_remedy_that_helps():
+    with pytest.raises(UsageError, match="the prompt has 10 tokens: the context has room for 9 and an") as caught:
+        rooms([[1] * 10], CONFIG, Limits(max_context=10))
+    assert caught.value.remedy == "shorten it or raise --max-context"
+    for check in (rooms, check_texts):
+        with pytest.raises(UsageError) as caught:
+            check([[1] * (LONGEST + 1)], CONFIG, Limits())
+        assert caught.value.remedy == "shorten it"

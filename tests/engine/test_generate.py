@@ -1,0 +1,139 @@
+"""The generation loop on a small model in plain fp32: what a sequence gets, whatever else is in the batch."""
+
+import pytest
+import torch
+
+from dsv4cli.engine import generate, schedule
+from dsv4cli.engine.batch import make_batch
+from dsv4cli.engine.cache import Cache
+from dsv4cli.engine.generate import Generator
+from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.settings import Sampling
+from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
+from tests.small_model import by_number, generator, model, prompts
+
+
+def tokens(steps) -> dict[int, list[int]]:
+    return {number: [step.token for step in found] for number, found in by_number(steps).items()}
+
+
+def nothing_is_held(one: Generator) -> bool:
+    cache = one.schedule.cache
+    return (cache.free_slots, cache.used_blocks) == (len(cache.layers[0].window.data), 0)
+
+
+def greedy(ids: list[int], count: int) -> list[int]:
+    """Token by token by hand, the whole text anew for each."""
+    ids, start = list(ids), len(ids)
+    for _ in range(count):
+        cache = Cache(model().config, model().numerics)
+        batch = make_batch(cache, [(cache.allocate(), ids)])
+        with torch.no_grad():
+            ids.append(int(model().logits(model()(batch, cache).streams[-1:]).argmax()))
+    return ids[start:]
+
+
+def test_greedy_is_the_argmax_of_a_fresh_prefill():
+    one = generator(prompts(), Sampling(temperature=0), max_tokens=4, prefill_chunk=50)
+    assert tokens(one.steps()) == {number: greedy(ids, 4) for number, ids in enumerate(prompts())}
+    assert nothing_is_held(one)
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(64, 2048), (2, 30), (1, 50)])
+def test_a_sequence_does_not_depend_on_the_others(monkeypatch, slots, chunk):
+    sampling, limits = Sampling(1.3, 0.98, 7), {"max_tokens": 6, "logprobs": 2}
+    monkeypatch.setattr(schedule, "MAX_SLOTS", slots)
+    monkeypatch.setattr(schedule, "MAX_STEP_TOKENS", 100)
+    together = generator(prompts(), sampling, prefill_chunk=chunk, **limits)
+    found = by_number(together.steps())
+    assert nothing_is_held(together)
+    for number, ids in enumerate(prompts()):
+        # prompt n draws with seed + n
+        alone = list(generator([ids], Sampling(1.3, 0.98, 7 + number), **limits).steps())
+        assert [step.token for step in found[number]] == [step.token for step in alone]
+        for ours, other in zip(found[number], alone, strict=True):
+            assert ours.logprob == pytest.approx(other.logprob, abs=1e-4)  # fp32 sums in another order
+            assert len(ours.top) == 2
+
+
+def test_seeds():
+    texts, chosen = prompts()[2:], {"max_tokens": 5}
+    first = tokens(generator(texts, Sampling(seed=3), **chosen).steps())
+    assert tokens(generator(texts, Sampling(seed=3), **chosen).steps()) == first
+    assert tokens(generator(texts, Sampling(seed=4), **chosen).steps()) != first
+
+
+def test_the_limit_of_an_answer_is_that_of_its_tokens_or_of_the_context():
+    found = by_number(generator(prompts()[2:], max_tokens=5, max_context=9).steps())
+    assert [len(steps) for steps in found.values()] == [5, 2]
+    assert [[step.finish for step in steps] for steps in found.values()] == [[None] * 4 + ["length"], [None, "length"]]
+
+
+def test_the_end_token_ends_a_sequence_and_its_slot_is_used_again(monkeypatch):
+    monkeypatch.setattr(schedule, "MAX_SLOTS", 2)
+    whole, draws = generate.sample, iter(range(100))
+
+    def sample(logits, sampling, generators):
+        drawn = whole(logits, sampling, generators)
+        drawn[-1] = 1 if next(draws) == 2 else 5  # the third draw ends the second sequence
+        return drawn
+
+    monkeypatch.setattr(generate, "sample", sample)
+    one = generator([[3], [4], [5, 6]], max_tokens=6)
+    steps = list(one.steps())
+    finished = [(step.number, step.finish) for step in steps if step.finish]
+    assert finished == [(1, "stop"), (0, "length"), (2, "length")]
+    assert tokens(steps)[1] == [5, 5, 1]
+    assert nothing_is_held(one)
+
+
+def test_a_short_prompt_is_answered_before_a_long_one():
+    steps = generator([[5] * 60, [6]], max_tokens=2, prefill_chunk=8).steps()
+    assert [step.number for step in steps if step.finish] == [1, 0]
+
+
+def test_stopping_from_outside():
+    one = generator(prompts()[2:], max_tokens=8)
+    seen = []
+    for step in one.steps():
+        seen.append(step.number)
+        if seen.count(0) == 2:
+            one.stop(0)
+            one.stop(0)  # harmless
+    assert (seen.count(0), seen.count(1)) == (2, 8)
+    one.stop(1)
+    assert nothing_is_held(one)
+
+
+def test_log_probabilities_are_those_at_temperature_1():
+    for temperature in (0.0, 0.5):
+        (step,) = generator([[5, 6]], Sampling(temperature), max_tokens=1, logprobs=20).steps()
+        values = [value for _, value in step.top]
+        assert values == sorted(values, reverse=True)
+        assert len(dict(step.top)) == 20
+        assert dict(step.top).get(step.token, step.logprob) == step.logprob
+        if temperature == 0:
+            assert step.top[0] == (step.token, step.logprob)
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [([[]], "no tokens"), ([[1], [512]], "prompt 1 has the token id 512"), ([[1] * 9], "room for 8 and an answer")],
+)
+def test_prompts_that_the_model_cannot_take(texts, words):
+    with pytest.raises(UsageError, match=words):
+        generator(texts, max_context=9)
+
+
+def test_numbers_that_are_not_finite_and_memory_that_runs_out(monkeypatch):
+    monkeypatch.setattr(Transformer, "logits", lambda self, streams: torch.full((len(streams), 512), torch.nan))
+    with pytest.raises(UnsoundResult):
+        next(generator([[1]]).steps())
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Transformer, "logits", no_room)
+    with pytest.raises(NotEnoughMemory, match="cpu ran out of memory: CUDA out of memory") as caught:
+        next(generator([[1]]).steps())
+    assert "--prefill-chunk" in caught.value.remedy

@@ -1,0 +1,82 @@
+"""From logits to a token: greedy, temperature, nucleus, seeds."""
+
+import pytest
+import torch
+
+from dsv4cli.engine.sampler import check_finite, nucleus, sample
+from dsv4cli.engine.settings import MIN_TEMPERATURE, Sampling
+from dsv4cli.errors import UnsoundResult
+
+ROWS, VOCABULARY = 2000, 7
+
+
+def generators(count: int, first: int = 0) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(first + number) for number in range(count)]
+
+
+def slow_nucleus(chances: list[float], top_p: float) -> list[float]:
+    """The smallest set of likeliest tokens that has at least top_p; of equals the one with the lower id comes first."""
+    kept, total = [0.0] * len(chances), 0.0
+    for token in sorted(range(len(chances)), key=lambda token: -chances[token]):
+        if total >= top_p:
+            break
+        kept[token] = chances[token]
+        total += chances[token]
+    return kept
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.51, 0.999, 1.0])
+@pytest.mark.parametrize("vocabulary", [1, 2, 101])
+def test_the_nucleus_is_that_of_the_definition(vocabulary, top_p):
+    chances = (torch.randn(5, vocabulary) * 2).softmax(-1)
+    chances[0] = 1 / vocabulary  # all equal
+    if vocabulary > 1:
+        chances[1] = 0.0
+        chances[1, vocabulary // 2] = 1.0  # all in one
+    # the sums of the definition are taken in fp64, a choice at the edge may fall either way
+    for ours, row in zip(nucleus(chances, top_p), chances, strict=True):
+        expected = torch.tensor(slow_nucleus(row.tolist(), top_p))
+        edge = row[(ours > 0) != (expected > 0)]
+        assert edge.numel() <= 1
+        assert torch.equal(ours[ours > 0], row[ours > 0])
+        if edge.numel():
+            assert min(ours.sum().item(), expected.sum().item()) == pytest.approx(top_p, abs=1e-5)
+        assert (ours > 0).any()
+
+
+def test_greedy_is_the_first_of_the_best():
+    logits = torch.randn(50, VOCABULARY)
+    logits[0] = 1.0
+    assert torch.equal(sample(logits, Sampling(temperature=0), generators(50)), logits.argmax(-1))
+    for sampling in (Sampling(temperature=MIN_TEMPERATURE), Sampling(top_p=1e-9)):
+        assert torch.equal(sample(logits[1:] * 50, sampling, generators(49)), logits[1:].argmax(-1))
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.6)])
+def test_draws_follow_the_probabilities(temperature, top_p):
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -3.0, 1.5])
+    chances = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        chances = torch.tensor(slow_nucleus(chances.tolist(), top_p))
+        chances /= chances.sum()
+    drawn = sample(logits.expand(ROWS, -1), Sampling(temperature, top_p), generators(ROWS))
+    frequencies = drawn.bincount(minlength=VOCABULARY) / ROWS
+    # four standard deviations of a frequency
+    assert ((frequencies - chances).abs() <= 4 * (chances * (1 - chances) / ROWS).sqrt()).all()
+
+
+def test_a_row_depends_on_its_own_generator_only():
+    logits, sampling = torch.randn(6, 300), Sampling(0.9, 0.95)
+    together = sample(logits, sampling, generators(6))
+    alone = [sample(logits[row : row + 1], sampling, generators(1, row)).item() for row in range(6)]
+    assert together.tolist() == alone
+    assert sample(logits, sampling, generators(6, 50)).tolist() != alone
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite(value):
+    logits = torch.zeros(2, 3)
+    check_finite(logits)
+    logits[1, 2] = value
+    with pytest.raises(UnsoundResult, match="not finite"):
+        check_finite(logits)

@@ -1,0 +1,61 @@
+"""What a user can choose is checked when it is chosen."""
+
+import pytest
+
+from dsv4cli.engine.settings import MAX_LOGPROBS, MAX_SEED, MIN_TEMPERATURE, Limits, Sampling, check_device
+from dsv4cli.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": MIN_TEMPERATURE / 2},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"top_p": float("nan")},
+        {"seed": -1},
+        {"seed": MAX_SEED + 1},
+    ],
+    ids=str,
+)
+def test_sampling_that_cannot_be(values):
+    option = "--" + next(iter(values)).replace("_", "-")
+    with pytest.raises(UsageError, match=f"^{option} cannot be "):
+        Sampling(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 0},
+        {"max_context": 1},
+        {"prefill_chunk": 0},
+        {"logprobs": -1},
+        {"logprobs": MAX_LOGPROBS + 1},
+        {"stops": ("a", "")},
+    ],
+    ids=str,
+)
+def test_limits_that_cannot_be(values):
+    option = "--" + next(iter(values)).replace("_", "-").removesuffix("s")
+    with pytest.raises(UsageError, match=f"^{option}s? cannot be ") as caught:
+        Limits(**values)
+    assert caught.value.remedy
+
+
+def test_what_can_be():
+    Sampling(0.0, 1e-9, 0)
+    Sampling(MIN_TEMPERATURE, 1.0, MAX_SEED)
+    Sampling(1e30)
+    Limits(1, 2, 1, MAX_LOGPROBS, ("a",))
+    for name in ("auto", "cpu", "cuda", "cuda:0", "cuda:15"):
+        check_device(name)
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cpu:0", "cuda:", "cuda:-1", "cuda:1234", "cuda:0\n", "CPU", "cuda:١"])
+def test_a_device_that_is_called_so_nowhere(name):
+    with pytest.raises(UsageError, match="--device cannot be "):
+        check_device(name)

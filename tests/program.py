@@ -1,0 +1,61 @@
+"""Running `dsv4` in tests: within this process, through the boundary in `cli.main`; and a model that says what it is
+told to."""
+
+import io
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4cli import cli
+from dsv4cli.engine import generate
+from dsv4cli.engine.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+# one layer: what a command does with the tokens is tested, not the model
+SMALL = "random:tiny,layers=1"
+BYTES = Tokenizer.byte_level()
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a call ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Program:
+    """`dsv4` as a function; it sees no GPU."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        self.patch = patch
+        self.capture = capture
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def __call__(self, *arguments: str, stdin: bytes | None = None) -> Done:
+        """Runs one command; stdin is a file of these bytes, or /dev/null."""
+        with tempfile.TemporaryFile() if stdin is not None else open(os.devnull, "rb") as file:
+            if stdin is not None:
+                file.write(stdin)
+                file.seek(0)
+            self.patch.setattr(sys, "stdin", io.TextIOWrapper(file, encoding="utf-8"))
+            self.patch.setattr(sys, "argv", ["dsv4", *arguments])
+            with pytest.raises(SystemExit) as left:
+                cli.main()
+        return Done(int(left.value.code or 0), *self.capture.readouterr())
+
+    def model_says(self, text: str, *, ends: bool = True) -> None:
+        """The next run of one prompt is answered with `text`, a byte a token, and the end token if it `ends`."""
+        ids = iter([*BYTES.encode(text), *([BYTES.eos_id] if ends else [])])
+        self.patch.setattr(generate, "sample", lambda logits, sampling, generators: torch.tensor([next(ids)]))
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Gives a folder the tokenizer of the built-in models."""
+    BYTES._backend.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,39 @@
+"""A small model in plain fp32, prompts for it and what it generates, for the tests of generation and of scoring."""
+
+from collections import defaultdict
+from functools import cache
+
+import torch
+
+from dsv4cli.engine.generate import Generator, Step
+from dsv4cli.engine.loading import load_model
+from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.source import resolve_model
+
+# awkward lengths, an open window of each compressor among them
+LENGTHS = (1, 131, 4, 7)
+SEEDED = Sampling(seed=1)
+
+
+@cache
+def model() -> Transformer:
+    """Layers of ratio 0, 0, 4 and 128."""
+    return load_model(resolve_model("random:tiny,layers=4"), Numerics.plain())
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 500, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def generator(texts: list[list[int]], sampling: Sampling = SEEDED, **limits) -> Generator:
+    return Generator(model(), texts, sampling, Limits(**limits), "cpu")
+
+
+def by_number(steps) -> dict[int, list[Step]]:
+    found = defaultdict(list)
+    for step in steps:
+        found[step.number].append(step)
+    return found

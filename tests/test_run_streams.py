@@ -1,0 +1,170 @@
+"""`dsv4 run` in a process of its own: terminals, pipes, signals, and what is not imported."""
+
+import os
+import pty
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.program import ROOT, SMALL
+
+# a model of one layer that says the bytes of SAYS for ever
+SAYS = """
+import fcntl, os, sys, termios, torch
+if os.isatty(0):
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that its Ctrl-C is ours
+torch.set_num_threads(1)
+from itertools import cycle
+from dsv4cli import cli
+from dsv4cli.engine import generate
+ids = cycle(byte + 3 for byte in os.environ["SAYS"].encode())
+generate.sample = lambda logits, sampling, generators: torch.tensor([next(ids)])
+cli.main()
+"""
+RUN = ["run", "hi", "--model", SMALL]
+SECONDS = 60
+
+
+def command(*arguments: str, script: str = SAYS) -> list[str]:
+    return [sys.executable, "-c", script, *arguments]
+
+
+def environment(**values: str) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "TERM"}}
+    return {**clean, "TERM": "xterm", "SAYS": "words\n", "CUDA_VISIBLE_DEVICES": "", **values}
+
+
+class Terminal:
+    """A program in the foreground of a terminal of its own, with all three streams on it."""
+
+    def __init__(self, *arguments: str, **values: str) -> None:
+        self.master, theirs = pty.openpty()
+        self.program = subprocess.Popen(
+            command(*arguments),
+            cwd=ROOT,
+            env=environment(**values),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.shown = b""
+
+    def read_until(self, words: bytes) -> None:
+        end = time.monotonic() + SECONDS
+        while words not in self.shown and time.monotonic() < end:
+            self.shown += os.read(self.master, 1000)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def leave(self) -> int:
+        """Reads the rest; the exit code."""
+        try:
+            while part := os.read(self.master, 1000):
+                self.shown += part
+        except OSError:  # EIO: the other end is closed
+            pass
+        os.close(self.master)
+        return self.program.wait(SECONDS)
+
+
+def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
+    terminal = Terminal(*RUN, SAYS="word ")
+    terminal.read_until(b"word word")
+    terminal.type(b"\x03")
+    assert terminal.leave() == 130
+    assert b"means nothing\x1b[0m\r\nword word" in terminal.shown
+    assert terminal.shown.endswith(b"^C\r\n")
+    assert b"Traceback" not in terminal.shown
+
+
+def test_ctrl_c_while_the_model_loads():
+    terminal = Terminal("run", "hi", "--model", "random:flash,layers=4,experts=16")
+    terminal.read_until(b"loading")
+    terminal.type(b"\x03")
+    assert terminal.leave() == 130
+    assert b"Traceback" not in terminal.shown
+    assert b"\x1b[?25h" in terminal.shown  # the cursor is back
+    assert terminal.shown.endswith(b"\r\n")
+
+
+def test_no_control_character_of_the_model_reaches_a_terminal():
+    terminal = Terminal(*RUN, "--max-tokens", "24", SAYS="a\x1b[31mb\x9b1m\r\x07", NO_COLOR="1", TERM="dumb")
+    assert terminal.leave() == 0
+    text = terminal.shown.decode()
+    assert "a\ufffd[31mb\ufffd1m\ufffd\ufffda" in text
+    assert not set("\x1b\x9b\x07") & set(text)
+
+
+def test_sigterm_keeps_what_was_printed():
+    program = subprocess.Popen(
+        command(*RUN), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "words\n"
+    program.send_signal(signal.SIGTERM)
+    out, err = program.communicate(timeout=SECONDS)
+    assert program.returncode == 143
+    assert ("words" * 999).startswith(out.replace("\n", ""))
+    assert out == "" or out.endswith("\n")
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 2  # what was loaded, and that it is random
+
+
+def shell(*arguments: str, then: str) -> subprocess.CompletedProcess[str]:
+    """The program as the first command of a line of bash."""
+    line = f"{shlex.join(command(*arguments))} {then}"
+    return subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS
+    )
+
+
+def test_a_reader_that_leaves_ends_the_program_quietly():
+    done = shell(*RUN, then="| head -1; echo ${PIPESTATUS[0]}")
+    assert done.stdout == "words\n0\n"
+    assert len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "out"), [("<&- 2>&-", 0, "words\n"), (">&-", 0, ""), ("> /dev/full", 5, "")]
+)
+def test_closed_streams(closed, code, out):
+    done = shell(*RUN, "--max-tokens", "6", then=closed)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert "Traceback" not in done.stderr
+    assert ("no space left on the disk" in done.stderr) is (code == 5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["hi", "--show-prompt"],
+        ["hi", "--show-prompt", "--json"],
+        ["hi", "--temperature", "-1"],
+        ["hi", "--device", "gpu"],
+        ["--prompts", "./nothing"],
+        ["hi", "--max-context", "3"],
+    ],
+    ids=" ".join,
+)
+def test_no_torch_where_nothing_is_computed(arguments):
+    script = (
+        "import sys\n"
+        "from dsv4cli import cli\n"
+        "try:\n"
+        "    cli.main()\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich'}\n"
+        "sys.exit(9 if heavy & sys.modules.keys() else 0)"
+    )
+    done = subprocess.run(
+        command("run", *arguments, script=script), cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
