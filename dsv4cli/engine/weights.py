@@ -70,7 +70,8 @@ def fill(
 ) -> None:
     """Puts tensors into the parameters that the table names; each arrives once and none is left over.
 
-    tensors: pairs of spec and this rank's part in the stored dtype. progress is called at the start and after each tensor.
+    tensors: pairs of spec and this rank's part in the stored dtype. progress is called at the start and after each.
+
     Raises NotEnoughMemory before anything is read, CheckpointError for a tensor of another shape or dtype, a scale byte
     255, a tensor that comes twice or not at all; nothing else fills a parameter.
     """
