@@ -8,7 +8,7 @@ import torch
 from dsv4cli.engine import schedule
 from dsv4cli.engine.prompt_text import CALLS_OPEN, calls_block
 from tests import damage
-from tests.golden_data import golden
+from tests.golden_data import golden, need_recorded_arithmetic
 from tests.program import SMALL, Program
 
 KEYS = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason"]
@@ -233,6 +233,7 @@ def test_scores(dsv4, tmp_path):
 @pytest.mark.parametrize(("chunk", "scored"), [(1, 5), (5, 2), (31, 2)])
 def test_scores_are_the_official_ones(dsv4, tmp_path, chunk, scored):
     """A chunk of P tokens, then one: as it was recorded; and no tokenizer is in the folder."""
+    need_recorded_arithmetic()
     net = golden("tiny-flash")
     ids = net.tokens[:, : chunk + scored - 1].tolist()
     path = jsonl(tmp_path / "s.jsonl", *({"ids": one} for one in ids))

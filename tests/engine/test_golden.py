@@ -9,10 +9,9 @@ from dsv4cli.kernels.indexer import ref as indexer_ref
 from tests.golden_data import (
     BLOCK_PROMPTS,
     NETS,
-    RECORDED_ARITHMETIC,
     TieWatch,
-    arithmetic,
     golden,
+    need_recorded_arithmetic,
     remember_weights,
     run_blocks,
     run_case,
@@ -46,12 +45,6 @@ TIED = [("tiny-flash", 128), ("tiny-flash", 300), ("tiny-pro", 128), ("tiny-pro"
 @pytest.fixture(autouse=True)
 def _remembered_weights(monkeypatch):
     remember_weights(monkeypatch)
-
-
-def need_recorded_arithmetic() -> None:
-    """Skips where matmuls or exponentials round otherwise than on the recording's machine."""
-    if arithmetic() != RECORDED_ARITHMETIC:
-        pytest.skip("this machine rounds sums in another order than the recording's")
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
