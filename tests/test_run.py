@@ -238,11 +238,11 @@ def test_scores_are_the_official_ones(dsv4, tmp_path, chunk, scored):
     ids = net.tokens[:, : chunk + scored - 1].tolist()
     path = jsonl(tmp_path / "s.jsonl", *({"ids": one} for one in ids))
     model = str(damage.GOLDEN / "tiny-flash")
-    done = dsv4("run", "--score", path, "--model", model, "--prefill-chunk", str(chunk), "--logprobs", "20", "--json")
+    done = dsv4("run", "--score", path, "--model", model, "--prefill-chunk", str(chunk), "--logprobs", "512", "--json")
     scores = lines(done.out)
     assert [one["ids"] for one in scores] == ids
     recorded, other = (net.recorded[f"p{chunk}.logits{end}"][:, :scored].log_softmax(-1) for end in ("", "_alt"))
-    tops = torch.tensor([one["top"][chunk - 1 :] for one in scores])  # [2, scored, 20, (id, value)]
+    tops = torch.tensor([one["top"][chunk - 1 :] for one in scores])  # [2, scored, V, (id, value)]
     chosen = tops[..., 0].long()
     # `other` is the official code summing in fp64: twice its distance is what rounding alone explains
     bound = 2 * (other - recorded).abs().mean()

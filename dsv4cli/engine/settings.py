@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from dsv4cli.errors import UsageError
 
-MAX_LOGPROBS = 20
 MAX_SEED = 2**32 - 1
 # logits divided by less overflow; what it draws is the likeliest token anyway
 MIN_TEMPERATURE = 1e-6
@@ -45,7 +44,8 @@ class Sampling:
 @dataclass(frozen=True)
 class Limits:
     """max_tokens: of an answer. max_context: of prompt and answer, None for the model's own. prefill_chunk: tokens of
-    one prompt in a step. logprobs: alternatives to report for each token. stops: texts that end an answer."""
+    one prompt in a step. logprobs: alternatives to report for each token, at most the vocabulary. stops: texts that end
+    an answer."""
 
     max_tokens: int = 4096
     max_context: int | None = None
@@ -57,7 +57,5 @@ class Limits:
         require(self.max_tokens > 0, "--max-tokens", self.max_tokens, "use at least 1")
         require(self.max_context is None or self.max_context > 1, "--max-context", self.max_context, "use at least 2")
         require(self.prefill_chunk > 0, "--prefill-chunk", self.prefill_chunk, "use at least 1")
-        require(
-            0 <= self.logprobs <= MAX_LOGPROBS, "--logprobs", self.logprobs, f"use a number from 0 to {MAX_LOGPROBS}"
-        )
+        require(self.logprobs >= 0, "--logprobs", self.logprobs, "use 0 or more; the vocabulary is the most there are")
         require(all(self.stops), "--stop", "an empty text", "give the text that ends an answer")
