@@ -9,6 +9,7 @@ from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.loading import build_random, load_model
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.source import FolderSource, resolve_model
+from dsv4cli.kernels.block_scale import dequantise, fp4_round, fp8_round
 from tests.golden_data import BLOCK_PROMPTS, FOLDER, NETS, chunks, golden
 
 pytestmark = pytest.mark.gpu
@@ -65,6 +66,24 @@ def test_end_to_end(name):
                 noise[kind] += (other - recorded).abs().mean().item() / (1 + steps)
     for kind in ours:
         assert ours[kind] <= 2 * noise[kind], f"{kind}: {ours[kind]:.3g}, noise {noise[kind]:.3g}"
+
+
+def test_quantised_values_are_those_of_the_cpu():
+    x = (torch.randn(64, 512) * torch.logspace(-20, 20, 64)[:, None]).bfloat16()
+    for on_cpu, on_gpu in (
+        (fp8_round(x, 128), fp8_round(x.cuda(), 128)),
+        (fp4_round(x, 32), fp4_round(x.cuda(), 32)),
+    ):
+        assert torch.equal(on_cpu, on_gpu.cpu())
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 2)
+    scales = torch.arange(255, dtype=torch.uint8).repeat(256, 1)[:, :32].clone()
+    scales[:, 0] = torch.arange(256).clamp_max(200).byte()
+    pairs = (
+        (codes.view(torch.int8), scales.view(torch.float8_e8m0fnu)),
+        (codes[:, :126].repeat(1, 4)[:, :384].view(torch.float8_e4m3fn), scales[:2, :3].view(torch.float8_e8m0fnu)),
+    )
+    for weight, scale in pairs:
+        assert torch.equal(dequantise(weight, scale), dequantise(weight.cuda(), scale.cuda()).cpu())
 
 
 def test_plain_fp32_equals_the_cpu():

@@ -24,8 +24,8 @@ def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
 def block_scale(blocks: torch.Tensor, floor: float, largest: float) -> torch.Tensor:
     """The scale of each block: blocks fp32 [..., n, block] -> fp32 [..., n, 1]."""
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(floor)
-    # the official kernel multiplies by the rounded reciprocal
-    return power_of_two_ceil(amax * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device))
+    # the official kernel multiplies by the reciprocal, rounded to fp32
+    return power_of_two_ceil(amax * (1.0 / largest))
 
 
 def fp8_round(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -69,8 +69,9 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """The fp32 values 2 ** (byte - 127) of e8m0 scales."""
-    return torch.exp2(scale.view(torch.uint8).float() - 127)
+    """The fp32 values 2 ** (byte - 127) of e8m0 scales, on the bit pattern; byte 0 is subnormal in fp32."""
+    byte = scale.view(torch.uint8).int()
+    return torch.where(byte == 0, 2.0**-127, (byte << 23).view(torch.float32))
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
