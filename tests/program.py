@@ -20,6 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = "random:tiny,layers=1"
 BYTES = Tokenizer.byte_level()
 
+# runs the program and ends with 9 if it has imported what takes long
+IMPORTS_NOTHING_HEAVY = """\
+import sys
+from dsv4cli import cli
+try:
+    cli.main()
+except SystemExit:
+    pass
+heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich'}
+sys.exit(9 if heavy & sys.modules.keys() else 0)
+"""
+
 
 @dataclass(frozen=True)
 class Done:

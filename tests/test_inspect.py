@@ -13,6 +13,7 @@ from dsv4cli import __version__, cli
 from dsv4cli.engine import inspection
 from dsv4cli.errors import Dsv4Error
 from tests import damage
+from tests.program import IMPORTS_NOTHING_HEAVY
 from tests.relatives import RELATIVES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,18 +179,8 @@ def test_the_version():
     "arguments", [[FLASH], [FLASH, "--json"], ["random:tiny"], []], ids=["table", "json", "random", "usage"]
 )
 def test_nothing_heavy_is_imported(arguments):
-    script = (
-        "import sys\n"
-        "from dsv4cli import cli\n"
-        "try:\n"
-        "    cli.main()\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich'}\n"
-        "sys.exit(9 if heavy & sys.modules.keys() else 0)"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", script, "inspect", *arguments], cwd=ROOT, capture_output=True, check=False
+        [sys.executable, "-c", IMPORTS_NOTHING_HEAVY, "inspect", *arguments], cwd=ROOT, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.program import ROOT, SMALL
+from tests.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL
 
 # a model of one layer that says the bytes of SAYS for ever
 SAYS = """
@@ -154,17 +154,11 @@ def test_closed_streams(closed, code, out):
     ids=" ".join,
 )
 def test_no_torch_where_nothing_is_computed(arguments):
-    script = (
-        "import sys\n"
-        "from dsv4cli import cli\n"
-        "try:\n"
-        "    cli.main()\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich'}\n"
-        "sys.exit(9 if heavy & sys.modules.keys() else 0)"
-    )
     done = subprocess.run(
-        command("run", *arguments, script=script), cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        command("run", *arguments, script=IMPORTS_NOTHING_HEAVY),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
