@@ -38,8 +38,8 @@ UNTIED = [
     ("tiny-pro", 1),
     ("tiny-pro", 31),
 ]
-# with the official choice among equal scores these are equal to the last bit too; the two left, tiny-pro 4 and 5, differ
-# by one rounding in a row of the prompt, which depends on the number of threads
+# with the official choice among equal scores these are equal to the last bit too; the two left, tiny-pro 4 and 5, are
+# off by one rounding in a row of the prompt, which depends on the number of threads
 TIED = [(name, prompt) for name in NETS for prompt in (128, 133, 300)]
 
 
