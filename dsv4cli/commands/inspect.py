@@ -77,7 +77,8 @@ def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str
     yield from zip(["layers", *[""] * len(words)], [*words, KINDS], strict=True)
     yield "experts", f"{config.n_routed_experts} a layer, {config.num_experts_per_tok} for a token, and 1 shared"
     if config.num_hash_layers:
-        yield "", f"chosen by token id in layers 0 to {config.num_hash_layers - 1}, by score in the others"
+        first = "layer 0" if config.num_hash_layers == 1 else f"layers 0 to {config.num_hash_layers - 1}"
+        yield "", f"chosen by token id in {first}, by score in the others"
     yield "context", f"{config.max_position_embeddings:,} tokens"
     yield "formats", f"experts {formats.experts}, other matrices {formats.linear}, embedding and norms {formats.dense}"
 
