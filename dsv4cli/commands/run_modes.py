@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.answer import Answer
     from dsv4cli.engine.answers import Pieces
     from dsv4cli.engine.dialogue import Dialogue
-    from dsv4cli.engine.identify import Identity
     from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
     from dsv4cli.engine.prompt import Message
@@ -41,18 +40,11 @@ class Job:
     sampling: "Sampling"
 
     @cached_property
-    def identity(self) -> "Identity":
-        """What the model is, from its headers."""
-        from dsv4cli.engine.dialogue import identity_of
-
-        return identity_of(self.source)
-
-    @cached_property
     def dialogue(self) -> "Dialogue":
         """The model's prompt format."""
         from dsv4cli.engine.dialogue import open_dialogue
 
-        return open_dialogue(self.source, self.identity, self.think)
+        return open_dialogue(self.source, self.think)
 
     def load(self) -> "tuple[Transformer, torch.device]":
         """The model on its device, with progress on a terminal."""
@@ -245,7 +237,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
     from dsv4cli.engine.dialogue import check_texts
 
     sequences = [item.ids or _ids(job, item) for item in items]
-    check_texts(sequences, job.identity.config, job.limits)
+    check_texts(sequences, job.source.identity.config, job.limits)
     model, device = job.load()
     from dsv4cli.engine.score import score
 

@@ -1,11 +1,10 @@
 """Whether the tensors of a folder are exactly the model's: nothing missing, left over or different; no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dsv4cli.engine.checkpoint import INDEX, Checkpoint
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.layout import Formats, expected_tensors
+from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.errors import CheckpointError
 
 
@@ -76,9 +75,10 @@ class Coverage:
             raise CheckpointError(problem.message, remedy)
 
 
-def check_coverage(checkpoint: Checkpoint, config: ModelConfig, formats: Formats) -> Coverage:
-    """Compares the headers with the table of the model: names, dtypes, shapes, pairs of weight and scale, the index."""
-    specs, infos = expected_tensors(config, formats), checkpoint.tensors
+def check_coverage(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> Coverage:
+    """Compares the headers with the table of the model (`expected_tensors`): names, dtypes, shapes, pairs of weight and
+    scale, the index."""
+    infos = checkpoint.tensors
     scales = [name for name, spec in specs.items() if spec.is_scale]
     unpaired = {name: None for name in scales if (name in infos) != (_weight(name) in infos)}
     known = [(info, specs[name]) for name, info in infos.items() if name in specs]

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.identify import Identity, describe, identify
-from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.prompt import Message, Release, encode_messages, think_options
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.source import FolderSource, RandomSource
@@ -37,17 +35,13 @@ class Dialogue:
         return Prompt(text, self.tokenizer.encode(text))
 
 
-def identity_of(source: FolderSource | RandomSource) -> Identity:
-    """What a model is. Raises what `identify` raises."""
-    return describe(source.config, Formats()) if isinstance(source, RandomSource) else identify(source.folder)
+def open_dialogue(source: FolderSource | RandomSource, think: str) -> Dialogue:
+    """The prompt format of a model.
 
-
-def open_dialogue(source: FolderSource | RandomSource, identity: Identity, think: str) -> Dialogue:
-    """The prompt format of a model that was identified.
-
-    Raises CheckpointError for a tokenizer that is missing, damaged or another model's, UsageError for an effort that
-    the release does not have.
+    Raises what `identify` raises, CheckpointError for a tokenizer that is missing, damaged or another model's,
+    UsageError for an effort that the release does not have.
     """
+    identity = source.identity
     thinking, effort = think_options(identity.release, think)
     return Dialogue(identity.config, identity.release, _tokenizer(source, identity.config), thinking, effort)
 

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsv4cli.engine.coverage import Coverage, check_coverage
-from dsv4cli.engine.identify import Identity, describe, identify
-from dsv4cli.engine.layout import Formats, expected_tensors
+from dsv4cli.engine.identify import FolderIdentity, Identity
+from dsv4cli.engine.layout import expected_tensors
 from dsv4cli.engine.sizes import Sizes, measure
 from dsv4cli.engine.source import FolderSource, RandomSource
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint
@@ -30,19 +30,16 @@ class Inspection:
 
 def inspect_model(source: FolderSource | RandomSource) -> Inspection:
     """Identifies the model and compares its headers with the table; a problem is part of the answer, not an error."""
-    if isinstance(source, RandomSource):
-        identity = describe(source.config, Formats())
-        return Inspection(source, identity, _measure(identity))
     try:
-        found = identify(source.folder)
+        found = source.identity
     except (CheckpointError, UnsupportedCheckpoint) as error:
         return Inspection(source, problem=error)
-    coverage = check_coverage(found.checkpoint, found.config, found.formats)
-    return Inspection(source, found, _measure(found), coverage, len(found.checkpoint.files), coverage.problem())
-
-
-def _measure(identity: Identity) -> Sizes:
-    return measure(identity.config, expected_tensors(identity.config, identity.formats).values())
+    specs = expected_tensors(found.config, found.formats)
+    sizes = measure(found.config, specs.values())
+    if not isinstance(found, FolderIdentity):
+        return Inspection(source, found, sizes)
+    coverage = check_coverage(found.checkpoint, specs)
+    return Inspection(source, found, sizes, coverage, len(found.checkpoint.files), coverage.problem())
 
 
 def schedule(ratios: tuple[int, ...]) -> str:

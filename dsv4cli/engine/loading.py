@@ -6,7 +6,6 @@ import torch
 
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.coverage import check_coverage
-from dsv4cli.engine.identify import identify
 from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
@@ -63,9 +62,9 @@ def build_random(
 def _load_folder(
     source: FolderSource, numerics: Numerics, device: torch.device | str, world: World, progress: Progress | None
 ) -> Transformer:
-    identity = identify(source.folder)
-    check_coverage(identity.checkpoint, identity.config, identity.formats).raise_if_incomplete()
+    identity = source.identity
     specs = expected_tensors(identity.config, identity.formats)
+    check_coverage(identity.checkpoint, specs).raise_if_incomplete()
     tensors = read_tensors(identity.checkpoint, specs.values(), world)
     return _filled(identity.config, numerics, specs, tensors, device, world, progress)
 

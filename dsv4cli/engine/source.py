@@ -7,9 +7,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from dsv4cli.engine.config import ModelConfig, parse_config
+from dsv4cli.engine.identify import FolderIdentity, Identity, describe, identify
+from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.presets import PRESETS, shortened
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
 
@@ -32,6 +35,11 @@ class FolderSource:
     name: str
     folder: Path
 
+    @cached_property
+    def identity(self) -> FolderIdentity:
+        """What the folder holds, read once. Raises what `identify` raises."""
+        return identify(self.folder)
+
 
 @dataclass(frozen=True)
 class RandomSource:
@@ -40,6 +48,11 @@ class RandomSource:
     name: str
     config: ModelConfig
     seed: int
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What the preset is, in the official storage formats."""
+        return describe(self.config, Formats())
 
 
 def resolve_model(text: str) -> FolderSource | RandomSource:

@@ -4,6 +4,7 @@ import pytest
 
 from dsv4cli.engine.coverage import Coverage, Difference, check_coverage
 from dsv4cli.engine.identify import identify
+from dsv4cli.engine.layout import expected_tensors
 from dsv4cli.errors import CheckpointError
 from tests import damage
 
@@ -12,7 +13,7 @@ LISTS = ("missing", "unpaired_scales", "misshapen", "mistyped", "unexpected", "i
 
 def cover(folder) -> Coverage:
     found = identify(folder)
-    return check_coverage(found.checkpoint, found.config, found.formats)
+    return check_coverage(found.checkpoint, expected_tensors(found.config, found.formats))
 
 
 @pytest.mark.parametrize(("name", "tensors"), [("tiny-flash", 432), ("tiny-pro", 544)])

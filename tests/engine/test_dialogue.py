@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv4cli.engine.dialogue import check_texts, identity_of, open_dialogue, rooms
+from dsv4cli.engine.dialogue import check_texts, open_dialogue, rooms
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.source import FolderSource, resolve_model
 from dsv4cli.errors import CheckpointError, UsageError
@@ -10,13 +10,12 @@ from tests import damage
 from tests.program import BYTES, save_tokenizer
 
 TINY = resolve_model("random:tiny")
-CONFIG = identity_of(TINY).config
+CONFIG = TINY.identity.config
 LONGEST = CONFIG.max_position_embeddings
 
 
 def dialogue_of(name: str, think: str):
-    source = resolve_model(name)
-    return open_dialogue(source, identity_of(source), think)
+    return open_dialogue(resolve_model(name), think)
 
 
 def test_a_prompt_is_text_and_its_tokens():
@@ -41,14 +40,13 @@ def test_the_levels_of_a_release(name, release, levels):
 
 def test_the_tokenizer_belongs_to_the_checkpoint(tmp_path):
     folder = damage.copy_checkpoint(tmp_path)
-    source = FolderSource("mine", folder)
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
-        open_dialogue(source, identity_of(source), "off")
+        open_dialogue(FolderSource("mine", folder), "off")
     save_tokenizer(folder)
-    assert open_dialogue(source, identity_of(source), "off").tokenizer.eos_id == 1
+    assert open_dialogue(FolderSource("mine", folder), "off").tokenizer.eos_id == 1
     damage.edit_config(folder, eos_token_id=2)
     with pytest.raises(CheckpointError, match=r"end token at id 1, config\.json at 2"):
-        open_dialogue(source, identity_of(source), "off")
+        open_dialogue(FolderSource("mine", folder), "off")
 
 
 @pytest.mark.parametrize(
