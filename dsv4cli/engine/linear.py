@@ -12,24 +12,8 @@ def unfilled() -> nn.Parameter:
     return nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
 
 
-class Linear(nn.Module):
-    """y = x @ W.T over a weight in FP8, FP4, bf16 or fp32; the input of a quantised weight is quantised first."""
-
-    scale: nn.Parameter | None
-
-    def __init__(self, numerics: Numerics) -> None:
-        super().__init__()
-        self.numerics = numerics
-        self.weight = unfilled()
-        self.register_parameter("scale", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, K] in the numerics' dtype -> [T, N] in it."""
-        return gemm.linear(x if self.scale is None else self.numerics.linear_input(x), self.weight, self.scale)
-
-
-class GroupedLinear(nn.Module):
-    """The first half of the output projection: one matrix per group, input never quantised."""
+class StoredMatrix(nn.Module):
+    """A matrix, or several stacked, as stored: the weight and, where its format has one, the block scale."""
 
     scale: nn.Parameter | None
 
@@ -37,6 +21,22 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = unfilled()
         self.register_parameter("scale", None)
+
+
+class Linear(StoredMatrix):
+    """y = x @ W.T over a weight in FP8, FP4, bf16 or fp32; the input of a quantised weight is quantised first."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        super().__init__()
+        self.numerics = numerics
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, K] in the numerics' dtype -> [T, N] in it."""
+        return gemm.linear(x if self.scale is None else self.numerics.linear_input(x), self.weight, self.scale)
+
+
+class GroupedLinear(StoredMatrix):
+    """The first half of the output projection: one matrix per group, input never quantised."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, G, K] -> [T, G, N]."""

@@ -5,7 +5,7 @@ from torch import nn
 
 from dsv4cli.engine.batch import Batch
 from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.linear import Fp32Linear, Linear, unfilled
+from dsv4cli.engine.linear import Fp32Linear, Linear, StoredMatrix, unfilled
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import World
 from dsv4cli.kernels import experts, routing
@@ -34,27 +34,16 @@ class Router(Fp32Linear):
         return chosen, routing.weigh(score, chosen, self.config.routed_scaling_factor)
 
 
-class ExpertMatrix(nn.Module):
-    """One of the matrices of all routed experts, stacked as stored: weight [E, ...], scale [E, ...] or None."""
-
-    scale: nn.Parameter | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = unfilled()
-        self.register_parameter("scale", None)
-
-
 class Experts(nn.Module):
-    """The routed experts; a rank holds its share of every expert's inner width."""
+    """The routed experts, each matrix stacked over all of them; a rank holds its share of their inner width."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
         super().__init__()
         self.limit = config.swiglu_limit
         self.numerics = numerics
-        self.w1 = ExpertMatrix()
-        self.w2 = ExpertMatrix()
-        self.w3 = ExpertMatrix()
+        self.w1 = StoredMatrix()
+        self.w2 = StoredMatrix()
+        self.w3 = StoredMatrix()
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, D], chosen int64 [T, k], weights fp32 [T, k] -> the weighted sum, fp32 [T, D]."""
