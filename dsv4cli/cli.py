@@ -21,7 +21,7 @@ from dsv4cli.output import Colours, Output, ReaderGone
 app = typer.Typer(
     name="dsv4",
     help="The command-line toolkit for DeepSeek-V4: one model family, exact and readable.",
-    epilog=epilog("dsv4 inspect ~/models/DeepSeek-V4-Flash", "dsv4 inspect random:pro --json"),
+    epilog=epilog('dsv4 run "What is 17 + 25?"', "dsv4 inspect ~/models/DeepSeek-V4-Flash"),
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,

@@ -10,23 +10,13 @@ Exit codes:
   4 unsupported checkpoint or hardware; 5 not enough disk, RAM or VRAM;
   7 finished, but the result is unsound; 130 interrupted; 143 terminated"""
 
-ModelArg = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A checkpoint folder; flash, pro, flash-0731 or org/name[@revision] in the Hugging Face cache; "
-        "or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files.",
-    ),
-]
-ModelOpt = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A checkpoint folder; flash, pro, flash-0731 or org/name[@revision] in the Hugging Face cache; "
-        "or random:PRESET[,layers=N][,experts=N][,seed=N].",
-    ),
-]
+MODEL_HELP = (
+    "A checkpoint folder; flash, pro, flash-0731 or org/name[@revision] in the Hugging Face cache; "
+    "or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files."
+)
+
+ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+ModelOpt = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DeviceOpt = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
 BackendOpt = Annotated[
     Literal["auto", "torch"],
