@@ -49,6 +49,18 @@ class NotEnoughMemory(Dsv4Error):
     exit_code = 5
 
 
+class NotEnoughDisk(Dsv4Error):
+    """A file system has no room for what a command writes."""
+
+    exit_code = 5
+
+
+class HubError(Dsv4Error):
+    """The hub cannot be reached, refuses, or does not hold what was asked for."""
+
+    exit_code = 6
+
+
 class UnsoundResult(Dsv4Error):
     """The computation finished but its numbers are not finite."""
 

@@ -4,6 +4,7 @@ Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes w
 """
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ DTYPE_BITS = {
 # the safetensors library refuses longer headers too
 MAX_HEADER = 100_000_000
 LFS_POINTER = b"version https://git-lfs"
+# files of the official convert.py: each holds one rank's part under the same names
+MP_FILE = re.compile(r"model\d+-mp\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Checkpoint:
 
     tensors: by name, at the place where they really are. files: in the order of their names. index: file name that the
     index gives for each tensor, empty without an index. index_problems: for each tensor that index and files disagree
-    on, a sentence that says how.
+    on, a sentence that says how. missing_files: names of files that the index gives and the folder lacks.
     """
 
     folder: Path
@@ -56,6 +59,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     index: Mapping[str, str]
     index_problems: Mapping[str, str]
+    missing_files: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -69,8 +73,20 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises CheckpointError, naming the file, for: no safetensors file, an index that is not JSON or names a file that
     is not there, a file that is truncated, too long or has a corrupt header, a tensor stored twice.
     """
+    checkpoint = scan_checkpoint(folder)
+    if checkpoint.missing_files:
+        path = folder / checkpoint.missing_files[0]
+        raise CheckpointError(f"{path} is missing, but {INDEX} names it", f"download {path.name} again")
+    return checkpoint
+
+
+def scan_checkpoint(folder: Path) -> Checkpoint:
+    """As open_checkpoint, for a folder that may hold a part of the files only: `missing_files` names the others.
+
+    The tensors of the official files cut for N ranks get their file before their name: `model0-mp4/norm.weight`.
+    """
     index = _read_index(folder / INDEX)
-    files = _files(folder, index)
+    files, missing = _files(folder, index)
     tensors: dict[str, TensorInfo] = {}
     twice: dict[str, str] = {}
     for path in files:
@@ -83,12 +99,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if twice and not index:
         sentence = next(iter(twice.values()))
         raise CheckpointError(f"{folder}: {sentence}", f"remove the file that is not part of the model, or add {INDEX}")
-    problems = dict(_index_problems(index, tensors)) if index else {}
-    return Checkpoint(folder, tensors, files, index, problems | twice)
+    absent = set(missing)
+    present = {name: file for name, file in index.items() if file not in absent}
+    problems = dict(_index_problems(present, index, tensors)) if index else {}
+    return Checkpoint(folder, tensors, files, index, problems | twice, missing)
 
 
-def _files(folder: Path, index: Mapping[str, str]) -> tuple[Path, ...]:
-    """The files of the index; without one model.safetensors, else the files that are named like shards, else all."""
+def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """The files of the index and the names of those that are not there; without an index model.safetensors, else the
+    files that are named like shards, else all."""
     if index:
         files = tuple(folder / name for name in sorted(set(index.values())))
     else:
@@ -96,11 +115,11 @@ def _files(folder: Path, index: Mapping[str, str]) -> tuple[Path, ...]:
         files = next(filter(None, (tuple(sorted(folder.glob(pattern))) for pattern in patterns)), ())
     if not files:
         raise CheckpointError(f"{folder} holds no safetensors file", "download the whole checkpoint into it")
-    for path in files:
-        if not path.is_file():
-            why = f"{INDEX} names it" if index else "a link points to it"
-            raise CheckpointError(f"{path} is missing, but {why}", f"download {path.name} again")
-    return files
+    missing = tuple(path.name for path in files if not path.is_file())
+    if missing and (not index or len(missing) == len(files)):
+        why = f"{INDEX} names it" if index else "a link points to it"
+        raise CheckpointError(f"{folder / missing[0]} is missing, but {why}", f"download {missing[0]} again")
+    return tuple(path for path in files if path.name not in missing), missing
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -120,8 +139,11 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _index_problems(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
-    for name, file in index.items():
+def _index_problems(
+    present: Mapping[str, str], index: Mapping[str, str], tensors: Mapping[str, TensorInfo]
+) -> Iterator[tuple[str, str]]:
+    """present: the part of the index whose files are there."""
+    for name, file in present.items():
         info = tensors.get(name)
         if info is None:
             yield name, f"{name} is not in {file}, where the index puts it"
@@ -140,7 +162,7 @@ def read_header(path: Path) -> list[TensorInfo]:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}", "check the file and its permissions"
         ) from None
-    infos = _parse_header(path, text, 8 + length)
+    infos = parse_header(path, text, 8 + length)
     end = infos[-1].end if infos else 8 + length
     if end > size:
         raise _damaged(path, f"is truncated: {size} bytes of {end}")
@@ -168,14 +190,16 @@ def _read_header_text(path: Path) -> tuple[int, int, bytes]:
         return size, length, file.read(length)
 
 
-def _parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
+def parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
+    """The tensors of one header, in the order of their bytes, which begin at offset `data` of the file."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
         raise _damaged(path, "has a corrupt header: not JSON") from None
     if not isinstance(header, dict):
         raise _damaged(path, "has a corrupt header: no JSON object")
-    infos = [_tensor(path, name, entry, data) for name, entry in header.items() if name != "__metadata__"]
+    prefix = f"{path.stem}/" if MP_FILE.fullmatch(path.name) else ""
+    infos = [_tensor(path, prefix + name, entry, data) for name, entry in header.items() if name != "__metadata__"]
     infos.sort(key=lambda info: (info.begin, info.end))
     position = data
     for info in infos:

@@ -79,8 +79,9 @@ def check_coverage(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> C
     """Compares the headers with the table of the model (`expected_tensors`): names, dtypes, shapes, pairs of weight and
     scale, the index."""
     infos = checkpoint.tensors
-    scales = [name for name, spec in specs.items() if spec.is_scale]
-    unpaired = {name: None for name in scales if (name in infos) != (_weight(name) in infos)}
+    weights = {spec.matrix: name for name, spec in specs.items() if spec.columns and not spec.is_scale}
+    of_scale = {name: weights[spec.matrix] for name, spec in specs.items() if spec.is_scale}
+    unpaired = {name: None for name, weight in of_scale.items() if (name in infos) != (weight in infos)}
     known = [(info, specs[name]) for name, info in infos.items() if name in specs]
     mistyped = [Difference(info.name, info.dtype, spec.dtype) for info, spec in known if info.dtype != spec.dtype]
     misshapen = [
@@ -107,7 +108,7 @@ def check_coverage(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> C
 
 
 def _weight(scale: str) -> str:
-    return scale.removesuffix(".scale") + ".weight"
+    return scale.rpartition(".")[0] + ".weight"
 
 
 def _file_of(name: str, checkpoint: Checkpoint) -> str:

@@ -8,37 +8,57 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.checkpoint import Checkpoint, open_checkpoint
+from dsv4cli.engine.checkpoint import MP_FILE, Checkpoint, open_checkpoint, scan_checkpoint
 from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_config
 from dsv4cli.engine.layout import DTYPES, Formats
+from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
 from dsv4cli.engine.presets import PRESETS
 from dsv4cli.engine.prompt import Release
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
-OFFICIAL = "use the official checkpoint: `hf download deepseek-ai/DeepSeek-V4-Flash`"
+OFFICIAL = "use the official checkpoint: `dsv4 download flash`"
+CONVERT = "convert it back with `dsv4 convert {folder} OUT --to official`"
 OTHER_MODELS = {
     "deepseek_v41": "DeepSeek-V4.1, another architecture",
     "deepseek_v32": "DeepSeek-V3.2",
     "deepseek_v3": "DeepSeek-V3",
     "deepseek_v2": "DeepSeek-V2",
 }
-# what only the weights of a conversion or of a relative have: pattern of a tensor name -> (what it is, next step)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What is not the official layout. convertible: `dsv4 convert` reads it."""
+
+    what: str
+    remedy: str = OFFICIAL
+    convertible: bool = False
+
+
+MP = Foreign("a checkpoint cut for one number of GPUs by the official convert.py", CONVERT, convertible=True)
+NVFP4 = Foreign("an NVFP4 export", CONVERT, convertible=True)
+# what only the weights of a conversion or of a relative have, by a pattern of tensor names; the first match counts
 FOREIGN_TENSORS = {
-    r"\.kv_(a_proj_with_mqa|b_proj)\.": ("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
-    r"(^|\.)engram|\.bias_vl$": ("a DeepSeek-V4.1 or vision model", "run it with vLLM or SGLang"),
-    r"\.weight_packed$": ("a compressed-tensors export", OFFICIAL),
-    r"\.weight_scale_2$": ("an NVFP4 export", OFFICIAL),
-    r"^model\.(layers|embed_tokens)\.": ("a checkpoint with transformers' tensor names", OFFICIAL),
-    r"\.weight_scale(_inv)?$": ("a checkpoint of another quantisation tool", OFFICIAL),
+    r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
+    r"(^|\.)engram|\.bias_vl$": Foreign("a DeepSeek-V4.1 or vision model", "run it with vLLM or SGLang"),
+    r"\.weight_packed$": Foreign("a compressed-tensors export"),
+    r"\.weight_scale_2$": NVFP4,
+    r"\.weight_scale(_inv)?$": Foreign("a checkpoint of another quantisation tool"),
+    r"^model\.(layers|embed_tokens)\.": Foreign(
+        "a checkpoint with transformers' tensor names", CONVERT, convertible=True
+    ),
 }
 # the tensor that tells a drafter
 DRAFTER_SIGNS: dict[str, Drafter] = {"mtp.0.e_proj.weight": "mtp", "mtp.0.main_proj.weight": "dspark"}
 # patterns of the weights that tell a storage format, one for each field of Formats
 FORMAT_SIGNS = {
-    "linear": r"\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b)\.weight$",
-    "experts": r"\.ffn\.experts\.\d+\.w[123]\.weight$",
-    "dense": r"_norm\.weight$",
+    "linear": r"\.attn\.(wq_a|wq_b|wkv|wo_b)\.weight$|\.self_attn\.(q_a|q_b|kv|o_b)_proj\.weight$",
+    "experts": r"\.ffn\.experts\.\d+\.w[123]\.weight$|\.mlp\.experts\.(gate_up|down)_proj$",
+    "dense": r"norm\.weight$",
+    "wo_a": r"\.attn\.wo_a\.weight$|\.self_attn\.o_a_proj\.weight$",
 }
+ALLOWED_FORMATS = {"experts": tuple(DTYPES), "dense": ("bf16", "f32")}
+MATRIX_FORMATS = ("fp8", "bf16", "f32")
 
 
 @dataclass(frozen=True)
@@ -57,9 +77,20 @@ class Identity:
 
 @dataclass(frozen=True)
 class FolderIdentity(Identity):
-    """What a folder holds, with its headers."""
+    """What a folder holds, with its headers and the way its tensors are named."""
 
     checkpoint: Checkpoint
+    naming: Naming
+
+    @property
+    def layout(self) -> str:
+        """The layout in a word: official, bf16, fp8, nvfp4, transformers, mp4, or mixed."""
+        if isinstance(self.naming, MpNaming):
+            return f"mp{self.naming.ranks}"
+        if isinstance(self.naming, TransformersNaming):
+            return "transformers"
+        kinds = {("fp8", "fp4"): "official", ("fp8", "fp8"): "fp8", ("fp8", "nvfp4"): "nvfp4", ("bf16", "bf16"): "bf16"}
+        return kinds.get((self.formats.linear, self.formats.experts), "mixed")
 
 
 def describe(config: ModelConfig, formats: Formats) -> Identity:
@@ -68,76 +99,115 @@ def describe(config: ModelConfig, formats: Formats) -> Identity:
 
 
 def identify(folder: Path) -> FolderIdentity:
-    """Opens a checkpoint folder and tells what it holds.
+    """Opens a checkpoint folder that the engine runs and tells what it holds.
 
     Raises UnsupportedCheckpoint, naming what it is, for a relative or an export that the engine does not run, before
     any complaint about details that follow from that; CheckpointError for a folder that is damaged or contradicts
     itself.
     """
-    _refuse_files(folder)
-    _refuse_config(folder)
+    _refuse_relatives(folder)
+    _refuse_exports(folder)
     checkpoint = open_checkpoint(folder)
-    _refuse_tensors(checkpoint)
-    config = read_config(folder)
+    _refuse_tensors(checkpoint, exports_too=True)
+    return _identity(checkpoint, read_config(folder))
+
+
+def recognise(folder: Path) -> FolderIdentity:
+    """Opens a checkpoint folder in any layout that `dsv4 convert` reads, of which files may be missing.
+
+    Raises as `identify` does, but for exports that can be converted.
+    """
+    _refuse_relatives(folder)
+    checkpoint = scan_checkpoint(folder)
+    _refuse_tensors(checkpoint, exports_too=False)
+    return _identity(checkpoint, read_config(folder))
+
+
+def _identity(checkpoint: Checkpoint, config: ModelConfig) -> FolderIdentity:
     _check_drafter(checkpoint, config)
-    return FolderIdentity(_size(config), config, _formats(checkpoint), checkpoint)
+    return FolderIdentity(_size(config), config, _formats(checkpoint), checkpoint, _naming(checkpoint, config))
 
 
-def _refuse(folder: Path, what: str, sign: str, remedy: str) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint(f"{folder} is {what} ({sign}), which this engine does not run", remedy)
+def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
+    name = next(iter(checkpoint.tensors))
+    cut = re.match(r"model\d+-mp(\d+)/", name)
+    if cut:
+        return MpNaming(int(cut[1]), config.n_routed_experts)
+    if any(name.startswith("model.") for name in checkpoint.tensors):
+        return TransformersNaming(config)
+    return OfficialNaming()
 
 
-def _refuse_files(folder: Path) -> None:
+def _refuse(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
+    remedy = foreign.remedy.format(folder=folder)
+    return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)
+
+
+def _refuse_relatives(folder: Path) -> None:
+    """Refuses other models and other tools' exports by file names and the root config.json."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", "name the folder that holds config.json and the weights")
     names = sorted(path.name for path in folder.iterdir())
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
-        raise _refuse(folder, "a GGUF model", gguf[0], "run it with llama.cpp or ds4, or " + OFFICIAL)
-    shards = [name for name in names if re.fullmatch(r"model\d+-mp\d+\.safetensors", name)]
-    if shards:
-        raise _refuse(folder, "a checkpoint cut for one number of GPUs by the official convert.py", shards[0], OFFICIAL)
-
-
-def _refuse_config(folder: Path) -> None:
-    """Refuses by the root config.json, if it can be read; whether it is correct is read_config's question."""
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return
-    if not isinstance(values, dict):
-        return
+        raise _refuse(folder, Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL), gguf[0])
+    values = _root_config(folder)
     kind = values.get("model_type", "deepseek_v4")
     if kind != "deepseek_v4":
         what = OTHER_MODELS.get(kind, "another model") if isinstance(kind, str) else "another model"
         remedy = "run it with vLLM or SGLang, or name a DeepSeek-V4 checkpoint"
-        raise _refuse(folder, what, f"model_type {kind!r}", remedy)
+        raise _refuse(folder, Foreign(what, remedy), f"model_type {kind!r}")
+    named = {"compressed-tensors": "a compressed-tensors export", "quark": "a Quark export"}
+    for key, value in _quantization(values).items():
+        if str(value) in named:
+            raise _refuse(folder, Foreign(named[str(value)]), f"quantization_config.{key} {value!r}"[:80])
+
+
+def _refuse_exports(folder: Path) -> None:
+    """Refuses what only `dsv4 convert` reads, by file names and the root config.json."""
+    shards = sorted(path.name for path in folder.iterdir() if MP_FILE.fullmatch(path.name))
+    if shards:
+        raise _refuse(folder, MP, shards[0])
+    for key, value in _quantization(_root_config(folder)).items():
+        if "NVFP4" in str(value):
+            raise _refuse(folder, NVFP4, f"quantization_config.{key} {value!r}"[:80])
+
+
+def _root_config(folder: Path) -> dict[str, Any]:
+    """The root config.json, if it can be read; whether it is correct is read_config's question."""
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _quantization(values: Mapping[str, Any]) -> Mapping[str, Any]:
     quantization = values.get("quantization_config")
-    for key, value in quantization.items() if isinstance(quantization, Mapping) else ():
-        named = {"compressed-tensors": "a compressed-tensors export", "quark": "a Quark export"}
-        what = "an NVFP4 export" if "NVFP4" in str(value) else named.get(str(value), "")
-        if what:
-            raise _refuse(folder, what, f"quantization_config.{key} {value!r}"[:80], OFFICIAL)
+    return quantization if isinstance(quantization, Mapping) else {}
 
 
-def _refuse_tensors(checkpoint: Checkpoint) -> None:
+def _refuse_tensors(checkpoint: Checkpoint, *, exports_too: bool) -> None:
     every = re.compile("|".join(f"({pattern})" for pattern in FOREIGN_TENSORS))
     names = [name for name in checkpoint.tensors if every.search(name)]
-    for pattern, (what, remedy) in FOREIGN_TENSORS.items():
+    for pattern, foreign in FOREIGN_TENSORS.items():
         found = next((name for name in names if re.search(pattern, name)), None)
+        if found and foreign.convertible and not exports_too:
+            return
         if found:
-            raise _refuse(checkpoint.folder, what, found, remedy)
+            raise _refuse(checkpoint.folder, foreign, found)
     scales = [info for name, info in checkpoint.tensors.items() if name.endswith(".scale")]
     wide = [info.name for info in scales if info.dtype == "F32"]
     if 2 * len(wide) > len(scales):
         experts = [name for name in wide if ".ffn.experts." in name]
         what = "a DeepSeek-V4 Base checkpoint with FP8 experts" if experts else "a checkpoint of another FP8 layout"
-        raise _refuse(checkpoint.folder, what, f"F32 block scales: {[*experts, *wide][0]}", OFFICIAL)
+        raise _refuse(checkpoint.folder, Foreign(what), f"F32 block scales: {[*experts, *wide][0]}")
 
 
 def _check_drafter(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    has_stages = any(name.startswith("mtp.") for name in checkpoint.tensors)
-    found: list[Drafter] = [drafter for sign, drafter in DRAFTER_SIGNS.items() if sign in checkpoint.tensors]
+    names = {name.rpartition("/")[2] for name in (*checkpoint.tensors, *checkpoint.index)}
+    has_stages = any(name.startswith("mtp.") for name in names)
+    found: list[Drafter] = [drafter for sign, drafter in DRAFTER_SIGNS.items() if sign in names]
     if not has_stages:
         found = ["none"]
     for drafter in found:
@@ -150,18 +220,20 @@ def _check_drafter(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 def _formats(checkpoint: Checkpoint) -> Formats:
     """The storage format of most weights of each kind; the others count as mistyped (see coverage)."""
-    names = {dtype: form for form, dtype in DTYPES.items()}
+    names = {dtype: form for form, dtype in DTYPES.items()} | {"F4": "fp4"}
     found: dict[str, Any] = {}
     for field, pattern in FORMAT_SIGNS.items():
         sign = re.compile(pattern)
         census = Counter(info.dtype for name, info in checkpoint.tensors.items() if sign.search(name))
         if census:
             dtype = census.most_common(1)[0][0]
-            allowed = {"linear": ("fp8", "bf16", "f32"), "dense": ("bf16", "f32")}.get(field, tuple(DTYPES))
+            allowed = ALLOWED_FORMATS.get(field, MATRIX_FORMATS)
             if names.get(dtype) not in allowed:
                 what = f"a checkpoint whose {field} weights are stored as {dtype}"
-                raise _refuse(checkpoint.folder, what, f"known are {', '.join(allowed)}", OFFICIAL)
+                raise _refuse(checkpoint.folder, Foreign(what), f"known are {', '.join(allowed)}")
             found[field] = names[dtype]
+    if found.get("wo_a") == found.get("linear"):
+        found.pop("wo_a", None)
     return Formats(**found)
 
 

@@ -91,6 +91,6 @@ def _identity(identity: Identity) -> dict[str, Any]:
         "draft_stages": config.draft_stages,
         "layers": list(config.layer_ratios),
         "schedule": schedule(config.layer_ratios),
-        "formats": asdict(identity.formats),
+        "formats": {**asdict(identity.formats), "wo_a": identity.formats.output},
         "config": asdict(config),
     }

@@ -3,29 +3,39 @@
 Source: tensor list of the official repositories (69,187 tensors for Flash, 145,116 for Pro, 72,317 for Flash-0731).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 from dsv4cli.engine.config import ModelConfig
-from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
+from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 
 LinearFormat = Literal["fp8", "bf16", "f32"]
-ExpertFormat = Literal["fp4", "fp8", "bf16", "f32"]
+ExpertFormat = Literal["fp4", "fp8", "nvfp4", "bf16", "f32"]
 DenseFormat = Literal["bf16", "f32"]
-# storage format -> dtype name in a safetensors header
-DTYPES = {"fp4": "I8", "fp8": "F8_E4M3", "bf16": "BF16", "f32": "F32"}
+Role = Literal["weight", "scale", "weight_scale", "weight_scale_2", "input_scale"]
+# storage format -> dtype name of its weight in a safetensors header
+DTYPES = {"fp4": "I8", "fp8": "F8_E4M3", "nvfp4": "U8", "bf16": "BF16", "f32": "F32"}
 SCALE_DTYPE = "F8_E8M0"
 
 
 @dataclass(frozen=True)
 class Formats:
-    """How the matrices are stored: `linear` of attention and shared experts, `experts`, `dense` everything in BF16."""
+    """How the matrices are stored: `linear` of attention and shared experts, `experts`, `dense` everything in BF16.
+
+    wo_a: None where it is as the other linears; the official convert.py widens it to bf16 alone.
+    """
 
     linear: LinearFormat = "fp8"
     experts: ExpertFormat = "fp4"
     dense: DenseFormat = "bf16"
+    wo_a: LinearFormat | None = None
+
+    @property
+    def output(self) -> LinearFormat:
+        """The format of wo_a, the first matrix of the grouped output."""
+        return self.wo_a or self.linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class TensorSpec:
     name: its key. dtype: name in a safetensors header. shape: as stored. parameter: dotted name in the Transformer.
     expert: row of the stacked parameter, or None. family: what it belongs to. shard: the dimension that tensor
     parallelism cuts, or None where every rank holds it whole. count: parameters it stands for, 0 for scales and tables.
-    columns: of a matrix or its scale, the unpacked columns of the matrix.
+    columns: of a matrix or its scale, the unpacked columns of the matrix. role: which part of a matrix it is.
     """
 
     name: str
@@ -47,11 +57,25 @@ class TensorSpec:
     parameter: str = ""
     expert: int | None = None
     columns: int = 0
+    role: Role = "weight"
 
     @property
     def is_scale(self) -> bool:
-        """Whether the tensor is the block scale of the weight of the same name."""
-        return self.dtype == SCALE_DTYPE
+        """Whether the tensor is a scale of the weight of the same matrix."""
+        return self.role != "weight"
+
+    @property
+    def matrix(self) -> str:
+        """The name that a weight and its scales share; of a tensor that is no matrix, its own."""
+        return self.name.removesuffix("." + self.role) if self.columns else self.name
+
+
+def matrices(specs: Iterable[TensorSpec]) -> dict[str, dict[Role, TensorSpec]]:
+    """The table by matrix: each weight with its scales, by role; a tensor that is no matrix stands alone."""
+    found: dict[str, dict[Role, TensorSpec]] = {}
+    for spec in specs:
+        found.setdefault(spec.matrix, {})[spec.role] = spec
+    return found
 
 
 def expected_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorSpec]:
@@ -64,6 +88,19 @@ def expected_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorS
         specs += table.block(f"mtp.{stage}.", 0, is_hash=False)
         specs += table.mtp(stage) if config.dspark is None else table.dspark(stage)
     return {spec.name: spec for spec in specs}
+
+
+def _scales(form: str, rows: int, columns: int) -> list[tuple[Role, str, tuple[int, ...]]]:
+    """Role, dtype and shape of each scale of a matrix [rows, columns]."""
+    if form == "fp4":
+        return [("scale", SCALE_DTYPE, (rows, columns // FP4_BLOCK))]
+    if form == "fp8":
+        return [("scale", SCALE_DTYPE, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))]
+    if form == "nvfp4":
+        # names and dtypes of ModelOpt's export
+        blocks: tuple[int, ...] = (rows, columns // NVFP4_BLOCK)
+        return [("weight_scale", "F8_E4M3", blocks), ("weight_scale_2", "F32", ()), ("input_scale", "F32", ())]
+    return []
 
 
 class _Table:
@@ -90,9 +127,10 @@ class _Table:
         self, name: str, rows: int, columns: int, family: str, shard: int | None = None, expert: int | None = None
     ) -> Iterator[TensorSpec]:
         """A matrix [rows, columns] in its storage format: the weight and, where the format has one, its block scale."""
-        form = self.formats.linear if expert is None else self.formats.experts
+        linear = self.formats.output if name.endswith(".wo_a") else self.formats.linear
+        form = linear if expert is None else self.formats.experts
         parameter = name if expert is None else name.replace(f"experts.{expert}.", "experts.")
-        stored = (rows, columns // 2) if form == "fp4" else (rows, columns)
+        stored = (rows, columns // 2) if form in ("fp4", "nvfp4") else (rows, columns)
         weight = TensorSpec(
             name=name + ".weight",
             dtype=DTYPES[form],
@@ -105,10 +143,10 @@ class _Table:
             columns=columns,
         )
         yield weight
-        blocks = {"fp4": (rows, columns // FP4_BLOCK), "fp8": (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))}
-        if form in blocks:
-            scale = replace(weight, name=name + ".scale", parameter=parameter + ".scale")
-            yield replace(scale, dtype=SCALE_DTYPE, shape=blocks[form], count=0)
+        for role, dtype, shape in _scales(form, rows, columns):
+            scale = replace(weight, name=f"{name}.{role}", parameter=f"{parameter}.{role}", role=role, count=0)
+            # one number stands for the whole matrix, on every rank
+            yield replace(scale, dtype=dtype, shape=shape, shard=shard if shape else None)
 
     def top(self) -> Iterator[TensorSpec]:
         """The tensors outside the blocks."""

@@ -13,6 +13,8 @@ E8M0_NAN = 255
 # one scale per 128 x 128 block of an FP8 weight, per row and 32 columns of an FP4 weight
 FP8_BLOCK = 128
 FP4_BLOCK = 32
+# NVFP4: one e4m3 scale per row and 16 columns, one fp32 scale per tensor (ModelOpt)
+NVFP4_BLOCK = 16
 # the FP8 simulation of keys and values takes 64 columns a scale
 KV_BLOCK = 64
 # smallest amax that a scale is taken from (official act_quant and fp4_act_quant)
