@@ -1,29 +1,28 @@
 """What a checkpoint's configuration says: every dimension of the model, read and checked at the door; no torch.
 
-Field names are those of the official root `config.json`; `inference/config.json` is translated to them first.
+Field names are those of the official root `config.json`; other dialects are translated to them first.
 """
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from dsv4cli.engine.config_dialects import check_agreement, official_values, translate_inference
 from dsv4cli.engine.config_keys import (
     DEFAULTS,
     DSPARK_KEYS,
     FIXED,
     IGNORED,
-    INFERENCE_IGNORED,
-    INFERENCE_KEYS,
-    INFERENCE_ROPE_KEYS,
     INTEGERS,
     NUMBERS,
     POSITIVE,
     RATIOS,
 )
+from dsv4cli.engine.config_storage import check_known_storage, check_official_storage
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
 Drafter = Literal["none", "mtp", "dspark"]
@@ -106,6 +105,10 @@ class ModelConfig:
         """Whether the experts of this layer are chosen by token id (draft stages never are)."""
         return layer < self.num_hash_layers
 
+    def without_drafter(self) -> "ModelConfig":
+        """The same model with its main layers only."""
+        return replace(self, compress_ratios=self.layer_ratios, dspark=None)
+
 
 def read_config(folder: Path) -> ModelConfig:
     """Reads `config.json`, or `inference/config.json` where there is no root file, of a checkpoint folder.
@@ -113,16 +116,36 @@ def read_config(folder: Path) -> ModelConfig:
     Raises CheckpointError when neither is there, one is not JSON, a key is missing or two contradict each other, and
     UnsupportedCheckpoint when the file describes another model.
     """
+    files = config_values(folder)
+    path, values = next(files)
+    config = parse_config(values, str(path))
+    for other, second in files:
+        check_agreement(values, second, path, other)
+    return config
+
+
+def read_any_config(folder: Path, drafter_stored: bool = True) -> ModelConfig:
+    """As read_config, for every dialect and storage format that `dsv4 convert` reads; see parse_any_config."""
+    files = config_values(folder)
+    path, values = next(files)
+    config = parse_any_config(values, str(path), drafter_stored)
+    for other, second in files:
+        check_agreement(official_values(values, str(path), drafter_stored), second, path, other)
+    return config
+
+
+def config_values(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Path and values of `config.json` and `inference/config.json`, of those that are there; the second translated.
+
+    Raises CheckpointError when neither is there or one is not JSON.
+    """
     root, inference = folder / "config.json", folder / "inference" / "config.json"
     if not root.is_file() and not inference.is_file():
         raise CheckpointError(f"{folder} has no config.json", "copy config.json of the official repository into it")
-    if not root.is_file():
-        return parse_config(translate_inference(_read_json(inference)), str(inference))
-    values = _read_json(root)
-    config = parse_config(values, str(root))
+    if root.is_file():
+        yield root, _read_json(root)
     if inference.is_file():
-        _check_agreement(values, translate_inference(_read_json(inference)), root, inference)
-    return config
+        yield inference, translate_inference(_read_json(inference))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -135,37 +158,26 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def translate_inference(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `inference/config.json` under the names of the root `config.json`."""
-    rope: dict[str, Any] = {"type": "yarn"}
-    result: dict[str, Any] = {"max_position_embeddings": 1048576}
-    for key, value in values.items():
-        if key in INFERENCE_ROPE_KEYS:
-            rope[INFERENCE_ROPE_KEYS[key]] = value
-        elif key not in INFERENCE_IGNORED:
-            result[INFERENCE_KEYS.get(key, key)] = value
-    return result | {"rope_scaling": rope}
-
-
-def _check_agreement(root: Mapping[str, Any], inference: Mapping[str, Any], path: Path, other: Path) -> None:
-    # 0731: the root file says one MTP layer, the inference file counts the three DSpark stages
-    skipped = {"max_position_embeddings", "num_nextn_predict_layers", "rope_scaling"}
-    pairs = [(key, root[key], value) for key, value in inference.items() if key in root and key not in skipped]
-    scaling = root.get("rope_scaling", {})
-    pairs += [
-        (f"rope_scaling.{key}", scaling.get(key, value), value) for key, value in inference["rope_scaling"].items()
-    ]
-    for key, value, second in pairs:
-        if value != second:
-            raise CheckpointError(
-                f"{path} and {other} contradict each other: {key} is {value!r} and {second!r}",
-                "fetch both files again from one revision",
-            )
-
-
 def parse_config(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """Checks the content of a root `config.json` and builds the ModelConfig; `where` names it in errors."""
+    """Checks the content of an official root `config.json` and builds the ModelConfig; `where` names it in errors."""
     _refuse_other_models(values, where)
+    check_official_storage(values, where)
+    return _build(values, where)
+
+
+def parse_any_config(values: Mapping[str, Any], where: str, drafter_stored: bool = True) -> ModelConfig:
+    """As parse_config, for every dialect and storage format that `dsv4 convert` reads: official and transformers' keys,
+    alone or together, and ModelOpt's NVFP4 beside the official storage formats or none.
+
+    drafter_stored: whether the checkpoint has tensors under `mtp.` (see official_values).
+    """
+    _refuse_other_models(values, where)
+    check_known_storage(values, where)
+    return _build(official_values(values, where, drafter_stored), where)
+
+
+def _build(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model that the official keys describe, however its weights are stored."""
     for key, value in FIXED.items():
         if values.get(key, value) != value:
             raise UnsupportedCheckpoint(
@@ -196,16 +208,6 @@ def _refuse_other_models(values: Mapping[str, Any], where: str) -> None:
         raise UnsupportedCheckpoint(
             f"{where}: model_type is {model_type!r}, this engine runs 'deepseek_v4' only", remedy
         )
-    quantization = values.get("quantization_config") or {}
-    if not isinstance(quantization, Mapping):
-        raise CheckpointError(f"{where}: quantization_config is {quantization!r}", "use the config.json of the release")
-    expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
-    for key, value in {**expected, "quant_algo": None}.items():
-        if quantization.get(key, value) != value:
-            raise UnsupportedCheckpoint(
-                f"{where}: quantization_config.{key} is {quantization[key]!r}, the official layout has {value!r}",
-                "use the official checkpoint (FP4 experts, FP8 linears)",
-            )
 
 
 def _number(values: Mapping[str, Any], key: str, kind: type, where: str) -> Any:

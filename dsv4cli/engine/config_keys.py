@@ -29,6 +29,18 @@ INFERENCE_ROPE_KEYS = {
 # runtime limits and storage formats of the official script, no property of the model
 INFERENCE_IGNORED = {"max_batch_size", "max_seq_len", "dtype", "scale_dtype", "scale_fmt"}
 
+# quantization_config of the releases, without activation_scheme, which concerns no weight
+FP8_QUANTIZATION: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "scale_fmt": "ue8m0",
+}
+# what ModelOpt's export adds where the experts are in NVFP4
+NVFP4_QUANTIZATION: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
+# values of expert_dtype; NVFP4 is "fp4" too
+EXPERT_DTYPES = ("fp4", "fp8", "bf16", "f32")
+
 # keys with the one value that the architecture has; another value is another model
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -44,6 +56,11 @@ FIXED: dict[str, Any] = {
     "topk_group": 1,
     "moe_layer_freq": 1,
 }
+# those of them that the releases write
+RELEASED = (
+    "attention_bias", "hidden_act", "n_shared_experts", "norm_topk_prob", "num_key_value_heads", "scoring_func",
+    "tie_word_embeddings", "topk_method",
+)  # fmt: skip
 # keys of the file format and of training that change no number of the forward pass
 IGNORED = {
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "dtype", "ep_size", "initializer_range",
@@ -65,5 +82,19 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
     "num_nextn_predict_layers": 1,
 }
+# draft stages of each DSpark release
+DSPARK_STAGES = 3
 DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 RATIOS = (0, 4, 128)
+
+# transformers' dialect (transformers 5.23 DeepseekV4Config): ratio of a layer -> its layer_type
+LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+COMPRESS_RATES = {name: ratio for ratio, name in LAYER_TYPES.items() if ratio}
+HASH_MLP, SCORE_MLP = "hash_moe", "moe"
+# YaRN multiplies cos and sin by nothing in DeepSeek-V4; transformers would derive 1.277 where this is absent
+ATTENTION_FACTOR = 1.0
+# its keys that stand for official ones, or change no number of the forward pass
+TRANSFORMERS_KEYS = {
+    "layer_types", "compress_rates", "mlp_layer_types", "rope_parameters", "partial_rotary_factor", "mlp_bias",
+    "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+}  # fmt: skip

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine.config import parse_config, read_config, translate_inference
+from dsv4cli.engine.config import parse_config, read_config
+from dsv4cli.engine.config_dialects import translate_inference
 from dsv4cli.engine.presets import PRESETS, shortened
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests.damage import GOLDEN

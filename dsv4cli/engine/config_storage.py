@@ -1,0 +1,50 @@
+"""What a configuration says about how the weights are stored, and what of that is refused; no torch.
+
+The formats themselves are read off the tensors; what is said here must only be possible and not contradict itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsv4cli.engine.config_keys import EXPERT_DTYPES, FP8_QUANTIZATION, NVFP4_QUANTIZATION
+from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+
+
+def check_official_storage(values: Mapping[str, Any], where: str) -> None:
+    """Raises UnsupportedCheckpoint for a quantization_config other than the releases'."""
+    _check(_quantization(values, where), {**FP8_QUANTIZATION, "quant_algo": None}, where)
+
+
+def check_known_storage(values: Mapping[str, Any], where: str) -> None:
+    """Raises UnsupportedCheckpoint for a quantization_config that is neither the releases' nor ModelOpt's for NVFP4
+    experts, CheckpointError for an expert_dtype that does not exist or is not the same in both places."""
+    quantization = _quantization(values, where)
+    nvfp4 = quantization.get("moe_quant_algo") is not None
+    _check(quantization, {**FP8_QUANTIZATION, **(NVFP4_QUANTIZATION if nvfp4 else {"quant_algo": None})}, where)
+    places = {"expert_dtype": values, "quantization_config.expert_dtype": quantization}
+    stated = {key: place["expert_dtype"] for key, place in places.items() if place.get("expert_dtype") is not None}
+    for key, value in stated.items():
+        if value not in EXPERT_DTYPES:
+            known = ", ".join(EXPERT_DTYPES)
+            raise CheckpointError(f"{where}: {key} is {value!r}, known are {known}", "say what the tensors are")
+    if len(set(stated.values())) > 1:
+        raise CheckpointError(
+            f"{where}: {' and '.join(stated)} contradict each other: {' and '.join(map(repr, stated.values()))}",
+            "say in both what the tensors are",
+        )
+
+
+def _quantization(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    quantization = values.get("quantization_config") or {}
+    if not isinstance(quantization, Mapping):
+        raise CheckpointError(f"{where}: quantization_config is {quantization!r}", "use the config.json of the release")
+    return quantization
+
+
+def _check(quantization: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
+    for key, value in expected.items():
+        if quantization.get(key, value) != value:
+            raise UnsupportedCheckpoint(
+                f"{where}: quantization_config.{key} is {quantization[key]!r}, the official layout has {value!r}",
+                "use the official checkpoint (FP4 experts, FP8 linears)",
+            )
