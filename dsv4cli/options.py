@@ -8,7 +8,8 @@ EXIT_CODES = """\b
 Exit codes:
   0 ok; 1 failure; 2 usage; 3 checked, and the answer is no;
   4 unsupported checkpoint or hardware; 5 not enough disk, RAM or VRAM;
-  7 finished, but the result is unsound; 130 interrupted; 143 terminated"""
+  6 network or hub; 7 finished, but the result is unsound;
+  130 interrupted; 143 terminated"""
 
 MODEL_HELP = (
     "A checkpoint folder; flash, pro, flash-0731 or org/name[@revision] in the Hugging Face cache; "
@@ -23,6 +24,14 @@ BackendOpt = Annotated[
     typer.Option(help="Which kernels compute; plain PyTorch is the only kind so far, so auto is torch."),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
+
+LayersOpt = Annotated[
+    str | None, typer.Option(metavar="A-B", help="Only these main layers, as in 0-3, with all outside the layers.")
+]
+NoMtpOpt = Annotated[bool, typer.Option("--no-mtp", help="Leave out the drafter, all under mtp.")]
+RevisionOpt = Annotated[
+    str | None, typer.Option(metavar="REV", help="Branch, tag or commit of the repository on the hub; main by default.")
+]
 
 
 def epilog(*examples: str) -> str:

@@ -98,7 +98,10 @@ class Output:
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
-        """A callback (bytes done, bytes in all) that shows rate and remaining time on a terminal, nothing elsewhere."""
+        """A callback (bytes done, bytes in all) that shows rate and remaining time on a terminal, nothing elsewhere.
+
+        What is said meanwhile appears above the bar.
+        """
         if self.as_json or not sys.stderr.isatty():
             yield lambda done, total: None
             return
@@ -171,3 +174,14 @@ def count_text(count: int) -> str:
         if count >= value:
             return f"{count / value:,.2f}{unit}"
     return f"{count:,}"
+
+
+def duration_text(seconds: float) -> str:
+    """A time as people say it: '0.4 s', '12 s', '3 min 20 s', '2 h 05 min'."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -15,6 +15,8 @@ from typing import Any
 from dsv4cli.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+# inside a folder that `dsv4 convert` has not finished
+UNFINISHED = ".dsv4-convert"
 # bits per value of each dtype of the format
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -73,9 +75,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises CheckpointError, naming the file, for: no safetensors file, an index that is not JSON or names a file that
     is not there, a file that is truncated, too long or has a corrupt header, a tensor stored twice.
     """
-    checkpoint = scan_checkpoint(folder)
+    return whole(scan_checkpoint(folder))
+
+
+def whole(checkpoint: Checkpoint) -> Checkpoint:
+    """The same checkpoint. Raises CheckpointError when one of its files is not there."""
     if checkpoint.missing_files:
-        path = folder / checkpoint.missing_files[0]
+        path = checkpoint.folder / checkpoint.missing_files[0]
         raise CheckpointError(f"{path} is missing, but {INDEX} names it", f"download {path.name} again")
     return checkpoint
 
@@ -103,6 +109,26 @@ def scan_checkpoint(folder: Path) -> Checkpoint:
     present = {name: file for name, file in index.items() if file not in absent}
     problems = dict(_index_problems(present, index, tensors)) if index else {}
     return Checkpoint(folder, tensors, files, index, problems | twice, missing)
+
+
+def scan_file(path: Path) -> Checkpoint:
+    """One file as a checkpoint whose other files, by the index beside it or by its number, are missing."""
+    index = _read_index(path.parent / INDEX)
+    if path.name not in index.values():
+        index = {}
+    tensors = {info.name: info for info in read_header(path)}
+    present = {name: file for name, file in index.items() if file == path.name}
+    problems = dict(_index_problems(present, index, tensors)) if index else {}
+    others = {*index.values(), *_numbered(path.name)} - {path.name}
+    return Checkpoint(path.parent, tensors, (path,), index, problems, tuple(sorted(others)))
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """The names of all files that one such as model-00002-of-00046.safetensors counts."""
+    match = re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})(\.safetensors)", name, re.ASCII)
+    if match:
+        begin, _, count, end = match.groups()
+        yield from (f"{begin}{number:05}-of-{count}{end}" for number in range(1, int(count) + 1))
 
 
 def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:

@@ -3,13 +3,13 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.checkpoint import MP_FILE, Checkpoint, open_checkpoint, scan_checkpoint
-from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_config
+from dsv4cli.engine.checkpoint import MP_FILE, UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
+from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config
 from dsv4cli.engine.layout import DTYPES, Formats
 from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
 from dsv4cli.engine.presets import PRESETS
@@ -42,6 +42,7 @@ FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
     r"(^|\.)engram|\.bias_vl$": Foreign("a DeepSeek-V4.1 or vision model", "run it with vLLM or SGLang"),
     r"\.weight_packed$": Foreign("a compressed-tensors export"),
+    r"^model\d+-mp\d+/": MP,
     r"\.weight_scale_2$": NVFP4,
     r"\.weight_scale(_inv)?$": Foreign("a checkpoint of another quantisation tool"),
     r"^model\.(layers|embed_tokens)\.": Foreign(
@@ -53,11 +54,12 @@ DRAFTER_SIGNS: dict[str, Drafter] = {"mtp.0.e_proj.weight": "mtp", "mtp.0.main_p
 # patterns of the weights that tell a storage format, one for each field of Formats
 FORMAT_SIGNS = {
     "linear": r"\.attn\.(wq_a|wq_b|wkv|wo_b)\.weight$|\.self_attn\.(q_a|q_b|kv|o_b)_proj\.weight$",
-    "experts": r"\.ffn\.experts\.\d+\.w[123]\.weight$|\.mlp\.experts\.(gate_up|down)_proj$",
+    "experts": r"layers\.\d+\.ffn\.experts\.\d+\.w[123]\.weight$|\.mlp\.experts\.(gate_up|down)_proj$",
     "dense": r"norm\.weight$",
     "wo_a": r"\.attn\.wo_a\.weight$|\.self_attn\.o_a_proj\.weight$",
+    "draft_experts": r"mtp\.\d+\.ffn\.experts\.\d+\.w[123]\.weight$",
 }
-ALLOWED_FORMATS = {"experts": tuple(DTYPES), "dense": ("bf16", "f32")}
+ALLOWED_FORMATS = {"experts": tuple(DTYPES), "draft_experts": tuple(DTYPES), "dense": ("bf16", "f32")}
 MATRIX_FORMATS = ("fp8", "bf16", "f32")
 
 
@@ -98,29 +100,29 @@ def describe(config: ModelConfig, formats: Formats) -> Identity:
     return Identity(_size(config), config, formats)
 
 
-def identify(folder: Path) -> FolderIdentity:
+def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> FolderIdentity:
     """Opens a checkpoint folder that the engine runs and tells what it holds.
 
-    Raises UnsupportedCheckpoint, naming what it is, for a relative or an export that the engine does not run, before
-    any complaint about details that follow from that; CheckpointError for a folder that is damaged or contradicts
-    itself.
+    read: gives the headers that belong to the folder's configuration, wherever they are. Raises UnsupportedCheckpoint,
+    naming what it is, for a relative or an export that the engine does not run, before any complaint about details that
+    follow from that; CheckpointError for a folder that is damaged or contradicts itself.
     """
     _refuse_relatives(folder)
     _refuse_exports(folder)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=True)
     return _identity(checkpoint, read_config(folder))
 
 
-def recognise(folder: Path) -> FolderIdentity:
+def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint) -> FolderIdentity:
     """Opens a checkpoint folder in any layout that `dsv4 convert` reads, of which files may be missing.
 
-    Raises as `identify` does, but for exports that can be converted.
+    read: as for `identify`. Raises as `identify` does, but for exports that can be converted.
     """
     _refuse_relatives(folder)
-    checkpoint = scan_checkpoint(folder)
+    checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=False)
-    return _identity(checkpoint, read_config(folder))
+    return _identity(checkpoint, read_any_config(folder, _has_drafter(checkpoint)))
 
 
 def _identity(checkpoint: Checkpoint, config: ModelConfig) -> FolderIdentity:
@@ -129,11 +131,11 @@ def _identity(checkpoint: Checkpoint, config: ModelConfig) -> FolderIdentity:
 
 
 def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
-    name = next(iter(checkpoint.tensors))
-    cut = re.match(r"model\d+-mp(\d+)/", name)
+    cut = re.match(r"model\d+-mp(\d+)/", next(iter(checkpoint.tensors), ""))
     if cut:
         return MpNaming(int(cut[1]), config.n_routed_experts)
-    if any(name.startswith("model.") for name in checkpoint.tensors):
+    # a part of a checkpoint may have no such name itself
+    if any(name.startswith("model.") for name in (*checkpoint.tensors, *checkpoint.index)):
         return TransformersNaming(config)
     return OfficialNaming()
 
@@ -148,6 +150,9 @@ def _refuse_relatives(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", "name the folder that holds config.json and the weights")
     names = sorted(path.name for path in folder.iterdir())
+    if UNFINISHED in names:
+        remedy = "run the same `dsv4 convert` again, or --finish where the parts of a shared job are done"
+        raise CheckpointError(f"{folder} is the output of an unfinished conversion", remedy)
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
         raise _refuse(folder, Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL), gguf[0])
@@ -204,12 +209,16 @@ def _refuse_tensors(checkpoint: Checkpoint, *, exports_too: bool) -> None:
         raise _refuse(checkpoint.folder, Foreign(what), f"F32 block scales: {[*experts, *wide][0]}")
 
 
+def _has_drafter(checkpoint: Checkpoint) -> bool:
+    return any("mtp." in name for name in (*checkpoint.tensors, *checkpoint.index))
+
+
 def _check_drafter(checkpoint: Checkpoint, config: ModelConfig) -> None:
     names = {name.rpartition("/")[2] for name in (*checkpoint.tensors, *checkpoint.index)}
-    has_stages = any(name.startswith("mtp.") for name in names)
     found: list[Drafter] = [drafter for sign, drafter in DRAFTER_SIGNS.items() if sign in names]
-    if not has_stages:
-        found = ["none"]
+    if not _has_drafter(checkpoint):
+        # the other files may have it
+        found = [] if checkpoint.missing_files else ["none"]
     for drafter in found:
         if drafter != config.drafter:
             raise CheckpointError(
@@ -232,8 +241,9 @@ def _formats(checkpoint: Checkpoint) -> Formats:
                 what = f"a checkpoint whose {field} weights are stored as {dtype}"
                 raise _refuse(checkpoint.folder, Foreign(what), f"known are {', '.join(allowed)}")
             found[field] = names[dtype]
-    if found.get("wo_a") == found.get("linear"):
-        found.pop("wo_a", None)
+    for field, usual in (("wo_a", "linear"), ("draft_experts", "experts")):
+        if found.get(field) == found.get(usual):
+            found.pop(field, None)
     return Formats(**found)
 
 

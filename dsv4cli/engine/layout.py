@@ -24,18 +24,25 @@ SCALE_DTYPE = "F8_E8M0"
 class Formats:
     """How the matrices are stored: `linear` of attention and shared experts, `experts`, `dense` everything in BF16.
 
-    wo_a: None where it is as the other linears; the official convert.py widens it to bf16 alone.
+    wo_a: None where it is as the other linears; the official convert.py widens it to bf16 alone. draft_experts: None
+    where those of the drafter are as the others; NVIDIA's NVFP4 exports leave them in FP4.
     """
 
     linear: LinearFormat = "fp8"
     experts: ExpertFormat = "fp4"
     dense: DenseFormat = "bf16"
     wo_a: LinearFormat | None = None
+    draft_experts: ExpertFormat | None = None
 
     @property
     def output(self) -> LinearFormat:
         """The format of wo_a, the first matrix of the grouped output."""
         return self.wo_a or self.linear
+
+    @property
+    def drafter(self) -> ExpertFormat:
+        """The format of the drafter's routed experts."""
+        return self.draft_experts or self.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,8 @@ class _Table:
     ) -> Iterator[TensorSpec]:
         """A matrix [rows, columns] in its storage format: the weight and, where the format has one, its block scale."""
         linear = self.formats.output if name.endswith(".wo_a") else self.formats.linear
-        form = linear if expert is None else self.formats.experts
+        experts = self.formats.drafter if name.startswith("mtp.") else self.formats.experts
+        form = linear if expert is None else experts
         parameter = name if expert is None else name.replace(f"experts.{expert}.", "experts.")
         stored = (rows, columns // 2) if form in ("fp4", "nvfp4") else (rows, columns)
         weight = TensorSpec(

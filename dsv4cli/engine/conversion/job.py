@@ -1,0 +1,194 @@
+"""A conversion: what it takes and makes, whether it can be done, and how its plan is told from another's; no torch."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsv4cli import __version__
+from dsv4cli.engine.checkpoint import UNFINISHED, Checkpoint
+from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.conversion.journal import Part
+from dsv4cli.engine.conversion.metadata import metadata_files
+from dsv4cli.engine.conversion.plan import FilePlan, plan_files, stored_bytes
+from dsv4cli.engine.conversion.selection import Selection, select
+from dsv4cli.engine.conversion.target import Target
+from dsv4cli.engine.coverage import check_coverage
+from dsv4cli.engine.identify import FolderIdentity
+from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.naming import MpNaming, stored_table
+from dsv4cli.errors import NotEnoughDisk, UsageError
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to convert into what. max_file: bytes of an output file. part: of a shared job."""
+
+    source: FolderIdentity
+    output: Path
+    target: Target
+    selection: Selection
+    max_file: int
+    part: Part = Part()  # noqa: RUF009 - frozen
+
+    @cached_property
+    def _selected(self) -> tuple[ModelConfig, Callable[[str], str]]:
+        return select(self.source.config, self.selection)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the output."""
+        return self._selected[0]
+
+    def source_name(self, name: str) -> str:
+        """The official name in the source of what has this one in the output."""
+        return self._selected[1](name)
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The table of the output."""
+        return expected_tensors(self.config, self.target.formats)
+
+    @cached_property
+    def matrices(self) -> dict[str, dict[Role, TensorSpec]]:
+        """The table of the output by matrix."""
+        return matrices(self.specs.values())
+
+    @cached_property
+    def needed(self) -> dict[str, TensorSpec]:
+        """The stored tensors of the source that the output is made of, by key."""
+        every = matrices(expected_tensors(self.source.config, self.source.formats).values())
+        wanted = [spec for matrix in self.matrices for spec in every[self.source_name(matrix)].values()]
+        return stored_table(self.source.naming, wanted)
+
+    @cached_property
+    def files(self) -> tuple[FilePlan, ...]:
+        """All files of the output, those of other parts too."""
+        return plan_files(self.specs, self.target.naming, self.max_file)
+
+    @property
+    def own_files(self) -> tuple[FilePlan, ...]:
+        """The files that this part writes."""
+        return self.files[self.part.index - 1 :: self.part.count]
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of the source that the whole job reads, a cut or shared tensor counted once."""
+        return sum(map(stored_bytes, self.needed.values()))
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of the files that this part writes."""
+        return sum(file.nbytes for file in self.own_files)
+
+    @cached_property
+    def own_matrices(self) -> list[str]:
+        """The matrices that can be read again from the files of this part alone."""
+        own = {file.name.removesuffix(".safetensors") + "/" for file in self.own_files}
+        names = {key for file in self.own_files for key in file.keys}
+        naming = self.target.naming
+
+        def is_here(key: str) -> bool:
+            stem, slash, _ = key.rpartition("/")
+            return stem + slash in own if isinstance(naming, MpNaming) else key in names
+
+        return [
+            matrix
+            for matrix, roles in self.matrices.items()
+            if all(is_here(place.name) for spec in roles.values() for place in naming.places(spec))
+        ]
+
+    def check_source(self) -> None:
+        """Raises CheckpointError unless every tensor that is needed is there, and no tensor is left over of a whole
+        model."""
+        checkpoint = self.source.checkpoint
+        if self.config != self.source.config:
+            checkpoint = _only(checkpoint, self.needed)
+        check_coverage(checkpoint, self.needed).raise_if_incomplete()
+
+    def check_output(self) -> None:
+        """Raises UsageError for an output that is the source, inside it, or holds something else than this job."""
+        source, output = self.source.checkpoint.folder.resolve(), self.output.resolve()
+        if output == source or source in output.parents or output in source.parents:
+            raise UsageError(f"{self.output} and the source lie in each other", "name a folder outside the source")
+        if self.output.exists() and not self.output.is_dir():
+            raise UsageError(f"{self.output} is a file", "name a folder that is empty or does not exist yet")
+        if self.output.is_dir() and any(self.output.iterdir()) and not (self.output / UNFINISHED).is_dir():
+            raise UsageError(
+                f"{self.output} is not empty and holds no unfinished conversion",
+                "name a folder that is empty or does not exist yet",
+            )
+
+    def check_room(self) -> None:
+        """Raises NotEnoughDisk unless what is still to be written fits."""
+        missing, free = self.bytes_missing, free_bytes(self.output)
+        if missing > free:
+            raise NotEnoughDisk(
+                f"{self.output} needs {missing / 1e9:,.2f} GB more and its disk has {free / 1e9:,.2f} GB free",
+                "free some space, or name another disk",
+            )
+
+    @property
+    def bytes_missing(self) -> int:
+        """Bytes of this part's files that are not on the disk yet."""
+        return self.bytes_out - sum(self._there(file) for file in self.own_files)
+
+    def _there(self, file: FilePlan) -> int:
+        """Bytes that the disk has already given to a file."""
+        for path in (self.output / file.name, self.output / UNFINISHED / file.name):
+            if path.exists():
+                return min(path.stat().st_blocks * 512, file.nbytes)
+        return 0
+
+    def index(self) -> dict[str, Any] | None:
+        """The index of the output; the official files for ranks have none."""
+        if isinstance(self.target.naming, MpNaming):
+            return None
+        weight_map = {key: file.name for file in self.files for key in file.keys}
+        total = sum(file.nbytes - len(file.header) for file in self.files)
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+    def description(self) -> dict[str, Any]:
+        """The plan in JSON: equal for equal conversions only, and all that is needed to finish without the source."""
+        files = {
+            file.name: {"nbytes": file.nbytes, "header": hashlib.sha256(file.header).hexdigest()} for file in self.files
+        }
+        folder = self.source.checkpoint.folder
+        return {
+            "dsv4": __version__,
+            "source": self._fingerprint(),
+            "parts": self.part.count,
+            "files": files,
+            "metadata": metadata_files(folder, self.config, self.target.formats, self.target.name),
+            "index": self.index(),
+        }
+
+    def _fingerprint(self) -> str:
+        """What tells the source from another: every tensor that is needed, with its place."""
+        tensors = self.source.checkpoint.tensors
+        places = [(key, tensors[key].dtype, tensors[key].file.name, tensors[key].begin) for key in sorted(self.needed)]
+        return hashlib.sha256(json.dumps([asdict(self.source.config), places]).encode()).hexdigest()
+
+    def source_times(self) -> dict[str, int]:
+        """When each file of the source was last changed, in nanoseconds."""
+        files = {self.source.checkpoint.tensors[key].file for key in self.needed}
+        return {path.name: path.stat().st_mtime_ns for path in sorted(files)}
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free on the disk of a folder, which need not exist yet."""
+    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+    return shutil.disk_usage(place).free
+
+
+def _only(checkpoint: Checkpoint, wanted: Mapping[str, TensorSpec]) -> Checkpoint:
+    """The checkpoint as if it held these tensors only."""
+    return replace(
+        checkpoint,
+        tensors={key: info for key, info in checkpoint.tensors.items() if key in wanted},
+        index_problems={key: text for key, text in checkpoint.index_problems.items() if key in wanted},
+    )

@@ -1,0 +1,178 @@
+"""The files beside the weights: what the readers of each target expect in them, and what is copied; no torch.
+
+Readers: the official generate.py of inference/config.json; transformers 5.23 (DeepseekV4Config, FineGrainedFP8Config),
+vLLM (DeepseekV4FP8Config) and SGLang of config.json, the last two of moe_quant_algo in it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dsv4cli.engine.config import ModelConfig, config_values
+from dsv4cli.engine.config_keys import (
+    ATTENTION_FACTOR,
+    COMPRESS_RATES,
+    FIXED,
+    FP8_QUANTIZATION,
+    HASH_MLP,
+    IGNORED,
+    INFERENCE_KEYS,
+    INFERENCE_ROPE_KEYS,
+    LAYER_TYPES,
+    NVFP4_QUANTIZATION,
+    RELEASED,
+    SCORE_MLP,
+    TRANSFORMERS_KEYS,
+)
+from dsv4cli.engine.conversion.target import TargetName
+from dsv4cli.engine.layout import DTYPES, Formats, expected_tensors
+
+CONFIG, INFERENCE, NVFP4_MANIFEST = "config.json", "inference/config.json", "hf_quant_config.json"
+WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
+# expert_dtype: NVFP4 is e2m1 as FP4 is, and vLLM and transformers know "fp4" and "fp8" only
+EXPERT_DTYPE = {"fp4": "fp4", "nvfp4": "fp4", "fp8": "fp8", "bf16": "bf16", "f32": "f32"}
+TORCH_DTYPE = {"bf16": "bfloat16", "f32": "float32"}
+# as in nvidia/DeepSeek-V4-Flash-NVFP4, whose layout this is; readers look for the name
+PRODUCER = {"name": "modelopt", "version": "dsv4-nvfp4-experts"}
+# ModelOpt's patterns of what is not in NVFP4
+NOT_NVFP4 = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
+# root keys that official ModelArgs does not have
+NOT_OFFICIAL_ARGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "rope_scaling"}
+
+
+def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: TargetName) -> dict[str, str]:
+    """Path below the output folder and text of every metadata file of a conversion.
+
+    folder: the source, of whose root config.json the keys survive that describe neither the model nor its storage.
+    config, formats: of the output. Each file is read back by read_any_config to the same `config`.
+    """
+    files = {CONFIG: _root(next(config_values(folder))[1], config, formats, target)}
+    if target == "mp" or (target != "transformers" and (folder / INFERENCE).is_file()):
+        files[INFERENCE] = _inference(config, formats)
+    if formats.experts == "nvfp4":
+        files[NVFP4_MANIFEST] = _nvfp4_manifest(config, formats)
+    return {path: json.dumps(values, indent=2, sort_keys=True) + "\n" for path, values in files.items()}
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """The files of a folder that go into the output as they are: neither weights, index, metadata nor hidden."""
+    paths = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return [
+        path
+        for below, path in paths.items()
+        if path.suffix not in WEIGHTS
+        and not path.name.endswith(".index.json")
+        and below.as_posix() not in {CONFIG, INFERENCE, NVFP4_MANIFEST}
+        and not any(part.startswith(".") for part in below.parts)
+    ]
+
+
+def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, target: TargetName) -> dict[str, Any]:
+    transformers = target == "transformers"
+    harmless = {*FIXED, *IGNORED, *(TRANSFORMERS_KEYS if transformers else ())} - {"dtype"}
+    values = {key: value for key, value in source.items() if key in harmless}
+    values |= {key: FIXED[key] for key in RELEASED} | _model(config)
+    values |= {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
+    values |= {"torch_dtype": TORCH_DTYPE[formats.dense], "expert_dtype": EXPERT_DTYPE[formats.experts]}
+    if transformers:
+        values |= _transformers(config) | {"dtype": values["torch_dtype"]}
+    quantization = _quantization(config, formats)
+    return values | ({"quantization_config": quantization} if quantization else {})
+
+
+def _model(config: ModelConfig) -> dict[str, Any]:
+    """The official root keys of a model, in the number types of the releases."""
+    values = asdict(config)
+    yarn, dspark = values.pop("yarn"), values.pop("dspark")
+    for key in ("rope_theta", "compress_rope_theta"):
+        values[key] = _whole(values[key])
+    values["compress_ratios"] = list(config.compress_ratios)
+    values["rope_scaling"] = {"type": "yarn"} | {key: _whole(value) for key, value in yarn.items()}
+    # the releases with DSpark say 1 here and three stages in compress_ratios
+    values["num_nextn_predict_layers"] = 1 if dspark else config.draft_stages
+    if dspark:
+        dspark["target_layer_ids"] = list(dspark["target_layer_ids"])
+        values |= {f"dspark_{key}": value for key, value in dspark.items()}
+    return values
+
+
+def _whole(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+def _transformers(config: ModelConfig) -> dict[str, Any]:
+    """What transformers 5.23 DeepseekV4Config makes of the official keys, and writes instead of them."""
+    model, share = _model(config), config.qk_rope_head_dim / config.head_dim
+    main = {"rope_type": "default", "rope_theta": model["rope_theta"]}
+    compress = {"rope_type": "yarn", "rope_theta": model["compress_rope_theta"], "attention_factor": ATTENTION_FACTOR}
+    tables = {"main": main, "compress": compress | model["rope_scaling"]}
+    hashed = config.num_hash_layers
+    return {
+        "layer_types": [LAYER_TYPES[ratio] for ratio in config.layer_ratios],
+        "compress_rates": COMPRESS_RATES,
+        "mlp_layer_types": [HASH_MLP] * hashed + [SCORE_MLP] * (config.num_hidden_layers - hashed),
+        "rope_parameters": {name: table | {"partial_rotary_factor": share} for name, table in tables.items()},
+        "partial_rotary_factor": share,
+    }
+
+
+def _inference(config: ModelConfig, formats: Formats) -> dict[str, Any]:
+    """The official ModelArgs; its expert_dtype knows "fp4" or null, which is the dtype of the other matrices."""
+    model = _model(config)
+    rope = {key: model["rope_scaling"][name] for key, name in INFERENCE_ROPE_KEYS.items()}
+    names = {name: key for key, name in INFERENCE_KEYS.items()}
+    values = {names.get(key, key): value for key, value in model.items() if key not in NOT_OFFICIAL_ARGS} | rope
+    values |= {"n_mtp_layers": config.draft_stages, "n_shared_experts": FIXED["n_shared_experts"]}
+    values |= {"score_func": FIXED["scoring_func"], "scale_fmt": FP8_QUANTIZATION["scale_fmt"]}
+    values["dtype"] = "fp8" if formats.linear == "fp8" else "bf16"
+    values["expert_dtype"] = "fp4" if EXPERT_DTYPE[formats.experts] == "fp4" else None
+    return values
+
+
+def _quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
+    """The quantization_config; empty where nothing is quantised, and then there must be none.
+
+    ignored_layers names, by their official names, the matrices that are in bf16 or fp32 while others are not. vLLM and
+    SGLang leave them unquantised (by the name, a layer's routed experts by that of their module), transformers takes
+    the key as modules_to_not_convert: regular expressions, renamed as its weights are, beside which it no longer
+    spares the head by itself. Patterns as in `ignore` would stop it.
+
+    vLLM and transformers refuse an expert_dtype other than fp4 and fp8 where there is a quantization_config: bf16
+    experts beside fp8 matrices load in neither, rather than in a wrong way.
+    """
+    if not {"fp4", "fp8", "nvfp4"} & {formats.linear, formats.experts}:
+        return {}
+    values = FP8_QUANTIZATION | {"activation_scheme": "dynamic"} | {"expert_dtype": EXPERT_DTYPE[formats.experts]}
+    wide = [name for name, form in _modules(config, formats).items() if form in TORCH_DTYPE]
+    if formats.experts == "nvfp4":
+        values |= NVFP4_QUANTIZATION | {"producer": PRODUCER, "ignored_layers": ["head", *wide]}
+        values |= {"ignore": NOT_NVFP4, "quantized_layers": _nvfp4_layers(config, formats)}
+    elif wide:
+        values["ignored_layers"] = ["head", *wide]
+    return values
+
+
+def _nvfp4_manifest(config: ModelConfig, formats: Formats) -> dict[str, Any]:
+    """hf_quant_config.json as ModelOpt writes it."""
+    quantization = {key: NVFP4_QUANTIZATION[key] for key in ("quant_algo", "group_size")}
+    quantization |= {"kv_cache_quant_algo": None, "quantized_layers": _nvfp4_layers(config, formats)}
+    return {"producer": PRODUCER, "quantization": quantization | {"exclude_modules": NOT_NVFP4}}
+
+
+def _nvfp4_layers(config: ModelConfig, formats: Formats) -> dict[str, Any]:
+    layer = {"quant_algo": NVFP4_QUANTIZATION["moe_quant_algo"], "group_size": NVFP4_QUANTIZATION["group_size"]}
+    return {name: layer for name, form in _modules(config, formats).items() if form == "nvfp4"}
+
+
+def _modules(config: ModelConfig, formats: Formats) -> dict[str, str]:
+    """Every matrix that has a storage format, the routed experts of a layer as one, with that format."""
+    forms = {dtype: form for form, dtype in DTYPES.items()}
+    # one expert stands for all
+    specs = expected_tensors(replace(config, n_routed_experts=1, num_experts_per_tok=1), formats).values()
+    return {
+        spec.matrix.split(".experts.")[0] + ".experts" * (spec.expert is not None): forms[spec.dtype]
+        for spec in specs
+        if spec.columns and spec.role == "weight"
+    }

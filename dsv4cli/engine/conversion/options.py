@@ -1,0 +1,77 @@
+"""From what a user typed to a conversion that can begin."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsv4cli.engine.conversion.job import Conversion
+from dsv4cli.engine.conversion.journal import Part
+from dsv4cli.engine.conversion.selection import Selection, parse_layers, select
+from dsv4cli.engine.conversion.target import TargetName, choose_target
+from dsv4cli.engine.device import resolve_device
+from dsv4cli.engine.identify import recognise
+from dsv4cli.engine.layout import ExpertFormat, LinearFormat
+from dsv4cli.engine.source import RandomSource, resolve_model
+from dsv4cli.errors import UsageError
+
+# more threads than this wait for the disk and for each other
+MAX_WORKERS = 16
+UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options of `dsv4 convert` as typed; None where they were left out."""
+
+    to: TargetName
+    ranks: int | None
+    layers: str | None
+    drafter: bool
+    experts: ExpertFormat | None
+    attention: LinearFormat | None
+    max_shard_size: str
+    shard: str | None
+    workers: int | None
+    device: str
+
+
+def prepare(source: str, output: Path, choices: Choices) -> tuple[Conversion, int, torch.device]:
+    """The conversion, the number of threads and the device. Raises what naming a source or a choice wrongly raises."""
+    model = resolve_model(source)
+    if isinstance(model, RandomSource):
+        raise UsageError(f"{source} has no files to convert", "name a checkpoint folder")
+    identity = recognise(model.folder)
+    layers = None if choices.layers is None else parse_layers(choices.layers)
+    selection = Selection(layers, choices.drafter)
+    target = choose_target(
+        choices.to,
+        select(identity.config, selection)[0],
+        experts=choices.experts,
+        attention=choices.attention,
+        ranks=choices.ranks,
+    )
+    part = Part() if choices.shard is None else parse_part(choices.shard)
+    conversion = Conversion(identity, output, target, selection, parse_size(choices.max_shard_size), part)
+    workers = choices.workers or min(os.cpu_count() or 1, MAX_WORKERS)
+    return conversion, workers, resolve_device(choices.device)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size as in 5GB, 500MB or 4.5GiB. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*([kmg]i?b)", text.strip().lower(), re.ASCII)
+    size = round(float(match[1]) * UNITS[match[2]]) if match else 0
+    if not size:
+        raise UsageError(f"--max-shard-size {text!r} is no size", "give a number and kB, MB, GB, KiB, MiB or GiB")
+    return size
+
+
+def parse_part(text: str) -> Part:
+    """The part that `2/8` names. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
+    part = Part(int(match[1]), int(match[2])) if match else Part(0, 0)
+    if not 1 <= part.index <= part.count:
+        raise UsageError(f"--shard {text!r} is no part of a job", "give I/N with I from 1 to N, as in 2/8")
+    return part

@@ -1,0 +1,165 @@
+"""What a conversion writes: its files to the byte, and the work in the order in which it is done; no torch."""
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from dsv4cli.engine.checkpoint import DTYPE_BITS
+from dsv4cli.engine.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.naming import MpNaming, Naming, Place, stored_table
+from dsv4cli.kernels.formats import FP8_BLOCK
+
+# output bytes between two lines of the journal: what an interruption costs at most, a few seconds of writing
+BATCH = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One stored part of a matrix: which role of it, its place, where its first byte lies in the file, and how many
+    rows of the weight one row of it stands for."""
+
+    role: Role
+    place: Place
+    offset: int
+    rows_each: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """A matrix with its scales, or what one file holds of it. rows: of the weight, begin and end. nbytes: written."""
+
+    matrix: str
+    rows: tuple[int, int]
+    slots: tuple[Slot, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One output file. keys: its tensors under the names in the file. batches: its work, to be done in order."""
+
+    name: str
+    header: bytes
+    nbytes: int
+    keys: tuple[str, ...]
+    batches: tuple[tuple[Item, ...], ...]
+
+
+def plan_files(specs: Mapping[str, TensorSpec], naming: Naming, max_file: int) -> tuple[FilePlan, ...]:
+    """The files that hold the tensors of a table in a naming.
+
+    The files for ranks are those of the official convert.py. Others hold at most max_file bytes each, but a tensor is
+    never cut and a matrix stays with its scales.
+    """
+    parts = matrices(specs.values())
+    stored = stored_table(naming, specs.values())
+    groups = list(_by_rank(stored) if isinstance(naming, MpNaming) else _by_size(naming, parts, stored, max_file))
+    found = []
+    for number, (name, keys) in enumerate(groups, 1):
+        file = name or f"model-{number:05}-of-{len(groups):05}.safetensors"
+        found.append(_Writer(file, {key: stored[key] for key in keys}).plan(naming, parts))
+    return tuple(found)
+
+
+def stored_bytes(spec: TensorSpec) -> int:
+    """Bytes of a stored tensor."""
+    return prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+
+
+def _by_rank(stored: Mapping[str, TensorSpec]) -> Iterator[tuple[str, list[str]]]:
+    files: dict[str, list[str]] = {}
+    for key in stored:
+        files.setdefault(key.partition("/")[0], []).append(key)
+    for stem in sorted(files, key=lambda stem: int(stem.removeprefix("model").partition("-")[0])):
+        yield f"{stem}.safetensors", files[stem]
+
+
+def _by_size(
+    naming: Naming, parts: Mapping[str, Mapping[Role, TensorSpec]], stored: Mapping[str, TensorSpec], max_file: int
+) -> Iterator[tuple[str, list[str]]]:
+    """Keys of one file after another, in the order of the table; the names follow when their number is known."""
+    keys: list[str] = []
+    size, seen = 0, set[str]()
+    for roles in parts.values():
+        new = [place.name for spec in roles.values() for place in naming.places(spec) if place.name not in seen]
+        nbytes = sum(stored_bytes(stored[key]) for key in new)
+        if keys and size + nbytes > max_file:
+            yield "", keys
+            keys, size = [], 0
+        keys += new
+        size += nbytes
+        seen.update(new)
+    yield "", keys
+
+
+class _Writer:
+    """The bytes of one file."""
+
+    def __init__(self, name: str, stored: Mapping[str, TensorSpec]) -> None:
+        # wide values first, so that every tensor begins at a multiple of its width
+        ordered = sorted(stored, key=lambda key: -DTYPE_BITS[stored[key].dtype])
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self.name, self.offsets, position = name, dict[str, int](), 0
+        for key in ordered:
+            spec, self.offsets[key] = stored[key], position
+            position += stored_bytes(spec)
+            offsets = [self.offsets[key], position]
+            entries[key.rpartition("/")[2]] = {
+                "dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets
+            }  # fmt: skip
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = struct.pack("<Q", len(text)) + text
+        self.nbytes = len(self.header) + position
+        self.keys = tuple(key.rpartition("/")[2] for key in ordered)
+
+    def plan(self, naming: Naming, parts: Mapping[str, Mapping[Role, TensorSpec]]) -> FilePlan:
+        items = (self._item(naming, matrix, roles) for matrix, roles in parts.items())
+        batches = tuple(_batches(item for item in items if item is not None))
+        return FilePlan(self.name, self.header, self.nbytes, self.keys, batches)
+
+    def _item(self, naming: Naming, matrix: str, roles: Mapping[Role, TensorSpec]) -> Item | None:
+        slots, nbytes = [], 0
+        for role, spec in roles.items():
+            for place in naming.places(spec):
+                if place.name in self.offsets:
+                    begin = len(self.header) + self.offsets[place.name] + place.begin * DTYPE_BITS[place.dtype] // 8
+                    blocks = role == "scale" and roles["weight"].dtype == "F8_E4M3"
+                    slots.append(Slot(role, place, begin, FP8_BLOCK if blocks else 1))
+                    shape = place.shape if place.cut else spec.shape
+                    bits = DTYPE_BITS[place.dtype if place.cut else spec.dtype]
+                    nbytes += prod(shape) * bits // 8
+        if not slots:
+            return None
+        weight = roles["weight"]
+        cut = slots[0].place.cut
+        along = cut.of(weight.shape) if cut and cut.dim == 0 else slice(None)
+        start, stop, _ = along.indices(weight.shape[0])
+        return Item(matrix, (start, stop), tuple(slots), nbytes)
+
+
+def _batches(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += item.nbytes
+        if size >= BATCH:
+            yield tuple(batch)
+            batch, size = [], 0
+    if batch:
+        yield tuple(batch)
+
+
+def chunks(item: Item, size: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of the weight's rows for one step of work: about `size` bytes written, cut at multiples of 128."""
+    start, stop = item.rows
+    row_bytes = max(item.nbytes // max(stop - start, 1), 1)
+    step = max(size // row_bytes // FP8_BLOCK, 1) * FP8_BLOCK
+    low = start
+    while low < stop:
+        high = min(low - low % FP8_BLOCK + step, stop)
+        yield low, high
+        low = high

@@ -1,0 +1,213 @@
+"""One matrix from the format of the source to that of the target, by rows."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from dsv4cli.engine.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.stored import Raw, StoredModel
+from dsv4cli.engine.values import form_of, scale_rows
+from dsv4cli.errors import CheckpointError
+from dsv4cli.kernels import recode
+from dsv4cli.kernels.formats import FP8_BLOCK
+
+Tensors = dict[Role, torch.Tensor]
+# dtype name in a header -> the torch dtype of its bits, where numpy holds them under another
+TORCH_VIEWS = {
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+}
+# without calibration: a per-tensor activation scale of 1 takes activations up to 448 * 6
+INPUT_SCALE = 1.0
+
+
+@dataclass(frozen=True)
+class Recoder:
+    """Recodes the matrices of a source for a table of tensors. source_name: of a matrix of the table, in the source."""
+
+    source: StoredModel
+    specs: Mapping[str, TensorSpec]
+    source_name: Callable[[str], str]
+    device: torch.device
+
+    @cached_property
+    def _targets(self) -> dict[str, dict[Role, TensorSpec]]:
+        return matrices(self.specs.values())
+
+    @cached_property
+    def _sources(self) -> dict[str, dict[Role, TensorSpec]]:
+        return self.source.matrices()
+
+    def recipe(self, matrix: str) -> "Recipe":
+        """How one matrix of the target is made."""
+        return Recipe(self, matrix, self._sources[self.source_name(matrix)], self._targets[matrix])
+
+    def partner(self, matrix: str) -> "Recipe":
+        """The matrix that shares a scale for the whole tensor: kernels run w1 and w3 of an expert as one."""
+        stem, _, name = matrix.rpartition(".")
+        return self.recipe(f"{stem}.{ {'w1': 'w3', 'w3': 'w1'}.get(name, name) }")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Source and target of one matrix; `roles` of the target are what `rows` returns."""
+
+    recoder: Recoder
+    matrix: str
+    parts: Mapping[Role, TensorSpec]
+    roles: Mapping[Role, TensorSpec]
+
+    @property
+    def form(self) -> str:
+        """The storage format in the source."""
+        return form_of(self.parts["weight"])
+
+    @property
+    def target(self) -> str:
+        """The storage format in the target."""
+        return form_of(self.roles["weight"])
+
+    def rows(self, begin: int, end: int) -> dict[Role, Raw]:
+        """The parts of the target for rows [begin, end) of the weight, as stored; a scale that the whole matrix shares
+        comes with every piece.
+
+        Raises CheckpointError, naming tensor, row and column, for a value that the target has no place for.
+        """
+        first = begin - begin % FP8_BLOCK
+        arrays = self._read(slice(first, end))
+        if self.form == self.target:
+            found = arrays
+        else:
+            found = {role: _numpy(tensor) for role, tensor in self._recode(self._tensors(arrays), first).items()}
+        if begin == first:
+            return found
+        # only formats with a scale for each row are cut inside a block
+        return {role: array[begin - first :] if array.ndim else array for role, array in found.items()}
+
+    def _read(self, rows: slice) -> dict[Role, Raw]:
+        source, form = self.recoder.source, self.form
+        return {
+            role: source.read(spec, scale_rows(form, rows) if spec.is_scale else rows)
+            for role, spec in self.parts.items()
+        }
+
+    def _tensors(self, arrays: Mapping[Role, Raw]) -> Tensors:
+        return {role: self._tensor(array, self.parts[role].dtype) for role, array in arrays.items()}
+
+    def _tensor(self, array: Raw, dtype: str) -> torch.Tensor:
+        bits = array.view(np.int16) if array.dtype == np.uint16 else array
+        tensor = torch.from_numpy(bits).to(self.recoder.device)
+        return tensor.view(TORCH_VIEWS[dtype]) if dtype in TORCH_VIEWS else tensor
+
+    def _recode(self, tensors: Tensors, row0: int) -> Tensors:
+        shared = self._shared_scale if self.target == "nvfp4" else None
+        with self._refusing(row0):
+            return change(self.form, self.target, tensors, shared)
+
+    @contextmanager
+    def _refusing(self, row0: int) -> Iterator[None]:
+        """Names the tensor that a value without a place is in; row0: the row of it from which the problem counts."""
+        try:
+            yield
+        except recode.NotRepresentable as problem:
+            folder, name = self.recoder.source.identity.checkpoint.folder, self.parts["weight"].name
+            place = f"row {row0 + problem.row}, column {problem.column}"
+            remedy = "--to bf16 has a place for every value, --to official keeps the format"
+            if "NaN" in problem.reason:
+                remedy = f"`dsv4 inspect {folder} --values` shows how much is damaged; download it again"
+            raise CheckpointError(
+                f"{folder}: {name} cannot become {self.target} without loss: {problem.reason} at {place}", remedy
+            ) from None
+
+    @cached_property
+    def _shared_scale(self) -> "int | torch.Tensor":
+        """What the NVFP4 scale of the whole tensor follows from: the highest exponent of FP4 scales where the values
+        have such, else the scale."""
+        recipes = {recipe.matrix: recipe for recipe in (self, self.recoder.partner(self.matrix))}.values()
+        whole = [recipe._tensors(recipe._read(slice(None))) for recipe in recipes]
+        pairs = [pair for recipe, tensors in zip(recipes, whole, strict=True) if (pair := recipe._as_fp4(tensors))]
+        if len(pairs) == len(whole):
+            k_max = recode.nvfp4_exponent(pairs)
+            if self.form == "fp4" or all(_fits_nvfp4(pair, k_max) for pair in pairs):
+                return k_max
+        amax = torch.stack([values_of(self.form, tensors).abs().amax() for tensors in whole]).amax()
+        return recode.nvfp4_scale_2(amax)
+
+    def _as_fp4(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The FP4 weight and scale with exactly the values of the whole matrix, or None if there are none."""
+        with self._refusing(0):
+            if self.form == "fp4":
+                pair = tensors["weight"], tensors["scale"]
+                recode.nvfp4_exponent([pair])  # NaN is refused here, where the tensor is known
+                return pair
+            values = values_of(self.form, tensors)
+            pair = recode.to_fp4(values)
+            return pair if torch.equal(recode.widen(*pair).float(), values.float()) else None
+
+
+def _fits_nvfp4(pair: tuple[torch.Tensor, torch.Tensor], k_max: int) -> bool:
+    try:
+        recode.fp4_to_nvfp4(*pair, k_max)
+    except recode.NotRepresentable:
+        return False
+    return True
+
+
+def change(form: str, target: str, tensors: Tensors, shared: "int | torch.Tensor | None") -> Tensors:
+    """The parts of a matrix, or of rows of it, in another storage format; exact wherever `target` has the values.
+
+    shared: for nvfp4, k_max where all values are those of FP4, else scale_2. Raises NotRepresentable where fp4 becomes
+    fp8 or nvfp4 with a loss, and for NaN and infinity.
+    """
+    if form == "nvfp4":
+        packed = recode.nvfp4_to_fp4(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"])
+        if packed is not None:
+            form, tensors = "fp4", _scaled(packed)
+            if target == "fp4":
+                return tensors
+    if form == "fp4" and target == "fp8":
+        return _scaled(recode.fp4_to_fp8(tensors["weight"], tensors["scale"]))
+    if form == "fp4" and target == "nvfp4":
+        assert isinstance(shared, int)
+        return _nvfp4(*recode.fp4_to_nvfp4(tensors["weight"], tensors["scale"], shared))
+    values = values_of(form, tensors)
+    if target == "nvfp4" and isinstance(shared, int):
+        return _nvfp4(*recode.fp4_to_nvfp4(*recode.to_fp4(values), shared))
+    if target == "fp4":
+        return _scaled(recode.to_fp4(values))
+    if target == "fp8":
+        return _scaled(recode.to_fp8(values))
+    if target == "nvfp4":
+        assert isinstance(shared, torch.Tensor)
+        return _nvfp4(*recode.to_nvfp4(values, shared), shared)
+    return {"weight": values.to({"bf16": torch.bfloat16, "f32": torch.float32}[target])}
+
+
+def values_of(form: str, tensors: Tensors) -> torch.Tensor:
+    """The values of a matrix: bf16 where they are exact in it, else fp32."""
+    if form == "nvfp4":
+        return recode.nvfp4_values(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"])
+    return recode.widen(tensors["weight"], tensors["scale"]) if "scale" in tensors else tensors["weight"]
+
+
+def _scaled(parts: tuple[torch.Tensor, torch.Tensor]) -> Tensors:
+    return {"weight": parts[0], "scale": parts[1]}
+
+
+def _nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> Tensors:
+    inputs = torch.tensor(INPUT_SCALE, dtype=torch.float32)
+    return {"weight": weight, "weight_scale": scale, "weight_scale_2": scale_2, "input_scale": inputs}
+
+
+def _numpy(tensor: torch.Tensor) -> Raw:
+    """The bits of a tensor as `StoredModel.read` would give them."""
+    tensor = tensor.cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).numpy()

@@ -1,0 +1,67 @@
+"""Which layers of a model are kept, and what the smaller model's tensors are called in the whole one; no torch."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dsv4cli.engine.config import DSpark, ModelConfig
+from dsv4cli.errors import UsageError
+
+LAYER = re.compile(r"^layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The main layers to keep, all where `layers` is None, and whether to keep the drafter."""
+
+    layers: range | None = None
+    drafter: bool = True
+
+
+def parse_layers(text: str) -> range:
+    """The layers that `0-3` (both ends included) or `7` names. Raises UsageError for anything else."""
+    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", text, re.ASCII)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if first > last:
+        raise UsageError(
+            f"--layers {text!r} names no layers", "give FIRST-LAST, both included, as in 0-3, or one number"
+        )
+    return range(first, last + 1)
+
+
+def select(config: ModelConfig, selection: Selection) -> tuple[ModelConfig, Callable[[str], str]]:
+    """The model of the selected layers, numbered from 0, and the name in the whole model of each of its tensors.
+
+    The draft stages are kept or left out as a whole. Raises UsageError for layers that the model does not have, and
+    for a cut that takes a layer away whose output the DSpark drafter reads.
+    """
+    kept = config if selection.drafter else config.without_drafter()
+    layers = selection.layers
+    if layers is None:
+        return kept, str
+    count = config.num_hidden_layers
+    if layers.stop > count:
+        raise UsageError(f"--layers {_text(layers)}: the model has {count} layers", f"choose from 0-{count - 1}")
+    chosen = replace(
+        kept,
+        num_hidden_layers=len(layers),
+        # the hash layers come first
+        num_hash_layers=max(min(config.num_hash_layers, layers.stop) - layers.start, 0),
+        compress_ratios=config.layer_ratios[layers.start : layers.stop] + kept.compress_ratios[count:],
+        dspark=kept.dspark and _moved(kept.dspark, layers),
+    )
+    return chosen, lambda name: LAYER.sub(lambda match: f"layers.{int(match[1]) + layers.start}.", name)
+
+
+def _moved(dspark: DSpark, layers: range) -> DSpark:
+    lost = [layer for layer in dspark.target_layer_ids if layer not in layers]
+    if lost:
+        raise UsageError(
+            f"--layers {_text(layers)} takes away layer {lost[0]}, whose output the DSpark drafter reads",
+            "leave the drafter out with --no-mtp, or keep layers " + ", ".join(map(str, dspark.target_layer_ids)),
+        )
+    return replace(dspark, target_layer_ids=tuple(layer - layers.start for layer in dspark.target_layer_ids))
+
+
+def _text(layers: range) -> str:
+    return f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else str(layers.start)

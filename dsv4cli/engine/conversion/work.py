@@ -1,0 +1,207 @@
+"""Carrying out a plan: matrices read, recoded and written by several threads, files complete or not there."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dsv4cli.engine.checkpoint import UNFINISHED
+from dsv4cli.engine.conversion.journal import Journal, publish
+from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
+from dsv4cli.engine.conversion.recode import Recoder
+from dsv4cli.engine.layout import Role, TensorSpec
+from dsv4cli.engine.values import Raw
+
+# bytes written in one step of a worker: on a CPU its arrays stay in the second-level cache, on a GPU a step is worth
+# its transfers
+CPU_STEP, GPU_STEP = 1 << 20, 1 << 26
+# an interpreter with PyTorch, its tables, and the plan of 70,000 tensors, measured
+BASE_MEMORY = 600 * 10**6
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class FileDone:
+    """An output file that is complete under its final name. resumed: it was there before."""
+
+    name: str
+    nbytes: int
+    tensors: int
+    resumed: bool
+
+
+def carry_out(
+    files: Iterable[FilePlan],
+    recoder: Recoder,
+    output: Path,
+    journal: Journal,
+    *,
+    workers: int,
+    progress: Progress | None = None,
+) -> Iterator[FileDone]:
+    """Writes the files, one after another, and yields each when it is complete; what the journal holds is kept.
+
+    A file grows inside the journal's folder and gets its final name when all its bytes are synced. Raises what reading
+    and recoding raise; the journal then holds what has been written.
+    """
+    files = tuple(files)
+    tally = _Tally(sum(file.nbytes for file in files), progress)
+    with _one_thread_each(), ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(1) as committer:
+        writer = _FileWriter(recoder, journal, pool, committer, tally)
+        for file in files:
+            path = output / file.name
+            resumed = path.exists()
+            if not resumed:
+                writer.write(file, output / UNFINISHED / file.name, path)
+            else:
+                tally.add(file.nbytes)
+            yield FileDone(file.name, file.nbytes, len(file.keys), resumed)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """The workers are the threads: torch starts none of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Tally:
+    """Bytes done, told to the caller of carry_out."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.done, self.progress = total, 0, progress
+        self.lock = threading.Lock()
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        with self.lock:
+            self.done += nbytes
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+
+
+@dataclass
+class _FileWriter:
+    """Writes one file after another with the same threads."""
+
+    recoder: Recoder
+    journal: Journal
+    pool: ThreadPoolExecutor
+    committer: ThreadPoolExecutor
+    tally: _Tally
+
+    def write(self, file: FilePlan, temporary: Path, path: Path) -> None:
+        done = self.journal.batches.get(file.name, 0)
+        if done and not temporary.exists():
+            # somebody removed it
+            done = 0
+            self.journal.record(file.name, done)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            os.truncate(descriptor, file.nbytes)
+            write_all(descriptor, file.header, 0)
+            self.tally.add(len(file.header) + sum(item.nbytes for batch in file.batches[:done] for item in batch))
+            self._batches(file, descriptor, done)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        publish(temporary, path)
+
+    def _batches(self, file: FilePlan, descriptor: int, done: int) -> None:
+        """The batches from number `done`; while one is synced, the next is written."""
+        commits: list[Future[None]] = []
+        try:
+            for number in range(done, len(file.batches)):
+                self._run([self.pool.submit(self._item, item, descriptor) for item in file.batches[number]])
+                if commits:
+                    commits.pop().result()
+                if number + 1 < len(file.batches):
+                    commits.append(self.committer.submit(self._commit, descriptor, file.name, number + 1))
+        finally:
+            # the descriptor is about to be closed
+            wait(commits)
+
+    def _run(self, tasks: list[Future[None]]) -> None:
+        try:
+            finished = wait(tasks, return_when=FIRST_EXCEPTION).done
+            for task in finished:
+                task.result()
+        finally:
+            # after an error or Ctrl-C: nothing may write to a descriptor that is about to be closed
+            for task in tasks:
+                task.cancel()
+            wait(tasks)
+
+    def _commit(self, descriptor: int, name: str, batches: int) -> None:
+        os.fdatasync(descriptor)
+        self.journal.record(name, batches)
+
+    def _item(self, item: Item, descriptor: int) -> None:
+        for written in write_item(item, self.recoder, descriptor, step_bytes(self.recoder.device)):
+            self.tally.add(written)
+
+
+def step_bytes(device: torch.device) -> int:
+    """Bytes to write in one step on a device."""
+    return CPU_STEP if device.type == "cpu" else GPU_STEP
+
+
+def memory_bytes(matrices: Iterable[Mapping[Role, TensorSpec]], device: torch.device, workers: int) -> int:
+    """What a conversion holds in memory at most, the interpreter and PyTorch included.
+
+    Each thread has the pieces of one step in its forms: as read, widened to fp32 at most, as written. For nvfp4 it
+    reads two whole matrices before, to find the scale that they share.
+    """
+    whole = 0
+    for roles in matrices:
+        if "weight_scale_2" in roles:
+            whole = max(whole, 2 * 4 * prod(roles["weight"].shape) * 2)
+    return BASE_MEMORY + workers * (whole + 16 * step_bytes(device))
+
+
+def write_item(item: Item, recoder: Recoder, descriptor: int, step: int) -> Iterator[int]:
+    """Reads, recodes and writes one item by rows; yields the bytes of each step."""
+    recipe = recoder.recipe(item.matrix)
+    for begin, end in chunks(item, step):
+        arrays = recipe.rows(begin, end)
+        written = 0
+        for slot in item.slots:
+            part = _part(arrays[slot.role], slot)
+            # one number for the whole matrix is written once
+            if part.ndim or begin == item.rows[0]:
+                written += write_all(descriptor, part, _offset(slot, item, begin, part))
+        yield written
+
+
+def _part(array: Raw, slot: Slot) -> Raw:
+    """The columns of the rows that this slot's place holds."""
+    cut = slot.place.cut
+    if cut is None or cut.dim == 0:
+        return array
+    return np.ascontiguousarray(array[:, cut.of(array.shape)])
+
+
+def _offset(slot: Slot, item: Item, begin: int, part: Raw) -> int:
+    """Where the rows that start with the weight's row `begin` go in the file."""
+    row = (begin - item.rows[0]) // slot.rows_each
+    return slot.offset + row * (part.nbytes // len(part) if part.ndim else 0)
+
+
+def write_all(descriptor: int, content: Raw | bytes, offset: int) -> int:
+    """Writes all bytes at a place of a file; returns their number."""
+    view = content.reshape(-1).view(np.uint8).data if isinstance(content, np.ndarray) else memoryview(content)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
+    return done
