@@ -12,6 +12,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from dsv4cli import __version__
+from dsv4cli.commands.convert import convert
+from dsv4cli.commands.download import download
 from dsv4cli.commands.inspect import inspect
 from dsv4cli.commands.run import run
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory
@@ -26,6 +28,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
+app.command(
+    epilog=epilog(
+        "dsv4 convert flash OUT --to bf16 --dry-run",
+        "dsv4 convert ~/models/DeepSeek-V4-Flash OUT --to mp --ranks 4",
+        "dsv4 convert flash OUT --to official --layers 0-3 --no-mtp",
+        "dsv4 convert flash OUT --to nvfp4 --shard 2/8   (on each of 8 machines)",
+        "dsv4 convert --finish OUT",
+    )
+)(convert)
+app.command(
+    epilog=epilog(
+        "dsv4 download flash --dry-run",
+        "dsv4 download flash-0731 --local-dir ~/models/DeepSeek-V4-Flash-0731",
+        "dsv4 download pro --layers 0-3 --no-mtp",
+        "dsv4 download deepseek-ai/DeepSeek-V4-Pro --only config,tokenizer,index",
+    )
+)(download)
 app.command(
     epilog=epilog("dsv4 inspect ~/models/DeepSeek-V4-Flash", "dsv4 inspect flash --json", "dsv4 inspect random:pro")
 )(inspect)

@@ -1,0 +1,193 @@
+"""`dsv4 download`: a repository of the Hugging Face hub, or a part of it, here and verified byte for byte."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsv4cli.options import JsonOpt, LayersOpt, NoMtpOpt, RevisionOpt
+from dsv4cli.output import UNIT_NOTE, Output, duration_text, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dsv4cli.engine.hub.choose import Wish
+    from dsv4cli.engine.hub.fetch import Outcome
+    from dsv4cli.engine.hub.files import RemoteFile
+    from dsv4cli.engine.hub.job import Plan
+    from dsv4cli.engine.hub.verdict import Verdict
+
+SCHEMA = "dsv4.download/1"
+RepositoryArg = Annotated[
+    str, typer.Argument(metavar="MODEL", help="flash, pro, flash-0731 or org/name[@revision] on the Hugging Face hub.")
+]
+OnlyOpt = Annotated[
+    str | None,
+    typer.Option(metavar="KINDS", help="Only these kinds of files: config, tokenizer, index, weights, other."),
+]
+LocalDirOpt = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Put the files into this folder instead of the Hugging Face cache.")
+]
+WorkersOpt = Annotated[int, typer.Option("--max-workers", min=1, max=64, help="Files that come at the same time.")]
+DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show what would come and whether it fits; fetch nothing.")]
+
+
+def download(
+    context: typer.Context,
+    model: RepositoryArg,
+    revision: RevisionOpt = None,
+    layers: LayersOpt = None,
+    no_mtp: NoMtpOpt = False,
+    only: OnlyOpt = None,
+    local_dir: LocalDirOpt = None,
+    max_workers: WorkersOpt = 8,
+    dry_run: DryRunOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Download a model, or a part of it, and verify every byte.
+
+    Checks first that all of it fits on the disk. Every file is compared with the hub's hash, those that are there
+    already too: running the command again checks a download. A wrong file is fetched again. Interrupted, the same
+    command continues where it stopped, within a file too.
+
+    A part is chosen by layers, with the index of the weights, or by kinds of files (--only, several with commas):
+    config and index are JSON files, tokenizer has all that makes text into tokens, weights are the .safetensors
+    files, other is the rest. All files come from one commit. At the end stands the verdict of `dsv4 inspect`, for
+    a part that of the layers which were wanted.
+
+    The cache, the login (`hf auth login`), the endpoint and the proxies are those of huggingface_hub: HF_HOME,
+    HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.
+    """
+    from dsv4cli.engine.hub import job, patience
+    from dsv4cli.engine.hub.verdict import judge
+
+    out, started = Output(context.obj, as_json), time.monotonic()
+    patient = patience.Patience()
+    plan = job.plan(model, revision, _wish(layers, no_mtp, only), local_dir, patient)
+    if dry_run:
+        out.document(_document(plan, dry_run=True))
+        _show_plan(out, plan)
+        plan.raise_if_it_does_not_fit()
+        return
+    plan.raise_if_it_does_not_fit()
+    out.status(f"{len(plan.wanted)} files, {size_text(plan.missing)} of {size_text(plan.nbytes)} to fetch")
+    try:
+        with out.progress(f"downloading {model}") as report:
+            outcomes = job.carry_out(plan, max_workers, patient, report)
+    except KeyboardInterrupt:
+        out.hint("the same command continues where it stopped")
+        raise
+    verdict = judge(plan)
+    out.document(_document(plan, outcomes, verdict, time.monotonic() - started))
+    _show_end(out, plan, outcomes, verdict, time.monotonic() - started)
+    if verdict.problem:
+        raise typer.Exit(3)
+
+
+def _wish(layers: str | None, no_mtp: bool, only: str | None) -> "Wish":
+    from dsv4cli.engine.conversion.selection import parse_layers
+    from dsv4cli.engine.hub.choose import Wish, parse_kinds
+
+    kinds = {} if only is None else {"kinds": parse_kinds(only)}
+    return Wish(None if layers is None else parse_layers(layers), not no_mtp, **kinds)
+
+
+def _show_plan(out: Output, plan: "Plan") -> None:
+    from dsv4cli.engine.hub.choose import KINDS, kind_of
+
+    out.line(f"{plan.listing.repository} at commit {plan.listing.commit}", strong=True)
+    rows = [("", "files", "bytes", "there", "to fetch")]
+    for kind in KINDS:
+        files = [file for file in plan.wanted if kind_of(file.name) == kind]
+        rows += [_row(plan, f"  {kind}", files)] if files else []
+    rows.append(_row(plan, "  total", plan.wanted))
+    out.table(rows, numbers=True)
+    _show_left_out(out, plan)
+    out.line(f"{size_text(plan.free)} are free: it {'fits' if plan.fits else 'does not fit'} ({UNIT_NOTE})")
+    out.line(f"folder: {plan.place.folder}")
+
+
+def _row(plan: "Plan", name: str, files: "Iterable[RemoteFile]") -> tuple[str, str, str, str, str]:
+    files = list(files)
+    size, held = sum(file.size for file in files), sum(plan.held[file.name] for file in files)
+    return name, f"{len(files)}", size_text(size), size_text(held), size_text(size - held)
+
+
+def _show_left_out(out: Output, plan: "Plan") -> None:
+    if plan.left_out:
+        size = size_text(sum(file.size for file in plan.left_out))
+        out.line(f"left out on purpose: {len(plan.left_out)} of {len(plan.listing.files)} files, {size}")
+
+
+def _show_end(out: Output, plan: "Plan", outcomes: "Mapping[str, Outcome]", verdict: "Verdict", seconds: float) -> None:
+    counts = {word: list(outcomes.values()).count(word) for word in ("fetched", "repaired", "there")}
+    what = plan.name if plan.wish.is_whole else f"the part of {plan.name}"
+    out.line(f"{what} is complete: {len(outcomes)} files, {size_text(plan.nbytes)}, every byte verified", strong=True)
+    out.table(
+        [
+            ("  files", ", ".join(f"{count} {word}" for word, count in counts.items() if count)),
+            ("  commit", plan.listing.commit),
+            ("  folder", str(plan.place.folder)),
+            ("  time", duration_text(seconds)),
+        ]
+    )
+    _show_left_out(out, plan)
+    out.line(verdict.sentence, strong=True)
+    if verdict.problem:
+        out.line(f"  {verdict.problem.message}")
+        out.line(f"→ {verdict.problem.remedy}")
+    elif plan.wish.is_whole and verdict.tensors:
+        at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"
+        out.hint(f"dsv4 inspect {plan.place.folder if plan.is_folder else plan.name + at}")
+
+
+def _document(
+    plan: "Plan",
+    outcomes: "Mapping[str, Outcome] | None" = None,
+    verdict: "Verdict | None" = None,
+    seconds: float | None = None,
+    *,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    from dsv4cli.engine.hub.choose import KINDS, kind_of
+
+    wish, problem = plan.wish, verdict and verdict.problem
+    return {
+        "schema": SCHEMA,
+        "model": plan.name,
+        "repository": plan.listing.repository,
+        "revision": plan.listing.revision,
+        "commit": plan.listing.commit,
+        "folder": str(plan.place.folder),
+        "dry_run": dry_run,
+        "complete": outcomes is not None,
+        "part": {
+            "layers": None if wish.layers is None else [wish.layers.start, wish.layers.stop - 1],
+            "mtp": wish.mtp,
+            "kinds": [kind for kind in KINDS if kind in wish.kinds],
+        },
+        "files": [
+            {
+                "name": file.name,
+                "kind": kind_of(file.name),
+                "bytes": file.size,
+                "sha256" if file.sha256 else "git_sha1": file.etag,
+                "held_bytes": plan.held[file.name],
+                "outcome": outcomes and outcomes[file.name],
+            }
+            for file in plan.wanted
+        ],
+        "left_out": [file.name for file in plan.left_out],
+        "bytes": {"wanted": plan.nbytes, "held": plan.nbytes - plan.missing, "missing": plan.missing},
+        "free_bytes": plan.free,
+        "fits": plan.fits,
+        "seconds": seconds,
+        "verdict": verdict
+        and {
+            "sound": None if verdict.tensors == 0 and not problem else problem is None,
+            "sentence": verdict.sentence,
+            "tensors": verdict.tensors,
+            "problem": problem and {"message": problem.message, "remedy": problem.remedy},
+        },
+    }

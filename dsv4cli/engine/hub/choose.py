@@ -1,0 +1,107 @@
+"""Which files of a repository a part of a model takes: some kinds of files, some layers."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dsv4cli.engine.checkpoint import INDEX
+from dsv4cli.engine.hub.files import Listing, RemoteFile
+from dsv4cli.errors import CheckpointError, UsageError
+
+Kind = Literal["config", "tokenizer", "index", "weights", "other"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# the first pattern that a file name matches tells its kind
+PATTERNS: dict[Kind, str] = {
+    "index": r"\.safetensors\.index\.json$",
+    "weights": r"\.safetensors$",
+    "tokenizer": r"(^|/)(tokenizer|vocab\.|merges\.|special_tokens_map\.|added_tokens\.|chat_template)|^encoding/",
+    "config": r"(^|/)(\w+_)?config\.json$|(^|/)configuration_\w+\.py$",
+}
+# official names, transformers' names, and those of the files cut for ranks, which begin with their file
+OWNER = re.compile(r"(?:^|[./])(layers|mtp)\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The part of a model that is wanted: kinds of files, and of the weights some main layers, with or without mtp.*;
+    what lies outside the layers always belongs to it."""
+
+    layers: range | None = None
+    mtp: bool = True
+    kinds: frozenset[Kind] = frozenset(KINDS)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether that is all of the repository."""
+        return self == Wish()
+
+    @property
+    def is_all_weights(self) -> bool:
+        """Whether no tensor is left out, if weights are wanted at all."""
+        return self.layers is None and self.mtp
+
+    def takes(self, tensor: str) -> bool:
+        """Whether a tensor, by its name in any layout, belongs to the part."""
+        owner = OWNER.search(tensor)
+        if owner is None:
+            return True
+        if owner[1] == "mtp":
+            return self.mtp
+        return self.layers is None or int(owner[2]) in self.layers
+
+
+def parse_kinds(text: str) -> frozenset[Kind]:
+    """The kinds that a list such as `config,tokenizer` names. Raises UsageError for a word that is none."""
+    words = [word.strip() for word in text.split(",")]
+    kinds = frozenset(kind for kind in KINDS if kind in words)
+    unknown = next((word for word in words if word not in KINDS), None)
+    if unknown is not None:
+        raise UsageError(f"--only {text!r}: there is no kind {unknown!r}", f"choose from {', '.join(KINDS)}")
+    return kinds
+
+
+def kind_of(name: str) -> Kind:
+    """What kind of file a name tells."""
+    return next((kind for kind, pattern in PATTERNS.items() if re.search(pattern, name)), "other")
+
+
+def choose(listing: Listing, wish: Wish, index: Mapping[str, str]) -> tuple[RemoteFile, ...]:
+    """The files of the listing that the part takes.
+
+    index: file of each tensor, needed only where not all weights are wanted. Raises UsageError for layers that the
+    model does not have, weights that cannot be taken in part, and a part that holds no file.
+    """
+    chosen = [file for file in listing.files if kind_of(file.name) in wish.kinds]
+    if not wish.is_all_weights:
+        shards = _shards(listing, wish, index)
+        chosen = [file for file in chosen if file.name in shards or kind_of(file.name) != "weights"]
+    if not chosen:
+        raise UsageError(
+            f"{listing.repository} has no files of the kind {' or '.join(sorted(wish.kinds))}",
+            f"it holds {', '.join(sorted({kind_of(file.name) for file in listing.files})) or 'no file'}",
+        )
+    return tuple(chosen)
+
+
+def _shards(listing: Listing, wish: Wish, index: Mapping[str, str]) -> set[str]:
+    if "weights" not in wish.kinds:
+        raise UsageError("--layers and --no-mtp choose weights, which --only leaves out", "add weights to --only")
+    if not index:
+        raise UsageError(
+            f"{listing.repository} has no {INDEX}: its weights cannot be taken in part",
+            "leave out --layers and --no-mtp",
+        )
+    owners = [OWNER.search(name) for name in index]
+    count = 1 + max((int(owner[2]) for owner in owners if owner and owner[1] == "layers"), default=-1)
+    if wish.layers is not None and wish.layers.stop > count:
+        last = wish.layers.stop - 1
+        raise UsageError(f"there is no layer {last}: {listing.repository} has {count}", f"choose from 0-{count - 1}")
+    shards = {file for name, file in index.items() if wish.takes(name)}
+    absent = sorted(shards - listing.by_name.keys())
+    if absent:
+        raise CheckpointError(
+            f"{listing.repository}: {INDEX} names {absent[0]}, which the repository does not hold",
+            "choose another --revision",
+        )
+    return shards

@@ -1,0 +1,83 @@
+"""Doing many things at once: threads that can be called off, and one count of the bytes of all of them."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
+# seconds between two reports of the count
+BEAT = 0.1
+# seconds that threads get to leave after they were called off
+GRACE = 2.0
+
+
+class Meter:
+    """How far each file is, reported as one sum; safe for threads."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
+        self.total = total
+        self._report = report
+        self._at: dict[str, int] = {}
+        self._done = 0
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def at(self, name: str, position: int) -> None:
+        """The file is at this byte; less than before when it begins again."""
+        with self._lock:
+            self._done += position - self._at.get(name, 0)
+            self._at[name] = position
+            now = time.monotonic()
+            if now >= self._next or self._done >= self.total:
+                self._next = now + BEAT
+                self._report(self._done, self.total)
+
+
+def begin(job: Callable[[], T]) -> "Future[T]":
+    """Runs a job in a thread of its own, which does not hold up the end of the program."""
+    future: Future[T] = Future()
+    threading.Thread(target=_fill, args=(future, job), daemon=True).start()
+    return future
+
+
+def _fill(future: "Future[T]", job: Callable[[], T]) -> None:
+    try:
+        future.set_result(job())
+    except BaseException as error:  # noqa: BLE001 - it is raised again where the result is wanted
+        future.set_exception(error)
+
+
+def do_all(jobs: Mapping[str, Callable[[], T]], workers: int, stop: threading.Event) -> dict[str, T]:
+    """The result of every job, by its name.
+
+    The first job that fails calls the others off through `stop` and its exception is raised, as is one that reaches the
+    caller's thread, such as KeyboardInterrupt; threads that do not listen are left behind.
+    """
+    waiting: SimpleQueue[str] = SimpleQueue()
+    for name in jobs:
+        waiting.put(name)
+    ended: SimpleQueue[tuple[str, Future[T]]] = SimpleQueue()
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                name = waiting.get_nowait()
+            except Empty:
+                return
+            future: Future[T] = Future()
+            _fill(future, jobs[name])
+            ended.put((name, future))
+
+    workers_ends = [begin(work) for _ in range(min(workers, len(jobs)))]
+    results: dict[str, T] = {}
+    try:
+        while len(results) < len(jobs):
+            name, future = ended.get()
+            results[name] = future.result()
+    finally:
+        stop.set()
+        wait(workers_ends, timeout=GRACE)
+    return results

@@ -1,0 +1,36 @@
+"""What all files of one download share, and the two questions that it answers: where to ask, and what is right."""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import constants, hf_hub_url
+
+from dsv4cli.engine.hub.crew import Meter
+from dsv4cli.engine.hub.files import Listing, RemoteFile, is_intact
+from dsv4cli.engine.hub.patience import Patience
+from dsv4cli.engine.hub.place import Place
+
+
+@dataclass(frozen=True)
+class Errand:
+    """One download: what comes, where it goes, how long to wait, what is counted, when to stop."""
+
+    listing: Listing
+    place: Place
+    patience: Patience
+    meter: Meter
+    stop: threading.Event
+
+    def is_intact(self, path: Path, file: RemoteFile) -> bool:
+        """Whether the content at `path` is the file's, counted while it is read."""
+        return is_intact(path, file, lambda position: self.meter.at(file.name, position), self.stop)
+
+    def url(self, file: RemoteFile) -> str:
+        """Where the hub serves the file at the commit of the listing."""
+        return hf_hub_url(self.listing.repository, file.name, revision=self.listing.commit)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that one read may take: HF_HUB_DOWNLOAD_TIMEOUT."""
+        return min(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), self.patience.stall)

@@ -1,0 +1,170 @@
+"""Bringing one file here so that what lies under its name is byte for byte what the hub lists."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import get_session
+from huggingface_hub.utils import (  # type: ignore[attr-defined] # public, but not marked so
+    WeakFileLock,
+    build_hf_headers,
+    hf_raise_for_status,
+)
+
+from dsv4cli.engine.hub import xet
+from dsv4cli.engine.hub.errand import Errand
+from dsv4cli.engine.hub.files import LIBRARY, READ_SIZE, Digest, RemoteFile
+from dsv4cli.engine.hub.patience import HTTP_ERROR, BadConnection, Stopped, is_local
+
+# how often a file that came with wrong bytes is fetched again
+REPAIRS = 2
+
+# there: was here and is right. fetched: came. repaired: was here, or came, with wrong bytes and came again.
+# broken: came with wrong bytes every time
+Outcome = Literal["there", "fetched", "repaired", "broken"]
+
+
+def settle(errand: Errand, file: RemoteFile) -> Outcome:
+    """Sees to it that the file is there with the size and hash of the listing; what is there already is read too.
+
+    Raises HubError when the hub does not serve it, OSError when the disk does not take it, Stopped when called off.
+    """
+    found = errand.place.find(file)
+    if found is not None and errand.is_intact(found, file):
+        errand.place.show(file)
+        return "there"
+    is_wrong = found is not None
+    for _ in range(1 + REPAIRS):
+        if _bring(errand, file, is_wrong):
+            return "repaired" if is_wrong else "fetched"
+        is_wrong = True
+    return "broken"
+
+
+def _bring(errand: Errand, file: RemoteFile, anew: bool) -> bool:
+    """Fetches the file once; whether the bytes that came are right. anew: what is there is wrong."""
+    part, lock = errand.place.part(file), errand.place.lock(file)
+    for path in (part, lock):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        if not _is_begun(part):
+            xet.adopt(errand.place, file)
+        found = errand.place.find(file)
+        if found is not None and not anew and errand.is_intact(found, file):
+            errand.place.show(file)  # another process was faster
+            return True
+        if not _is_begun(part) and xet.fetch(errand, file, anew):
+            found = errand.place.find(file)
+            return found is not None and errand.is_intact(found, file)
+        with _Part(part, errand, file) as content:
+            _gather(errand, file, content, None if anew else errand.place.copy_of(file))
+            is_right = content.is_right()
+        if is_right:
+            errand.place.put(file)
+        else:
+            part.unlink()
+    return is_right
+
+
+def _is_begun(part: Path) -> bool:
+    return part.is_file() and part.stat().st_size > 0
+
+
+class _Part:
+    """The content of a file as far as it has come, with its hash; what an earlier run left is read first."""
+
+    def __init__(self, path: Path, errand: Errand, file: RemoteFile) -> None:
+        self.file = file
+        self.errand = errand
+        self.size = 0
+        self.digest: Digest = file.digest()
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+
+    def __enter__(self) -> "_Part":
+        while self.size <= self.file.size and (piece := os.read(self._handle, READ_SIZE)):
+            self._count(piece)
+        if self.size > self.file.size:
+            self.restart()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+
+    def _count(self, piece: bytes) -> None:
+        if self.errand.stop.is_set():
+            raise Stopped
+        self.digest.update(piece)
+        self.size += len(piece)
+        self.errand.meter.at(self.file.name, min(self.size, self.file.size))
+
+    def append(self, piece: bytes) -> None:
+        """Adds what has come, but nothing beyond the size of the listing."""
+        piece = piece[: self.file.size - self.size]
+        rest = memoryview(piece)
+        while rest:
+            rest = rest[os.write(self._handle, rest) :]
+        self._count(piece)
+
+    def restart(self) -> None:
+        """Throws away what has come."""
+        os.lseek(self._handle, 0, os.SEEK_SET)
+        os.truncate(self._handle, 0)
+        self.size = 0
+        self.digest = self.file.digest()
+        self.errand.meter.at(self.file.name, 0)
+
+    def is_right(self) -> bool:
+        """Whether the content is complete and has the hash of the listing; then it is on the disk, too."""
+        if self.size != self.file.size or self.digest.hexdigest() != self.file.etag:
+            return False
+        os.fsync(self._handle)
+        return True
+
+
+def _gather(errand: Errand, file: RemoteFile, part: _Part, copy: Path | None) -> None:
+    """Fills the part, from a copy of the file on this machine or in as many requests as it takes."""
+    if copy is not None and part.size == 0 and copy.stat().st_size == file.size:
+        with copy.open("rb", buffering=0) as stream:
+            while piece := stream.read(READ_SIZE):
+                part.append(piece)
+        return
+    tries, furthest = errand.listing.tries(errand.patience, errand.stop), part.size
+    while part.size < file.size:
+        try:
+            _request(errand, file, part)
+        except (HTTP_ERROR, OSError, BadConnection) as error:
+            if is_local(error):
+                raise
+            # a server that ignores ranges and always cuts must not keep us for ever
+            if part.size > furthest:
+                furthest = part.size
+                tries.advanced()
+            tries.failed(error)
+
+
+def _request(errand: Errand, file: RemoteFile, part: _Part) -> None:
+    """Asks for what is missing and appends what comes, until all is there or the connection ends."""
+    # compressed content would have other offsets
+    headers = build_hf_headers(**LIBRARY) | {"Accept-Encoding": "identity"}
+    if part.size:
+        headers["Range"] = f"bytes={part.size}-"
+    options: dict[str, Any] = {"headers": headers, "timeout": errand.timeout, "follow_redirects": True}
+    with get_session().stream("GET", errand.url(file), **options) as response:
+        begin_at = f"bytes {part.size}-"
+        if response.status_code == 416:
+            part.restart()
+            raise BadConnection(f"the hub refuses to continue {file.name}")
+        hf_raise_for_status(response)
+        if part.size and not response.headers.get("Content-Range", "").startswith(begin_at):
+            part.restart()
+        window, mark = time.monotonic(), part.size
+        for piece in response.iter_bytes():
+            part.append(piece)
+            if part.size == file.size:
+                return
+            if time.monotonic() - window > errand.patience.stall:
+                if part.size - mark < errand.patience.slowest * errand.patience.stall:
+                    raise BadConnection(f"fewer than {errand.patience.slowest} bytes a second")
+                window, mark = time.monotonic(), part.size
+    raise BadConnection(f"{file.name} ended after {part.size} of {file.size} bytes")

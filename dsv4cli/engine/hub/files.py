@@ -1,0 +1,133 @@
+"""What a repository on the hub holds at one commit: every file with its size and hash, read in one request."""
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HFValidationError
+
+from dsv4cli import __version__
+from dsv4cli.engine.hub.patience import Patience, Stopped, Tries, explain
+from dsv4cli.errors import HubError, UsageError
+
+# who asks, as the hub counts it
+LIBRARY: dict[str, Any] = {"library_name": "dsv4", "library_version": __version__}
+SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA1 = re.compile(r"[0-9a-f]{40}")
+READ_SIZE = 1 << 20
+
+
+class Digest(Protocol):
+    """The part of a hashlib object that is used here."""
+
+    def update(self, data: bytes, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file of a repository.
+
+    sha256: of the content, for a file in large-file storage; blob: the id that git gives a file it stores itself.
+    """
+
+    name: str
+    size: int
+    blob: str
+    sha256: str | None = None
+
+    @property
+    def etag(self) -> str:
+        """The hash of the content, by which the hub and its cache name it."""
+        return self.sha256 or self.blob
+
+    def digest(self) -> Digest:
+        """A hash that ends in `etag` after the whole content."""
+        if self.sha256:
+            return hashlib.sha256()
+        # git hashes a header with the content (gitformat-pack, "blob" objects)
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of `repository` at one commit, in the order of their names. revision: as asked for, None for main."""
+
+    repository: str
+    revision: str | None
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def by_name(self) -> dict[str, RemoteFile]:
+        """The files by name."""
+        return {file.name: file for file in self.files}
+
+    def tries(self, patience: Patience, stop: threading.Event) -> Tries:
+        """The failures of one request for something of this listing."""
+        return Tries(patience, stop, partial(explain, repository=self.repository, revision=self.revision))
+
+
+def list_files(repository: str, revision: str | None, patience: Patience) -> Listing:
+    """Asks the hub for the commit of a revision (branch, tag or commit) and its files.
+
+    Raises HubError: not reachable, not there, not allowed, or an answer that no hub gives; UsageError for a name that
+    cannot be a repository's.
+    """
+    api = HfApi(**LIBRARY)
+    # who has no connection should not wait half a minute to hear so
+    patience = replace(patience, tries=min(patience.tries, 4))
+    tries = Tries(patience, threading.Event(), partial(explain, repository=repository, revision=revision))
+    timeout = min(float(constants.HF_HUB_ETAG_TIMEOUT), patience.stall)
+    request = partial(api.model_info, repository, revision=revision, files_metadata=True, timeout=timeout)
+    try:
+        info: Any = tries.call(request)
+        files = [_file(entry) for entry in info.siblings]
+    except HFValidationError:
+        raise UsageError(f"{repository!r} is no name of a repository", "name it as org/name") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise explain(error, repository, revision) from error
+    if not SHA1.fullmatch(str(info.sha)):
+        raise HubError(f"the hub gives no commit for {repository}: {info.sha}", "check HF_ENDPOINT")
+    return Listing(repository, revision, info.sha, tuple(sorted(files, key=lambda file: file.name)))
+
+
+def _file(entry: Any) -> RemoteFile:
+    """One entry of the hub's answer; a name or a hash that could lead out of the folder is refused."""
+    name, size, blob, sha256 = entry.rfilename, entry.size, str(entry.blob_id), entry.lfs and str(entry.lfs.sha256)
+    size = entry.lfs.size if entry.lfs else size
+    parts = name.split("/")
+    if "\\" in name or "\0" in name or {"", ".", ".."} & set(parts):
+        raise HubError(f"the repository holds a file with a dangerous name: {name!r}", "do not download it")
+    if type(size) is not int or size < 0 or not SHA1.fullmatch(blob) or (sha256 and not SHA256.fullmatch(sha256)):
+        raise ValueError(f"no size or hash for {name}")
+    return RemoteFile(name, size, blob, sha256)
+
+
+def is_intact(path: Path, file: RemoteFile, at: Callable[[int], None], stop: threading.Event) -> bool:
+    """Whether a local file has the size and the hash of the hub's; `at` hears how many bytes are read.
+
+    Raises Stopped when the work is called off meanwhile.
+    """
+    if path.stat().st_size != file.size:
+        return False
+    digest, position = file.digest(), 0
+    for piece in _pieces(path):
+        if stop.is_set():
+            raise Stopped
+        digest.update(piece)
+        position += len(piece)
+        at(position)
+    return digest.hexdigest() == file.etag
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as stream:
+        while piece := stream.read(READ_SIZE):
+            yield piece

@@ -1,0 +1,144 @@
+"""A model on the hub by its headers alone: a few hundred kilobytes of each file, and the small files beside them."""
+
+import shutil
+import struct
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_session
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined] # public too
+
+from dsv4cli.engine.checkpoint import INDEX, MAX_HEADER, Checkpoint, TensorInfo, parse_header
+from dsv4cli.engine.checkpoint import _index_problems as index_problems
+from dsv4cli.engine.checkpoint import _read_index as read_index
+from dsv4cli.engine.hub.choose import kind_of
+from dsv4cli.engine.hub.crew import Meter, do_all
+from dsv4cli.engine.hub.errand import Errand
+from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile, list_files
+from dsv4cli.engine.hub.job import fetch_small, quiet, repository_of
+from dsv4cli.engine.hub.patience import BadConnection, Patience
+from dsv4cli.engine.hub.place import FolderPlace
+from dsv4cli.errors import CheckpointError
+
+# bytes asked for at once: the headers of Flash's files have about 200 kB, those of Pro's 300 kB
+FIRST = 1 << 18
+# a larger file is no configuration
+MAX_SMALL = 1 << 26
+WORKERS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteSource:
+    """A model on the hub, nothing of which is on this machine but its small files.
+
+    name: what the user called it. folder: a temporary folder with config.json and its like and the index, without
+    weights; it goes when the source does. checkpoint: the headers; its paths are names on the hub, not files here.
+    """
+
+    name: str
+    listing: Listing
+    folder: Path
+    checkpoint: Checkpoint
+
+
+def remote_source(text: str, revision: str | None = None, patience: Patience | None = None) -> RemoteSource:
+    """Reads headers and small files of the repository that `text` names; the weights are not downloaded.
+
+    Raises UsageError for what is no repository, HubError when the hub does not serve it, CheckpointError, naming the
+    file, for what `open_checkpoint` refuses.
+    """
+    patience = patience or Patience()
+    listing = list_files(*repository_of(text, revision), patience)
+    small = [file for file in listing.files if kind_of(file.name) in ("config", "index") and file.size <= MAX_SMALL]
+    folder = Path(tempfile.mkdtemp(prefix="dsv4-"))
+    try:
+        fetch_small(listing, small, folder, patience)
+        source = RemoteSource(text, listing, folder, read_remote(listing, read_index(folder / INDEX), patience))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(source, shutil.rmtree, folder, ignore_errors=True)
+    return source
+
+
+def read_remote(listing: Listing, index: dict[str, str], patience: Patience) -> Checkpoint:
+    """The headers of the weights at the hub, checked as those of files here are, sizes included.
+
+    index: file of each tensor, empty where the repository has none.
+    """
+    folder = Path(listing.repository)
+    files, missing = _files(listing, index)
+    if not files:
+        raise CheckpointError(f"{folder} holds no safetensors file", "name another repository or --revision")
+    stop = threading.Event()
+    errand = Errand(listing, FolderPlace(listing, folder), patience, Meter(0, lambda done, total: None), stop)
+    jobs = {file.name: partial(_read_header, errand, file, folder / file.name) for file in files}
+    with quiet():
+        headers = do_all(jobs, WORKERS, stop)
+    tensors: dict[str, TensorInfo] = {}
+    problems: dict[str, str] = {}
+    for info in (info for file in files for info in headers[file.name]):
+        other = tensors.setdefault(info.name, info)
+        if other is not info:
+            problems[info.name] = f"{info.name} is stored twice, in {other.file.name} and in {info.file.name}"
+            tensors[info.name] = info if index.get(info.name) == info.file.name else other
+    if problems and not index:
+        raise CheckpointError(f"{folder}: {next(iter(problems.values()))}", "name another --revision")
+    if index:
+        present = {name: file for name, file in index.items() if file not in missing}
+        problems = dict(index_problems(present, index, tensors)) | problems
+    return Checkpoint(folder, tensors, tuple(folder / file.name for file in files), index, problems, missing)
+
+
+def _files(listing: Listing, index: dict[str, str]) -> tuple[list[RemoteFile], tuple[str, ...]]:
+    """The weight files as `open_checkpoint` would take them, and those that the index names in vain."""
+    here = {file.name: file for file in listing.files if kind_of(file.name) == "weights" and "/" not in file.name}
+    if index:
+        names = sorted(set(index.values()))
+        missing = tuple(name for name in names if name not in here)
+        return [here[name] for name in names if name in here], missing
+    if "model.safetensors" in here:
+        return [here["model.safetensors"]], ()
+    shards = [file for name, file in here.items() if name.startswith("model")]
+    return shards or list(here.values()), ()
+
+
+def _read_header(errand: Errand, file: RemoteFile, path: Path) -> list[TensorInfo]:
+    start = _range(errand, file, 0, min(FIRST, file.size))
+    length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
+    if not 2 <= length <= min(MAX_HEADER, file.size - 8):
+        raise CheckpointError(
+            f"{path} is truncated or corrupt: its header claims {length} bytes, the file has {file.size}",
+            "name another --revision",
+        )
+    end = 8 + length
+    text = start[8:end] if end <= len(start) else start[8:] + _range(errand, file, len(start), end)
+    infos = parse_header(path, text, end)
+    last = infos[-1].end if infos else end
+    if last != file.size:
+        raise CheckpointError(f"{path} has {file.size} bytes instead of {last}", "name another --revision")
+    return infos
+
+
+def _range(errand: Errand, file: RemoteFile, begin: int, end: int) -> bytes:
+    """The bytes [begin, end) of a file at the hub."""
+
+    def request() -> bytes:
+        headers = build_hf_headers(**LIBRARY) | {"Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}
+        options: dict[str, Any] = {"headers": headers, "timeout": errand.timeout, "follow_redirects": True}
+        with get_session().stream("GET", errand.url(file), **options) as response:
+            hf_raise_for_status(response)
+            skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {begin}-") else begin
+            got = bytearray()
+            for piece in response.iter_bytes():
+                got += piece
+                if len(got) >= skip + end - begin:
+                    return bytes(got[skip : skip + end - begin])
+        raise BadConnection(f"{file.name} ended after {len(got)} bytes")
+
+    return errand.listing.tries(errand.patience, errand.stop).call(request) if end > begin else b""

@@ -1,0 +1,179 @@
+"""A download from its plan to its end: what is wanted, what is there, whether it fits, and all of it fetched."""
+
+import errno
+import logging
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from dsv4cli.engine.checkpoint import INDEX
+from dsv4cli.engine.checkpoint import _read_index as read_index
+from dsv4cli.engine.hub.choose import Wish, choose
+from dsv4cli.engine.hub.crew import Meter, do_all
+from dsv4cli.engine.hub.errand import Errand
+from dsv4cli.engine.hub.fetch import REPAIRS, Outcome, settle
+from dsv4cli.engine.hub.files import Listing, RemoteFile, list_files
+from dsv4cli.engine.hub.patience import AGAIN, Patience
+from dsv4cli.engine.hub.place import CachePlace, FolderPlace, Place, free_bytes
+from dsv4cli.engine.hub.xet import written
+from dsv4cli.engine.source import ALIASES, REPOSITORY
+from dsv4cli.errors import Dsv4Error, HubError, NotEnoughDisk, UsageError
+
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A download before it begins. name: what the user called the model. held: bytes of each wanted file that are there
+    by size and need not come."""
+
+    name: str
+    listing: Listing
+    wish: Wish
+    place: Place
+    wanted: tuple[RemoteFile, ...]
+    held: Mapping[str, int]
+    free: int
+
+    @cached_property
+    def left_out(self) -> tuple[RemoteFile, ...]:
+        """What the repository holds and the user does not want."""
+        names = {file.name for file in self.wanted}
+        return tuple(file for file in self.listing.files if file.name not in names)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the files go into a folder of the user's, not into the cache."""
+        return isinstance(self.place, FolderPlace)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the wanted files."""
+        return sum(file.size for file in self.wanted)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that must come."""
+        return self.nbytes - sum(self.held.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the disk has room for what is missing."""
+        return self.missing <= self.free
+
+    def raise_if_it_does_not_fit(self) -> None:
+        """Raises NotEnoughDisk with the numbers."""
+        if not self.fits:
+            raise NotEnoughDisk(
+                f"{self.name} needs {_size(self.missing)} more at {self.place.folder}, "
+                f"and {_size(self.free)} are free there",
+                f"free {_size(self.missing - self.free)} (`hf cache prune` removes unfinished downloads), "
+                "name another disk with --local-dir or HF_HOME, or take a part with --layers",
+            )
+
+
+def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
+    """The repository and the revision that a user names. Raises UsageError for what is no repository."""
+    match = REPOSITORY.fullmatch(ALIASES.get(text, text))
+    if match is None:
+        raise UsageError(
+            f"{text!r} is no repository on the hub", f"name it as org/name[@revision], or {', '.join(ALIASES)}"
+        )
+    if revision and match["revision"] and revision != match["revision"]:
+        raise UsageError(f"{text} and --revision {revision} name two revisions", "name one")
+    return match["name"], revision or match["revision"]
+
+
+def plan(text: str, revision: str | None, wish: Wish, local_dir: Path | None, patience: Patience) -> Plan:
+    """Lists the repository, chooses by its index, and looks at what is there; downloads the index at most.
+
+    Raises UsageError, HubError, and CheckpointError for an index that is none.
+    """
+    listing = list_files(*repository_of(text, revision), patience)
+    index: Mapping[str, str] = {}
+    file = listing.by_name.get(INDEX)
+    if file is not None and not wish.is_all_weights:
+        with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
+            fetch_small(listing, [file], Path(folder), patience)
+            index = read_index(Path(folder) / INDEX)
+    wanted = choose(listing, wish, index)
+    place = CachePlace(listing) if local_dir is None else FolderPlace(listing, local_dir.expanduser())
+    held = {file.name: _held(place, file) for file in wanted}
+    return Plan(text, listing, wish, place, wanted, held, free_bytes(place))
+
+
+def _held(place: Place, file: RemoteFile) -> int:
+    found, part = place.find(file), place.part(file)
+    if found is not None and found.stat().st_size == file.size:
+        return file.size
+    begun = part.stat().st_size if part.is_file() else max(map(written, place.leftovers(file)), default=0)
+    return min(begun, file.size)
+
+
+def fetch_small(listing: Listing, files: Collection[RemoteFile], folder: Path, patience: Patience) -> None:
+    """Fetches a few files into a folder, verified; what the cache holds is copied."""
+    _fetch(listing, FolderPlace(listing, folder), files, len(files), patience, lambda done, total: None)
+
+
+def carry_out(job: Plan, workers: int, patience: Patience, report: Report) -> dict[str, Outcome]:
+    """Fetches and verifies every wanted file, also those that are there, and tells for each how it came.
+
+    When it returns, every wanted file lies in the place with the size and the hash of the listing. Raises HubError,
+    NotEnoughDisk, UsageError for a place that cannot be written.
+    """
+    # the small files first: a refusal shows at once
+    files = sorted(job.wanted, key=lambda file: (file.size, file.name))
+    outcomes = _fetch(job.listing, job.place, files, workers, patience, report)
+    broken = sorted(name for name, outcome in outcomes.items() if outcome == "broken")
+    if broken:
+        others = f" and {len(broken) - 1} more" if broken[1:] else ""
+        raise HubError(
+            f"{broken[0]}{others} came with wrong bytes {1 + REPAIRS} times; the other files are complete",
+            f"the hub or a proxy damages them: {AGAIN}",
+        )
+    job.place.close()
+    return outcomes
+
+
+def _fetch(
+    listing: Listing, place: Place, files: Collection[RemoteFile], workers: int, patience: Patience, report: Report
+) -> dict[str, Outcome]:
+    stop = threading.Event()
+    meter = Meter(sum(file.size for file in files), report)
+    errand = Errand(listing, place, patience, meter, stop)
+    jobs = {file.name: partial(settle, errand, file) for file in files}
+    try:
+        with quiet():
+            return do_all(jobs, workers, stop)
+    except OSError as error:
+        raise _told(error, place) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences huggingface_hub, unless HF_DEBUG asks for it: what it would say is handled here."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    if not constants.HF_DEBUG:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _told(error: OSError, place: Place) -> Dsv4Error:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NotEnoughDisk(f"the disk of {place.folder} is full", f"free some space, then {AGAIN}")
+    reason = error.strerror or str(error)
+    return UsageError(f"{error.filename or place.folder} cannot be written: {reason}", "name another --local-dir")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:,.2f} MB"

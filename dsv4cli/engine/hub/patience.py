@@ -1,0 +1,181 @@
+"""How often a request to the hub is repeated, how long is waited, and what is said when it fails for good."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    FileMetadataError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined] # public, but not marked so
+
+from dsv4cli.errors import HubError
+
+T = TypeVar("T")
+# every failure of a request: of httpx below huggingface_hub 2, of httpx2 since
+HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+# answers of a hub that may well serve the same request later
+PASSING = {408, 429, 500, 502, 503, 504}
+AGAIN = "run the same command again: it continues where it stopped"
+
+
+class Stopped(Exception):
+    """The work was called off from elsewhere: another file failed, or the user interrupted."""
+
+
+class BadConnection(Exception):
+    """A connection that ends before the content does, or stays open and delivers next to nothing."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Bounds of what a download puts up with.
+
+    tries: failures in a row without a new byte. first_wait, longest_wait: seconds between them, doubling.
+    longest_order: the longest wait that the hub may ask for (its rate limits count in windows of 300 s).
+    stall: seconds after which a connection that delivers fewer than `slowest` bytes a second is given up.
+    """
+
+    tries: int = 6
+    first_wait: float = 1.0
+    longest_wait: float = 30.0
+    longest_order: float = 330.0
+    stall: float = 60.0
+    slowest: int = 1000
+
+
+class Tries:
+    """Counts the failures of one request, waits between them, and raises the explained error at the end."""
+
+    def __init__(self, patience: Patience, stop: threading.Event, explain: Callable[[Exception], HubError]) -> None:
+        self.patience = patience
+        self.stop = stop
+        self.explain = explain
+        self.failures = 0
+
+    def advanced(self) -> None:
+        """New bytes came: the next failure counts as the first."""
+        self.failures = 0
+
+    def failed(self, error: Exception) -> None:
+        """Waits for the next try. Raises HubError when there is none, Stopped when the work was called off."""
+        patience = self.patience
+        self.failures += 1
+        order = ordered_wait(error)
+        if not is_passing(error) or self.failures >= patience.tries or (order or 0) > patience.longest_order:
+            raise self.explain(error) from error
+        wait = min(patience.longest_wait, patience.first_wait * 2 ** (self.failures - 1)) if order is None else order
+        if self.stop.wait(wait):
+            raise Stopped
+
+    def call(self, request: Callable[[], T]) -> T:
+        """The result of a request that is repeated as a whole."""
+        while True:
+            try:
+                return request()
+            except (HTTP_ERROR, OSError, BadConnection) as error:
+                if is_local(error):
+                    raise
+                self.failed(error)
+
+
+def is_local(error: Exception) -> bool:
+    """Whether an error comes from this machine's disk, not from the hub; only such carry an errno and a file name."""
+    is_remote = isinstance(error, (HTTP_ERROR, ConnectionError, TimeoutError, EntryNotFoundError))
+    return isinstance(error, OSError) and not is_remote and error.errno is not None
+
+
+def cause_of(error: Exception) -> Exception:
+    """huggingface_hub wraps what it met on the way to a file that it has not in its cache."""
+    inner = error.__cause__
+    return inner if isinstance(error, LocalEntryNotFoundError) and isinstance(inner, Exception) else error
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    error = cause_of(error)
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in PASSING
+    return not isinstance(error, OfflineModeIsEnabled | FileMetadataError | EntryNotFoundError)
+
+
+def ordered_wait(error: Exception) -> float | None:
+    """Seconds that the hub asks to wait, by its rate limit or by Retry-After (seconds or a date, RFC 9110 10.2.3)."""
+    error = cause_of(error)
+    if not isinstance(error, HfHubHTTPError):
+        return None
+    headers = error.response.headers
+    limit = parse_ratelimit_headers(headers)
+    if error.response.status_code == 429 and limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    value = headers.get("Retry-After", "").strip()
+    if value.isdigit():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def explain(error: Exception, repository: str, revision: str | None) -> HubError:
+    """What a failed request means for the user, and what to do about it."""
+    error = cause_of(error)
+    page = f"{constants.ENDPOINT}/{repository}"
+    if isinstance(error, OfflineModeIsEnabled):
+        return HubError(
+            f"{repository} cannot be fetched: huggingface_hub is in offline mode",
+            "unset HF_HUB_OFFLINE; `dsv4 inspect` shows what the cache holds",
+        )
+    if isinstance(error, GatedRepoError):
+        return HubError(
+            f"{repository} is gated: its owner asks to accept a licence first",
+            f"accept it on {page}, then log in with `hf auth login`",
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return HubError(
+            f"the hub has no repository {repository}, or it is private",
+            "check the name; for a private repository log in with `hf auth login`",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return HubError(f"{repository} has no revision {revision}", f"see {page}/commits/main for its commits")
+    if isinstance(error, EntryNotFoundError):
+        return HubError(f"{repository} no longer holds a file of its own listing: {_short(error)}", AGAIN)
+    if isinstance(error, HfHubHTTPError):
+        return _explain_status(error.response.status_code, repository, page, _short(error))
+    if isinstance(error, FileMetadataError | ValueError | KeyError | TypeError):
+        return HubError(f"{constants.ENDPOINT} does not answer as a hub does: {_short(error)}", "check HF_ENDPOINT")
+    return HubError(
+        f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}: {_short(error)}",
+        f"check the connection, the proxy and HF_ENDPOINT, then {AGAIN}",
+    )
+
+
+def _explain_status(status: int, repository: str, page: str, words: str) -> HubError:
+    if status == 401:
+        return HubError(f"the hub refuses the login for {repository} (HTTP 401)", "log in again with `hf auth login`")
+    if status == 403:
+        return HubError(
+            f"the hub refuses access to {repository} (HTTP 403)",
+            f"check that the account of the token may read {page}; `hf auth whoami` tells which it is",
+        )
+    if status == 429:
+        return HubError(
+            "the hub limits the rate of requests (HTTP 429)", f"wait some minutes, log in with `hf auth login`, {AGAIN}"
+        )
+    return HubError(f"the hub fails with HTTP {status} on {repository}: {words}", AGAIN)
+
+
+def _short(error: Exception) -> str:
+    """The first line of a message: huggingface_hub puts advice for its own users below."""
+    return next(iter(str(error).strip().splitlines()), "no message")[:160]

@@ -1,0 +1,184 @@
+"""Where the files of a repository lie on this machine: in the Hugging Face cache, or in a folder of the user's.
+
+The layout is huggingface_hub's (guide "Understand caching"): `blobs/<hash>`, `snapshots/<commit>/<name>` as a link to
+it, `refs/<revision>` with the commit. An unfinished file is `<hash>.dsv4.incomplete`, which `hf cache prune` removes.
+"""
+
+import os
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.file_download import are_symlinks_supported, repo_folder_name
+
+from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile
+
+PART = ".dsv4.incomplete"
+
+
+class Place(Protocol):
+    """Where the files of one listing go. `folder`: where they appear under their names."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def find(self, file: RemoteFile) -> Path | None:
+        """What may be the content of a file, if anything is there."""
+
+    def copy_of(self, file: RemoteFile) -> Path | None:
+        """The same file elsewhere on this machine."""
+
+    def part(self, file: RemoteFile) -> Path:
+        """Where the bytes of a file gather until they are complete."""
+
+    def lock(self, file: RemoteFile) -> Path:
+        """What a process holds while it writes the part."""
+
+    def hub_lock(self, file: RemoteFile) -> Path:
+        """What huggingface_hub holds while it writes the file."""
+
+    def put(self, file: RemoteFile) -> None:
+        """Moves a complete part to its final place."""
+
+    def show(self, file: RemoteFile) -> Path:
+        """Lets content that is there appear under its name."""
+
+    def fetch(self, file: RemoteFile, **options: Any) -> Path:
+        """The file by huggingface_hub's own means, which holds its lock meanwhile."""
+
+    def leftovers(self, file: RemoteFile) -> set[Path]:
+        """Unfinished files of huggingface_hub, which nobody continues."""
+
+    def close(self) -> None:
+        """Records that all that was wanted is there."""
+
+
+@dataclass(frozen=True)
+class CachePlace:
+    """The Hugging Face cache, wherever HF_HOME and HF_HUB_CACHE put it."""
+
+    listing: Listing
+
+    @property
+    def root(self) -> Path:
+        """The folder of the repository in the cache."""
+        cache = Path(constants.HF_HUB_CACHE).expanduser()
+        return cache / repo_folder_name(repo_id=self.listing.repository, repo_type="model")
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "snapshots" / self.listing.commit
+
+    def find(self, file: RemoteFile) -> Path | None:
+        candidates = (self.folder / file.name, self._blob(file))
+        return next((path for path in candidates if path.is_file()), None)
+
+    def copy_of(self, file: RemoteFile) -> Path | None:
+        return None
+
+    def part(self, file: RemoteFile) -> Path:
+        return self.root / "blobs" / (file.etag + PART)
+
+    def lock(self, file: RemoteFile) -> Path:
+        return self.hub_lock(file).with_suffix(".dsv4.lock")
+
+    def hub_lock(self, file: RemoteFile) -> Path:
+        return self.root.parent / ".locks" / self.root.name / f"{file.etag}.lock"
+
+    def put(self, file: RemoteFile) -> None:
+        os.replace(self.part(file), self._blob(file))
+        self.show(file)
+
+    def show(self, file: RemoteFile) -> Path:
+        pointer, blob = self.folder / file.name, self._blob(file)
+        if pointer.exists() and (not blob.exists() or pointer.samefile(blob)):
+            return pointer
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        fresh = pointer.with_name(f".{pointer.name}.{os.getpid()}.{threading.get_ident()}")
+        if are_symlinks_supported(self.root.parent):
+            fresh.symlink_to(os.path.relpath(blob, pointer.parent))
+            os.replace(fresh, pointer)
+        else:
+            # as huggingface_hub does without symbolic links
+            os.replace(blob, pointer)
+        return pointer
+
+    def fetch(self, file: RemoteFile, **options: Any) -> Path:
+        path = hf_hub_download(self.listing.repository, file.name, revision=self.listing.commit, **LIBRARY, **options)
+        return Path(path)
+
+    def leftovers(self, file: RemoteFile) -> set[Path]:
+        return _unfinished(self.part(file))
+
+    def close(self) -> None:
+        revision = self.listing.revision or constants.DEFAULT_REVISION
+        if revision != self.listing.commit:
+            reference = self.root / "refs" / revision
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            fresh = reference.with_name(f"{reference.name}.{os.getpid()}.tmp")
+            fresh.write_text(self.listing.commit, encoding="utf-8")
+            os.replace(fresh, reference)
+
+    def _blob(self, file: RemoteFile) -> Path:
+        return self.root / "blobs" / file.etag
+
+
+@dataclass(frozen=True)
+class FolderPlace:
+    """A folder of the user's, which holds the files under their names."""
+
+    listing: Listing
+    folder: Path
+
+    def find(self, file: RemoteFile) -> Path | None:
+        path = self.folder / file.name
+        return path if path.is_file() else None
+
+    def copy_of(self, file: RemoteFile) -> Path | None:
+        path = try_to_load_from_cache(self.listing.repository, file.name, revision=self.listing.commit)
+        return Path(path) if isinstance(path, str) else None
+
+    def part(self, file: RemoteFile) -> Path:
+        # where huggingface_hub keeps its own unfinished files of such a folder
+        return self.folder / ".cache" / "huggingface" / "download" / (file.etag + PART)
+
+    def lock(self, file: RemoteFile) -> Path:
+        return self.part(file).with_suffix(".lock")
+
+    def hub_lock(self, file: RemoteFile) -> Path:
+        return self.part(file).parent / f"{file.name}.lock"
+
+    def put(self, file: RemoteFile) -> None:
+        target = self.folder / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(self.part(file), target)
+
+    def show(self, file: RemoteFile) -> Path:
+        return self.folder / file.name
+
+    def fetch(self, file: RemoteFile, **options: Any) -> Path:
+        place: dict[str, Any] = {"revision": self.listing.commit, "local_dir": self.folder}
+        return Path(hf_hub_download(self.listing.repository, file.name, **place, **LIBRARY, **options))
+
+    def leftovers(self, file: RemoteFile) -> set[Path]:
+        return _unfinished(self.part(file))
+
+    def close(self) -> None:
+        """Nothing: the folder itself is the record."""
+
+
+def _unfinished(part: Path) -> set[Path]:
+    # huggingface_hub: [<name>.]<hash>.<eight hex digits>.incomplete
+    etag = part.name.removesuffix(PART)
+    return set(part.parent.rglob(f"*{etag}.????????.incomplete"))
+
+
+def free_bytes(place: Place) -> int:
+    """Bytes free on the file system that the place is on, or will be."""
+    path = place.folder.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

@@ -1,0 +1,126 @@
+"""Files in the hub's xet storage: huggingface_hub fetches them, watched, and what it leaves unfinished is not lost.
+
+Since version 1 huggingface_hub begins every file anew and never touches what a killed download left behind (issue
+4196); its downloads have hung at 99 % (xet-core issues 850 and 883). Both are met here: a dead unfinished file becomes
+the beginning of a plain download, which continues, and a download that stands still is left for the plain way.
+"""
+
+import os
+import shutil
+import time
+from concurrent.futures import TimeoutError as NotYet
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_hf_file_metadata
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined] # public, but not marked so
+
+from dsv4cli.engine.hub.crew import begin
+from dsv4cli.engine.hub.errand import Errand
+from dsv4cli.engine.hub.files import LIBRARY, RemoteFile
+from dsv4cli.engine.hub.patience import HTTP_ERROR, Stopped
+from dsv4cli.engine.hub.place import Place
+
+# seconds between two looks at a download that huggingface_hub does
+LOOK = 0.2
+# seconds to wait for a lock that is free unless its process lives
+LOCK_WAIT = 0.2
+# bytes before a hole that may be part of a page which was written in part
+PAGE = 1 << 16
+
+
+def fetch(errand: Errand, file: RemoteFile, anew: bool) -> bool:
+    """Lets huggingface_hub fetch a file of the xet storage; False where it cannot, or fails, and nothing is there.
+
+    anew: what is there is wrong. Raises HubError when the hub refuses the file, Stopped when the work is called off.
+    """
+    place = errand.place
+    if not file.sha256 or constants.HF_HUB_DISABLE_XET or not find_spec("hf_xet"):
+        return False
+    tries, timeout = errand.listing.tries(errand.patience, errand.stop), constants.HF_HUB_ETAG_TIMEOUT
+    seen = tries.call(lambda: get_hf_file_metadata(errand.url(file), timeout=timeout, **LIBRARY))
+    if seen.xet_file_data is None:
+        return False
+    bar = _bar(errand, file)
+    before = place.leftovers(file)
+    arrival = begin(lambda: place.fetch(file, force_download=anew, tqdm_class=bar))
+    while True:
+        try:
+            arrival.result(timeout=LOOK)
+            return True
+        except NotYet:
+            if errand.stop.is_set():
+                raise Stopped from None
+            if time.monotonic() - bar.moved > errand.patience.stall:
+                # its thread may still write: take a copy
+                for path in place.leftovers(file) - before:
+                    _keep(path, place.part(file), shutil.copyfile)
+                    path.unlink(missing_ok=True)
+                return False
+        except (HTTP_ERROR, OSError, RuntimeError, ValueError):  # what hf_xet and huggingface_hub raise
+            return False
+
+
+def adopt(place: Place, file: RemoteFile) -> None:
+    """Makes an unfinished file of a huggingface_hub that no longer runs the part, and removes the others."""
+    leftovers = sorted(place.leftovers(file), key=written)
+    if leftovers:
+        lock = place.hub_lock(file)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with WeakFileLock(lock, timeout=LOCK_WAIT):
+                if written(leftovers[-1]):
+                    _keep(leftovers.pop(), place.part(file), os.replace)
+                for path in leftovers:
+                    path.unlink(missing_ok=True)
+        except TimeoutError:  # it is still running
+            return
+
+
+def _keep(path: Path, part: Path, move: Any) -> None:
+    size = written(path)
+    move(path, part)
+    os.truncate(part, size)
+
+
+def written(path: Path) -> int:
+    """Bytes of an unfinished file up to the first hole: hf_xet may write at several places."""
+    with path.open("rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        if not hasattr(os, "SEEK_HOLE") or end == 0:
+            return end
+        hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+    return end if hole == end else max(0, hole - PAGE)
+
+
+def _bar(errand: Errand, file: RemoteFile) -> Any:
+    """A class that huggingface_hub takes for tqdm: it counts into the meter and notes when bytes last moved."""
+
+    class Bar:
+        moved = time.monotonic()
+        position = 0
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self.total = file.size
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, size: float | None = 1) -> None:
+            Bar.position += int(size or 0)
+            errand.meter.at(file.name, max(0, min(Bar.position, file.size)))
+            self.update_transfer()
+
+        def update_transfer(self, size: float | None = 1) -> None:
+            Bar.moved = time.monotonic()
+
+        def ignore(self, *_: object, **__: object) -> None:
+            pass
+
+        set_postfix_str = set_transfer_postfix_str = set_description = refresh = close = ignore
+
+    return Bar
