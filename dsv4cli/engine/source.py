@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from dsv4cli.engine.config import ModelConfig, parse_config
-from dsv4cli.engine.identify import FolderIdentity, Identity, describe, identify
+from dsv4cli.engine.identify import FolderIdentity, Identity, describe, identify, recognise
 from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.presets import PRESETS, shortened
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
@@ -40,6 +40,11 @@ class FolderSource:
         """What the folder holds, read once. Raises what `identify` raises."""
         return identify(self.folder)
 
+    @cached_property
+    def recognised(self) -> FolderIdentity:
+        """The same in any layout that `dsv4 convert` reads. Raises what `recognise` raises."""
+        return recognise(self.folder)
+
 
 @dataclass(frozen=True)
 class RandomSource:
@@ -64,16 +69,15 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
     if text.startswith("random:"):
         return _random(text)
     if text in ALIASES:
-        return _cached(text, ALIASES[text], None)
+        return resolve_repository(text)
     # os.path answers False where Path raises: a name too long, a user without a home
     path = Path(os.path.expanduser(text))
     if text.strip() and os.path.isdir(path):
         return FolderSource(text, path)
     if os.path.isfile(path):
         raise _no_folder(text, path)
-    match = REPOSITORY.fullmatch(text)
-    if match:
-        return _cached(text, match["name"], match["revision"])
+    if REPOSITORY.fullmatch(text):
+        return resolve_repository(text)
     if "/" in text or text.startswith(("~", ".")):
         raise ModelNotFound(f"there is no folder {text}", "check the path, or name a model: " + KNOWN)
     raise UsageError(f"{text!r} is no folder and no model name", "known names: " + KNOWN)
@@ -83,26 +87,29 @@ def _no_folder(text: str, path: Path) -> Dsv4Error:
     if path.suffix == ".gguf":
         return UnsupportedCheckpoint(
             f"{text} is a GGUF model, which this engine does not run",
-            f"run it with llama.cpp or ds4, or use the official checkpoint: `hf download {ALIASES['flash']}`",
+            "run it with llama.cpp or ds4, or use the official checkpoint: `dsv4 download flash`",
         )
     return UsageError(f"{text} is a file, a model is a folder", f"name the folder of the checkpoint: {path.parent}")
 
 
-def _cached(text: str, repository: str, revision: str | None) -> FolderSource:
-    """The snapshot in the Hugging Face cache."""
+def resolve_repository(text: str) -> FolderSource:
+    """The snapshot of a repository, by an alias or org/name[@revision], in the Hugging Face cache.
+
+    Raises ModelNotFound when there is none, UsageError for a name that huggingface_hub does not take.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    repository, _, revision = ALIASES.get(text, text).partition("@")
     try:
-        folder = snapshot_download(repository, revision=revision, local_files_only=True)
+        folder = snapshot_download(repository, revision=revision or None, local_files_only=True)
     except HFValidationError:
         raise UsageError(f"{text!r} is no folder and no model name", "known names: " + KNOWN) from None
     except LocalEntryNotFoundError:
         place = f"{repository} at {revision}" if revision else repository
-        at = f" --revision {revision}" if revision else ""
         other = "" if text in ALIASES else f" and there is no folder {text}"
         raise ModelNotFound(
-            f"{place} is not in the Hugging Face cache{other}", f"fetch it with `hf download {repository}{at}`"
+            f"{place} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {text}`"
         ) from None
     return FolderSource(text, Path(folder))
 

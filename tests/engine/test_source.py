@@ -55,10 +55,9 @@ def test_a_cached_repository_is_found(cache, text):
 @pytest.mark.parametrize(
     ("text", "command"),
     [
-        ("flash", "hf download deepseek-ai/DeepSeek-V4-Flash"),
-        ("pro", "hf download deepseek-ai/DeepSeek-V4-Pro"),
-        ("flash-0731", "hf download deepseek-ai/DeepSeek-V4-Flash-0731"),
-        ("someone/else@v2", "hf download someone/else --revision v2"),
+        ("flash", "dsv4 download flash"),
+        ("flash-0731", "dsv4 download flash-0731"),
+        ("someone/else@v2", "dsv4 download someone/else@v2"),
     ],
 )
 def test_what_is_not_in_the_cache_is_told_how_to_fetch(text, command):

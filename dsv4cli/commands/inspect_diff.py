@@ -1,0 +1,164 @@
+"""`dsv4 inspect A --diff B`: whether two checkpoints are the same model in other clothes, and where not."""
+
+import textwrap
+from collections import Counter
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from dsv4cli.errors import UsageError
+from dsv4cli.output import Output, duration_text, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dsv4cli.engine.diff import Diff, MatrixDiff
+    from dsv4cli.engine.identify import FolderIdentity
+    from dsv4cli.engine.inspectable import Inspectable
+
+# matrices, fields and names that a person reads at once; --json has all
+SHOWN = 8
+WIDTH = 80
+VERDICTS = {
+    "identical": "with the same bytes",
+    "equal": "with the same values in other bytes",
+    "zero_signs": "with the same values, but for the sign of zeros",
+    "different": "with other values",
+    "unreadable": "that cannot be compared",
+}
+ZERO_NOTE = (
+    "Readers of FP4 disagree on code 8: the official table makes it 0, transformers -0. It changes no result of the "
+    "model."
+)
+
+
+def show_diff(out: Output, model: str, other: str, layer: int | None = None, tensor: str | None = None) -> bool:
+    """Compares two models, or one layer or tensor of them, and reports; tells whether they are the same.
+
+    Raises what `resolve_inspectable` and `compare` raise.
+    """
+    from dsv4cli.engine.diff import diff_document
+    from dsv4cli.engine.inspectable import resolve_inspectable
+
+    found = compare(out, resolve_inspectable(model), resolve_inspectable(other), layer, tensor)
+    out.document(diff_document(found))
+    report_diff(out, found)
+    return found.same
+
+
+def compare(
+    out: Output, a: "Inspectable", b: "Inspectable", layer: int | None = None, tensor: str | None = None
+) -> "Diff":
+    """The comparison, with its progress and rate on stderr.
+
+    Raises what `recognise` raises, and UsageError for what has no values here and for a part that neither model has.
+    """
+    from dsv4cli.engine.diff import diff_models
+    from dsv4cli.engine.inspectable import FileSource
+
+    start = monotonic()
+    with out.progress("comparing") as progress:
+        found = diff_models(_identity(a), _identity(b), progress, _wanted(layer, tensor))
+    if not (found.matrices or found.only_a or found.only_b):
+        what = tensor or f"layer {layer}"
+        raise UsageError(f"neither model has {what}", "`dsv4 inspect MODEL --tree` lists the names")
+    seconds = max(monotonic() - start, 1e-9)
+    out.status(
+        f"read {size_text(found.nbytes)} in {duration_text(seconds)}, {size_text(int(found.nbytes / seconds))}/s"
+    )
+    # of a single file, what it does not hold is not missing
+    only_a = () if isinstance(b, FileSource) else found.only_a
+    only_b = () if isinstance(a, FileSource) else found.only_b
+    return replace(found, only_a=only_a, only_b=only_b)
+
+
+def _identity(source: "Inspectable") -> "FolderIdentity":
+    from dsv4cli.engine.inspectable import FileSource, RemoteSource
+    from dsv4cli.engine.source import FolderSource
+
+    if isinstance(source, FolderSource):
+        return source.recognised
+    if isinstance(source, FileSource):
+        return source.identity
+    remedy = "name a folder, a file or a downloaded model"
+    if isinstance(source, RemoteSource):
+        remedy = f"fetch them with `dsv4 download {source.repository}`"
+    raise UsageError(f"{source.name} has no weights on this machine to compare", remedy)
+
+
+def _wanted(layer: int | None, tensor: str | None) -> "Callable[[str], bool]":
+    """Which matrices are compared, by their official names."""
+    prefix = "" if layer is None else f"layers.{layer}."
+    matrix = tensor and tensor.removesuffix(".weight").removesuffix(".scale")
+    return lambda name: name.startswith(prefix) and matrix in (None, name, name.removesuffix(".weight"))
+
+
+def report_diff(out: Output, found: "Diff") -> None:
+    """Whether both are the same model and how equal; what differs, the worst first."""
+    out.table([(side, str(one.checkpoint.folder), one.layout) for side, one in (("A", found.a), ("B", found.b))])
+    count, bad = len(found.matrices), len(found.worst)
+    if found.same:
+        out.line(f"the same model: {_how_equal(found)}", strong=True)
+    elif bad:
+        out.line(f"not the same: {bad:,} of {count:,} matrices differ", strong=True)
+    else:
+        out.line(f"not the same, but the {count:,} matrices that both have are equal", strong=True)
+    for verdict, number in found.counts.items():
+        if number:
+            out.line(f"  {number:,} {VERDICTS[verdict]}")
+    if found.counts["zero_signs"]:
+        _paragraph(out, ZERO_NOTE, "  ")
+    _sides(out, found)
+    if bad:
+        _worst(out, found)
+
+
+def _how_equal(found: "Diff") -> str:
+    if found.counts["identical"] == len(found.matrices):
+        return f"all {len(found.matrices):,} matrices, byte for byte"
+    signs = ", but for the sign of zeros" if found.counts["zero_signs"] else ""
+    return f"all {len(found.matrices):,} matrices have the same values{signs}"
+
+
+def _sides(out: Output, found: "Diff") -> None:
+    """Fields of the configuration that differ, and what only one of the two has."""
+    for field in found.fields[:SHOWN]:
+        _paragraph(out, f"{field.name}: {field.a} in A, {field.b} in B", "  ")
+    if len(found.fields) > SHOWN:
+        out.line(f"  and {len(found.fields) - SHOWN:,} more fields of the configuration; --json lists them all")
+    for side, names in (("A", found.only_a), ("B", found.only_b)):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            _paragraph(out, f"{len(names):,} only in {side}: {shown}", "  ")
+
+
+def _worst(out: Output, found: "Diff") -> None:
+    worst = found.worst
+    patterns = Counter(matrix.pattern for matrix in worst if matrix.pattern)
+    for words, number in patterns.most_common(SHOWN) if len(worst) > 1 else []:
+        _paragraph(out, f"{number:,} of them: {words}", "  ")
+    out.line()
+    out.line("the worst first")
+    for matrix in worst[:SHOWN]:
+        out.line(f"  {matrix.name}  {matrix.forms[0]} in A, {matrix.forms[1]} in B")
+        for line in _numbers(matrix):
+            _paragraph(out, line, "    ")
+    if len(worst) > SHOWN:
+        out.line(f"  and {len(worst) - SHOWN:,} more; --json lists them all")
+
+
+def _numbers(matrix: "MatrixDiff") -> "Iterator[str]":
+    if matrix.first is None:
+        yield matrix.problem
+        return
+    share = f"{matrix.different:,} of {matrix.values:,} values"
+    yield f"relative error {matrix.relative_error:.2e}, largest {matrix.largest:.3g}, {share}"
+    first = matrix.first
+    yield f"first at [{first.row}, {first.column}]: {first.first:.9g} in A, {first.second:.9g} in B"
+    if matrix.pattern:
+        yield matrix.pattern
+
+
+def _paragraph(out: Output, text: str, indent: str) -> None:
+    for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  "):
+        out.line(line)
