@@ -1,0 +1,55 @@
+"""`dsv4 inspect --for CONSUMER`: would another program load the folder, why not, and what would help."""
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from dsv4cli.output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from dsv4cli.engine.inspection import Inspection
+    from dsv4cli.engine.verdict.judge import Consumer, Verdict
+
+WIDTH = 80
+ANSWERS = {True: "would load", False: "would not load", None: "may or may not load"}
+
+
+def show_verdict(
+    out: Output,
+    result: "Inspection",
+    consumer: "Consumer",
+    *,
+    folder: "Path | None" = None,
+    files: "Collection[str] | None" = None,
+) -> bool:
+    """Judges and reports whether the consumer would load what was inspected; false also where that is not known.
+
+    folder, files: of a repository on the hub, where its configuration lies here and what it has. Raises UsageError for
+    a single file and for random weights.
+    """
+    from dsv4cli.engine.verdict.examine import judge
+    from dsv4cli.engine.verdict.judge import verdict_document
+
+    found = judge(result, consumer, folder=folder, files=files)
+    out.document(verdict_document(result.source.name, found))
+    _report(out, result.source.name, found)
+    return found.loads is True
+
+
+def _report(out: Output, name: str, found: "Verdict") -> None:
+    """The answer, the reasons, what else to know, and the command."""
+    out.line(f"{found.version} {ANSWERS[found.loads]} {name}", strong=True)
+    for reason in found.reasons:
+        _item(out, reason if found.loads is False else f"not known: {reason}")
+    for note in found.notes:
+        _item(out, f"note: {note}")
+    step = found.command or found.remedy
+    if step:
+        out.line(f"→ {step}")
+
+
+def _item(out: Output, text: str) -> None:
+    for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    "):
+        out.line(line)

@@ -1,0 +1,11 @@
+"""How much of each thing the engine holds at once: what its cache and its schedule are built on; no torch."""
+
+# tokens of one block of compressed entries: 32 of ratio 4, 1 of ratio 128
+BLOCK_TOKENS = 128
+# how many tokens can be taken back at once: a verification step of a drafter is at most this long
+ROLLBACK = 8
+# sequences in flight, and tokens in one step: bounds of the memory that a step takes
+MAX_SLOTS = 64
+MAX_STEP_TOKENS = 8192
+# rows of a list that the reference kernels of attention and indexer read at once
+LIST_BLOCK = 64

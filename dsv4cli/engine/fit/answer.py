@@ -1,0 +1,77 @@
+"""Does the inspected model run on a machine: the answer of `--fit` as a whole; no torch."""
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4cli.engine.fit.advice import Step, advise
+from dsv4cli.engine.fit.machine import Machine
+from dsv4cli.engine.fit.plan import Fit, plan_fit
+from dsv4cli.engine.inspectable import FileSource
+from dsv4cli.engine.inspection import Inspection
+from dsv4cli.engine.source import RandomSource
+from dsv4cli.engine.verdict.examine import subject_of
+from dsv4cli.engine.verdict.judge import verdict
+from dsv4cli.errors import UsageError
+
+SCHEMA = "dsv4.fit/1"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """runs: whether it fits one device and dsv4 would load it. steps: what to do, the best first."""
+
+    model: str
+    fit: Fit
+    steps: list[Step]
+    runs: bool
+
+
+def answer_fit(
+    result: Inspection,
+    machine: Machine,
+    *,
+    context: int,
+    batch: int,
+    folder: Path | None = None,
+    files: Collection[str] | None = None,
+) -> Answer:
+    """folder, files: as for `verdict.examine.judge`.
+
+    Raises the inspection's problem where it does not tell the dimensions of the model, UsageError for a single file,
+    and what plan_fit raises.
+    """
+    source, identity = result.source, result.identity
+    if isinstance(source, FileSource):
+        raise UsageError(f"{source.name} is a part of a model", f"name its folder: {source.file.parent}")
+    if identity is None:
+        assert result.problem is not None
+        raise result.problem
+    fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch)
+    subject = None if isinstance(source, RandomSource) else subject_of(result, folder, files)
+    steps = advise(fit, source.name, result.problem, verdict(subject, "vllm") if subject else None)
+    return Answer(source.name, fit, steps, fit.runs is not None and result.problem is None)
+
+
+def fit_document(answer: Answer) -> dict[str, Any]:
+    """The answer as one JSON document of schema SCHEMA, bytes throughout."""
+    fit = answer.fit
+    return {
+        "schema": SCHEMA,
+        "model": answer.model,
+        "runs": answer.runs,
+        "device": fit.runs and fit.runs.devices[0].torch_name,
+        "context": fit.context,
+        "batch": fit.batch,
+        "largest_context": fit.largest_context,
+        "largest_batch": fit.largest_batch,
+        "layers": fit.layers,
+        "gpus_together": fit.together and fit.together.ranks,
+        "largest_context_together": fit.context_together,
+        "whole_on_every_gpu": fit.whole,
+        "shares": [
+            asdict(share) | {"ranks": share.ranks, "needed": share.needed, "fits": share.fits} for share in fit.shares
+        ],
+        "next": [asdict(step) for step in answer.steps],
+    }

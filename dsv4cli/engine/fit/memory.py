@@ -1,0 +1,130 @@
+"""How many bytes a model takes on one device: weights, cache and the tensors of a step; no torch.
+
+Everything follows from the table (`layout`), from what `cache.py` keeps and from what the reference kernels allocate.
+Where tensor parallelism cuts, a rank has its part; the cache and the tensors that the table does not cut are whole on
+every rank.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from math import prod
+
+from dsv4cli.engine.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK
+from dsv4cli.engine.checkpoint import DTYPE_BITS
+from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.fit.step import ACTIVATION, FP32, Step
+from dsv4cli.engine.layout import Formats, TensorSpec
+from dsv4cli.kernels.formats import FP8_BLOCK
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of the model: `batch` sequences of `context` tokens each, prompts in chunks of `chunk` tokens."""
+
+    context: int
+    batch: int
+    chunk: int
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of one step, as the schedule joins them."""
+        return min(self.batch * min(self.chunk, self.context), MAX_STEP_TOKENS)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the weights on each of `ranks` devices. whole: the part that every rank holds, by family."""
+
+    ranks: int
+    nbytes: int
+    whole: dict[str, int]
+
+
+def refused_by(config: ModelConfig, specs: Collection[TensorSpec], ranks: int) -> str:
+    """The first thing that `ranks` ranks do not divide, '' where they divide everything."""
+    dimensions = {
+        "num_attention_heads": config.num_attention_heads,
+        "o_groups": config.o_groups,
+        "index_n_heads": config.index_n_heads,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    for name, count in dimensions.items():
+        if count % ranks:
+            return f"{name} = {count}"
+    return next((spec.name for spec in specs if part_shape(spec, ranks) is None), "")
+
+
+def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...] | None:
+    """The shape of one rank's part of a tensor, None where the ranks do not divide it or would cut an FP8 block."""
+    if spec.shard is None:
+        return spec.shape
+    size, rest = divmod(spec.shape[spec.shard], ranks)
+    if rest or (spec.dtype == "F8_E4M3" and spec.role == "weight" and ranks > 1 and size % FP8_BLOCK):
+        return None
+    return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
+
+
+def weigh(specs: Collection[TensorSpec], ranks: int) -> Weights:
+    """Adds up one rank's part of the table, which `ranks` must divide."""
+    total, whole = 0, Counter[str]()
+    for spec in specs:
+        shape = part_shape(spec, ranks)
+        assert shape is not None
+        nbytes = prod(shape) * DTYPE_BITS[spec.dtype] // 8
+        total += nbytes
+        if spec.shard is None:
+            whole[spec.family] += nbytes
+    return Weights(ranks, total, dict(whole.most_common()))
+
+
+def ring_bytes(config: ModelConfig) -> int:
+    """What one sequence keeps whatever its length: window rings and open windows of every layer (see `cache.Cache`)."""
+    total = 0
+    for ratio in config.compress_ratios:
+        total += (config.sliding_window + ROLLBACK) * config.head_dim * ACTIVATION
+        for width in _entry_widths(config, ratio):
+            span, channels = (2 * ratio, 2 * width) if ratio == 4 else (ratio, width)
+            total += 2 * (span + ROLLBACK) * channels * FP32  # values and scores
+    return total
+
+
+def block_bytes(config: ModelConfig) -> int:
+    """The compressed entries of BLOCK_TOKENS tokens in all layers."""
+    entries = ((BLOCK_TOKENS // ratio, _entry_widths(config, ratio)) for ratio in config.compress_ratios if ratio)
+    return sum(count * width * ACTIVATION for count, widths in entries for width in widths)
+
+
+def _entry_widths(config: ModelConfig, ratio: int) -> list[int]:
+    return {0: [], 4: [config.head_dim, config.index_head_dim], 128: [config.head_dim]}[ratio]
+
+
+def blocks(load: Load) -> int:
+    """Blocks of the pools when every sequence has its whole context: their number doubles from 8."""
+    needed = load.batch * -(-load.context // BLOCK_TOKENS)
+    count = 8
+    while count < needed:
+        count *= 2
+    return count
+
+
+def cache_bytes(config: ModelConfig, load: Load) -> int:
+    """The cache at its largest: the rings of all sequences and the pools of compressed entries."""
+    return load.batch * ring_bytes(config) + blocks(load) * block_bytes(config)
+
+
+def workspace_bytes(config: ModelConfig, formats: Formats, load: Load, ranks: int, on_gpu: bool) -> int:
+    """An upper estimate of what a step, or a pool of entries that doubles, takes beside weights and cache."""
+    if ranks > 1:
+        config = replace(
+            config,
+            num_attention_heads=config.num_attention_heads // ranks,
+            o_groups=config.o_groups // ranks,
+            index_n_heads=config.index_n_heads // ranks,
+            moe_intermediate_size=config.moe_intermediate_size // ranks,
+            vocab_size=config.vocab_size // ranks,
+        )
+    step = Step(config, formats, tokens=load.tokens, batch=load.batch, context=load.context, on_gpu=on_gpu)
+    entries = max((BLOCK_TOKENS // ratio for ratio in config.compress_ratios if ratio), default=0)
+    return max(step.peak(), blocks(load) * entries * config.head_dim * ACTIVATION)

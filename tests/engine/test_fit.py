@@ -1,0 +1,464 @@
+"""What a model takes on a device, held against what the engine allocates; the machines; the answer and its commands."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsv4cli.cli import app
+from dsv4cli.commands.inspect_fit import show_fit
+from dsv4cli.engine import cache as engine_cache
+from dsv4cli.engine import capacity, schedule, weights
+from dsv4cli.engine.batch import make_batch
+from dsv4cli.engine.cache import Cache
+from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.fit import machine as machines
+from dsv4cli.engine.fit.advice import advise
+from dsv4cli.engine.fit.answer import answer_fit, fit_document
+from dsv4cli.engine.fit.machine import Device, Machine, parse_gpus, this_machine
+from dsv4cli.engine.fit.memory import Load, cache_bytes, part_shape, refused_by, weigh
+from dsv4cli.engine.fit.plan import GPU_RESERVE, plan_fit
+from dsv4cli.engine.fit.step import Step
+from dsv4cli.engine.inspectable import resolve_inspectable
+from dsv4cli.engine.inspection import inspect_model
+from dsv4cli.engine.layout import Formats, expected_tensors
+from dsv4cli.engine.loading import build_random
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.parallel import World
+from dsv4cli.engine.presets import FLASH, PRO, TINY, shortened
+from dsv4cli.engine.verdict.judge import Verdict
+from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
+from dsv4cli.kernels.attention import ref as attention_ref
+from dsv4cli.kernels.indexer import ref as indexer_ref
+from dsv4cli.output import Colours, Output
+from tests import damage
+from tests.damage import GOLDEN
+
+CONFIG = parse_config(TINY, "tiny")
+SMALL_FLASH = parse_config(shortened(FLASH, 4, 8), "flash")
+# 10.1 GB for 8,192 tokens, of which 6.8 are weights
+TWELVE_LAYERS = shortened(FLASH, 12, 16)
+OFFICIAL = Formats()
+GB = 10**9
+
+
+def gpus(*free: float) -> Machine:
+    return Machine(tuple(Device(f"cuda:{n}", "GPU", int(f * GB), int(f * GB)) for n, f in enumerate(free)), None)
+
+
+def with_ram(machine: Machine, free: float) -> Machine:
+    return replace(machine, cpu=Device("cpu", "RAM", int(free * GB), int(free * GB)))
+
+
+def test_the_constants_are_the_engine_s():
+    assert engine_cache.BLOCK_TOKENS == capacity.BLOCK_TOKENS
+    assert engine_cache.ROLLBACK == capacity.ROLLBACK
+    assert schedule.MAX_SLOTS == capacity.MAX_SLOTS
+    assert schedule.MAX_STEP_TOKENS == capacity.MAX_STEP_TOKENS
+    assert attention_ref.BLOCK == indexer_ref.BLOCK == capacity.LIST_BLOCK
+
+
+@pytest.mark.parametrize(
+    "formats", [OFFICIAL, Formats("fp8", "fp8"), Formats("bf16", "bf16"), Formats("f32", "f32", "f32")]
+)
+@pytest.mark.parametrize("config", [CONFIG, SMALL_FLASH], ids=["tiny", "flash"])
+def test_weights_are_cut_as_the_loader_cuts_them(config, formats):
+    specs = expected_tensors(config, formats)
+    for ranks in (1, 2, 3, 4, 5, 8, 16, 32):
+        world = World(0, ranks)
+        try:
+            world.check_divides(config)
+            total = weights.total_bytes(specs, world)
+        except (UsageError, CheckpointError):
+            assert refused_by(config, list(specs.values()), ranks)
+            continue
+        assert refused_by(config, list(specs.values()), ranks) == ""
+        assert weigh(list(specs.values()), ranks).nbytes == total
+        assert all(part_shape(spec, ranks) == weights.local_shape(spec, world) for spec in specs.values())
+
+
+def test_the_parts_that_are_whole_on_every_rank():
+    specs = list(expected_tensors(CONFIG, OFFICIAL).values())
+    one, two = weigh(specs, 1), weigh(specs, 2)
+    assert one.whole == two.whole
+    # each tensor is whole or halved
+    assert 2 * (two.nbytes - sum(two.whole.values())) == one.nbytes - sum(one.whole.values())
+    assert {"norms", "router", "shared experts", "compressor", "hyper-connections"} <= one.whole.keys()
+    assert "embedding" not in one.whole
+
+
+@pytest.mark.parametrize(("batch", "context"), [(1, 1), (1, 128), (1, 129), (3, 500), (2, 4096), (9, 130)])
+@pytest.mark.parametrize("config", [CONFIG, SMALL_FLASH], ids=["tiny", "flash"])
+def test_the_cache_takes_what_the_engine_s_takes(config, batch, context):
+    cache = Cache(config, Numerics.reference(), slots=batch)
+    for _ in range(batch):
+        cache.reserve(cache.allocate(), context)
+    tensors = [ring.data for layer in cache.layers for ring in layer.rings()]
+    tensors += [pool.data for layer in cache.layers for pool in layer.pools()]
+    assert cache_bytes(config, Load(context, batch, 2048)) == sum(tensor.nbytes for tensor in tensors)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors, made inside, that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.live = self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self._count((args, kwargs), made=False)
+        result = function(*args, **(kwargs or {}))
+        self._count(result, made=True)
+        return result
+
+    def _count(self, tensors, *, made: bool) -> None:
+        for tensor in tree_leaves(tensors):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.known:
+                size = storage.nbytes() if made else 0
+                self.known.add(storage._cdata)
+                self.live += size
+                self.most = max(self.most, self.live)
+                weakref.finalize(storage, self._forget, storage._cdata, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+# changes to the tiny model, tokens of the step, context, sequences: each makes another part of the model the widest
+STEPS = {
+    "attention": ({}, 128, 256, 1),
+    "sorting the scores": ({}, 32, 65536, 1),
+    "decoding": ({}, 1, 4096, 1),
+    "many sequences": ({}, 64, 512, 8),
+    "rings of many": ({}, 8, 4096, 8),
+    "hyper-connections": ({"hidden_size": 1024}, 128, 128, 1),
+    "head": ({"vocab_size": 32768}, 16, 64, 1),
+    "indexer": ({"index_n_heads": 64}, 128, 1024, 1),
+    "queries": ({"q_lora_rank": 1024}, 64, 256, 1),
+    "output": ({"o_lora_rank": 2048}, 16, 256, 1),
+    # every expert has every token
+    "experts": ({"moe_intermediate_size": 4096, "num_experts_per_tok": 3, "n_routed_experts": 3}, 64, 64, 1),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_workspace_bounds_what_a_step_allocates(case):
+    change, tokens, context, batch = STEPS[case]
+    config = parse_config(TINY | {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4]} | change | NO_DRAFTER, "")
+    model = build_random(config, Numerics.reference())
+    cache, work = Cache(config, model.numerics, slots=batch), []
+    for _ in range(batch):
+        sequence = cache.allocate()
+        cache.reserve(sequence, context)
+        sequence.length = context - tokens // batch
+        work.append((sequence, [1] * (tokens // batch)))
+    with Peak() as peak, torch.no_grad():
+        step = make_batch(cache, work)
+        model.logits(model(step, cache).streams[step.last]).log_softmax(-1)
+    estimate = Step(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=False).peak()
+    # never less than the tensors, and at most a third more: it adds up what is alive at the widest place of each part
+    assert peak.most <= estimate <= 1.35 * peak.most
+
+
+NO_DRAFTER = {"num_nextn_predict_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "size"),
+    [
+        ("2x141GB", 2, 141 * GB),
+        ("8x80GiB", 8, 80 * 2**30),
+        ("24GB", 1, 24 * GB),
+        (" 1X22.5gb ", 1, 22_500_000_000),
+        ("16×141GB", 16, 141 * GB),
+    ],
+)
+def test_named_gpus(text, count, size):
+    named = parse_gpus(text)
+    assert [(gpu.torch_name, gpu.total, gpu.free) for gpu in named.gpus] == [
+        (f"cuda:{number}", size, size) for number in range(count)
+    ]
+    assert named.cpu is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "2x", "0x80GB", "2x0GB", "x80GB", "2x80", "2x80TB", "2x-8GB", "80 GB", "²x8GB"]
+)
+def test_gpus_that_cannot_be(text):
+    with pytest.raises(UsageError, match="--gpus cannot be"):
+        parse_gpus(text)
+
+
+@pytest.fixture
+def bare_machine(tmp_path, monkeypatch) -> Path:
+    """A system without nvidia-smi, with 8 GiB of RAM of which 6 are free."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\nHugePages_Total: 0\n")
+    monkeypatch.setattr(machines, "MEMINFO", meminfo)
+    monkeypatch.setattr(machines, "CGROUP", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def smi(folder: Path, script: str) -> None:
+    path = folder / "bin" / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_a_machine_without_a_gpu(bare_machine):
+    assert this_machine() == Machine((), Device("cpu", "RAM", 8 * 2**30, 6 * 2**30))
+
+
+def test_a_container_s_limit(bare_machine):
+    (bare_machine / "memory.max").write_text("4294967296\n")
+    (bare_machine / "memory.current").write_text("3221225472\n")
+    (bare_machine / "memory.stat").write_text("anon 1073741824\ninactive_file 2147483648\n")
+    assert this_machine().cpu == Device("cpu", "RAM", 4 * 2**30, 3 * 2**30)
+    (bare_machine / "memory.max").write_text("max\n")
+    assert this_machine().cpu == Device("cpu", "RAM", 8 * 2**30, 6 * 2**30)
+
+
+def test_the_gpus_that_nvidia_smi_tells_of(bare_machine):
+    smi(bare_machine, 'echo "NVIDIA H200, 143771, 143156"; echo "GB10, [N/A], [N/A]"; echo "A, B, 81559, 1000"')
+    found = this_machine().gpus
+    assert [(gpu.torch_name, gpu.name) for gpu in found] == [("cuda:0", "NVIDIA H200"), ("cuda:2", "A, B")]
+    assert [(gpu.total, gpu.free) for gpu in found] == [(143771 * 2**20, 143156 * 2**20), (81559 * 2**20, 1000 * 2**20)]
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "echo 'a, 1, 1'; exit 1", "/bin/sleep 9"])
+def test_nvidia_smi_that_fails_or_hangs(bare_machine, monkeypatch, script):
+    monkeypatch.setattr(machines, "SMI_SECONDS", 0.2)
+    smi(bare_machine, script)
+    assert this_machine().gpus == ()
+
+
+def test_nothing_is_known_of_a_system_without_meminfo(bare_machine):
+    (bare_machine / "meminfo").unlink()
+    with pytest.raises(UnsupportedHardware, match="does not say how much memory"):
+        plan_fit(CONFIG, OFFICIAL, this_machine(), context=100, batch=1)
+
+
+def test_flash_on_eight_gpus():
+    fit = plan_fit(parse_config(FLASH, "flash"), OFFICIAL, parse_gpus("8x141GB"), context=8192, batch=1)
+    assert [share.ranks for share in fit.shares] == [1, 2, 4, 8]
+    # the published size of the checkpoint
+    assert fit.shares[0].weights == 159_609_485_896
+    assert fit.runs is None
+    assert (fit.largest_context, fit.largest_batch) == (0, 0)
+    assert fit.together is not None
+    assert (fit.together.ranks, fit.context_together) == (2, 1048576)
+
+
+@pytest.mark.parametrize(("preset", "count", "offered"), [(FLASH, 16, [1, 2, 4, 8]), (PRO, 17, [1, 2, 4, 8, 16])])
+def test_degrees_that_do_not_divide_are_not_offered(preset, count, offered):
+    config = parse_config(shortened(preset, 3, 16), "short")
+    fit = plan_fit(config, OFFICIAL, parse_gpus(f"{count}x1GB"), context=8192, batch=1)
+    assert [share.ranks for share in fit.shares] == offered
+
+
+def test_the_emptiest_gpu_runs_it_and_the_ram_where_none_does():
+    fit = plan_fit(CONFIG, OFFICIAL, with_ram(gpus(1.2, 4, 0.5), 64), context=100, batch=1)
+    assert fit.runs is not None
+    assert fit.runs.devices[0].torch_name == "cuda:1"
+    fit = plan_fit(CONFIG, OFFICIAL, with_ram(gpus(0.9, 0.5), 64), context=100, batch=1)
+    assert fit.runs is not None
+    assert fit.runs.devices[0].torch_name == "cpu"
+
+
+def test_the_limits_are_the_last_that_fit():
+    machine, config = gpus(12), parse_config(TWELVE_LAYERS, "short")
+    fit = plan_fit(config, OFFICIAL, machine, context=300_000, batch=2)
+    assert 1 < fit.largest_batch < capacity.MAX_SLOTS
+    assert 300_000 < fit.largest_context < config.max_position_embeddings
+
+    def runs(context: int, batch: int) -> bool:
+        return plan_fit(config, OFFICIAL, machine, context=context, batch=batch).runs is not None
+
+    assert runs(fit.largest_context, 2)
+    assert not runs(fit.largest_context + 1, 2)
+    assert runs(300_000, fit.largest_batch)
+    assert not runs(300_000, fit.largest_batch + 1)
+
+
+def test_a_shorter_chunk_where_the_default_does_not_fit():
+    wide = plan_fit(SMALL_FLASH, OFFICIAL, gpus(40), context=1048576, batch=1).shares[0]
+    assert wide.chunk == 2048
+    machine = gpus((wide.needed - 1) / GB)
+    narrow = plan_fit(SMALL_FLASH, OFFICIAL, machine, context=1048576, batch=1).runs
+    assert narrow is not None
+    assert narrow.chunk == 1024
+    assert narrow.workspace < wide.workspace
+
+
+def test_the_first_layers_that_fit():
+    machine = gpus(8)
+    config = parse_config(TWELVE_LAYERS, "short")
+    layers = plan_fit(config, OFFICIAL, machine, context=8192, batch=1).layers
+    assert layers is not None
+    assert 1 <= layers < 12
+    for count, fits in ((layers, True), (layers + 1, False)):
+        shorter = parse_config(shortened(TWELVE_LAYERS, count, None), "shorter")
+        assert (plan_fit(shorter, OFFICIAL, machine, context=8192, batch=1).runs is not None) is fits
+
+
+@pytest.mark.parametrize(("context", "batch"), [(0, 1), (1048577, 1), (100, 0), (100, 65)])
+def test_a_load_that_the_engine_does_not_take(context, batch):
+    with pytest.raises(UsageError, match=r"--context|--batch"):
+        plan_fit(CONFIG, OFFICIAL, gpus(1), context=context, batch=batch)
+
+
+LOADS = Verdict("vllm", "vLLM", True, (), (), "vllm serve X")
+
+
+def steps_of(machine: Machine, context: int = 8192, batch: int = 1, *, preset=TWELVE_LAYERS, vllm=LOADS):
+    fit = plan_fit(parse_config(preset, "short"), OFFICIAL, machine, context=context, batch=batch)
+    return advise(fit, "my model", vllm=vllm)
+
+
+def test_advice_where_it_fits():
+    (step,) = steps_of(gpus(5, 80), batch=4)
+    assert step.command == "dsv4 run --model 'my model' --max-context 8192 --device cuda:1 --prompts questions.jsonl"
+    (step,) = steps_of(with_ram(gpus(5), 80))
+    assert step.command == "dsv4 run --model 'my model' --max-context 8192 --device cpu 'What is 17 + 25?'"
+    (step,) = steps_of(with_ram(gpus(), 80))
+    assert step.command == "dsv4 run --model 'my model' --max-context 8192 'What is 17 + 25?'"
+
+
+def test_advice_where_only_several_gpus_hold_it():
+    more, fewer = steps_of(gpus(7, 7))
+    assert "by size it fits 2 GPUs, but dsv4 run uses one device" in more.why
+    assert more.command == "vllm serve X --tensor-parallel-size 2"
+    assert re.fullmatch(r"dsv4 convert 'my model' OUT --to official --layers 0-\d --no-mtp", fewer.command)
+
+
+def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
+    more, _ = steps_of(gpus(7, 7), 1048576, 16)
+    assert re.search(r"by size it fits 2 GPUs with at most [\d,]+ tokens, but", more.why)
+
+
+def test_advice_where_vllm_would_not_load_it_either():
+    refuses = Verdict("vllm", "vLLM", False, ("no tokenizer.json",), (), remedy="copy it")
+    more, _ = steps_of(gpus(7, 7), vllm=refuses)
+    assert more.why.endswith("once this is settled: no tokenizer.json")
+    assert more.command == "copy it"
+
+
+def test_advice_where_the_load_is_too_large():
+    shorter, fewer, layers = steps_of(gpus(14), 1048576, 8)
+    assert re.search(r"--max-context \d+ (--prefill-chunk \d+ )?--prompts", shorter.command)
+    assert "--max-context 1048576" in fewer.command
+    assert "--layers 0-" in layers.command
+
+
+def test_advice_for_random_weights():
+    fit = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, gpus(7, 7), context=8192, batch=1)
+    (step,) = advise(fit, "random:flash,experts=16")
+    assert re.fullmatch(r"dsv4 run --model random:flash,experts=16,layers=\d 'What is 17 \+ 25\?'", step.command)
+    (step,) = advise(fit, "random:flash,layers=12,seed=3")
+    assert re.fullmatch(r"dsv4 run --model random:flash,seed=3,layers=\d .*", step.command)
+
+
+def test_every_option_in_a_command_exists():
+    known = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in typer.main.get_command(app).commands.items()
+    }
+    seen = set()
+    for machine in (gpus(5, 80), gpus(7, 7), gpus(14), with_ram(gpus(3), 9)):
+        for step in steps_of(machine, 1048576, 8) + steps_of(machine):
+            program, command, *words = step.command.split()
+            if program == "dsv4":
+                seen.add(command)
+                assert {word for word in words if word.startswith("--")} <= known[command]
+    assert seen == {"run", "convert"}
+
+
+SHORT = "random:flash,layers=3,experts=8"
+TINY_FLASH = str(GOLDEN / "tiny-flash")
+
+
+def shown(capsys, model: str, gpus: str | None, *, batch: int = 1, as_json: bool = False):
+    result = inspect_model(resolve_inspectable(model))
+    answer = show_fit(Output(Colours(), as_json), result, gpus=gpus, context=8192, batch=batch)
+    return answer, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpus", ["8x1GB", "2x192GB", "1x4GB", None])
+@pytest.mark.parametrize("model", [SHORT, TINY_FLASH])
+def test_the_table_fits_a_terminal(capsys, gpus, model):
+    _, text = shown(capsys, model, gpus, batch=3)
+    assert "needed" in text
+    assert max(len(line) for line in text.splitlines() if "→" not in line and model not in line) <= 80
+
+
+def test_the_answer_of_the_command(capsys):
+    answer, text = shown(capsys, SHORT, "8x4GB")
+    assert answer is False
+    assert f"{SHORT} does not fit one GPU\nfor 8,192 tokens\n" in text
+    assert re.search(r"fits +no +yes", text)
+    assert "Whole on every GPU: the cache, and of the weights" in text
+    answer, text = shown(capsys, SHORT, "1x192GB")
+    assert answer is True
+    assert f"→ dsv4 run --model {SHORT} --max-context 8192 'What is 17 + 25?'\n" in text
+
+
+def test_the_document(capsys):
+    answer, text = shown(capsys, TINY_FLASH, "8x141GB", as_json=True)
+    document = json.loads(text)
+    assert answer is True
+    assert document["schema"] == "dsv4.fit/1"
+    assert document["runs"] is True
+    assert document["device"] == "cuda:0"
+    first = document["shares"][0]
+    assert first["needed"] == first["weights"] + first["cache"] + first["workspace"] + GPU_RESERVE
+    assert first["fits"] is True
+    command = f"dsv4 run --model {TINY_FLASH} --max-context 8192 'What is 17 + 25?'"
+    assert document["next"] == [{"why": "", "command": command}]
+
+
+def test_what_fits_and_does_not_load_does_not_run(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.tensor_missing(folder)
+    result = inspect_model(resolve_inspectable(str(folder)))
+    answer = answer_fit(result, gpus(40), context=100, batch=1)
+    assert answer.fit.runs is not None
+    assert answer.runs is False
+    (step,) = answer.steps
+    assert "dsv4 would not load it" in step.why
+    assert "q_norm.weight is missing" in step.why
+    assert fit_document(answer)["runs"] is False
+
+
+def test_a_folder_that_does_not_tell_its_dimensions(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.config_missing(folder)
+    result = inspect_model(resolve_inspectable(str(folder)))
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        answer_fit(result, gpus(40), context=100, batch=1)
+
+
+def test_a_single_file_is_no_model():
+    result = inspect_model(resolve_inspectable(f"{TINY_FLASH}/model-00001-of-00003.safetensors"))
+    with pytest.raises(UsageError, match="a part of a model"):
+        answer_fit(result, gpus(40), context=100, batch=1)
+
+
+@pytest.mark.parametrize("module", ["fit.answer", "verdict.examine"])
+def test_nothing_of_it_loads_torch(module):
+    code = f"import sys, dsv4cli.engine.{module}; sys.exit(bool({{'torch', 'transformers'}} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
