@@ -55,7 +55,7 @@ def test_the_document_of_a_sound_checkpoint():
     identity = document["identity"]
     assert (identity["release"], identity["size"], identity["drafter"]) == ("v4", "custom", "mtp")
     assert (identity["layers"], identity["schedule"]) == ([0, 0, 4, 128, 4], "0 0 4 128 4")
-    assert identity["formats"] == {"linear": "fp8", "experts": "fp4", "dense": "bf16", "wo_a": "fp8"}
+    assert identity["formats"] == {"linear": "fp8", "experts": "fp4", "dense": "bf16", "wo_a": "fp8", "draft_experts": "fp4"}
     assert document["coverage"]["complete"]
     assert document["sizes"]["nbytes"] == sum(document["sizes"]["by_family"].values()) == 7348132
 

@@ -1,108 +1,196 @@
-"""`dsv4 inspect`: what a checkpoint is, whether it would load, how large it is; reads headers only."""
+"""`dsv4 inspect`: what a model is, whether it would load, how large it is; and what an option asks beyond that."""
 
-import textwrap
-from itertools import islice
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsv4cli.options import JsonOpt, ModelArg
-from dsv4cli.output import UNIT_NOTE, Output, count_text, size_text
+from dsv4cli.commands.inspect_diff import show_diff
+from dsv4cli.commands.inspect_fit import show_fit
+from dsv4cli.commands.inspect_for import show_verdict
+from dsv4cli.commands.inspect_report import show_problem, show_report
+from dsv4cli.commands.inspect_tensor import show_layer, show_tensor, show_tree
+from dsv4cli.commands.inspect_values import show_values
+from dsv4cli.errors import UsageError
+from dsv4cli.options import JsonOpt
+from dsv4cli.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from dsv4cli.engine.checks.survey import Depth
     from dsv4cli.engine.identify import Identity
     from dsv4cli.engine.inspection import Inspection
-    from dsv4cli.engine.sizes import Sizes
+    from dsv4cli.engine.verdict.judge import Consumer
 
-SIZES = {"flash": "DeepSeek-V4-Flash", "pro": "DeepSeek-V4-Pro", "tiny": "tiny, for tests"}
-RELEASES = {"v4": "April 2026 (v4)", "0731": "0731, or another with the DSpark drafter"}
-DRAFTERS = {"none": "none", "mtp": "MTP, one block", "dspark": "DSpark, {} blocks"}
-KINDS = "0: window only; 4: compressed sparse; 128: heavily compressed"
-# columns right of the labels in a terminal of 80
-VALUE_WIDTH = 66
-# problems that a person reads at once; --json has all
-SHOWN = 8
+InspectedArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint folder or one .safetensors file; flash, pro, flash-0731 or org/name[@revision], in the "
+        "Hugging Face cache, else read from the hub by its headers alone (hf://org/name: not the cache's folder of "
+        "that name); or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files.",
+    ),
+]
+ValuesOpt = Annotated[
+    Literal["sample", "full"] | None,
+    typer.Option(
+        help="Read the weights and judge them: the first, middle and last rows of each tensor, or every byte. What is "
+        "wrong makes the answer no; what is only suspicious is shown."
+    ),
+]
+TensorOpt = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Show one tensor: place, format, scales, statistics, histogram.")
+]
+LayerOpt = Annotated[str | None, typer.Option(metavar="N", help="Show the tensors of layer N, or of mtp.N.")]
+TreeOpt = Annotated[bool, typer.Option("--tree", help="Show the whole model as a tree, equal layers folded.")]
+ForOpt = Annotated[
+    Literal["vllm", "sglang", "transformers", "official", "dsv4"] | None,
+    typer.Option("--for", help="Would this program load it? Its verdict is the answer then."),
+]
+FitOpt = Annotated[bool, typer.Option("--fit", help="Does it run here, or on --gpus? With bytes and a command.")]
+GpusOpt = Annotated[str | None, typer.Option(metavar="NxSIZE", help="For --fit: other GPUs, as in 2x141GB.")]
+ContextOpt = Annotated[int, typer.Option("--context", min=1, help="For --fit: tokens of a sequence.")]
+BatchOpt = Annotated[int, typer.Option(min=1, help="For --fit: sequences at once.")]
+DiffOpt = Annotated[
+    str | None,
+    typer.Option(metavar="OTHER", help="Are both the same model? Compares values; --layer or --tensor choose a part."),
+]
 
 
-def inspect(context: typer.Context, model: ModelArg, as_json: JsonOpt = False) -> None:
+# prints an answer, keeps its document, tells whether it is a yes
+_Question = Callable[["_Section", "Inspection"], bool]
+
+
+class _Section(Output):
+    """An Output whose document is a section of another one."""
+
+    value: Mapping[str, Any] | None = None
+
+    def document(self, value: Mapping[str, Any]) -> None:
+        """Keeps it."""
+        self.value = value
+
+
+def inspect(
+    context: typer.Context,
+    model: InspectedArg,
+    values: ValuesOpt = None,
+    tensor: TensorOpt = None,
+    layer: LayerOpt = None,
+    tree: TreeOpt = False,
+    consumer: ForOpt = None,
+    fit: FitOpt = False,
+    gpus: GpusOpt = None,
+    tokens: ContextOpt = 8192,
+    batch: BatchOpt = 1,
+    diff: DiffOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
     """Show what a model is, whether it would load, and how large it is.
 
-    Reads the configuration and the headers of the weight files, never the weights: seconds for 865 GB. The answer is
-    no (exit code 3) when the checkpoint is damaged or is a relative that dsv4 does not run.
+    Reads the configuration and the headers of the weight files, never the weights unless an option needs them:
+    seconds for 865 GB. The answer is no (exit code 3) when the checkpoint is damaged, when dsv4 does not run it
+    (what `dsv4 convert` reads is described all the same), when --for, --fit or --diff say no, or when --values
+    finds what is wrong. Without --values a model may load and still be wrong.
     """
+    from dsv4cli.engine.inspectable import resolve_inspectable
     from dsv4cli.engine.inspection import document, inspect_model
-    from dsv4cli.engine.source import resolve_model
 
     out = Output(context.obj, as_json)
-    result = inspect_model(resolve_model(model))
-    out.document(document(result))
-    _report(out, result)
-    if result.problem:
+    result = inspect_model(resolve_inspectable(model))
+    questions: dict[str, _Question | None] = {
+        "verdict": partial(_ask_for, consumer=consumer) if consumer else None,
+        "fit": partial(_ask_fit, gpus=gpus, context=tokens, batch=batch) if fit else None,
+        "diff": partial(_ask_diff, other=diff, layer=layer, tensor=tensor) if diff else None,
+        "tensor": partial(_ask_tensor, name=tensor) if tensor and not diff else None,
+        "layer": partial(_ask_layer, name=layer) if layer and not diff else None,
+        "tree": _ask_tree if tree else None,
+        "values": partial(_ask_values, depth=values) if values else None,
+    }
+    asked = {name: question for name, question in questions.items() if question}
+    began = _begin(out, result, asked.keys())
+    answer = result.problem is None
+    sections: dict[str, Any] = {}
+    for name, question in asked.items():
+        if name != "verdict" and _is_unknown(result):
+            continue
+        if began:
+            out.line()
+        began, part = True, _Section(context.obj, as_json)
+        said = question(part, result)
+        # another program's verdict stands in the place of ours
+        answer = said if name == "verdict" else answer and said
+        sections[name] = part.value
+    out.document(document(result, sections))
+    if not answer:
         raise typer.Exit(3)
 
 
-def _report(out: Output, result: "Inspection") -> None:
-    name, coverage, problem = result.source.name, result.coverage, result.problem
-    if problem:
-        out.line(f"{name} would not load", strong=True)
-        for sentence in islice(coverage.sentences(), SHOWN) if coverage else [problem.message]:
-            out.line(f"  {sentence}")
-        if coverage and coverage.count > SHOWN:
-            out.line(f"  and {coverage.count - SHOWN:,} more; --json lists them all")
-        out.line(f"→ {problem.remedy}")
-    elif coverage:
-        out.line(f"{name} would load: all {coverage.expected:,} tensors are there and as expected", strong=True)
+def _begin(out: Output, result: "Inspection", asked: Collection[str]) -> bool:
+    """The report, or only what is wrong where something else is asked for; tells whether there was a line."""
+    if not set(asked) - {"values"}:
+        show_report(out, result)
+    elif result.problem and "verdict" not in asked:
+        show_problem(out, result)
     else:
-        out.line(f"{name}: random weights in the stored formats, no files", strong=True)
-    if result.identity and result.sizes:
-        out.line()
-        out.table([*_identity(result, result.identity), *_sizes(result.sizes, result.files)])
-        out.line()
-        _bytes(out, result.sizes)
+        return False
+    return True
 
 
-def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str, str]]":
-    from dsv4cli.engine.inspection import schedule
-
-    config, formats = identity.config, identity.formats
-    folder = getattr(result.source, "folder", "")
-    if folder and str(folder) != result.source.name:
-        yield "folder", str(folder)
-    yield "size", SIZES.get(identity.size, "custom, neither Flash nor Pro")
-    yield "release", RELEASES[identity.release]
-    yield "drafter", DRAFTERS[config.drafter].format(config.draft_stages)
-    words = textwrap.wrap(f"{config.num_hidden_layers} with ratios {schedule(config.layer_ratios)}", VALUE_WIDTH)
-    yield from zip(["layers", *[""] * len(words)], [*words, KINDS], strict=True)
-    yield "experts", f"{config.n_routed_experts} a layer, {config.num_experts_per_tok} for a token, and 1 shared"
-    if config.num_hash_layers:
-        first = "layer 0" if config.num_hash_layers == 1 else f"layers 0 to {config.num_hash_layers - 1}"
-        yield "", f"chosen by token id in {first}, by score in the others"
-    yield "context", f"{config.max_position_embeddings:,} tokens"
-    yield "formats", f"experts {formats.experts}, other matrices {formats.linear}, embedding and norms {formats.dense}"
+def _is_unknown(result: "Inspection") -> bool:
+    """Whether nothing more can be said, for the problem that is told."""
+    return result.problem is not None and result.identity is None
 
 
-def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
-    drafter = sizes.parameters - sizes.main
-    yield "parameters", count_text(sizes.main) + (f", and {count_text(drafter)} in the drafter" if drafter else "")
-    yield (
-        "",
-        (
-            f"{count_text(sizes.active)} active for a token, {count_text(sizes.active_without_embedding)} of them "
-            "outside the embedding"
-        ),
-    )
-    yield "tensors", f"{sizes.tensors:,}" + (f" in {files} files" if files else "")
+def _ask_for(out: Output, result: "Inspection", consumer: "Consumer") -> bool:
+    return show_verdict(out, result, consumer, **_remote(result))
 
 
-def _bytes(out: Output, sizes: "Sizes") -> None:
-    """The bytes by family, their sum, the part of the drafter, and the same bytes by dtype."""
-    rows = [(f"  {name}", value) for name, value in sizes.by_family.items()]
-    rows += [("  total", sizes.nbytes), ("  of it under mtp.", sizes.drafter_bytes)]
-    out.line(f"bytes as stored ({UNIT_NOTE})")
-    out.table([(name, size_text(value), f"{value / sizes.nbytes:.1%}") for name, value in rows], numbers=True)
-    out.line()
-    out.line("bytes by dtype")
-    dtypes = sizes.by_dtype.items()
-    out.table([(f"  {name}", size_text(value), f"{value / sizes.nbytes:.1%}") for name, value in dtypes], numbers=True)
+def _ask_fit(out: Output, result: "Inspection", gpus: str | None, context: int, batch: int) -> bool:
+    return show_fit(out, result, gpus=gpus, context=context, batch=batch, **_remote(result))
+
+
+def _remote(result: "Inspection") -> dict[str, Any]:
+    """Of a repository on the hub: where its configuration lies here, and what it has."""
+    from dsv4cli.engine.inspectable import RemoteSource
+
+    if not isinstance(result.source, RemoteSource):
+        return {}
+    headers = result.source.headers
+    return {"folder": headers.folder, "files": [file.name for file in headers.listing.files]}
+
+
+def _ask_diff(out: Output, result: "Inspection", other: str, layer: str | None, tensor: str | None) -> bool:
+    if layer is not None and not layer.isdecimal():
+        raise UsageError(f"--diff compares main layers, not {layer}", "choose a part with --tensor")
+    return show_diff(out, result.source.name, other, None if layer is None else int(layer), tensor)
+
+
+def _ask_tensor(out: Output, result: "Inspection", name: str) -> bool:
+    return show_tensor(out, result.source, result.identity, name)
+
+
+def _ask_layer(out: Output, result: "Inspection", name: str) -> bool:
+    return show_layer(out, _known(result), name)
+
+
+def _ask_tree(out: Output, result: "Inspection") -> bool:
+    return show_tree(out, _known(result), result.source.name)
+
+
+def _ask_values(out: Output, result: "Inspection", depth: "Depth") -> bool:
+    from dsv4cli.engine.identify import FolderIdentity
+    from dsv4cli.engine.inspectable import RemoteSource
+
+    identity, name = _known(result), result.source.name
+    if isinstance(result.source, RemoteSource):
+        raise UsageError(f"the weights of {name} are not here", f"fetch them with `dsv4 download {name}`")
+    if not isinstance(identity, FolderIdentity):
+        raise UsageError(f"{name} has no files whose values could be read", "leave --values out")
+    return show_values(out, identity, depth)
+
+
+def _known(result: "Inspection") -> "Identity":
+    if result.identity is None:
+        raise UsageError(f"nothing says of which model {result.source.name} is", "put its config.json beside the file")
+    return result.identity

@@ -1,45 +1,105 @@
 """One look at a model without reading a weight: what it is, whether it would load, how large it is; no torch."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dsv4cli.engine.contents import Contents, add_up
 from dsv4cli.engine.coverage import Coverage, check_coverage
 from dsv4cli.engine.identify import FolderIdentity, Identity
-from dsv4cli.engine.layout import expected_tensors
+from dsv4cli.engine.inspectable import FileSource, Inspectable
+from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.naming import OfficialNaming, stored_table
 from dsv4cli.engine.sizes import Sizes, measure
 from dsv4cli.engine.source import FolderSource, RandomSource
-from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint
+from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint, UsageError
 
 SCHEMA = "dsv4.inspect/1"
+# of the document: what is asked for by an option, null otherwise
+SECTIONS = ("values", "tensor", "layer", "tree", "verdict", "fit", "diff")
+CONFIGS = ("config.json", "inference/config.json")
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known about a model. `problem`: why it would not load. A model of random weights has no coverage.
+    """What is known about a model. `problem`: why it would not load, or of a file, why it is not sound.
 
-    identity and sizes are None when the folder does not even tell which model it holds.
+    identity and sizes are None when the folder does not even tell which model it holds. coverage is that of the layout
+    that the folder has, of a file only of its own tensors; a model of random weights has none. contents: what a file
+    holds. refused: whether the problem is one of the whole, which no list of tensors tells.
     """
 
-    source: FolderSource | RandomSource
+    source: Inspectable
     identity: Identity | None = None
     sizes: Sizes | None = None
     coverage: Coverage | None = None
+    contents: Contents | None = None
     files: int = 0
     problem: Dsv4Error | None = None
+    refused: bool = False
 
 
-def inspect_model(source: FolderSource | RandomSource) -> Inspection:
-    """Identifies the model and compares its headers with the table; a problem is part of the answer, not an error."""
+def inspect_model(source: Inspectable) -> Inspection:
+    """Identifies the model and compares its headers with the table; a problem is part of the answer, not an error.
+
+    What `dsv4 convert` reads and the engine does not run is described all the same. Raises HubError for a repository
+    whose headers the hub does not give.
+    """
+    if isinstance(source, FileSource):
+        return _inspect_file(source)
+    refusal: Dsv4Error | None = None
     try:
-        found = source.identity
+        found: Identity = source.identity
     except (CheckpointError, UnsupportedCheckpoint) as error:
-        return Inspection(source, problem=error)
+        refusal = error
+        assert not isinstance(source, RandomSource)
+        try:
+            found = source.recognised
+        except (CheckpointError, UnsupportedCheckpoint):
+            return Inspection(source, problem=error, refused=True)
     specs = expected_tensors(found.config, found.formats)
     sizes = measure(found.config, specs.values())
     if not isinstance(found, FolderIdentity):
         return Inspection(source, found, sizes)
-    coverage = check_coverage(found.checkpoint, specs)
-    return Inspection(source, found, sizes, coverage, len(found.checkpoint.files), coverage.problem())
+    try:
+        coverage = check_coverage(found.checkpoint, _table(found, specs))
+    except UsageError as error:
+        # files for a number of ranks that the configuration cannot be cut for
+        return Inspection(source, found, sizes, problem=refusal or error, refused=True)
+    files = len(found.checkpoint.files)
+    problem = refusal or coverage.problem()
+    return Inspection(source, found, sizes, coverage, None, files, problem, refused=refusal is not None)
+
+
+def _table(found: FolderIdentity, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+    return specs if found.naming == OfficialNaming() else stored_table(found.naming, specs.values())
+
+
+def _inspect_file(source: FileSource) -> Inspection:
+    """The header of a file; its tensors against those of the model where there is a configuration beside it."""
+    try:
+        infos = source.checkpoint.tensors
+        has_config = any((source.file.parent / name).is_file() for name in CONFIGS)
+        found = source.identity if has_config else None
+        table = _table(found, expected_tensors(found.config, found.formats)) if found else {}
+    except (CheckpointError, UnsupportedCheckpoint, UsageError) as error:
+        return Inspection(source, problem=error, refused=True)
+    contents = add_up(infos.values(), table)
+    if found is None:
+        return Inspection(source, contents=contents, files=1)
+    coverage = check_coverage(found.checkpoint, dict(_present(table, infos)))
+    problem = coverage.problem()
+    return Inspection(source, found, None, coverage, contents, 1, problem)
+
+
+def _present(table: Mapping[str, TensorSpec], names: Mapping[str, object]) -> list[tuple[str, TensorSpec]]:
+    """The tensors of the table that a file holds; one whose weight or scale is in another file stands alone."""
+    kept: list[tuple[str, TensorSpec]] = []
+    for parts in matrices(table.values()).values():
+        present = [spec for spec in parts.values() if spec.name in names]
+        together = len(present) == len(parts)
+        kept += [(spec.name, spec if together else replace(spec, columns=0, role="weight")) for spec in present]
+    return kept
 
 
 def schedule(ratios: tuple[int, ...]) -> str:
@@ -63,18 +123,23 @@ def schedule(ratios: tuple[int, ...]) -> str:
     return " ".join(words)
 
 
-def document(result: Inspection) -> dict[str, Any]:
-    """The inspection as one JSON document of schema SCHEMA; sections that are not known are null."""
+def document(result: Inspection, sections: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The inspection as one JSON document of schema SCHEMA; what is not known or not asked for is null."""
     source, problem = result.source, result.problem
     return {
         "schema": SCHEMA,
         "model": source.name,
         "folder": str(source.folder) if isinstance(source, FolderSource) else None,
-        "loads": problem is None,
+        "file": str(source.file) if isinstance(source, FileSource) else None,
+        # a file is a part of a model
+        "loads": None if isinstance(source, FileSource) else problem is None,
         "problem": problem and {"kind": _kind(problem), "message": problem.message, "remedy": problem.remedy},
         "identity": result.identity and _identity(result.identity),
         "coverage": result.coverage and {**asdict(result.coverage), "complete": result.coverage.complete},
         "sizes": result.sizes and asdict(result.sizes),
+        "contents": result.contents and asdict(result.contents),
+        **dict.fromkeys(SECTIONS),
+        **(sections or {}),
     }
 
 
@@ -86,11 +151,16 @@ def _identity(identity: Identity) -> dict[str, Any]:
     config = identity.config
     return {
         "size": identity.size,
+        "layout": identity.layout if isinstance(identity, FolderIdentity) else None,
         "release": identity.release,
         "drafter": config.drafter,
         "draft_stages": config.draft_stages,
         "layers": list(config.layer_ratios),
         "schedule": schedule(config.layer_ratios),
-        "formats": {**asdict(identity.formats), "wo_a": identity.formats.output},
+        "formats": _formats(identity.formats),
         "config": asdict(config),
     }
+
+
+def _formats(formats: Formats) -> dict[str, str]:
+    return {**asdict(formats), "wo_a": formats.output, "draft_experts": formats.drafter}

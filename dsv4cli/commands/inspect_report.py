@@ -1,0 +1,139 @@
+"""`dsv4 inspect MODEL` without options: what it is, whether it would load, how large it is."""
+
+import textwrap
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from dsv4cli.output import UNIT_NOTE, Output, count_text, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from dsv4cli.engine.contents import Contents
+    from dsv4cli.engine.identify import Identity
+    from dsv4cli.engine.inspection import Inspection
+    from dsv4cli.engine.sizes import Sizes
+
+SIZES = {"flash": "DeepSeek-V4-Flash", "pro": "DeepSeek-V4-Pro", "tiny": "tiny, for tests"}
+RELEASES = {"v4": "April 2026 (v4)", "0731": "0731, or another with the DSpark drafter"}
+DRAFTERS = {"none": "none", "mtp": "MTP, one block", "dspark": "DSpark, {} blocks"}
+KINDS = "0: window only; 4: compressed sparse; 128: heavily compressed"
+LAYOUTS = {
+    "official": "official: FP4 experts, FP8 matrices",
+    "fp8": "official names, all matrices in FP8",
+    "bf16": "official names, all in BF16",
+    "nvfp4": "ModelOpt's, with NVFP4 experts",
+    "transformers": "transformers' names, experts stacked",
+    "mixed": "official names, formats mixed",
+}
+# columns right of the labels in a terminal of 80
+VALUE_WIDTH = 66
+# problems that a person reads at once; --json has all
+SHOWN = 8
+
+
+def show_problem(out: Output, result: "Inspection") -> None:
+    """Whether the model would load, or the file is sound; if not, why."""
+    name, coverage, problem, contents = result.source.name, result.coverage, result.problem, result.contents
+    if problem:
+        out.line(f"{name} {'is not sound' if contents else 'would not load'}", strong=True)
+        if result.refused:
+            out.line(f"  {problem.message}")
+        for sentence in islice(coverage.sentences(), SHOWN) if coverage else ():
+            out.line(f"  {sentence}")
+        if coverage and coverage.count > SHOWN:
+            out.line(f"  and {coverage.count - SHOWN:,} more; --json lists them all")
+        out.line(f"→ {problem.remedy}")
+    elif contents:
+        known = ", all as the model needs them" if coverage else "; no config.json says of which model"
+        out.line(f"{name} is sound: {contents.tensors:,} tensors{known}", strong=True)
+    elif coverage:
+        out.line(f"{name} would load: all {coverage.expected:,} tensors are there and as expected", strong=True)
+    else:
+        out.line(f"{name}: random weights in the stored formats, no files", strong=True)
+
+
+def show_report(out: Output, result: "Inspection") -> None:
+    """Whether it would load, what it is, how large it is."""
+    show_problem(out, result)
+    if result.identity:
+        out.line()
+        sizes = _sizes(result.sizes, result.files) if result.sizes else ()
+        out.table([*_identity(result, result.identity), *sizes])
+    if result.sizes:
+        out.line()
+        _bytes(out, result.sizes)
+    if result.contents:
+        out.line()
+        _contents(out, result.contents)
+
+
+def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str, str]]":
+    from dsv4cli.engine.inspection import schedule
+
+    config, formats = identity.config, identity.formats
+    folder = getattr(result.source, "folder", "")
+    if folder and str(folder) != result.source.name:
+        yield "folder", str(folder)
+    yield "size", SIZES.get(identity.size, "custom, neither Flash nor Pro")
+    yield "release", RELEASES[identity.release]
+    yield "drafter", DRAFTERS[config.drafter].format(config.draft_stages)
+    yield from _layout(result)
+    words = textwrap.wrap(f"{config.num_hidden_layers} with ratios {schedule(config.layer_ratios)}", VALUE_WIDTH)
+    yield from zip(["layers", *[""] * len(words)], [*words, KINDS], strict=True)
+    yield "experts", f"{config.n_routed_experts} a layer, {config.num_experts_per_tok} for a token, and 1 shared"
+    if config.num_hash_layers:
+        first = "layer 0" if config.num_hash_layers == 1 else f"layers 0 to {config.num_hash_layers - 1}"
+        yield "", f"chosen by token id in {first}, by score in the others"
+    yield "context", f"{config.max_position_embeddings:,} tokens"
+    yield "formats", f"experts {formats.experts}, other matrices {formats.linear}, embedding and norms {formats.dense}"
+    others = {"wo_a": (formats.output, formats.linear), "experts of the drafter": (formats.drafter, formats.experts)}
+    odd = [f"{name} {form}" for name, (form, usual) in others.items() if form != usual]
+    if odd:
+        yield "", ", ".join(odd)
+
+
+def _layout(result: "Inspection") -> "Iterator[tuple[str, str]]":
+    layout, coverage = getattr(result.identity, "layout", "official"), result.coverage
+    if layout != "official":
+        cut = f"official convert.py's, cut for {layout.removeprefix('mp')} processes"
+        yield "layout", LAYOUTS.get(layout, cut)
+        if coverage and coverage.complete and not result.contents:
+            yield "", f"all {coverage.expected:,} tensors of this layout are there"
+
+
+def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
+    drafter = sizes.parameters - sizes.main
+    yield "parameters", count_text(sizes.main) + (f", and {count_text(drafter)} in the drafter" if drafter else "")
+    yield (
+        "",
+        (
+            f"{count_text(sizes.active)} active for a token, {count_text(sizes.active_without_embedding)} of them "
+            "outside the embedding"
+        ),
+    )
+    yield "tensors", f"{sizes.tensors:,}" + (f" in {files} files" if files else "")
+
+
+def _bytes(out: Output, sizes: "Sizes") -> None:
+    """The bytes by family, their sum, the part of the drafter, and the same bytes by dtype."""
+    out.line(f"bytes as stored ({UNIT_NOTE})")
+    _shares(out, {**sizes.by_family, "total": sizes.nbytes, "of it under mtp.": sizes.drafter_bytes}, sizes.nbytes)
+    out.line()
+    out.line("bytes by dtype")
+    _shares(out, sizes.by_dtype, sizes.nbytes)
+
+
+def _contents(out: Output, contents: "Contents") -> None:
+    out.line(f"bytes by dtype ({UNIT_NOTE})")
+    _shares(out, {**contents.by_dtype, "total": contents.nbytes}, contents.nbytes)
+    if any(contents.by_family):
+        out.line()
+        out.line("bytes by family")
+        families = {name or "not of this model": nbytes for name, nbytes in contents.by_family.items()}
+        _shares(out, families, contents.nbytes)
+
+
+def _shares(out: Output, sums: "Mapping[str, int]", total: int) -> None:
+    rows = [(f"  {name}", size_text(value), f"{value / max(total, 1):.1%}") for name, value in sums.items()]
+    out.table(rows, numbers=True)

@@ -1,0 +1,165 @@
+"""`dsv4 inspect MODEL --tensor NAME`, `--layer N` and `--tree`: one tensor, one layer, the whole model in short."""
+
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+from dsv4cli.errors import UsageError
+from dsv4cli.output import Output, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dsv4cli.engine.identify import Identity
+    from dsv4cli.engine.inspectable import Inspectable
+    from dsv4cli.engine.tensor_tree import Entry, Layers, Tree
+    from dsv4cli.engine.tensor_view import TensorView, Values
+
+# columns of the longest bar of a histogram, and of what is right of a label
+BAR, VALUE_WIDTH = 40, 68
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+BRANCH, LAST, STEM = "├─ ", "└─ ", "│  "
+ASCII = str.maketrans("├└─│█", "|`-|#")
+
+
+def show_tensor(out: Output, source: "Inspectable", identity: "Identity | None", name: str) -> bool:
+    """Finds, reads and reports a tensor; whether nothing is wrong with its values. identity: None for a file alone."""
+    from dsv4cli.engine.identify import FolderIdentity
+    from dsv4cli.engine.inspectable import FileSource, RemoteSource
+    from dsv4cli.engine.tensor_view import tensor_section, view_header, view_tensor
+
+    if isinstance(identity, FolderIdentity):
+        with out.progress(f"reading {name}") as progress:
+            view = view_tensor(identity, name, None if isinstance(source, RemoteSource) else progress)
+    elif isinstance(source, FileSource):
+        view = view_header(source.checkpoint, name)
+    else:
+        raise UsageError(f"{source.name} has no files to read a tensor from", "`--layer` and `--tree` need none")
+    out.document(tensor_section(view))
+    report_tensor(out, view)
+    return not (view.values and any(finding.severity == "wrong" for finding in view.values.findings))
+
+
+def report_tensor(out: Output, view: "TensorView") -> None:
+    """Where it is and how it is stored; then its values, if they were read."""
+    out.line(f"{view.name}" + (f"  ({view.family})" if view.family else ""), strong=True)
+    rows = [("format", f"{view.form}, values {list(view.shape)}")]
+    for part in view.parts:
+        whole = f"{part.dtype} {list(part.shape)}" + (f", {part.note}" if part.note else "")
+        place = f"{part.file.name}, bytes {part.begin:,} to {part.end:,}"
+        rows += [(part.role.replace("_", " "), whole), ("", place)]
+        if part.name not in (view.name, f"{view.name.removesuffix('.weight')}.{part.role}"):
+            rows.append(("", f"as {part.name}"))
+    if view.holds:
+        names = f"{len(view.holds):,} tensors, from {view.holds[0]} to {view.holds[-1]}"
+        rows += _wrapped("holds", names)
+    elif not view.family:
+        rows.append(("", "the model has no such tensor"))
+    if view.values:
+        rows += _values(view.values)
+    out.table(rows)
+    if view.values:
+        _bars(out, "values", [(f"{low:.3g}", f"{high:.3g}", count) for low, high, count in view.values.histogram])
+        _bars(out, "scales", [(f"2^{power}", "", count) for power, count in view.values.exponents.items()])
+        for finding in view.values.findings:
+            out.line()
+            for line in textwrap.wrap(f"{finding.severity}: {finding.message}", VALUE_WIDTH, break_on_hyphens=False):
+                out.line(line, strong=finding.severity == "wrong")
+
+
+def _values(values: "Values") -> "Iterator[tuple[str, str]]":
+    found = values.statistics
+    yield "values", f"{found.count:,}, of them {found.zeros:,} zero"
+    if found.not_finite:
+        yield "", f"{found.not_finite:,} NaN or infinite"
+    if found.finite:
+        yield "", f"from {found.low:.4g} to {found.high:.4g}, mean |x| {found.mean_magnitude:.4g}, rms {found.rms:.4g}"
+    yield from _wrapped("first", " ".join(f"{value:.6g}" for value in values.first))
+
+
+def _wrapped(label: str, text: str) -> "list[tuple[str, str]]":
+    lines = textwrap.wrap(text, VALUE_WIDTH, break_on_hyphens=False)
+    return list(zip([label, *[""] * len(lines)], lines, strict=False))
+
+
+def _bars(out: Output, title: str, steps: "Sequence[tuple[str, str, int]]") -> None:
+    """One line a step: its bounds, a bar, how many."""
+    most = max((count for _, _, count in steps), default=0)
+    if not most:
+        return
+    out.line()
+    out.line(title)
+    left, right = max(len(low) for low, _, _ in steps), max(len(high) for _, high, _ in steps)
+    for low, high, count in steps:
+        bounds = f"{low:>{left}}" + (f" .. {high:>{right}}" if high else "")
+        out.line(f"  {bounds}  {_bar(count / most):<{BAR}}  {count:,}")
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * BAR * 8)
+    if not _draws():
+        return "#" * round(eighths / 8)
+    return (EIGHTHS[-1] * (eighths // 8) + EIGHTHS[eighths % 8]).rstrip()
+
+
+def _draws() -> bool:
+    """Whether stdout takes what is not ASCII."""
+    return (sys.stdout.encoding or "").lower() in ("utf-8", "utf8")
+
+
+def show_layer(out: Output, identity: "Identity", name: str) -> bool:
+    """The tensors of one layer; always true."""
+    from dsv4cli.engine.layout import expected_tensors
+    from dsv4cli.engine.tensor_tree import layers_section, one_layer
+
+    layers = one_layer(identity.config, expected_tensors(identity.config, identity.formats).values(), name)
+    out.document(layers_section(layers))
+    report_layer(out, layers)
+    return True
+
+
+def report_layer(out: Output, layers: "Layers") -> None:
+    """The tensors of one layer."""
+    out.line(f"{layers.title}  {layers.tensors:,} tensors, {size_text(layers.nbytes)}", strong=True)
+    out.table(
+        [(f"  {entry.name}", entry.dtypes[0], _shape(entry), size_text(entry.nbytes)) for entry in layers.entries]
+    )
+
+
+def show_tree(out: Output, identity: "Identity", name: str) -> bool:
+    """The tensors outside the layers and each kind of layer once; always true. name: of the model."""
+    from dsv4cli.engine.layout import expected_tensors
+    from dsv4cli.engine.tensor_tree import make_tree, tree_section
+
+    tree = make_tree(identity.config, expected_tensors(identity.config, identity.formats).values())
+    out.document(tree_section(tree))
+    report_tree(out, name, tree)
+    return True
+
+
+def report_tree(out: Output, name: str, tree: "Tree") -> None:
+    """The tensors outside the layers and each kind of layer once."""
+    nbytes = sum(entry.nbytes for entry in tree.outside) + sum(len(one.numbers) * one.nbytes for one in tree.layers)
+    count = sum(entry.tensors for entry in tree.outside) + sum(len(one.numbers) * one.tensors for one in tree.layers)
+    out.line(f"{name}: {count:,} tensors, {size_text(nbytes)}", strong=True)
+    for entry in tree.outside:
+        _branch(out, BRANCH + _leaf(entry))
+    for layers in tree.layers:
+        is_last = layers is tree.layers[-1]
+        copies = f"{len(layers.numbers)} x " if len(layers.numbers) > 1 else ""
+        _branch(out, f"{LAST if is_last else BRANCH}{layers.title}  {copies}{size_text(layers.nbytes)}")
+        stem = "   " if is_last else STEM
+        for entry in layers.entries:
+            _branch(out, stem + (LAST if entry is layers.entries[-1] else BRANCH) + _leaf(entry))
+
+
+def _branch(out: Output, text: str) -> None:
+    out.line(text if _draws() else text.translate(ASCII))
+
+
+def _leaf(entry: "Entry") -> str:
+    return f"{entry.name}  {entry.dtypes[0]} {_shape(entry)}  {size_text(entry.nbytes)}"
+
+
+def _shape(entry: "Entry") -> str:
+    return (f"{entry.experts} x " if entry.experts else "") + str(list(entry.shape))

@@ -1,0 +1,80 @@
+"""`dsv4 inspect MODEL --values`: what cannot be right about the values, and their statistics by family."""
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from dsv4cli.output import Output, count_text, duration_text, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dsv4cli.engine.checks.findings import Finding
+    from dsv4cli.engine.checks.survey import Depth, ValueReport
+    from dsv4cli.engine.identify import FolderIdentity
+
+WIDTH = 80
+# findings of one rule that a person reads at once; --json has all
+SHOWN = 4
+DEPTHS = {"sample": "first, middle and last rows of each tensor", "full": "every byte"}
+
+
+def show_values(out: Output, identity: "FolderIdentity", depth: "Depth") -> bool:
+    """Reads, judges and reports; whether nothing is wrong with the values."""
+    from dsv4cli.engine.checks.survey import check_values, value_section
+
+    with out.progress("reading values") as progress:
+        report = check_values(identity, depth, progress)
+    out.document(value_section(report))
+    report_values(out, report)
+    return not report.wrong
+
+
+def report_values(out: Output, report: "ValueReport") -> None:
+    """What is wrong, what is suspicious, and a table."""
+    part = "" if report.nbytes == report.nbytes_all else f" of {size_text(report.nbytes_all)}"
+    out.line(f"values: {DEPTHS[report.depth]}, {size_text(report.nbytes)}{part}, {report.tensors:,} tensors")
+    if report.absent:
+        out.line(f"  {report.absent:,} tensors are not there and were not read")
+    _findings(out, report)
+    out.line()
+    out.table([("  family", "values", "mean |x|", "rms", "min", "max", "zeros"), *_rows(report)], numbers=True)
+    scales = list(_scales(report))
+    if scales:
+        out.line()
+        _paragraph(out, "scales: " + ", ".join(scales))
+    rate = report.nbytes / max(report.seconds, 1e-9)
+    out.status(f"read {size_text(report.nbytes)} in {duration_text(report.seconds)}, {size_text(int(rate))}/s")
+
+
+def _findings(out: Output, report: "ValueReport") -> None:
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in report.findings:
+        groups.setdefault((finding.severity, finding.check), []).append(finding)
+    if not groups:
+        out.line("  nothing is wrong, nothing is suspicious", strong=True)
+    for (severity, _), findings in groups.items():
+        for finding in findings[:SHOWN]:
+            _paragraph(out, f"{severity}: {finding.message}", strong=severity == "wrong")
+        if len(findings) > SHOWN:
+            out.line(f"    and {len(findings) - SHOWN:,} more like these; --json lists them all")
+
+
+def _rows(report: "ValueReport") -> "Iterator[tuple[str, ...]]":
+    for family in report.families:
+        found = family.statistics
+        if found.finite:
+            numbers = (found.mean_magnitude, found.rms, found.low, found.high)
+            zeros = f"{found.zeros / found.finite:.1%}"
+            yield f"  {family.name}", count_text(found.count), *(f"{number:.3g}" for number in numbers), zeros
+
+
+def _scales(report: "ValueReport") -> "Iterator[str]":
+    for family in report.families:
+        if family.exponents:
+            low, high = family.exponents
+            yield f"{family.name} 2^{low} to 2^{high}"
+
+
+def _paragraph(out: Output, text: str, *, strong: bool = False) -> None:
+    for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False):
+        out.line(line, strong=strong)
