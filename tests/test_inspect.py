@@ -50,12 +50,15 @@ def test_the_document_of_a_sound_checkpoint():
     done = dsv4("inspect", FLASH, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     document = json.loads(done.stdout)
-    assert list(document) == ["schema", "model", "folder", "loads", "problem", "identity", "coverage", "sizes"]
+    sections = ["contents", "values", "tensor", "layer", "tree", "verdict", "fit", "diff"]
+    known = ["schema", "model", "folder", "file", "loads", "problem", "identity", "coverage", "sizes"]
+    assert list(document) == known + sections
     assert (document["schema"], document["loads"], document["problem"]) == ("dsv4.inspect/1", True, None)
     identity = document["identity"]
     assert (identity["release"], identity["size"], identity["drafter"]) == ("v4", "custom", "mtp")
     assert (identity["layers"], identity["schedule"]) == ([0, 0, 4, 128, 4], "0 0 4 128 4")
-    assert identity["formats"] == {"linear": "fp8", "experts": "fp4", "dense": "bf16", "wo_a": "fp8", "draft_experts": "fp4"}
+    formats = {"linear": "fp8", "experts": "fp4", "dense": "bf16", "wo_a": "fp8", "draft_experts": "fp4"}
+    assert identity["formats"] == formats
     assert document["coverage"]["complete"]
     assert document["sizes"]["nbytes"] == sum(document["sizes"]["by_family"].values()) == 7348132
 

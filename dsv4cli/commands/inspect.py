@@ -108,22 +108,28 @@ def inspect(
         "values": partial(_ask_values, depth=values) if values else None,
     }
     asked = {name: question for name, question in questions.items() if question}
-    began = _begin(out, result, asked.keys())
-    answer = result.problem is None
+    answer, sections = _ask(out, result, asked)
+    out.document(document(result, sections))
+    if not answer:
+        raise typer.Exit(3)
+
+
+def _ask(out: Output, result: "Inspection", asked: Mapping[str, _Question]) -> tuple[bool, dict[str, Any]]:
+    """Reports, then puts the questions one after another: whether the answer is yes, and their sections of the
+    document."""
+    began, answer = _begin(out, result, asked.keys()), result.problem is None
     sections: dict[str, Any] = {}
     for name, question in asked.items():
         if name != "verdict" and _is_unknown(result):
             continue
         if began:
             out.line()
-        began, part = True, _Section(context.obj, as_json)
+        began, part = True, _Section(out.colours, out.as_json)
         said = question(part, result)
-        # another program's verdict stands in the place of ours
-        answer = said if name == "verdict" else answer and said
+        # another program's verdict stands in the place of ours, and two models may be the same in any layout
+        answer = said if name in ("verdict", "diff") else answer and said
         sections[name] = part.value
-    out.document(document(result, sections))
-    if not answer:
-        raise typer.Exit(3)
+    return answer, sections
 
 
 def _begin(out: Output, result: "Inspection", asked: Collection[str]) -> bool:

@@ -80,7 +80,7 @@ def check_coverage(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> C
     scale, the index."""
     infos = checkpoint.tensors
     weights = {spec.matrix: name for name, spec in specs.items() if spec.columns and not spec.is_scale}
-    of_scale = {name: weights[spec.matrix] for name, spec in specs.items() if spec.is_scale}
+    of_scale = {name: weights[spec.matrix] for name, spec in specs.items() if spec.is_scale and spec.matrix in weights}
     unpaired = {name: None for name, weight in of_scale.items() if (name in infos) != (weight in infos)}
     known = [(info, specs[name]) for name, info in infos.items() if name in specs]
     mistyped = [Difference(info.name, info.dtype, spec.dtype) for info, spec in known if info.dtype != spec.dtype]
