@@ -117,10 +117,6 @@ def without(name: str) -> Damage:
     return lambda folder: (folder / name).unlink()
 
 
-def wide_drafter_norms(folder: Path) -> None:
-    damage.drop_tensor(folder, "mtp.0.norm.weight")
-
-
 def index_without_metadata(folder: Path) -> None:
     rewrite(folder, lambda name, stored: {name: stored})
 
@@ -186,8 +182,8 @@ TRAPS: list[tuple[TargetName, str, Damage, dict[Consumer, tuple[bool | None, str
     ),
     (
         "nvfp4",
-        "no moe_quant_algo",
-        drop("quantization_config", "moe_quant_algo"),
+        "a quantization_config that does not say NVFP4",
+        lambda folder: [drop("quantization_config", key)(folder) for key in ("moe_quant_algo", "quant_algo")],
         {
             "vllm": (False, "does not say moe_quant_algo NVFP4", "dsv4 convert"),
             "sglang": (False, "does not say so", "dsv4 convert"),
@@ -228,8 +224,11 @@ TRAPS: list[tuple[TargetName, str, Damage, dict[Consumer, tuple[bool | None, str
     (
         "mp",
         "an inference/config.json for other experts",
-        lambda folder: edit_json(folder / "inference/config.json", lambda values: values.update(expert_dtype=None)),
-        {"official": (False, "expert_dtype is None and the experts are FP4", 'set "expert_dtype": "fp4"')},
+        lambda folder: [
+            edit_json(folder / "inference/config.json", lambda values: values.pop("expert_dtype")),
+            edit_json(folder / "inference/config.json", lambda values: values.update(dtype="bf16")),
+        ],
+        {"official": (False, "expert_dtype is None and the experts are FP4", "dsv4 convert")},
     ),
 ]
 
@@ -245,6 +244,50 @@ def test_traps(converted, tmp_path, target, change, expected):
         assert found.loads is loads, (consumer, found)
         assert reason in "; ".join(found.reasons), (consumer, found)
         assert remedy in found.remedy, (consumer, found)
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+# layout and change; whether transformers loads it is asked of both
+TRIED: dict[str, tuple[TargetName, Damage]] = {
+    "official": ("official", nothing),
+    "fp8": ("fp8", nothing),
+    "bf16": ("bf16", nothing),
+    "nvfp4": ("nvfp4", nothing),
+    "transformers": ("transformers", nothing),
+    "mp": ("mp", nothing),
+    "no expert_dtype": ("official", drop("quantization_config", "expert_dtype")),
+    "fp8 without expert_dtype": ("fp8", drop("quantization_config", "expert_dtype")),
+    "no quantization_config": ("official", drop("quantization_config")),
+    "bf16 with one": ("bf16", say(quantization_config=QUANTIZATION, expert_dtype="fp8")),
+    "no schedule": ("bf16", drop("compress_ratios")),
+    "no model_type": ("bf16", drop("model_type")),
+}
+
+
+@pytest.mark.parametrize("case", TRIED)
+def test_transformers_agrees(converted, tmp_path, monkeypatch, case):
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.utils import logging
+
+    target, change = TRIED[case]
+    folder = shutil.copytree(converted(target), tmp_path / "copy")
+    if "expert_dtype" in case:
+        drop("expert_dtype")(folder)
+    change(folder)
+    # as on a GPU with FP8, and without the package accelerate
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        _, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        loads = not any(told.values())
+    except (OSError, RuntimeError, ValueError):
+        loads = False
+    assert verdict(folder, "transformers").loads is loads
 
 
 def test_sglang_needs_the_official_keys(converted, tmp_path):
@@ -277,8 +320,7 @@ def test_experts_of_other_formats_than_said(tmp_path):
 def test_matrices_that_are_not_quantised_beside_fp4_experts(tmp_path, ignored, vllm, transformers):
     folder = dress(tmp_path / "mixed", Formats("bf16", "fp4"))
     save_tokenizer(folder)
-    if ignored:
-        say_quantization(ignored_layers=ignored)(folder)
+    say_quantization(ignored_layers=ignored)(folder)
     assert verdict(folder, "vllm").loads is vllm
     assert verdict(folder, "sglang").loads is vllm
     assert verdict(folder, "transformers").loads is transformers
@@ -289,12 +331,14 @@ def test_files_for_ranks_need_wo_a_in_bf16(tmp_path):
     assert any("wo_a is FP8 and model.py has it in bf16" in reason for reason in verdict(folder, "official").reasons)
 
 
-def test_sglang_wants_the_drafter_of_an_nvfp4_model_in_fp4(converted):
-    notes = " ".join(verdict(converted("nvfp4"), "sglang").notes)
-    assert "the drafter's experts are NVFP4" in notes
+@pytest.mark.parametrize(("drafter", "unhappy"), [("fp4", "vllm"), (None, "sglang")])
+def test_the_drafter_beside_nvfp4_experts(tmp_path, drafter, unhappy):
+    folder = dress(tmp_path / "nvfp4", Formats("fp8", "nvfp4", draft_experts=drafter))
+    for consumer in ("vllm", "sglang"):
+        told = any("no speculative decoding" in note for note in verdict(folder, consumer).notes)
+        assert told is (consumer == unhappy)
 
 
-@pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize(
     "harm",
     [
@@ -309,13 +353,14 @@ def test_sglang_wants_the_drafter_of_an_nvfp4_model_in_fp4(converted):
         damage.config_lacks_key,
     ],
 )
-def test_nobody_loads_what_is_damaged(tmp_path, harm, consumer):
+def test_nobody_loads_what_is_damaged(tmp_path, harm):
     folder = official_copy(tmp_path)
     harm(folder)
-    found = verdict(folder, consumer)
-    assert found.loads is False
-    assert found.remedy
-    if consumer != "official":
+    result = inspect_model(resolve_inspectable(str(folder)))
+    for consumer in CONSUMERS:
+        found = judge(result, consumer)
+        assert found.loads is False
+        assert found.remedy
         assert "dsv4 convert" not in found.remedy
 
 

@@ -15,7 +15,6 @@ from dsv4cli.engine.checkpoint import DTYPE_BITS
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.fit.step import ACTIVATION, FP32, Step
 from dsv4cli.engine.layout import Formats, TensorSpec
-from dsv4cli.kernels.formats import FP8_BLOCK
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,11 @@ def refused_by(config: ModelConfig, specs: Collection[TensorSpec], ranks: int) -
 
 
 def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...] | None:
-    """The shape of one rank's part of a tensor, None where the ranks do not divide it or would cut an FP8 block."""
+    """The shape of one rank's part of a tensor, None where the ranks do not divide it; a scale tells of its blocks."""
     if spec.shard is None:
         return spec.shape
     size, rest = divmod(spec.shape[spec.shard], ranks)
-    if rest or (spec.dtype == "F8_E4M3" and spec.role == "weight" and ranks > 1 and size % FP8_BLOCK):
+    if rest:
         return None
     return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
 

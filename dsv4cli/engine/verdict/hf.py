@@ -37,7 +37,7 @@ def quantization(subject: Subject) -> Iterator[Finding]:
     if subject.quantised and found is None:
         yield Finding("no", "config.json has no quantization_config and the weights are quantised", common.RELEASED)
     elif not subject.quantised and found is not None:
-        text = "config.json has a quantization_config and no matrix is quantised; without an FP8 GPU it loads"
+        text = "config.json has a quantization_config and no matrix is quantised"
         yield Finding("no", text, "remove quantization_config from config.json")
     elif found is not None and found.get("quant_method") != "fp8":
         method = found.get("quant_method")
@@ -50,12 +50,12 @@ def experts(subject: Subject) -> Iterator[Finding]:
     if form == "nvfp4":
         yield Finding("no", "the experts are NVFP4 in ModelOpt's layout, which it does not read for this model")
         return
-    if subject.quantization is None:
+    if subject.quantization is None or not subject.quantised:
         return
     said = subject.quantization.get("expert_dtype") or subject.config.get("expert_dtype") or "fp8"
     if said not in ("fp4", "fp8"):
         yield Finding("no", f"expert_dtype is {said!r}; transformers knows fp4 and fp8 only")
-    elif form != said and subject.quantised:
+    elif form != said:
         unasked = "expert_dtype" not in {*subject.quantization, *subject.config}
         why = "without expert_dtype" if unasked else f"as expert_dtype is {said!r}"
         fix = f'set "expert_dtype": "{form}" in config.json' if form in ("fp4", "fp8") else ""

@@ -6,7 +6,7 @@ The configuration is a DeepseekV3Config with the keys of config.json as they are
 from collections.abc import Iterator
 
 from dsv4cli.engine.verdict import common
-from dsv4cli.engine.verdict.subject import Finding, Rule, Subject, is_drafter
+from dsv4cli.engine.verdict.subject import Finding, Rule, Subject
 
 VERSION = "SGLang 0.5.23"
 # models/deepseek_v4.py and deepseek_v2.py: attributes of the configuration
@@ -61,9 +61,7 @@ def drafter(subject: Subject) -> Iterator[Finding]:
     """model_loader/loader.py: beside NVFP4 experts the drafter's are built in FP4."""
     if subject.identity.config.drafter == "none":
         yield Finding("note", "there is no drafter: no speculative decoding")
-        return
-    stored = subject.identity.checkpoint.tensors.items()
-    if any(is_drafter(name) and ".experts." in name and info.dtype == "U8" for name, info in stored):
+    elif subject.formats.drafter == "nvfp4":
         yield Finding("note", "the drafter's experts are NVFP4 and SGLang wants them in FP4: no speculative decoding")
 
 

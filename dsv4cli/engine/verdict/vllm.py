@@ -20,7 +20,7 @@ def ratios(subject: Subject) -> Iterator[Finding]:
 
 def experts(subject: Subject) -> Iterator[Finding]:
     """quant_config.py, DeepseekV4FP8Config.expert_dtype (top level only, 'fp4' where missing) and get_quant_method."""
-    if subject.quantization is None:
+    if subject.quantization is None or not subject.quantised:
         return
     said, form = subject.config.get("expert_dtype", "fp4"), subject.formats.experts
     nvfp4 = str(subject.quantization_says("moe_quant_algo") or "").upper() == "NVFP4"
@@ -62,12 +62,12 @@ def linears(subject: Subject) -> Iterator[Finding]:
 
 
 def drafter(subject: Subject) -> Iterator[Finding]:
-    """quant_config.py, align_mtp_quant_config: the draft's experts have the scheme of the model's."""
-    config = subject.identity.config
-    if config.drafter == "none":
+    """quant_config.py, get_quant_method: the drafter's experts are built as the model's."""
+    if subject.identity.config.drafter == "none":
         yield Finding("note", "there is no drafter: no speculative decoding")
-    elif subject.formats.experts == "nvfp4" and not subject.quantization_says("ignored_layers"):
-        yield Finding("note", "vLLM reads ignored_layers, not ModelOpt's ignore: nothing is left unquantised")
+    elif subject.formats.drafter != subject.formats.experts:
+        form, other = subject.formats.drafter.upper(), subject.formats.experts.upper()
+        yield Finding("note", f"the drafter's experts are {form} and vLLM wants {other}: no speculative decoding")
 
 
 RULES: tuple[Rule, ...] = (
