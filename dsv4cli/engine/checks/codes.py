@@ -27,16 +27,18 @@ def of_codes(packed: Raw, scale: Raw, factors: Values, present: Raw) -> Statisti
     """
     scale, count = scale.reshape(-1), 2 * packed.size
     groups = np.ascontiguousarray(packed).view(np.uint64).reshape(scale.size, -1)
-    if np.isnan(factors[present]).any():
-        valid = ~np.isnan(factors[scale])
-        groups, scale = groups[valid], scale[valid]
-        present = present[~np.isnan(factors[present])]
-    found = Statistics(count, count - 2 * groups.nbytes)
-    top = float(factors[present].max(initial=0))
-    if not top:
-        found.zeros = found.finite
+    found = Statistics(count)
+    if not (factors[present] > 0).all():
+        factor, codes = factors[scale], 2 * groups.nbytes // max(scale.size, 1)
+        found.not_finite = codes * int(np.isnan(factor).sum())
+        found.zeros = codes * int((factor == 0).sum())
+        groups, scale = groups[factor > 0], scale[factor > 0]
+        present = present[factors[present] > 0]
+    if found.zeros:
         found.low = found.high = 0.0
+    if not scale.size:
         return found
+    top = float(factors[present].max())
     # relative to the largest factor: squares of fp32 numbers
     shares = np.zeros(256, np.float32)
     shares[present] = factors[present] / np.float32(top)
@@ -47,8 +49,9 @@ def of_codes(packed: Raw, scale: Raw, factors: Values, present: Raw) -> Statisti
         found.zeros -= int((sums >> NONZERO).sum(dtype=np.int64))
         found.total += dot(_field(sums, MAGNITUDES, NONZERO), share) * top / 2
         found.squares += dot(_field(sums, 0, MAGNITUDES), share * share) * top * top / 4
-    found.zeros += found.finite
-    found.low, found.high = _range(groups, scale, factors, present)
+    found.zeros += 2 * groups.nbytes
+    low, high = _range(groups, scale, factors, present)
+    found.low, found.high = min(found.low, low), max(found.high, high)
     return found
 
 
@@ -80,7 +83,8 @@ def _table() -> NDArray[np.uint32]:
 def _range(groups: Words, scale: Raw, factors: Values, present: Raw) -> tuple[float, float]:
     """The smallest and the largest value: groups with large factors first, until no other can hold a larger one."""
     low, high = np.inf, -np.inf
-    codes = np.array(E2M1_VALUES, np.float32)
+    # in fp64: with the largest scales a value is no fp32 number
+    codes = np.array(E2M1_VALUES)
     for byte in present[np.argsort(factors[present])[::-1]].tolist():
         factor = float(factors[byte])
         rows = np.flatnonzero(scale == byte)

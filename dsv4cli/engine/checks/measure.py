@@ -107,7 +107,9 @@ class Measurement:
             self._take_codes(raw["weight"])
         if self.is_kept_wide:
             self._take_wide(raw["weight"])
-        self.statistics.add(of_values(decode(form, raw)))
+        # an absurd scale is told by the result
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.statistics.add(of_values(decode(form, raw)))
 
     def _factors(self) -> NDArray[np.float32]:
         if self.matrix.form == "fp4":

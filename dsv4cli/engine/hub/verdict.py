@@ -29,10 +29,10 @@ class Verdict:
 def judge(plan: Plan) -> Verdict:
     """Compares the headers of a finished download with the table of the model, as far as they were wanted."""
     folder = plan.place.folder
-    if not any(kind_of(file.name) == "weights" for file in plan.wanted):
-        return Verdict("no weights are wanted, so there are no tensors to check")
     if plan.wish.is_whole:
         return _judge_whole(FolderSource(plan.name, folder))
+    if not any(kind_of(file.name) == "weights" for file in plan.wanted):
+        return Verdict("no weights are wanted, so there are no tensors to check")
     if not any((folder / name).is_file() for name in ("config.json", "inference/config.json")):
         return Verdict("the tensors are not checked: there is no config.json to compare them with")
     return check_part(folder, plan.wish)
