@@ -12,15 +12,13 @@ from dsv4cli.engine.layout import Formats
 ACTIVATION, FP32, INDEX = 2, 4, 8
 # bytes for each value of a matrix while it is dequantised, and once it is
 WIDENED = {"fp4": (6.75, 4), "nvfp4": (6.75, 4), "fp8": (8.25, 4), "bf16": (4, 4), "f32": (0, 0)}
-# fp8_round and fp4_round with the Hadamard rotation, for each value that they round: at most 4 and 7 copies in fp32
+# fp8_round, and the Hadamard rotation with fp4_round, for each value: at most so many copies in fp32
 ROUNDED = 4 * FP32
 ROTATED = 8 * FP32
 # for each score that is sorted: the mask, the scores masked, sorted and as they were, their order; on a GPU the buffers
 # of the sort beside them (33 bytes in all on an H200, torch 2.13)
 SORTED = 1 + 3 * ACTIVATION + INDEX
 SORTED_ON_GPU = SORTED + 19
-# silu(gate) * up: gate and up clamped, their product, each in fp32
-GATED = 5 * FP32
 
 
 class Step:
@@ -146,10 +144,11 @@ class Step:
         )
 
     def expert(self, form: str) -> float:
-        """One expert over all tokens: a matrix in fp32 beside gate, up and their product; or the product in fp32."""
+        """One expert over all tokens: gate, up, their product, and a linear; the clamps take no more than rounding."""
         hidden, inner = self.config.hidden_size, self.config.moe_intermediate_size
-        widest = max(self.linear(inner, hidden, form), self.linear(hidden, inner, form))
-        return 3 * ACTIVATION * self.tokens * inner + max(widest, GATED * self.tokens * inner)
+        return 3 * ACTIVATION * self.tokens * inner + max(
+            self.linear(inner, hidden, form), self.linear(hidden, inner, form)
+        )
 
     def head(self) -> float:
         """The head in fp32, the logits of the sequences and what is drawn from them."""
