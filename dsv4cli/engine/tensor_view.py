@@ -92,9 +92,8 @@ def view_tensor(identity: FolderIdentity, name: str, progress: Progress | None) 
             return _header_only(checkpoint.tensors[name], owners)
         matrix = dict(stored_matrices(model)).get(owners[0].matrix)
         if matrix is None:
-            raise UsageError(
-                f"{name} belongs to this model, but it is not there", "`dsv4 inspect` shows what is missing"
-            )
+            lost = next(part for part in _stored_names(identity, model, owners[0]) if part not in checkpoint.tensors)
+            raise UsageError(f"{checkpoint.folder} lacks {lost}", "`dsv4 inspect` shows all that is missing")
         weight = matrix.parts["weight"]
         return TensorView(
             name=weight.name,
@@ -121,6 +120,12 @@ def _owners(identity: FolderIdentity, specs: Mapping[str, TensorSpec], name: str
     if name not in identity.checkpoint.tensors:
         return []
     return [spec for spec in specs.values() if any(place.name == name for place in identity.naming.places(spec))]
+
+
+def _stored_names(identity: FolderIdentity, model: StoredModel, spec: TensorSpec) -> Iterator[str]:
+    """Where the parts of a matrix should be."""
+    for part in model.matrices()[spec.matrix].values():
+        yield from (place.name for place in identity.naming.places(part))
 
 
 def _header_only(info: TensorInfo, owners: Collection[TensorSpec]) -> TensorView:
