@@ -218,6 +218,8 @@ def _summary(
 def _verdict(found: "Verification | None") -> str:
     if found is None:
         return "not compared with the source (--verify off)"
+    if not found.values:
+        return "nothing to compare with the source: this part has no whole tensor"
     share = (
         f"{found.compared / max(found.values, 1):.0%} of the values of" if found.compared < found.values else "all of"
     )

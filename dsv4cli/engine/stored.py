@@ -45,8 +45,9 @@ class StoredModel:
         """The table by matrix: each weight with its scales."""
         return matrices(self.specs.values())
 
-    def read(self, spec: TensorSpec, rows: slice = slice(None)) -> Raw:
-        """The rows of a tensor in its stored format; `rows` counts along the first dimension, without a step.
+    def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:
+        """The rows of a tensor in its stored format; `rows` counts along the first dimension, without a step, `copy`
+        the places of a tensor that several ranks have whole.
 
         Returns an array of the shape in the table with FP8, e8m0 and packed FP4 as uint8, BF16 as uint16 (the bit
         pattern), F32 as float32, I64 as int64. Raises CheckpointError for a tensor that is not there, has another dtype
@@ -55,7 +56,7 @@ class StoredModel:
         places = self.identity.naming.places(spec)
         cut = places[0].cut
         if cut is None:
-            return self._rows(spec, places[0], rows)
+            return self._rows(spec, places[copy], rows)
         if cut.dim:
             return np.concatenate([self._rows(spec, place, rows) for place in places], axis=cut.dim)
         return np.concatenate([self._rows(spec, place, part) for place, part in _parts(places, spec.shape[0], rows)])

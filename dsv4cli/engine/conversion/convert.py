@@ -52,14 +52,14 @@ def verify_files(conversion: Conversion, *, full: bool, workers: int, progress: 
 
     Raises UnsoundResult, naming the tensor, where a value differs that the target has exactly.
     """
-    if not conversion.own_matrices:
+    if not conversion.own_copies:
         return Verification()
     identity = describe(conversion.config, conversion.target.formats)
     checkpoint = scan_checkpoint(conversion.output)
     output = FolderIdentity(identity.size, identity.config, identity.formats, checkpoint, conversion.target.naming)
     with StoredModel(conversion.source) as ours, StoredModel(output) as theirs:
         found = verify(
-            ours, theirs, conversion.source_name, conversion.own_matrices, full=full, workers=workers, progress=progress
+            ours, theirs, conversion.source_name, conversion.own_copies, full=full, workers=workers, progress=progress
         )
     if found.wrong:
         raise UnsoundResult(

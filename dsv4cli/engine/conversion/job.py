@@ -86,8 +86,9 @@ class Conversion:
         return sum(file.nbytes for file in self.own_files)
 
     @cached_property
-    def own_matrices(self) -> list[str]:
-        """The matrices that can be read again from the files of this part alone."""
+    def own_copies(self) -> dict[str, list[int]]:
+        """The matrices that can be read again from the files of this part alone, and which of their copies: every rank
+        has one of what is not cut."""
         own = {file.name.removesuffix(".safetensors") + "/" for file in self.own_files}
         names = {key for file in self.own_files for key in file.keys}
         naming = self.target.naming
@@ -96,11 +97,15 @@ class Conversion:
             stem, slash, _ = key.rpartition("/")
             return stem + slash in own if isinstance(naming, MpNaming) else key in names
 
-        return [
-            matrix
-            for matrix, roles in self.matrices.items()
-            if all(is_here(place.name) for spec in roles.values() for place in naming.places(spec))
-        ]
+        found: dict[str, list[int]] = {}
+        for matrix, roles in self.matrices.items():
+            places = [naming.places(spec) for spec in roles.values()]
+            # a cut tensor needs all of its parts, of one that is whole every place is a copy
+            copies = [[place for part in places for place in part]] if places[0][0].cut else zip(*places, strict=True)
+            here = [number for number, copy in enumerate(copies) if all(is_here(place.name) for place in copy)]
+            if here:
+                found[matrix] = here
+        return found
 
     def check_source(self) -> None:
         """Raises CheckpointError unless every tensor that is needed is there, and no tensor is left over of a whole

@@ -1,7 +1,7 @@
 """Whether a conversion kept the values: the output is read again and compared with the source, by other code than wrote
 it; numpy, no torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -37,7 +37,7 @@ def verify(
     source: StoredModel,
     output: StoredModel,
     source_name: Callable[[str], str],
-    matrices: Iterable[str],
+    copies: Mapping[str, Sequence[int]],
     *,
     full: bool,
     workers: int,
@@ -46,21 +46,27 @@ def verify(
     """Compares matrices of the output, under their official names, with the source; the pieces of a sample are spread
     over the rows of each, and other for each matrix.
 
+    copies: the matrices, and which of the places of each are compared; 0 alone where the output has it once.
+
     Raises what reading raises.
     """
     ours, theirs = source.matrices(), output.matrices()
     result = Verification()
-    names = list(matrices)
-    total = sum(_count(theirs[name]["weight"]) for name in names)
+    total = sum(len(places) * _count(theirs[name]["weight"]) for name, places in copies.items())
 
     def compare(job: tuple[int, str]) -> tuple[str, Comparison]:
         number, name = job
-        return name, _compare(source, output, ours[source_name(name)], theirs[name], None if full else number)
+        comparison = Comparison()
+        for rows in _pieces(theirs[name]["weight"], None if full else number):
+            expected = _values(source, ours[source_name(name)], rows)
+            for copy in copies[name]:
+                comparison.add(expected, _values(output, theirs[name], rows, copy), rows.start)
+        return name, comparison
 
     with ThreadPoolExecutor(workers) as pool:
-        for name, comparison in pool.map(compare, enumerate(names)):
+        for name, comparison in pool.map(compare, enumerate(copies)):
             _enter(result, name, comparison, _pair(ours[source_name(name)], theirs[name]))
-            result.values += _count(theirs[name]["weight"])
+            result.values += len(copies[name]) * _count(theirs[name]["weight"])
             if progress is not None:
                 progress(result.values, total)
     result.errors = dict(sorted(result.errors.items(), key=lambda entry: -entry[1]))
@@ -77,20 +83,6 @@ def _enter(result: Verification, name: str, comparison: Comparison, pair: tuple[
         result.wrong.append(name)
 
 
-def _compare(
-    source: StoredModel,
-    output: StoredModel,
-    ours: Mapping[Role, TensorSpec],
-    theirs: Mapping[Role, TensorSpec],
-    sample: int | None,
-) -> Comparison:
-    comparison = Comparison()
-    for rows in _pieces(ours["weight"], sample):
-        first, second = _values(source, ours, rows), _values(output, theirs, rows)
-        comparison.add(first, second, rows.start)
-    return comparison
-
-
 def _pieces(weight: TensorSpec, sample: int | None) -> Iterator[slice]:
     """The rows to compare: all, or every SAMPLE-th piece, counted from another one for each matrix."""
     rows, columns = weight.shape[0], max(_count(weight) // max(weight.shape[0], 1), 1)
@@ -98,9 +90,11 @@ def _pieces(weight: TensorSpec, sample: int | None) -> Iterator[slice]:
     yield from pieces if sample is None else pieces[sample % min(SAMPLE, max(len(pieces), 1)) :: SAMPLE]
 
 
-def _values(model: StoredModel, parts: Mapping[Role, TensorSpec], rows: slice) -> Values:
+def _values(model: StoredModel, parts: Mapping[Role, TensorSpec], rows: slice, copy: int = 0) -> Values:
     form = form_of(parts["weight"])
-    arrays = {role: model.read(spec, scale_rows(form, rows) if spec.is_scale else rows) for role, spec in parts.items()}
+    arrays = {
+        role: model.read(spec, scale_rows(form, rows) if spec.is_scale else rows, copy) for role, spec in parts.items()
+    }
     values = arrays["weight"] if form == "i64" else decode(form, arrays)
     return values.reshape(len(values), -1)
 
