@@ -46,8 +46,13 @@ ThinkOpt = Annotated[
     typer.Option(help="How hard to reason first: off, high or max; releases from 0731 on also low."),
 ]
 MaxTokensOpt = Annotated[int, typer.Option(help="The most tokens of an answer.")]
-TemperatureOpt = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
-TopPOpt = Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")]
+TemperatureOpt = Annotated[
+    float | None, typer.Option(help="0 takes the likeliest token; what the model asks for if absent, or 1.")
+]
+TopPOpt = Annotated[
+    float | None,
+    typer.Option(help="Draw from the likeliest tokens of this total probability; the model's own if absent, or 1."),
+]
 SeedOpt = Annotated[int | None, typer.Option(help="Makes the draws repeatable; without it each run differs.")]
 StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")]
 LogprobsOpt = Annotated[int, typer.Option(help="Alternatives to report for each token; needs JSON output.")]
@@ -74,8 +79,8 @@ def run(
     system: SystemOpt = None,
     think: ThinkOpt = "off",
     max_tokens: MaxTokensOpt = 4096,
-    temperature: TemperatureOpt = 1.0,
-    top_p: TopPOpt = 1.0,
+    temperature: TemperatureOpt = None,
+    top_p: TopPOpt = None,
     seed: SeedOpt = None,
     stop: StopOpt = None,
     logprobs: LogprobsOpt = 0,
@@ -96,14 +101,20 @@ def run(
     from dsv4cli.engine.source import resolve_model
 
     limits = Limits(max_tokens, max_context, prefill_chunk, logprobs, tuple(stop or ()))
-    sampling = Sampling(temperature, top_p, randbelow(2**32) if seed is None else seed)
+    source = resolve_model(model)
+    own = source.sampling
+    sampling = Sampling(
+        own[0] if temperature is None else temperature,
+        own[1] if top_p is None else top_p,
+        randbelow(2**32) if seed is None else seed,
+    )
     check_device(device)
     _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
     if score is not None and only_show:
         raise UsageError("--score and --show-prompt cannot be combined", "give one of them")
     if logprobs and not (as_json or prompts or score):
         raise UsageError("--logprobs shows in JSON output only", "add --json")
-    job = Job(Output(context.obj, as_json), resolve_model(model), think, device, dtype, backend, limits, sampling)
+    job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling)
     if score is not None:
         score_texts(job, read_scores(score))
     elif prompts is not None:

@@ -1,10 +1,13 @@
 """What a user can choose about a generation, checked; no torch."""
 
+import json
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import CheckpointError, UsageError
 
 MAX_SEED = 2**32 - 1
 # logits divided by less overflow; what it draws is the likeliest token anyway
@@ -39,6 +42,22 @@ class Sampling:
         require(greedy or warm, "--temperature", self.temperature, remedy)
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"use a whole number from 0 to {MAX_SEED}")
+
+
+def own_sampling(folder: Path) -> tuple[float, float]:
+    """Temperature and top_p that a checkpoint asks for in its generation_config.json; 1 and 1 where it has none.
+
+    Raises CheckpointError for a file that holds something else.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return 1.0, 1.0
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        temperature, top_p = float(values.get("temperature", 1.0)), float(values.get("top_p", 1.0))
+        return temperature if values.get("do_sample", True) else 0.0, top_p
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}", "fetch it again, or remove it") from None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dsv4cli.engine.config import ModelConfig, parse_config
 from dsv4cli.engine.identify import FolderIdentity, Identity, describe, identify, recognise
 from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.presets import PRESETS, shortened
+from dsv4cli.engine.settings import own_sampling
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
 
 ALIASES = {
@@ -45,6 +46,11 @@ class FolderSource:
         """The same in any layout that `dsv4 convert` reads. Raises what `recognise` raises."""
         return recognise(self.folder)
 
+    @property
+    def sampling(self) -> tuple[float, float]:
+        """Temperature and top_p that the model asks for. Raises what `own_sampling` raises."""
+        return own_sampling(self.folder)
+
 
 @dataclass(frozen=True)
 class RandomSource:
@@ -58,6 +64,11 @@ class RandomSource:
     def identity(self) -> Identity:
         """What the preset is, in the official storage formats."""
         return describe(self.config, Formats())
+
+    @property
+    def sampling(self) -> tuple[float, float]:
+        """Temperature and top_p without a preference: the model's probabilities as they are."""
+        return 1.0, 1.0
 
 
 def resolve_model(text: str) -> FolderSource | RandomSource:

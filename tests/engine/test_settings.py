@@ -2,8 +2,8 @@
 
 import pytest
 
-from dsv4cli.engine.settings import MAX_SEED, MIN_TEMPERATURE, Limits, Sampling, check_device
-from dsv4cli.errors import UsageError
+from dsv4cli.engine.settings import MAX_SEED, MIN_TEMPERATURE, Limits, Sampling, check_device, own_sampling
+from dsv4cli.errors import CheckpointError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,25 @@ def test_what_can_be():
 def test_a_device_that_is_called_so_nowhere(name):
     with pytest.raises(UsageError, match="--device cannot be "):
         check_device(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "sampling"),
+    [
+        (None, (1.0, 1.0)),
+        ("{}", (1.0, 1.0)),
+        ('{"do_sample": true, "temperature": 0.6, "top_p": 0.95}', (0.6, 0.95)),
+        ('{"do_sample": false, "temperature": 0.6}', (0.0, 1.0)),
+    ],
+)
+def test_what_a_model_asks_for(tmp_path, text, sampling):
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    assert own_sampling(tmp_path) == sampling
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"temperature": "warm"}', '{"top_p": [1]}', "\udcff"])
+def test_a_generation_config_that_cannot_be_used(tmp_path, text):
+    (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be used"):
+        own_sampling(tmp_path)
