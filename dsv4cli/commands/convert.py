@@ -82,7 +82,8 @@ def convert(
     """
     out = Output(context.obj, as_json)
     if finish is not None:
-        _finish(out, finish, others=[source, output, to])
+        given = [source, output, to, ranks, layers, experts, attention, workers, shard]
+        _finish(out, finish, others=[*given, no_mtp or None, dry_run or None, None if check == "sample" else check])
         return
     if source is None or output is None or to is None:
         raise UsageError("convert needs SRC, DST and --to", "as in `dsv4 convert flash OUT --to bf16`")

@@ -13,7 +13,7 @@ import torch
 
 from dsv4cli.engine.checkpoint import INDEX, UNFINISHED, scan_checkpoint
 from dsv4cli.engine.conversion.job import Conversion
-from dsv4cli.engine.conversion.journal import PLAN, Journal, read_plan, write_file
+from dsv4cli.engine.conversion.journal import PLAN, Journal, read_plan, write_file, writing
 from dsv4cli.engine.conversion.metadata import copied_files
 from dsv4cli.engine.conversion.recode import Recoder
 from dsv4cli.engine.conversion.verify import Verification, verify
@@ -62,8 +62,9 @@ def verify_files(conversion: Conversion, *, full: bool, workers: int, progress: 
             ours, theirs, conversion.source_name, conversion.own_copies, full=full, workers=workers, progress=progress
         )
     if found.wrong:
+        others = f" (and {len(found.wrong) - 1:,} more)" if len(found.wrong) > 1 else ""
         raise UnsoundResult(
-            f"{conversion.output}: {found.wrong[0]} differs from the source, as do {len(found.wrong) - 1} others",
+            f"{conversion.output}: {found.wrong[0]} differs from the source{others}",
             f"remove {conversion.output} and convert again; if it happens again, check the disk and the memory",
         )
     return found
@@ -115,7 +116,9 @@ def trial(conversion: Conversion, device: torch.device, workers: int) -> float:
     second into an unnamed file on the disk of the output."""
     place = next(folder for folder in (conversion.output, *conversion.output.absolute().parents) if folder.is_dir())
     items = [item for file in conversion.own_files for batch in file.batches for item in batch]
-    with StoredModel(conversion.source) as source, tempfile.TemporaryFile(dir=place) as scratch:
+    with writing(place):
+        unnamed = tempfile.TemporaryFile(dir=place)  # noqa: SIM115 - closed below
+    with StoredModel(conversion.source) as source, unnamed as scratch:
         recoder = Recoder(source, conversion.specs, conversion.source_name, device)
         started, written = time.monotonic(), 0
         for item in items[:: max(len(items) // 64, 1)]:

@@ -120,8 +120,9 @@ class Conversion:
         source, output = self.source.checkpoint.folder.resolve(), self.output.resolve()
         if output == source or source in output.parents or output in source.parents:
             raise UsageError(f"{self.output} and the source lie in each other", "name a folder outside the source")
-        if self.output.exists() and not self.output.is_dir():
-            raise UsageError(f"{self.output} is a file", "name a folder that is empty or does not exist yet")
+        place = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
+        if not place.is_dir():
+            raise UsageError(f"{place} is a file", "name a folder that is empty or does not exist yet")
         if self.output.is_dir() and any(self.output.iterdir()) and not (self.output / UNFINISHED).is_dir():
             raise UsageError(
                 f"{self.output} is not empty and holds no unfinished conversion",

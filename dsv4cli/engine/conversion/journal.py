@@ -5,6 +5,7 @@ final names, and one journal for each part of a shared job. A line is written af
 been synced; a line cut off by a crash does not count.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,8 @@ class Journal:
         times: when the files of the source were last changed. Raises UsageError where the folder holds another plan, or
         the source has changed since it began.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder.parent):
+            self.folder.mkdir(parents=True, exist_ok=True)
         begin_plan(self.folder, plan)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -78,6 +80,19 @@ class Journal:
             # a disk that fills up takes a part
             line = line[os.write(self._file, line) :]
         os.fsync(self._file)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises UsageError where the system does not let anything be made in a folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise UsageError(
+            f"{folder} cannot be written to: {error.strerror}", "name a folder where you may write"
+        ) from None
 
 
 def begin_plan(folder: Path, plan: Mapping[str, Any]) -> None:
