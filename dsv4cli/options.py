@@ -16,7 +16,6 @@ MODEL_HELP = (
     "or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files."
 )
 
-ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 ModelOpt = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DeviceOpt = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
 BackendOpt = Annotated[

@@ -1,7 +1,6 @@
 """`dsv4 run`: prompts in, answers out; or, with --score, how likely the model finds given texts."""
 
 from pathlib import Path
-from secrets import randbelow
 from typing import Annotated, Literal
 
 import typer
@@ -97,17 +96,12 @@ def run(
     The answer goes to stdout; reasoning, progress and timing go to stderr.
     """
     from dsv4cli.engine.inputs import read_prompts, read_scores
-    from dsv4cli.engine.settings import Limits, Sampling, check_device
+    from dsv4cli.engine.settings import Limits, check_device
     from dsv4cli.engine.source import resolve_model
 
     limits = Limits(max_tokens, max_context, prefill_chunk, logprobs, tuple(stop or ()))
     source = resolve_model(model)
-    own = source.sampling
-    sampling = Sampling(
-        own[0] if temperature is None else temperature,
-        own[1] if top_p is None else top_p,
-        randbelow(2**32) if seed is None else seed,
-    )
+    sampling = source.sampling.chosen(temperature, top_p, seed)
     check_device(device)
     _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
     if score is not None and only_show:

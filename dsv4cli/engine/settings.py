@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import randbelow
 from typing import Any
 
 from dsv4cli.errors import CheckpointError, UsageError
@@ -43,20 +44,28 @@ class Sampling:
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"use a whole number from 0 to {MAX_SEED}")
 
+    def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> "Sampling":
+        """The same but for what is given; a seed that is not given is drawn."""
+        return Sampling(
+            self.temperature if temperature is None else temperature,
+            self.top_p if top_p is None else top_p,
+            randbelow(MAX_SEED + 1) if seed is None else seed,
+        )
 
-def own_sampling(folder: Path) -> tuple[float, float]:
-    """Temperature and top_p that a checkpoint asks for in its generation_config.json; 1 and 1 where it has none.
+
+def own_sampling(folder: Path) -> Sampling:
+    """The sampling that a checkpoint asks for in its generation_config.json; at temperature 1 where it has none.
 
     Raises CheckpointError for a file that holds something else.
     """
     path = folder / "generation_config.json"
     if not path.exists():
-        return 1.0, 1.0
+        return Sampling()
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         temperature, top_p = float(values.get("temperature", 1.0)), float(values.get("top_p", 1.0))
-        return temperature if values.get("do_sample", True) else 0.0, top_p
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return Sampling(temperature if values.get("do_sample", True) else 0.0, top_p)
+    except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}", "fetch it again, or remove it") from None
 
 

@@ -14,7 +14,7 @@ from dsv4cli.engine.config import ModelConfig, parse_config
 from dsv4cli.engine.identify import FolderIdentity, Identity, describe, identify, recognise
 from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.presets import PRESETS, shortened
-from dsv4cli.engine.settings import own_sampling
+from dsv4cli.engine.settings import Sampling, own_sampling
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
 
 ALIASES = {
@@ -47,8 +47,8 @@ class FolderSource:
         return recognise(self.folder)
 
     @property
-    def sampling(self) -> tuple[float, float]:
-        """Temperature and top_p that the model asks for. Raises what `own_sampling` raises."""
+    def sampling(self) -> Sampling:
+        """What the model asks for. Raises what `own_sampling` raises."""
         return own_sampling(self.folder)
 
 
@@ -66,9 +66,9 @@ class RandomSource:
         return describe(self.config, Formats())
 
     @property
-    def sampling(self) -> tuple[float, float]:
-        """Temperature and top_p without a preference: the model's probabilities as they are."""
-        return 1.0, 1.0
+    def sampling(self) -> Sampling:
+        """The model's probabilities as they are."""
+        return Sampling()
 
 
 def resolve_model(text: str) -> FolderSource | RandomSource:

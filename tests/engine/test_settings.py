@@ -63,10 +63,10 @@ def test_a_device_that_is_called_so_nowhere(name):
 @pytest.mark.parametrize(
     ("text", "sampling"),
     [
-        (None, (1.0, 1.0)),
-        ("{}", (1.0, 1.0)),
-        ('{"do_sample": true, "temperature": 0.6, "top_p": 0.95}', (0.6, 0.95)),
-        ('{"do_sample": false, "temperature": 0.6}', (0.0, 1.0)),
+        (None, Sampling(1.0, 1.0)),
+        ("{}", Sampling(1.0, 1.0)),
+        ('{"do_sample": true, "temperature": 0.6, "top_p": 0.95}', Sampling(0.6, 0.95)),
+        ('{"do_sample": false, "temperature": 0.6}', Sampling(0.0, 1.0)),
     ],
 )
 def test_what_a_model_asks_for(tmp_path, text, sampling):
@@ -75,8 +75,17 @@ def test_what_a_model_asks_for(tmp_path, text, sampling):
     assert own_sampling(tmp_path) == sampling
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"temperature": "warm"}', '{"top_p": [1]}', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"temperature": -1}', '{"temperature": "warm"}', '{"top_p": [1]}', "\udcff"]
+)
 def test_a_generation_config_that_cannot_be_used(tmp_path, text):
     (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be used"):
         own_sampling(tmp_path)
+
+
+def test_what_is_given_is_chosen():
+    own = Sampling(0.6, 0.95)
+    assert own.chosen(None, None, 3) == Sampling(0.6, 0.95, 3)
+    assert own.chosen(0.0, 0.5, 3) == Sampling(0.0, 0.5, 3)
+    assert len({own.chosen(None, None, None).seed for _ in range(4)}) > 1
