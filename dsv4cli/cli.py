@@ -23,19 +23,26 @@ from dsv4cli.output import Colours, Output, ReaderGone
 app = typer.Typer(
     name="dsv4",
     help="The command-line toolkit for DeepSeek-V4: one model family, exact and readable.",
-    epilog=epilog('dsv4 run "What is 17 + 25?"', "dsv4 inspect ~/models/DeepSeek-V4-Flash"),
+    epilog=epilog(
+        'dsv4 run "What is 17 + 25?"',
+        "dsv4 download flash --dry-run",
+        "dsv4 inspect flash",
+        "dsv4 convert flash OUT --to bf16",
+    ),
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
 app.command(
+    # the first sentence of its help is too long for the list of commands
+    short_help="Convert a checkpoint to another layout, and prove the result.",
     epilog=epilog(
         "dsv4 convert flash OUT --to bf16 --dry-run",
         "dsv4 convert ~/models/DeepSeek-V4-Flash OUT --to mp --ranks 4",
         "dsv4 convert flash OUT --to official --layers 0-3 --no-mtp",
         "dsv4 convert flash OUT --to nvfp4 --shard 2/8   (on each of 8 machines)",
         "dsv4 convert --finish OUT",
-    )
+    ),
 )(convert)
 app.command(
     epilog=epilog(
@@ -46,12 +53,20 @@ app.command(
     )
 )(download)
 app.command(
-    epilog=epilog("dsv4 inspect ~/models/DeepSeek-V4-Flash", "dsv4 inspect flash --json", "dsv4 inspect random:pro")
+    epilog=epilog(
+        "dsv4 inspect ~/models/DeepSeek-V4-Flash",
+        "dsv4 inspect flash --json",
+        "dsv4 inspect flash --values full",
+        "dsv4 inspect nvidia/DeepSeek-V4-Flash-NVFP4 --for vllm",
+        "dsv4 inspect random:pro --fit --gpus 8x141GB --context 100000",
+        "dsv4 inspect OUT --diff flash",
+        "dsv4 inspect flash --tensor layers.3.attn.wq_a",
+    )
 )(inspect)
 app.command(
     epilog=epilog(
         'dsv4 run "What is 17 + 25?"',
-        "dsv4 run --model ~/models/DeepSeek-V4-Flash --think high 'Prove it.' < theorem.txt",
+        "dsv4 run --model flash --think high 'Prove it.' < theorem.txt",
         "dsv4 run --model flash --prompts questions.jsonl > answers.jsonl",
         "dsv4 run --model flash --score texts.jsonl --prefill-chunk 1",
     )

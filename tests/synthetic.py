@@ -4,14 +4,18 @@ Real shapes by the preset; a layer is in memory at a time.
 """
 
 import json
+import os
+import struct
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from dsv4cli.engine.checkpoint import DTYPE_BITS
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
 from dsv4cli.engine.presets import FLASH, TINY
@@ -67,6 +71,25 @@ def write_checkpoint(folder: Path, values: dict[str, Any], seed: int = 0) -> Pat
         weight_map |= {spec.name: name for spec in group}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
+
+
+def write_holes(folder: Path, values: dict[str, Any], count: int) -> tuple[int, int]:
+    """Writes a model whose weights are holes (zeros) in `count` files: bytes of all tensors and of the largest file."""
+    specs = list(expected_tensors(parse_config(values, "synthetic"), Formats()).values())
+    per_file, total, index = -(-len(specs) // count), 0, {}
+    for number in range(count):
+        header, end, name = {}, 0, f"model-{number + 1:05}-of-{count:05}.safetensors"
+        for spec in specs[number * per_file : (number + 1) * per_file]:
+            start, end = end, end + prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+            header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (start, end)}
+        text = json.dumps(header).encode()
+        (folder / name).write_bytes(struct.pack("<Q", len(text)) + text)
+        os.truncate(folder / name, 8 + len(text) + end)
+        index |= dict.fromkeys(header, name)
+        total += end
+    (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(values))
+    return total, max(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _file(spec: TensorSpec) -> tuple[int, int]:

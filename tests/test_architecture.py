@@ -184,7 +184,10 @@ def test_completion_loads_nothing_slow(words):
     assert loaded_by("-m", "dsv4cli", **request) & SLOW == set()
 
 
-@pytest.mark.parametrize("module", ["config", "layout", "checkpoint", "identify"])
-def test_headers_are_read_without_torch(module):
-    loaded = loaded_by("-c", f"import dsv4cli.engine.{module}")
+def test_what_says_that_it_needs_no_torch_loads_none():
+    said = [module_name(file) for file, tree in trees().items() if "no torch" in (ast.get_docstring(tree) or "")]
+    # a download chooses by the index, checks headers and writes JSON
+    hub = [module_name(file) for file in trees() if file.startswith("dsv4cli/engine/hub/")]
+    assert {"dsv4cli.engine.identify", "dsv4cli.engine.conversion.metadata"} < {*said}
+    loaded = loaded_by("-c", "import " + ", ".join([*said, *hub]))
     assert loaded & {"torch", "triton", "transformers"} == set()

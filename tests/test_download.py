@@ -424,6 +424,14 @@ def test_an_index_that_names_an_absent_file(hub, dsv4):
     assert (done.code, f"names {SHARDS[0]}, which the repository does not hold" in done.err) == (1, True)
 
 
+def test_an_index_that_is_none_is_named_by_its_repository(hub, dsv4):
+    hub.add(REPOSITORY, FLASH | {damage.INDEX: b"{"})
+    done = dsv4("download", "flash", "--layers", "0")
+    assert done.code == 1
+    assert done.err.startswith(f"error: {REPOSITORY}/{damage.INDEX} is no safetensors index: ")
+    assert done.err.endswith(f"→ name another revision, as in {REPOSITORY}@REVISION\n")
+
+
 def test_offline_says_so(hub, dsv4, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     done = dsv4("download", "flash")

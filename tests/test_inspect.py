@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,12 @@ from typer.testing import CliRunner
 
 from dsv4cli import __version__, cli
 from dsv4cli.engine import inspection
+from dsv4cli.engine.presets import FLASH as FLASH_KEYS
 from dsv4cli.errors import Dsv4Error
 from tests import damage
 from tests.program import IMPORTS_NOTHING_HEAVY
 from tests.relatives import RELATIVES
+from tests.synthetic import write_holes
 
 ROOT = Path(__file__).resolve().parent.parent
 FLASH = str(damage.GOLDEN / "tiny-flash")
@@ -77,6 +81,25 @@ def test_a_model_of_random_weights_needs_no_files(model, words):
     assert done.exit_code == 0
     assert all(word in done.stdout for word in words)
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_a_released_model_takes_seconds(tmp_path):
+    nbytes, _ = write_holes(tmp_path, FLASH_KEYS, 46)
+    assert nbytes == 159_609_485_896
+    program = subprocess.Popen(
+        [sys.executable, "-m", "dsv4cli", "inspect", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    with program.stdout as stdout:
+        assert stdout.readline() == f"{tmp_path} would load: all 69,187 tensors are there and as expected\n"
+        stdout.read()
+    _, program.returncode, usage = os.wait4(program.pid, 0)
+    assert program.returncode == 0
+    # processor time, of which other processes take nothing; 1.5 s on a Xeon
+    assert usage.ru_utime + usage.ru_stime < 3
+    # kB on Linux, bytes on macOS; 110 MB
+    assert usage.ru_maxrss < 300e6 / (1024 if sys.platform == "linux" else 1)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +195,35 @@ def test_the_help_lists_exit_codes_and_ends_with_examples():
             assert words in body
         assert all(line.startswith("    dsv4 ") for line in examples.rstrip().splitlines())
         assert max(map(len, page.splitlines())) <= 80
+
+
+COMMANDS = ("convert", "download", "inspect", "run")
+
+
+def test_the_first_page_shows_every_command():
+    page = inside("--help").stdout
+    body, _, examples = page.partition("Examples:\n")
+    assert all(f"    dsv4 {command} " in examples for command in COMMANDS)
+    assert "..." not in body.partition("Commands:\n")[2]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_are_calls_that_exist(command):
+    page = inside(command, "--help").stdout
+    examples = page.partition("Examples:\n")[2].strip().splitlines()
+    assert examples
+    assert max(map(len, page.splitlines())) <= 80
+    for example in examples:
+        # without remarks and redirections
+        words = shlex.split(re.sub(r"  +\(.*\)| [<>] \S+", "", example))
+        assert words[:2] == ["dsv4", command]
+        # options are known before the help is shown
+        assert inside(*words[1:], "--help").exit_code == 0
+
+
+def test_every_question_of_inspect_has_an_example():
+    examples = inside("inspect", "--help").stdout.partition("Examples:\n")[2]
+    assert all(f" {option} " in examples for option in ("--values", "--fit", "--for", "--diff", "--tensor"))
 
 
 def test_the_version():

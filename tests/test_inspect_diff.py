@@ -13,6 +13,7 @@ from dsv4cli.errors import Dsv4Error, ModelNotFound, UsageError
 from dsv4cli.output import Colours, Output
 from tests import damage, relatives
 from tests.clothes import Arrays, dress, recoded
+from tests.program import Program
 
 FLASH = str(damage.GOLDEN / "tiny-flash")
 SHARD = f"{FLASH}/{damage.SHARD}"
@@ -196,3 +197,29 @@ def test_a_name_with_control_characters_does_not_reach_the_terminal(diff, tmp_pa
     folder = damage.copy_checkpoint(tmp_path)
     strange = Path(folder.rename(tmp_path / "a\x1b[31mb"))
     assert "\x1b" not in diff(FLASH, str(strange))[1]
+
+
+@pytest.fixture
+def dsv4(monkeypatch, capsys):
+    return Program(monkeypatch, capsys)
+
+
+def test_whether_the_model_would_load_is_not_the_question(dsv4, tmp_path):
+    folder = str(dress(tmp_path / "nvfp4", Formats(experts="nvfp4")))
+    assert dsv4("inspect", folder).code == 3
+    done = dsv4("inspect", folder, "--diff", FLASH)
+    assert (done.code, done.out.splitlines()[0]) == (0, f"A  {folder}  nvfp4")
+    document = json.loads(dsv4("inspect", folder, "--diff", FLASH, "--json").out)
+    assert (document["loads"], document["diff"]["same"]) == (False, True)
+
+
+def test_what_cannot_be_compared_is_told(dsv4, tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.config_missing(folder)
+    done = dsv4("inspect", str(folder), "--diff", FLASH)
+    assert (done.code, done.out.splitlines()[0]) == (3, f"{folder} would not load")
+
+
+def test_a_model_that_is_the_same_may_still_not_fit(dsv4):
+    assert dsv4("inspect", FLASH, "--diff", FLASH).code == 0
+    assert dsv4("inspect", FLASH, "--diff", FLASH, "--fit", "--gpus", "1x0.001GB").code == 3

@@ -118,11 +118,12 @@ def test_an_export_that_convert_reads_is_recognised(hub, tmp_path):
     [
         (damage.shard_missing, (damage.SHARD, "is missing")),
         (damage.shard_truncated, (damage.SHARD,)),
-        (damage.shard_is_lfs_pointer, (damage.SHARD,)),
+        (damage.shard_is_lfs_pointer, (damage.SHARD, "is a git-lfs pointer, not the weights")),
         (damage.header_length_absurd, (damage.SHARD, "header")),
         (damage.header_not_json, (damage.SHARD, "not JSON")),
         (damage.folder_empty, ("no safetensors file",)),
-        (damage.index_not_json, (damage.INDEX,)),
+        (damage.index_not_json, (f"{NAME}/{damage.INDEX} is no safetensors index",)),
+        (damage.index_leaves_the_folder, (f"{NAME}/{damage.INDEX} names",)),
         (damage.config_missing, (NAME, "no config.json")),
     ],
 )
@@ -134,6 +135,28 @@ def test_damage_is_named(hub, tmp_path, harm, words):
         resolve_inspectable(NAME).identity  # noqa: B018 - the question raises
     assert all(word in caught.value.message for word in words)
     assert caught.value.remedy
+    assert str(tmp_path) not in caught.value.message + caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "Q4_K_M/model-00001-of-00002.gguf"])
+def test_gguf_files_are_named(hub, dsv4, name):
+    hub.add(NAME, {"config.json": GOLDEN["config.json"], name: b"GGUF"})
+    done = dsv4("inspect", NAME)
+    assert done.code == 3
+    assert done.out.startswith(
+        f"{NAME} would not load\n  {NAME} is a GGUF model ({name}), which this engine does not run\n→ run it with llama"
+    )
+    assert json.loads(dsv4("inspect", NAME, "--json").out)["problem"]["kind"] == "unsupported"
+
+
+def test_damaged_headers_are_asked_for_once(hub, dsv4, tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.header_not_json(folder)
+    hub.add(NAME, files_of(folder))
+    done = dsv4("inspect", NAME)
+    assert done.code == 3
+    assert f"{damage.SHARD} has a corrupt header: not JSON\n→ name another revision, as in {NAME}@REVISION" in done.out
+    assert len(hub.asked("api/models")) == 1
 
 
 @pytest.mark.parametrize(
@@ -181,6 +204,8 @@ def test_the_command_answers_as_for_a_folder(hub, dsv4):
     there, here = dsv4("inspect", NAME), dsv4("inspect", str(damage.GOLDEN / "tiny-flash"))
     assert (there.code, there.out.splitlines()[1:]) == (0, here.out.splitlines()[1:])
     assert there.out.startswith(f"{NAME} would load: all 432 tensors are there and as expected\n")
+    assert there.err == f"reading the headers of {NAME} over the network\n"
+    assert dsv4("inspect", "flash").err == there.err
     document = dsv4("inspect", "flash", "--json")
     assert (document.code, document.err) == (0, "")
     assert json.loads(document.out)["coverage"]["complete"]

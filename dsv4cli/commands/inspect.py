@@ -86,18 +86,20 @@ def inspect(
     diff: DiffOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Show what a model is, whether it would load, and how large it is.
+    """Show what a model is, whether it would load, how large it is.
 
     Reads the configuration and the headers of the weight files, never the weights unless an option needs them:
     seconds for 865 GB. The answer is no (exit code 3) when the checkpoint is damaged, when dsv4 does not run it
     (what `dsv4 convert` reads is described all the same), when --for, --fit or --diff say no, or when --values
     finds what is wrong. Without --values a model may load and still be wrong.
     """
-    from dsv4cli.engine.inspectable import resolve_inspectable
+    from dsv4cli.engine.inspectable import RemoteSource, resolve_inspectable
     from dsv4cli.engine.inspection import document, inspect_model
 
-    out = Output(context.obj, as_json)
-    result = inspect_model(resolve_inspectable(model))
+    out, source = Output(context.obj, as_json), resolve_inspectable(model)
+    if isinstance(source, RemoteSource):
+        out.status(f"reading the headers of {source.repository} over the network")
+    result = inspect_model(source)
     questions: dict[str, _Question | None] = {
         "verdict": partial(_ask_for, consumer=consumer) if consumer else None,
         "fit": partial(_ask_fit, gpus=gpus, context=tokens, batch=batch) if fit else None,
@@ -117,7 +119,9 @@ def inspect(
 def _ask(out: Output, result: "Inspection", asked: Mapping[str, _Question]) -> tuple[bool, dict[str, Any]]:
     """Reports, then puts the questions one after another: whether the answer is yes, and their sections of the
     document."""
-    began, answer = _begin(out, result, asked.keys()), result.problem is None
+    began = _begin(out, result, asked.keys())
+    # another program's verdict stands in the place of ours, and two models may be the same in any layout
+    answer = result.problem is None or "verdict" in asked or ("diff" in asked and not _is_unknown(result))
     sections: dict[str, Any] = {}
     for name, question in asked.items():
         if name != "verdict" and _is_unknown(result):
@@ -125,9 +129,7 @@ def _ask(out: Output, result: "Inspection", asked: Mapping[str, _Question]) -> t
         if began:
             out.line()
         began, part = True, _Section(out.colours, out.as_json)
-        said = question(part, result)
-        # another program's verdict stands in the place of ours, and two models may be the same in any layout
-        answer = said if name in ("verdict", "diff") else answer and said
+        answer = question(part, result) and answer
         sections[name] = part.value
     return answer, sections
 
@@ -136,7 +138,7 @@ def _begin(out: Output, result: "Inspection", asked: Collection[str]) -> bool:
     """The report, or only what is wrong where something else is asked for; tells whether there was a line."""
     if not set(asked) - {"values"}:
         show_report(out, result)
-    elif result.problem and "verdict" not in asked:
+    elif result.problem and "verdict" not in asked and ("diff" not in asked or _is_unknown(result)):
         show_problem(out, result)
     else:
         return False

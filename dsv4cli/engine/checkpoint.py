@@ -4,10 +4,14 @@ Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes w
 """
 
 import json
+import os
 import re
+import reprlib
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,8 @@ DTYPE_BITS = {
 }  # fmt: skip
 # the safetensors library refuses longer headers too
 MAX_HEADER = 100_000_000
+# numpy has no tensors with more dimensions
+MAX_DIMENSIONS = 64
 LFS_POINTER = b"version https://git-lfs"
 # files of the official convert.py: each holds one rank's part under the same names
 MP_FILE = re.compile(r"model\d+-mp\d+\.safetensors")
@@ -91,7 +97,7 @@ def scan_checkpoint(folder: Path) -> Checkpoint:
 
     The tensors of the official files cut for N ranks get their file before their name: `model0-mp4/norm.weight`.
     """
-    index = _read_index(folder / INDEX)
+    index = read_index(folder / INDEX)
     files, missing = _files(folder, index)
     tensors: dict[str, TensorInfo] = {}
     twice: dict[str, str] = {}
@@ -106,19 +112,19 @@ def scan_checkpoint(folder: Path) -> Checkpoint:
         sentence = next(iter(twice.values()))
         raise CheckpointError(f"{folder}: {sentence}", f"remove the file that is not part of the model, or add {INDEX}")
     absent = set(missing)
-    present = {name: file for name, file in index.items() if file not in absent}
-    problems = dict(_index_problems(present, index, tensors)) if index else {}
+    present = {name: file for name, file in index.items() if file not in absent or name in tensors}
+    problems = dict(index_problems(present, index, tensors)) if index else {}
     return Checkpoint(folder, tensors, files, index, problems | twice, missing)
 
 
 def scan_file(path: Path) -> Checkpoint:
     """One file as a checkpoint whose other files, by the index beside it or by its number, are missing."""
-    index = _read_index(path.parent / INDEX)
+    index = read_index(path.parent / INDEX)
     if path.name not in index.values():
         index = {}
     tensors = {info.name: info for info in read_header(path)}
     present = {name: file for name, file in index.items() if file == path.name}
-    problems = dict(_index_problems(present, index, tensors)) if index else {}
+    problems = dict(index_problems(present, index, tensors)) if index else {}
     others = {*index.values(), *_numbered(path.name)} - {path.name}
     return Checkpoint(path.parent, tensors, (path,), index, problems, tuple(sorted(others)))
 
@@ -141,21 +147,23 @@ def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tu
         files = next(filter(None, (tuple(sorted(folder.glob(pattern))) for pattern in patterns)), ())
     if not files:
         raise CheckpointError(f"{folder} holds no safetensors file", "download the whole checkpoint into it")
-    missing = tuple(path.name for path in files if not path.is_file())
+    # os.path answers False where Path raises: a name too long, a folder that may not be searched
+    missing = tuple(path.name for path in files if not os.path.isfile(path))
     if missing and (not index or len(missing) == len(files)):
         why = f"{INDEX} names it" if index else "a link points to it"
         raise CheckpointError(f"{folder / missing[0]} is missing, but {why}", f"download {missing[0]} again")
     return tuple(path for path in files if path.name not in missing), missing
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name to file name; empty where there is no index."""
-    if not path.is_file():
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name to file name; empty where there is no index. Raises CheckpointError for a file that is none."""
+    if not os.path.isfile(path):
         return {}
     remedy = f"download {path.name} again"
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_unique, path))
+        weight_map = index["weight_map"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no safetensors index: {type(error).__name__}: {error}", remedy) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} is no safetensors index: its weight_map is empty or no object", remedy)
@@ -165,10 +173,11 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _index_problems(
+def index_problems(
     present: Mapping[str, str], index: Mapping[str, str], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[tuple[str, str]]:
-    """present: the part of the index whose files are there."""
+    """Each tensor that index and files disagree on, with a sentence. present: the part of the index whose files are
+    there."""
     for name, file in present.items():
         info = tensors.get(name)
         if info is None:
@@ -219,13 +228,16 @@ def _read_header_text(path: Path) -> tuple[int, int, bytes]:
 def parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
     """The tensors of one header, in the order of their bytes, which begin at offset `data` of the file."""
     try:
-        header = json.loads(text)
+        header = json.loads(text.decode(), object_pairs_hook=partial(_unique, path), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise _damaged(path, "has a corrupt header: not JSON") from None
     if not isinstance(header, dict):
         raise _damaged(path, "has a corrupt header: no JSON object")
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(type(v) is str for v in metadata.values())):
+        raise _damaged(path, f"has a corrupt header: __metadata__ is {reprlib.repr(metadata)}, no object of strings")
     prefix = f"{path.stem}/" if MP_FILE.fullmatch(path.name) else ""
-    infos = [_tensor(path, prefix + name, entry, data) for name, entry in header.items() if name != "__metadata__"]
+    infos = [_tensor(path, prefix + name, entry, data) for name, entry in header.items()]
     infos.sort(key=lambda info: (info.begin, info.end))
     position = data
     for info in infos:
@@ -236,17 +248,32 @@ def parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
     return infos
 
 
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which readers would take one or the other value if a key were there twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        double = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise _damaged(path, f"is corrupt: the key {double!r} is there twice")
+    return values
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sane = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        sane = type(entry["shape"]) is list and len(shape) <= MAX_DIMENSIONS
+        sane = sane and all(type(number) is int and number >= 0 for number in (*shape, begin, end))
         bits = DTYPE_BITS[dtype] if sane else 0
     except (KeyError, TypeError, ValueError):
         sane, bits = False, 0
     if not sane:
-        raise _damaged(path, f"has a corrupt header: the entry of {name} is {str(entry)[:80]}")
+        raise _damaged(path, f"has a corrupt header: the entry of {name} is {reprlib.repr(entry)}")
     if (end - begin) * 8 != prod(shape) * bits:
-        raise _damaged(path, f"has a corrupt header: {name} {dtype} {list(shape)} does not fit in {end - begin} bytes")
+        what = f"{name} {dtype} {reprlib.repr([*shape])} does not fit in {reprlib.repr(end - begin)} bytes"
+        raise _damaged(path, f"has a corrupt header: {what}")
     return TensorInfo(name, dtype, shape, path, data + begin, data + end)
 
 

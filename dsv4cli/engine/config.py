@@ -4,7 +4,7 @@ Field names are those of the official root `config.json`; other dialects are tra
 """
 
 import json
-import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +18,9 @@ from dsv4cli.engine.config_keys import (
     FIXED,
     IGNORED,
     INTEGERS,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_NUMBER,
     NUMBERS,
     POSITIVE,
     RATIOS,
@@ -26,6 +29,8 @@ from dsv4cli.engine.config_storage import check_known_storage, check_official_st
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
 Drafter = Literal["none", "mtp", "dspark"]
+# objects and lists in each other; a release has 3
+MAX_DEPTH = 20
 
 
 @dataclass(frozen=True)
@@ -140,21 +145,31 @@ def config_values(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     Raises CheckpointError when neither is there or one is not JSON.
     """
     root, inference = folder / "config.json", folder / "inference" / "config.json"
-    if not root.is_file() and not inference.is_file():
+    # os.path answers False where Path raises: a folder that may not be searched
+    here = [path for path in (root, inference) if os.path.isfile(path)]
+    if not here:
         raise CheckpointError(f"{folder} has no config.json", "copy config.json of the official repository into it")
-    if root.is_file():
-        yield root, _read_json(root)
-    if inference.is_file():
-        yield inference, translate_inference(_read_json(inference))
+    if root in here:
+        yield root, read_json(root)
+    if inference in here:
+        yield inference, translate_inference(read_json(inference))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError when it cannot be read, or is nested too deeply to be shown."""
+    remedy = f"fetch {path.name} again"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}", f"fetch {path.name} again") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}", remedy) from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no JSON object", f"fetch {path.name} again")
+        raise CheckpointError(f"{path} holds no JSON object", remedy)
+    inner: list[Any] = [values]
+    for _ in range(MAX_DEPTH):
+        parts = [value.values() if isinstance(value, dict) else value for value in inner]
+        inner = [child for part in parts for child in part if isinstance(child, dict | list)]
+    if inner:
+        raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} deep", remedy)
     return values
 
 
@@ -214,8 +229,8 @@ def _number(values: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     if key not in values:
         raise CheckpointError(f"{where} lacks the key {key!r}", "use the config.json of the release")
     value = values[key]
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value != kind(value) or value < (1 if key in POSITIVE else 0):
+    least = 1 if key in POSITIVE else 0
+    if type(value) not in (int, float) or not least <= value <= MAX_NUMBER or value != kind(value):
         raise CheckpointError(f"{where}: {key} is {value!r}, which it cannot be", "use the config.json of the release")
     return kind(value)
 
@@ -259,6 +274,9 @@ def _check_config(config: ModelConfig, nextn: int, where: str) -> None:
     rules = {
         f"compress_ratios has {len(config.compress_ratios)} entries for {layers} layers and {expected} draft stages": (
             stages == expected and stages >= 0 and (stages > 0 or not config.dspark)
+        ),
+        f"{layers:,} layers with {config.n_routed_experts:,} experts each are more than any model has": (
+            layers <= MAX_LAYERS and layers * config.n_routed_experts <= MAX_EXPERTS
         ),
         f"compress_ratios of the draft stages are {config.compress_ratios[layers:]}, expected zeros": not any(
             config.compress_ratios[layers:]

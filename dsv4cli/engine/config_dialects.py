@@ -4,7 +4,6 @@ Sources: official `ModelArgs`; transformers 5.23 DeepseekV4Config, as its save_p
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from dsv4cli.engine.config_keys import (
     INFERENCE_KEYS,
     INFERENCE_ROPE_KEYS,
     LAYER_TYPES,
+    MAX_NUMBER,
     SCORE_MLP,
     TRANSFORMERS_KEYS,
 )
@@ -157,7 +157,9 @@ def _hash_layers(values: Mapping[str, Any], where: str) -> int:
 def _rope_dim(values: Mapping[str, Any], factor: Any) -> Any:
     """The dimensions of a head that are rotated, as transformers counts them from their share; None if it cannot."""
     width = values.get("head_dim")
-    if type(width) is not int or type(factor) not in (int, float) or not isfinite(factor):
+    if type(width) is not int or not 0 <= width <= MAX_NUMBER or type(factor) not in (int, float):
+        return None
+    if not 0 <= factor <= 1:
         return None
     return int(width * factor)
 

@@ -73,6 +73,10 @@ INTEGERS = (
     "hc_sinkhorn_iters", "max_position_embeddings",
 )  # fmt: skip
 POSITIVE = {*INTEGERS} - {"num_hash_layers"}
+# no number is larger: a double holds it exactly
+MAX_NUMBER = 2**53
+# layers, and routed experts of all layers together, that make a table of tensors; Pro has 62 and 23,808
+MAX_LAYERS, MAX_EXPERTS = 1000, 100_000
 NUMBERS = ("routed_scaling_factor", "swiglu_limit", "rope_theta", "compress_rope_theta")
 # keys that may be absent, with the official default
 DEFAULTS: dict[str, Any] = {

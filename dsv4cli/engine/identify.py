@@ -1,6 +1,5 @@
 """Which model a folder holds, from its configuration and headers, and what it is not: refusals by name; no torch."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.checkpoint import MP_FILE, UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
-from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config
+from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config, read_json
 from dsv4cli.engine.layout import DTYPES, Formats
 from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
 from dsv4cli.engine.presets import PRESETS
@@ -35,6 +34,7 @@ class Foreign:
     convertible: bool = False
 
 
+GGUF = Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL)
 MP = Foreign("a checkpoint cut for one number of GPUs by the official convert.py", CONVERT, convertible=True)
 NVFP4 = Foreign("an NVFP4 export", CONVERT, convertible=True)
 # what only the weights of a conversion or of a relative have, by a pattern of tensor names; the first match counts
@@ -131,7 +131,7 @@ def _identity(checkpoint: Checkpoint, config: ModelConfig) -> FolderIdentity:
 
 
 def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
-    cut = re.match(r"model\d+-mp(\d+)/", next(iter(checkpoint.tensors), ""))
+    cut = re.match(r"model\d+-mp([1-9]\d{0,3})/", next(iter(checkpoint.tensors), ""), re.ASCII)
     if cut:
         return MpNaming(int(cut[1]), config.n_routed_experts)
     # a part of a checkpoint may have no such name itself
@@ -140,7 +140,8 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
     return OfficialNaming()
 
 
-def _refuse(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
+def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
+    """The refusal of what a folder holds by its name. sign: what tells it."""
     remedy = foreign.remedy.format(folder=folder)
     return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)
 
@@ -149,42 +150,44 @@ def _refuse_relatives(folder: Path) -> None:
     """Refuses other models and other tools' exports by file names and the root config.json."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", "name the folder that holds config.json and the weights")
-    names = sorted(path.name for path in folder.iterdir())
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}", "check its permissions") from None
     if UNFINISHED in names:
         remedy = "run the same `dsv4 convert` again, or --finish where the parts of a shared job are done"
         raise CheckpointError(f"{folder} is the output of an unfinished conversion", remedy)
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
-        raise _refuse(folder, Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL), gguf[0])
+        raise refusal(folder, GGUF, gguf[0])
     values = _root_config(folder)
     kind = values.get("model_type", "deepseek_v4")
     if kind != "deepseek_v4":
         what = OTHER_MODELS.get(kind, "another model") if isinstance(kind, str) else "another model"
         remedy = "run it with vLLM or SGLang, or name a DeepSeek-V4 checkpoint"
-        raise _refuse(folder, Foreign(what, remedy), f"model_type {kind!r}")
+        raise refusal(folder, Foreign(what, remedy), f"model_type {kind!r}")
     named = {"compressed-tensors": "a compressed-tensors export", "quark": "a Quark export"}
     for key, value in _quantization(values).items():
         if str(value) in named:
-            raise _refuse(folder, Foreign(named[str(value)]), f"quantization_config.{key} {value!r}"[:80])
+            raise refusal(folder, Foreign(named[str(value)]), f"quantization_config.{key} {value!r}"[:80])
 
 
 def _refuse_exports(folder: Path) -> None:
     """Refuses what only `dsv4 convert` reads, by file names and the root config.json."""
     shards = sorted(path.name for path in folder.iterdir() if MP_FILE.fullmatch(path.name))
     if shards:
-        raise _refuse(folder, MP, shards[0])
+        raise refusal(folder, MP, shards[0])
     for key, value in _quantization(_root_config(folder)).items():
         if "NVFP4" in str(value):
-            raise _refuse(folder, NVFP4, f"quantization_config.{key} {value!r}"[:80])
+            raise refusal(folder, NVFP4, f"quantization_config.{key} {value!r}"[:80])
 
 
 def _root_config(folder: Path) -> dict[str, Any]:
     """The root config.json, if it can be read; whether it is correct is read_config's question."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(folder / "config.json")
+    except CheckpointError:
         return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _quantization(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -200,13 +203,13 @@ def _refuse_tensors(checkpoint: Checkpoint, *, exports_too: bool) -> None:
         if found and foreign.convertible and not exports_too:
             return
         if found:
-            raise _refuse(checkpoint.folder, foreign, found)
+            raise refusal(checkpoint.folder, foreign, found)
     scales = [info for name, info in checkpoint.tensors.items() if name.endswith(".scale")]
     wide = [info.name for info in scales if info.dtype == "F32"]
     if 2 * len(wide) > len(scales):
         experts = [name for name in wide if ".ffn.experts." in name]
         what = "a DeepSeek-V4 Base checkpoint with FP8 experts" if experts else "a checkpoint of another FP8 layout"
-        raise _refuse(checkpoint.folder, Foreign(what), f"F32 block scales: {[*experts, *wide][0]}")
+        raise refusal(checkpoint.folder, Foreign(what), f"F32 block scales: {[*experts, *wide][0]}")
 
 
 def _has_drafter(checkpoint: Checkpoint) -> bool:
@@ -239,7 +242,7 @@ def _formats(checkpoint: Checkpoint) -> Formats:
             allowed = ALLOWED_FORMATS.get(field, MATRIX_FORMATS)
             if names.get(dtype) not in allowed:
                 what = f"a checkpoint whose {field} weights are stored as {dtype}"
-                raise _refuse(checkpoint.folder, Foreign(what), f"known are {', '.join(allowed)}")
+                raise refusal(checkpoint.folder, Foreign(what), f"known are {', '.join(allowed)}")
             found[field] = names[dtype]
     for field, usual in (("wo_a", "linear"), ("draft_experts", "experts")):
         if found.get(field) == found.get(usual):

@@ -22,7 +22,7 @@ from dsv4cli.errors import CheckpointError, ModelNotFound, UnsupportedCheckpoint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dsv4cli.engine.hub.headers import RemoteSource as RemoteHeaders
+    from dsv4cli.engine.hub.headers import RemoteHeaders
 
 SCHEME = "hf://"
 
@@ -54,8 +54,9 @@ class RemoteSource:
 
     @property
     def repository(self) -> str:
-        """An alias or org/name[@revision]."""
-        return self.name.removeprefix(SCHEME)
+        """org/name[@revision]."""
+        name = self.name.removeprefix(SCHEME)
+        return ALIASES.get(name, name)
 
     @cached_property
     def identity(self) -> FolderIdentity:
@@ -73,9 +74,9 @@ class RemoteSource:
 
         Raises CheckpointError for headers that are damaged, and HubError.
         """
-        from dsv4cli.engine.hub.headers import remote_source
+        from dsv4cli.engine.hub.headers import remote_headers
 
-        return remote_source(self.repository)
+        return remote_headers(self.repository)
 
     def _told(self, find: "Callable[[RemoteHeaders], FolderIdentity]") -> FolderIdentity:
         remote = self.headers

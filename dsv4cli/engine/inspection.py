@@ -7,7 +7,7 @@ from typing import Any
 from dsv4cli.engine.contents import Contents, add_up
 from dsv4cli.engine.coverage import Coverage, check_coverage
 from dsv4cli.engine.identify import FolderIdentity, Identity
-from dsv4cli.engine.inspectable import FileSource, Inspectable
+from dsv4cli.engine.inspectable import FileSource, Inspectable, RemoteSource
 from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.naming import OfficialNaming, stored_table
 from dsv4cli.engine.sizes import Sizes, measure
@@ -48,6 +48,12 @@ def inspect_model(source: Inspectable) -> Inspection:
     if isinstance(source, FileSource):
         return _inspect_file(source)
     refusal: Dsv4Error | None = None
+    if isinstance(source, RemoteSource):
+        try:
+            _ = source.headers
+        except (CheckpointError, UnsupportedCheckpoint) as error:
+            # a second question would ask the hub again
+            return Inspection(source, problem=error, refused=True)
     try:
         found: Identity = source.identity
     except (CheckpointError, UnsupportedCheckpoint) as error:

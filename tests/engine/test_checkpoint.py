@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from dsv4cli.engine.checkpoint import INDEX, open_checkpoint, read_header
+from dsv4cli.engine.checkpoint import INDEX, open_checkpoint, read_header, scan_checkpoint
 from dsv4cli.errors import CheckpointError
 from tests import damage
 
@@ -181,3 +181,17 @@ def test_a_broken_link_is_a_missing_file(tmp_path):
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / "0")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing, but a link points to it"):
         open_checkpoint(tmp_path)
+
+
+def test_a_long_file_name_in_the_index_is_a_missing_file(tmp_path):
+    name = "x" * 300 + ".safetensors"
+    damage.write_shard(tmp_path / "a.safetensors", {"a": damage.Stored("U8", [1], b"x")})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": name}}))
+    assert scan_checkpoint(tmp_path).missing_files == (name,)
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}], ids=str)
+def test_metadata_are_no_tensor(tmp_path, metadata):
+    text = json.dumps({"__metadata__": metadata}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    assert read_header(tmp_path / "model.safetensors") == []

@@ -91,6 +91,7 @@ def test_small_files_come_with_layers_and_alone():
         ("head.weight", True),
         ("lm_head.weight", True),
         ("model.embed_tokens.weight", True),
+        ("layers." + "9" * 5000 + ".x", True),  # no layer that a model has
     ],
 )
 def test_a_tensor_of_every_layout(tensor, taken):

@@ -8,7 +8,7 @@ import pytest
 
 from dsv4cli.engine.checkpoint import open_checkpoint, scan_checkpoint
 from dsv4cli.engine.hub import headers
-from dsv4cli.engine.hub.headers import remote_source
+from dsv4cli.engine.hub.headers import remote_headers
 from dsv4cli.engine.hub.patience import Patience
 from dsv4cli.errors import CheckpointError, HubError, UsageError
 from tests import damage
@@ -50,9 +50,9 @@ def described(checkpoint):
 def test_the_headers_are_those_of_the_files(hub, folder, monkeypatch, first):
     monkeypatch.setattr(headers, "FIRST", first)
     commit = offer(hub, folder)
-    source = remote_source("org/name", patience=HASTY)
+    source = remote_headers("org/name", patience=HASTY)
     assert described(source.checkpoint) == described(open_checkpoint(folder))
-    assert (source.name, source.listing.commit) == ("org/name", commit)
+    assert source.listing.commit == commit
     assert source.checkpoint.files[0] == Path("org/name/model-00001-of-00003.safetensors")
     asked = hub.asked("storage")
     assert len(asked) == (3 if first > 64 else 6)
@@ -63,7 +63,7 @@ def test_the_headers_are_those_of_the_files(hub, folder, monkeypatch, first):
 
 def test_the_small_files_are_there_while_the_source_is(hub, folder):
     offer(hub, folder)
-    source = remote_source("org/name", patience=HASTY)
+    source = remote_headers("org/name", patience=HASTY)
     place = source.folder
     assert sorted(path.name for path in place.iterdir() if path.is_file()) == ["config.json", damage.INDEX]
     assert (place / "config.json").read_bytes() == (folder / "config.json").read_bytes()
@@ -78,7 +78,7 @@ def test_one_file_without_an_index(hub, folder):
     for path in folder.glob("*.safetensors"):
         path.rename(folder / "model.safetensors") if path == shard else path.unlink()
     offer(hub, folder)
-    assert described(remote_source("org/name", patience=HASTY).checkpoint) == described(open_checkpoint(folder))
+    assert described(remote_headers("org/name", patience=HASTY).checkpoint) == described(open_checkpoint(folder))
 
 
 DAMAGES = [
@@ -96,13 +96,13 @@ def test_a_damaged_file_is_named(hub, folder, harm):
     harm(folder)
     offer(hub, folder)
     with pytest.raises(CheckpointError, match=f"org/name/{damage.SHARD} "):
-        remote_source("org/name", patience=HASTY)
+        remote_headers("org/name", patience=HASTY)
 
 
 def test_a_file_that_the_index_names_and_the_repository_lacks(hub, folder):
     damage.shard_missing(folder)
     offer(hub, folder)
-    checkpoint = remote_source("org/name", patience=HASTY).checkpoint
+    checkpoint = remote_headers("org/name", patience=HASTY).checkpoint
     assert described(checkpoint) == described(scan_checkpoint(folder))
     assert checkpoint.missing_files == (damage.SHARD,)
 
@@ -111,7 +111,7 @@ def test_index_and_files_that_disagree(hub, folder):
     damage.drop_tensor(folder, damage.WEIGHT)
     damage.edit_json(folder / damage.INDEX, lambda index: index["weight_map"].pop(damage.SCALE))
     offer(hub, folder)
-    checkpoint = remote_source("org/name", patience=HASTY).checkpoint
+    checkpoint = remote_headers("org/name", patience=HASTY).checkpoint
     assert described(checkpoint) == described(scan_checkpoint(folder))
     assert checkpoint.index_problems.keys() == {damage.WEIGHT, damage.SCALE}
 
@@ -132,30 +132,30 @@ def test_faults_on_the_way(hub, folder, monkeypatch, fault):
     monkeypatch.setattr(headers, "FIRST", 1000)
     offer(hub, folder)
     hub.fail("storage", **fault)
-    assert described(remote_source("org/name", patience=HASTY).checkpoint) == described(open_checkpoint(folder))
+    assert described(remote_headers("org/name", patience=HASTY).checkpoint) == described(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize(
-    ("text", "revision", "error", "words"),
+    ("text", "error", "words"),
     [
-        ("org/none", None, HubError, "no repository org/none"),
-        ("org/name", "none", HubError, "no revision none"),
-        ("org/plain", None, CheckpointError, "org/plain holds no safetensors file"),
-        ("a/b/c", None, UsageError, "is no repository on the hub"),
+        ("org/none", HubError, "no repository org/none"),
+        ("org/name@none", HubError, "no revision none"),
+        ("org/plain", CheckpointError, "org/plain holds no safetensors file"),
+        ("a/b/c", UsageError, "is no repository on the hub"),
     ],
 )
-def test_refusals(hub, folder, text, revision, error, words):
+def test_refusals(hub, folder, text, error, words):
     offer(hub, folder)
     hub.add("org/plain", {"config.json": b"{}"})
     with pytest.raises(error, match=words):
-        remote_source(text, revision, HASTY)
+        remote_headers(text, HASTY)
 
 
 def test_a_gated_repository(hub, folder, tmp_path):
     offer(hub, folder)
     hub.repositories["org/name"].gated = {"mine"}
     with pytest.raises(HubError, match="is gated"):
-        remote_source("org/name", patience=HASTY)
+        remote_headers("org/name", patience=HASTY)
     (tmp_path / "token").write_text("mine")
-    assert remote_source("org/name", patience=HASTY).checkpoint.tensors
+    assert remote_headers("org/name", patience=HASTY).checkpoint.tensors
     assert {request.token for request in hub.asked("storage")} == {None}

@@ -1,9 +1,11 @@
 """What a folder holds, and refusals by name of what the engine does not run."""
 
+from pathlib import Path
+
 import pytest
 
 from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.identify import describe, identify
+from dsv4cli.engine.identify import describe, identify, recognise
 from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.presets import PRESETS, shortened
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
@@ -122,3 +124,13 @@ def test_a_strange_config_is_an_error_and_no_crash(tmp_path, values):
     (folder / "config.json").write_text(values)
     with pytest.raises((CheckpointError, UnsupportedCheckpoint)):
         identify(folder)
+
+
+@pytest.mark.parametrize("look", [identify, recognise])
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch, look):
+    def refuse(self: Path):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        look(tmp_path)

@@ -1,13 +1,9 @@
 """From tensors to a filled model: strict both ways, the same at every number of ranks, and in little memory."""
 
-import json
-import os
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -24,10 +20,11 @@ from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.presets import FLASH, PRESETS, TINY, shortened
 from dsv4cli.engine.random_weights import random_tensors
 from dsv4cli.engine.source import FolderSource, RandomSource
-from dsv4cli.engine.weights import TORCH_DTYPES, fill, local_shape, local_slice
+from dsv4cli.engine.weights import fill, local_shape, local_slice
 from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.kernels.block_scale import dequantise
 from tests.golden_data import FOLDER
+from tests.synthetic import write_holes
 
 ROOT = Path(__file__).parents[2]
 SMALL = parse_config(shortened(TINY, 3, 2) | {"vocab_size": 64}, "test")
@@ -201,25 +198,6 @@ def test_indivisible_is_refused():
         local_shape(uneven, World(0, 2))
 
 
-def write_shards(folder: Path, values: dict, count: int) -> tuple[int, int]:
-    """A checkpoint in the official layout, its files holes (zeros): bytes of all tensors and of the largest file."""
-    specs = list(expected_tensors(parse_config(values, "test"), Formats()).values())
-    per_file, total, index = -(-len(specs) // count), 0, {}
-    for number in range(count):
-        header, end, name = {}, 0, f"model-{number + 1:05}-of-{count:05}.safetensors"
-        for spec in specs[number * per_file : (number + 1) * per_file]:
-            start, end = end, end + prod(spec.shape) * TORCH_DTYPES[spec.dtype].itemsize
-            header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (start, end)}
-        text = json.dumps(header).encode()
-        (folder / name).write_bytes(struct.pack("<Q", len(text)) + text)
-        os.truncate(folder / name, 8 + len(text) + end)
-        index |= dict.fromkeys(header, name)
-        total += end
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    (folder / "config.json").write_text(json.dumps(values))
-    return total, max(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
 LOAD = """
 import sys
 from pathlib import Path
@@ -241,7 +219,7 @@ print(memory("VmHWM:") - before, *seen[-1])
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_needs_one_shard_beyond_the_weights(tmp_path):
     values = shortened(FLASH, 3, 8) | {"vocab_size": 1024}  # real matrices, a small vocabulary
-    weights, shard = write_shards(tmp_path, values, 8)
+    weights, shard = write_holes(tmp_path, values, 8)
     assert weights > 1e9
     command = [sys.executable, "-c", LOAD, str(tmp_path)]
     answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout

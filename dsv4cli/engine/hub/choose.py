@@ -19,7 +19,7 @@ PATTERNS: dict[Kind, str] = {
     "config": r"(^|/)(\w+_)?config\.json$|(^|/)configuration_\w+\.py$",
 }
 # official names, transformers' names, and those of the files cut for ranks, which begin with their file
-OWNER = re.compile(r"(?:^|[./])(layers|mtp)\.(\d+)\.")
+OWNER = re.compile(r"(?:^|[./])(layers|mtp)\.(\d{1,9})\.", re.ASCII)
 
 
 @dataclass(frozen=True)

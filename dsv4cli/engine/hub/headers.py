@@ -13,16 +13,22 @@ from typing import Any
 from huggingface_hub import get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined] # public too
 
-from dsv4cli.engine.checkpoint import INDEX, MAX_HEADER, Checkpoint, TensorInfo, parse_header
-from dsv4cli.engine.checkpoint import _index_problems as index_problems
-from dsv4cli.engine.checkpoint import _read_index as read_index
+from dsv4cli.engine.checkpoint import (
+    LFS_POINTER,
+    MAX_HEADER,
+    Checkpoint,
+    TensorInfo,
+    index_problems,
+    parse_header,
+)
 from dsv4cli.engine.hub.choose import kind_of
 from dsv4cli.engine.hub.crew import Meter, do_all
 from dsv4cli.engine.hub.errand import Errand
 from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile, list_files
-from dsv4cli.engine.hub.job import fetch_small, quiet, repository_of
+from dsv4cli.engine.hub.job import another, fetch_small, index_in, quiet, repository_of
 from dsv4cli.engine.hub.patience import BadConnection, Patience
 from dsv4cli.engine.hub.place import FolderPlace
+from dsv4cli.engine.identify import GGUF, refusal
 from dsv4cli.errors import CheckpointError
 
 # bytes asked for at once: the headers of Flash's files have about 200 kB, those of Pro's 300 kB
@@ -33,32 +39,31 @@ WORKERS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class RemoteSource:
+class RemoteHeaders:
     """A model on the hub, nothing of which is on this machine but its small files.
 
-    name: what the user called it. folder: a temporary folder with config.json and its like and the index, without
-    weights; it goes when the source does. checkpoint: the headers; its paths are names on the hub, not files here.
+    folder: a temporary folder with config.json and its like and the index, without weights; it goes when this object
+    does. checkpoint: the headers; its paths are names on the hub, not files here.
     """
 
-    name: str
     listing: Listing
     folder: Path
     checkpoint: Checkpoint
 
 
-def remote_source(text: str, revision: str | None = None, patience: Patience | None = None) -> RemoteSource:
+def remote_headers(text: str, patience: Patience | None = None) -> RemoteHeaders:
     """Reads headers and small files of the repository that `text` names; the weights are not downloaded.
 
-    Raises UsageError for what is no repository, HubError when the hub does not serve it, CheckpointError, naming the
-    file, for what `open_checkpoint` refuses.
+    Raises UsageError for what is no repository, HubError when the hub does not serve it, UnsupportedCheckpoint for GGUF
+    files alone, CheckpointError, naming the file, for what `open_checkpoint` refuses.
     """
     patience = patience or Patience()
-    listing = list_files(*repository_of(text, revision), patience)
+    listing = list_files(*repository_of(text, None), patience)
     small = [file for file in listing.files if kind_of(file.name) in ("config", "index") and file.size <= MAX_SMALL]
     folder = Path(tempfile.mkdtemp(prefix="dsv4-"))
     try:
         fetch_small(listing, small, folder, patience)
-        source = RemoteSource(text, listing, folder, read_remote(listing, read_index(folder / INDEX), patience))
+        source = RemoteHeaders(listing, folder, read_remote(listing, index_in(folder, listing), patience))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -74,7 +79,10 @@ def read_remote(listing: Listing, index: dict[str, str], patience: Patience) -> 
     folder = Path(listing.repository)
     files, missing = _files(listing, index)
     if not files:
-        raise CheckpointError(f"{folder} holds no safetensors file", "name another repository or --revision")
+        gguf = next((file.name for file in listing.files if file.name.endswith(".gguf")), "")
+        if gguf:
+            raise refusal(folder, GGUF, gguf)
+        raise CheckpointError(f"{folder} holds no safetensors file", "name another repository or revision")
     stop = threading.Event()
     errand = Errand(listing, FolderPlace(listing, folder), patience, Meter(0, lambda done, total: None), stop)
     jobs = {file.name: partial(_read_header, errand, file, folder / file.name) for file in files}
@@ -88,7 +96,7 @@ def read_remote(listing: Listing, index: dict[str, str], patience: Patience) -> 
             problems[info.name] = f"{info.name} is stored twice, in {other.file.name} and in {info.file.name}"
             tensors[info.name] = info if index.get(info.name) == info.file.name else other
     if problems and not index:
-        raise CheckpointError(f"{folder}: {next(iter(problems.values()))}", "name another --revision")
+        raise CheckpointError(f"{folder}: {next(iter(problems.values()))}", another(listing))
     if index:
         present = {name: file for name, file in index.items() if file not in missing}
         problems = dict(index_problems(present, index, tensors)) | problems
@@ -110,18 +118,21 @@ def _files(listing: Listing, index: dict[str, str]) -> tuple[list[RemoteFile], t
 
 def _read_header(errand: Errand, file: RemoteFile, path: Path) -> list[TensorInfo]:
     start = _range(errand, file, 0, min(FIRST, file.size))
+    if start.startswith(LFS_POINTER):
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the weights", another(errand.listing))
     length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
     if not 2 <= length <= min(MAX_HEADER, file.size - 8):
-        raise CheckpointError(
-            f"{path} is truncated or corrupt: its header claims {length} bytes, the file has {file.size}",
-            "name another --revision",
-        )
+        sentence = f"{path} is truncated or corrupt: its header claims {length} bytes, the file has {file.size}"
+        raise CheckpointError(sentence, another(errand.listing))
     end = 8 + length
     text = start[8:end] if end <= len(start) else start[8:] + _range(errand, file, len(start), end)
-    infos = parse_header(path, text, end)
+    try:
+        infos = parse_header(path, text, end)
+    except CheckpointError as error:
+        raise CheckpointError(error.message, another(errand.listing)) from None
     last = infos[-1].end if infos else end
     if last != file.size:
-        raise CheckpointError(f"{path} has {file.size} bytes instead of {last}", "name another --revision")
+        raise CheckpointError(f"{path} has {file.size} bytes instead of {last}", another(errand.listing))
     return infos
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from dsv4cli.engine.checkpoint import INDEX
-from dsv4cli.engine.checkpoint import _read_index as read_index
+from dsv4cli.engine.checkpoint import INDEX, read_index
 from dsv4cli.engine.hub.choose import Wish, choose
 from dsv4cli.engine.hub.crew import Meter, do_all
 from dsv4cli.engine.hub.errand import Errand
@@ -23,7 +22,7 @@ from dsv4cli.engine.hub.patience import AGAIN, Patience
 from dsv4cli.engine.hub.place import CachePlace, FolderPlace, Place, free_bytes
 from dsv4cli.engine.hub.xet import written
 from dsv4cli.engine.source import ALIASES, REPOSITORY
-from dsv4cli.errors import Dsv4Error, HubError, NotEnoughDisk, UsageError
+from dsv4cli.errors import CheckpointError, Dsv4Error, HubError, NotEnoughDisk, UsageError
 
 Report = Callable[[int, int], None]
 
@@ -101,11 +100,27 @@ def plan(text: str, revision: str | None, wish: Wish, local_dir: Path | None, pa
     if file is not None and not wish.is_all_weights:
         with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
             fetch_small(listing, [file], Path(folder), patience)
-            index = read_index(Path(folder) / INDEX)
+            index = index_in(Path(folder), listing)
     wanted = choose(listing, wish, index)
     place = CachePlace(listing) if local_dir is None else FolderPlace(listing, local_dir.expanduser())
     held = {file.name: _held(place, file) for file in wanted}
     return Plan(text, listing, wish, place, wanted, held, free_bytes(place))
+
+
+def index_in(folder: Path, listing: Listing) -> dict[str, str]:
+    """The index of a repository from the temporary folder that it was fetched into, empty where it has none.
+
+    Raises CheckpointError, naming the repository, for an index that is none.
+    """
+    try:
+        return read_index(folder / INDEX)
+    except CheckpointError as error:
+        raise CheckpointError(error.message.replace(str(folder), listing.repository), another(listing)) from None
+
+
+def another(listing: Listing) -> str:
+    """The remedy for a repository that holds damaged files."""
+    return f"name another revision, as in {listing.repository}@REVISION"
 
 
 def _held(place: Place, file: RemoteFile) -> int:
