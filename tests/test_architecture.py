@@ -29,7 +29,7 @@ MAY_IMPORT = {
 }
 TERMINAL = {"typer", "click", "rich"}
 SLOW = {"torch", "triton", "transformers", "huggingface_hub", "numpy", "safetensors", "tokenizers", "rich"}
-REFERENCE_MAY_IMPORT = r"(torch|math|dataclasses|typing|collections\.abc|dsv4cli\.kernels)(\.|$)"
+REFERENCE_MAY_IMPORT = r"(torch|math|functools|dataclasses|typing|collections\.abc|dsv4cli\.kernels)(\.|$)"
 MAX_FILE, MAX_FUNCTION = 300, 50
 
 

@@ -11,7 +11,7 @@ from dsv4cli.engine.layout import Formats
 # bytes of an activation (bf16), of fp32, of an index (int64)
 ACTIVATION, FP32, INDEX = 2, 4, 8
 # bytes for each value of a matrix while it is dequantised, and once it is
-WIDENED = {"fp4": (6.75, 4), "nvfp4": (6.75, 4), "fp8": (8.25, 4), "bf16": (4, 4), "f32": (0, 0)}
+WIDENED = {"fp4": (6, 4), "nvfp4": (6, 4), "fp8": (6, 4), "bf16": (4, 4), "f32": (0, 0)}
 # fp8_round, and the Hadamard rotation with fp4_round, for each value: at most so many copies in fp32
 ROUNDED = 4 * FP32
 ROTATED = 8 * FP32
@@ -51,8 +51,9 @@ class Step:
         return INDEX * (self.tokens * (rows + rotations) + self.batch * sum(self.entries.values()))
 
     def base(self) -> int:
-        """The streams before and after a sublayer, its input before and after the norm."""
-        return ACTIVATION * self.hidden * (2 * self.config.hc_mult + 2)
+        """The streams before and after a sublayer, its input before and after the norm, the weights of the streams."""
+        streams = self.config.hc_mult
+        return ACTIVATION * self.hidden * (2 * streams + 2) + FP32 * self.tokens * streams * (streams + 1)
 
     def connections(self) -> float:
         """connect_post: the streams, the sum and the product [T, N, N, D], all in fp32."""
@@ -71,19 +72,23 @@ class Step:
         )
 
     def projections(self) -> float:
-        """Queries up, their norm, and the grouped output."""
+        """Queries up, their norm, and the grouped output beside the window keys."""
         c, form = self.config, self.formats
         inner, width = c.o_groups * c.o_lora_rank, c.num_attention_heads * c.head_dim
         widening, held = WIDENED[form.output]
         matrix = inner * width // c.o_groups
         grouped = max(widening * matrix, held * matrix + FP32 * self.tokens * (width // c.o_groups + 2 * inner))
         rotated = 3 * ACTIVATION * self.queries
-        return self.base() + max(
-            ACTIVATION * self.tokens * c.q_lora_rank + self.linear(width, c.q_lora_rank, form.linear),
-            (2 * FP32 + 2 * ACTIVATION) * self.queries,
-            rotated + 4 * FP32 * self.tokens * c.num_attention_heads * c.qk_rope_head_dim,
-            rotated + grouped,
-            rotated + 2 * ACTIVATION * self.tokens * inner + self.linear(c.hidden_size, inner, form.linear),
+        return (
+            self.base()
+            + self.window()
+            + max(
+                ACTIVATION * self.tokens * c.q_lora_rank + self.linear(width, c.q_lora_rank, form.linear),
+                (2 * FP32 + 2 * ACTIVATION) * self.queries,
+                rotated + 4 * FP32 * self.tokens * c.num_attention_heads * c.qk_rope_head_dim,
+                rotated + grouped,
+                rotated + 2 * ACTIVATION * self.tokens * inner + self.linear(c.hidden_size, inner, form.linear),
+            )
         )
 
     def compressor(self, ratio: int, width: int) -> float:
@@ -131,13 +136,14 @@ class Step:
         return self.base() + self.window() + lists + ACTIVATION * self.queries + max(reading, adding)
 
     def experts(self) -> float:
-        """One expert over its tokens beside the outputs of those before it; then all outputs, put in order."""
+        """One expert over its tokens beside the outputs of those before it, the input and the rows of it that are its;
+        then all outputs, put in order."""
         c, form = self.config, self.formats
         chosen = self.hidden * c.num_experts_per_tok
-        order = 6 * INDEX * self.tokens * c.num_experts_per_tok
+        order = 11 * INDEX * self.tokens * c.num_experts_per_tok
         router = FP32 * (self.hidden + c.n_routed_experts * (c.hidden_size + 4 * self.tokens))
         return self.base() + max(
-            ACTIVATION * (chosen + 2 * self.hidden) + order + self.expert(form.experts),
+            ACTIVATION * (chosen + 3 * self.hidden) + order + self.expert(form.experts),
             (3 * ACTIVATION + FP32) * chosen + order + 2 * FP32 * self.hidden,
             (FP32 + 2 * ACTIVATION) * self.hidden + self.expert(form.linear),
             router,

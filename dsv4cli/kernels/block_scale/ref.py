@@ -1,5 +1,7 @@
 """Block scales in plain PyTorch."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -16,9 +18,8 @@ from dsv4cli.kernels.formats import (
 
 def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
     """The smallest power of two >= x, on the bit pattern; x: fp32, positive and normal."""
-    bits = x.view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-    return (exponent << 23).view(torch.float32)
+    # any bit of the mantissa carries into the exponent
+    return ((x.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
 
 
 def block_scale(blocks: torch.Tensor, floor: float, largest: float) -> torch.Tensor:
@@ -53,25 +54,50 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
     if scale is None:
         return weight.float()
     if weight.dtype == torch.int8:
-        return unpack_e2m1(weight).unflatten(-1, (-1, FP4_BLOCK)).mul_(e8m0(scale)[..., None]).flatten(-2)
+        values = unpack_e2m1(weight)
+        values.unflatten(-1, (-1, FP4_BLOCK)).mul_(e8m0(scale)[..., None])
+        return values
     rows, columns = weight.shape[-2:]
-    blocks = F.pad(weight.float(), (0, -columns % FP8_BLOCK)).unflatten(-1, (-1, FP8_BLOCK))
-    scales = e8m0(scale).repeat_interleave(FP8_BLOCK, -2)[..., :rows, :]
-    return (blocks * scales[..., None]).flatten(-2)[..., :columns]
+    padded = widen_e4m3(weight)
+    if rows % FP8_BLOCK or columns % FP8_BLOCK:
+        padded = F.pad(padded, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    blocks = padded.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))  # [..., N/128, 128, K/128, 128]
+    blocks.mul_(e8m0(scale)[..., :, None, :, None])
+    return padded[..., :rows, :columns]
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """The values of packed codes: int8 [..., K/2] -> fp32 [..., K], low nibble first."""
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
-    byte = torch.arange(256, device=packed.device)
-    pairs = torch.stack((values[byte & 15], values[byte >> 4]), -1)  # [256, 2]
-    return F.embedding(packed.view(torch.uint8).int(), pairs).flatten(-2)
+    pairs = torch.index_select(_e2m1_pairs(packed.device), 0, packed.reshape(-1).view(torch.uint8).int())
+    return pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def widen_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """The values of e4m3 codes, fp32 of the same shape."""
+    if codes.device.type != "cpu" or codes.shape[-1] % 2:
+        return codes.float()
+    # PyTorch converts float8 one at a time on a CPU; two through a table take a third of the time
+    pairs = torch.index_select(_e4m3_pairs(), 0, codes.reshape(-1).view(torch.uint16).int())
+    return pairs.view(torch.float32).view(codes.shape)
+
+
+@cache
+def _e2m1_pairs(device: torch.device) -> torch.Tensor:
+    """[256] int64, each the two fp32 values of a byte."""
+    values, byte = torch.tensor(E2M1_VALUES, dtype=torch.float32), torch.arange(256)
+    return torch.stack((values[byte & 15], values[byte >> 4]), -1).view(torch.int64).flatten().to(device)
+
+
+@cache
+def _e4m3_pairs() -> torch.Tensor:
+    """[65536] int64, each the two fp32 values of two bytes."""
+    values, both = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), torch.arange(65536)
+    return torch.stack((values[both & 255], values[both >> 8]), -1).view(torch.int64).flatten()
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """The fp32 values 2 ** (byte - 127) of e8m0 scales, on the bit pattern; byte 0 is subnormal in fp32."""
-    byte = scale.view(torch.uint8).int()
-    return torch.where(byte == 0, 2.0**-127, (byte << 23).view(torch.float32))
+    """The fp32 values 2 ** (byte - 127) of e8m0 scales; byte 0 is subnormal in fp32, 255 is NaN."""
+    return scale.view(torch.float8_e8m0fnu).float()
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
