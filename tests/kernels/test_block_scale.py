@@ -48,7 +48,7 @@ def test_rounding_is_the_definition(fast, block, magnitudes, floor, shape, dtype
     assert torch.equal(fast(rounded, block), rounded)
 
 
-# a block that begins so, zeros behind; what it becomes (dossier 3.1; a scale of 1, then of 2)
+# a block that begins so, zeros behind; what it becomes (a scale of 1, then of 2)
 FP8_EXAMPLES = [
     ([448, 1, 0.3, -17.3], [448, 1, 0.3125, -18]),
     ([449, 1, 0.3, -17.3], [448, 1, 0.3125, -18]),

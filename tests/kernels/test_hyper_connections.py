@@ -1,4 +1,4 @@
-"""Hyper-connections against loops in fp64 and the dossier's check vector."""
+"""Hyper-connections against loops in fp64 and the check vector of the official code."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from dsv4cli.kernels.hyper_connections import connect_head, connect_post, connect_pre
 from tests.kernels.rounding import FP32, assert_rounded_once
 
-# mixes before scale and base, and what becomes of them (dossier 3.3: scales 1, bases 0)
+# mixes before scale and base, and what becomes of them (scales 1, bases 0)
 MIX = [0.3, -1.2, 0.8, 0.1, 0.5, -0.4, 1.5, -2, 1, -1, 0.5, 0, 2, 0, -2, 1, -0.5, 0.25, 0.75, -1, 0, 3, -3, 1]
 PRE = [0.574444, 0.231476, 0.689976, 0.52498]
 POST = [1.244919, 0.802625, 1.635149, 0.238406]
@@ -59,7 +59,7 @@ def parameters(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torc
     return torch.randn(rows, count * width) / (count * width) ** 0.5, torch.rand(3) + 0.5, torch.randn(rows)
 
 
-# the real eps hides behind fp32 (dossier 8: invisible in logits), a large one shows each place where it stands
+# the real eps hides behind fp32 (invisible in logits), a large one shows each place where it stands
 @pytest.mark.parametrize("hc_eps", [1e-6, 0.05])
 @pytest.mark.parametrize("iterations", [1, 3, 20])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
