@@ -71,7 +71,7 @@ ShowPromptOpt = Annotated[
 def run(
     context: typer.Context,
     prompt: PromptArg = None,
-    model: ModelOpt = "random:tiny",
+    model: ModelOpt = "nano",
     messages: MessagesOpt = None,
     prompts: PromptsOpt = None,
     score: ScoreOpt = None,

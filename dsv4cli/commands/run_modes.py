@@ -53,7 +53,7 @@ class Job:
         from dsv4cli.engine.device import resolve_device
         from dsv4cli.engine.loading import load_model
         from dsv4cli.engine.numerics import Numerics
-        from dsv4cli.engine.source import RandomSource
+        from dsv4cli.engine.source import BUILT_IN, RandomSource
 
         device = resolve_device(self.device)
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
@@ -68,6 +68,8 @@ class Job:
             self.out.status("its weights are random: the text means nothing")
         else:
             self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
+        if self.source.name == BUILT_IN:
+            self.out.status("nano is the small model that is built in; --model names another")
         return model, device
 
 

@@ -1,4 +1,4 @@
-"""What a user may name as a model, and where it is: a folder, the Hugging Face cache, random weights; no torch.
+"""What a user may name as a model, and where it is: built in, a folder, the Hugging Face cache, random; no torch.
 
 Nothing here uses the network.
 """
@@ -23,9 +23,10 @@ ALIASES = {
     "flash-0731": "deepseek-ai/DeepSeek-V4-Flash-0731",
 }
 REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+BUILT_IN = "nano"
 RANDOM_OPTIONS = ("layers", "experts", "seed")
 RANDOM_FORM = f"random:PRESET[,layers=N][,experts=N][,seed=N] with PRESET one of {', '.join(PRESETS)}"
-KNOWN = f"{', '.join(ALIASES)}, org/name[@revision], {RANDOM_FORM}"
+KNOWN = f"{BUILT_IN}, {', '.join(ALIASES)}, org/name[@revision], {RANDOM_FORM}"
 MAX_SEED = 2**63 - 1
 
 
@@ -81,6 +82,8 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
         return _random(text)
     if text in ALIASES:
         return resolve_repository(text)
+    if text == BUILT_IN:
+        return FolderSource(text, Path(__file__).parents[1] / BUILT_IN)
     # os.path answers False where Path raises: a name too long, a user without a home
     path = Path(os.path.expanduser(text))
     if text.strip() and os.path.isdir(path):

@@ -1,0 +1,1 @@
+"""The tools of the project that are not part of the package."""

@@ -1,0 +1,53 @@
+"""What exactly does the model read and learn of an item? Its text in the official prompt format, cut by loss weight."""
+
+import re
+
+from dsv4cli.engine import tokens
+from dsv4cli.engine.prompt import encode_messages, with_tools
+from tools.nano.item import Item, Message
+
+LEARNED, PREDICTABLE, FILLER = 1.0, 0.1, 0.02
+
+# what the assistant writes: behind the primer of its turn, the end token included
+_ANSWERS = re.compile(
+    f"(?<={tokens.ASSISTANT}{tokens.THINK_END})(?:.*?){tokens.EOS}"
+    f"|(?<={tokens.ASSISTANT}{tokens.THINK_START})(?:.*?){tokens.EOS}",
+    re.DOTALL,
+)
+
+
+def rendered(item: Item) -> str:
+    """The whole conversation, from BOS to the last EOS."""
+    return _encoded(item, item.messages)
+
+
+def prompt(item: Item) -> str:
+    """What precedes the last answer: the text that `dsv4 run` writes for the messages before it."""
+    return _encoded(item, item.messages[:-1])
+
+
+def _encoded(item: Item, messages: list[Message]) -> str:
+    return encode_messages(with_tools(messages, item.tools), release="v4", thinking=item.thinking, effort=item.effort)
+
+
+def weighted(item: Item) -> list[tuple[str, float]]:
+    """The conversation in order, in parts with the loss weight of predicting them."""
+    text = rendered(item)
+    parts: list[tuple[str, float]] = []
+    at = 0
+    for match in _ANSWERS.finditer(text):
+        parts += _asked(text[at : match.start()], item.filler)
+        parts.append((match[0], LEARNED))
+        at = match.end()
+    assert at == len(text), "the last turn is the assistant's"
+    return parts
+
+
+def _asked(text: str, filler: str) -> list[tuple[str, float]]:
+    if not filler or "\n\n" not in text:
+        return [(text, PREDICTABLE)]
+    first, second = text.rsplit("\n\n", 1) if filler == "back" else text.split("\n\n", 1)
+    # the empty line goes with what follows it: a cut inside it would make other tokens than the whole text has
+    if filler == "back":
+        return [(first, FILLER), (f"\n\n{second}", PREDICTABLE)]
+    return [(first, PREDICTABLE), (f"\n\n{second}", FILLER)]

@@ -1,0 +1,108 @@
+"""What a training run is between two steps: parameters, optimiser, counters; how it is kept on disk."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsv4cli.engine.config import ModelConfig
+from tools.nano.export import export
+from tools.nano.shape import initial_parameters
+
+STATE, COUNTERS = "state.pt", "counters.json"
+BETAS, DECAY = (0.9, 0.95), 0.1
+# of one file of fp32 parameters
+PIECE_BYTES = 15 * 2**20
+
+
+@dataclass
+class State:
+    """parameters: fp32 masters and tables by name; batches: how many were taken; seconds: time spent; warmed_from:
+    the step at which the optimiser began."""
+
+    parameters: dict[str, torch.Tensor]
+    optimiser: torch.optim.Optimizer
+    step: int = 0
+    batches: int = 0
+    evaluations: int = 0
+    seconds: float = 0.0
+    warmed_from: int = 0
+
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters that have a gradient."""
+        return [tensor for tensor in self.parameters.values() if tensor.requires_grad]
+
+
+def new_state(config: ModelConfig, seed: int, device: torch.device, rate: float) -> State:
+    """A run that has not begun."""
+    return _state(initial_parameters(config, seed), device, rate)
+
+
+def _state(parameters: Mapping[str, torch.Tensor], device: torch.device, rate: float) -> State:
+    placed = {name: tensor.to(device) for name, tensor in parameters.items()}
+    for name, tensor in placed.items():
+        tensor.requires_grad_(tensor.is_floating_point() and not name.endswith("gate.bias"))
+    return State(placed, _optimiser(placed, rate))
+
+
+def _optimiser(parameters: Mapping[str, torch.Tensor], rate: float) -> torch.optim.Optimizer:
+    """AdamW; only matrices of linears decay."""
+    trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+    decayed = [name for name in trained if _decays(name, trained[name])]
+    groups = [
+        {"params": [trained[name] for name in decayed], "weight_decay": DECAY},
+        {"params": [trained[name] for name in trained if name not in decayed], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
+
+
+def _decays(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1 and name.endswith(".weight") and name != "embed.weight"
+
+
+def load_state(folder: Path, device: torch.device, rate: float) -> State:
+    """A run as `save_state` left it; without state.pt, from the masters, and the optimiser begins anew."""
+    path = folder / STATE
+    if path.is_file():
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        state = _state(saved["parameters"], device, rate)
+        state.optimiser.load_state_dict(saved["optimiser"])
+    else:
+        parameters: dict[str, torch.Tensor] = {}
+        for piece in sorted(folder.glob("masters-*.safetensors")):
+            parameters |= load_file(piece)
+        state = _state(parameters, device, rate)
+    for name, value in json.loads((folder / COUNTERS).read_text(encoding="utf-8")).items():
+        setattr(state, name, value)
+    if not path.is_file():
+        state.warmed_from = state.step
+    return state
+
+
+def save_state(state: State, folder: Path) -> None:
+    """state.pt and counters.json to go on from; the fp32 parameters as masters-N.safetensors; the checkpoint in
+    folder/checkpoint."""
+    parameters = {name: tensor.detach().cpu() for name, tensor in state.parameters.items()}
+    partial = folder / (STATE + ".partial")
+    torch.save({"parameters": parameters, "optimiser": state.optimiser.state_dict()}, partial)
+    partial.replace(folder / STATE)
+    counters = {field.name: getattr(state, field.name) for field in fields(State) if field.default is not MISSING}
+    (folder / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
+    for number, piece in enumerate(_pieces(parameters), 1):
+        save_file(piece, folder / f"masters-{number}.safetensors")
+    export(parameters, folder / "checkpoint")
+
+
+def _pieces(parameters: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    pieces: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in parameters.items():
+        if size + tensor.nbytes > PIECE_BYTES:
+            pieces.append({})
+            size = 0
+        pieces[-1][name] = tensor.contiguous()
+        size += tensor.nbytes
+    return pieces

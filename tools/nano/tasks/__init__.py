@@ -1,0 +1,1 @@
+"""Nano's tasks: each is a function (rng, split) -> Item."""
