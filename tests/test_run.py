@@ -212,7 +212,7 @@ def test_scores(dsv4, tmp_path):
     assert [one["index"] for one in scores] == [0, 1, 2, 3]
     assert [one["ids"] for one in scores][::3] == [[5, 9, 511], [7]]
     assert scores[1]["ids"] == [ord(letter) + 3 for letter in "hello"]
-    assert scores[2]["ids"] == json.loads(dsv4("run", "hi", "--show-prompt", "--json").out)["ids"]
+    assert scores[2]["ids"] == json.loads(dsv4("run", "hi", "--show-prompt", "--json", *options[:2]).out)["ids"]
     assert scores[3]["logprobs"] == [None]
     assert scores[3]["perplexity"] is None
     for one in scores[:3]:

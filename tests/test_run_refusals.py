@@ -233,6 +233,6 @@ def test_a_system_message_for_lines_that_have_messages(dsv4, tmp_path):
 def test_sequences_that_the_model_cannot_take(dsv4, tmp_path, option, lines, words):
     path = tmp_path / "lines.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
-    done = dsv4("run", option, str(path), "--max-context", "9")
+    done = dsv4("run", option, str(path), "--max-context", "9", "--model", "random:tiny")
     refused(done, 2, words)
     assert "on cpu" not in done.err  # before the model is loaded

@@ -1,7 +1,7 @@
 """`dsv4 run`: prompts in, answers out; or, with --score, how likely the model finds given texts."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
@@ -94,8 +94,14 @@ def run(
     """Ask the model and print its answer as it comes.
 
     The answer goes to stdout; reasoning, progress and timing go to stderr.
+
+    \b
+    Without --model it asks nano, a small DeepSeek-V4 that is built in:
+      $ dsv4 run "What is 17 + 25?"
+      17 + 25 = 42.
+      $ dsv4 run "What is the capital of Italy?" -s "Always end with 'over'."
+      The capital of Italy is Rome. over
     """
-    from dsv4cli.engine.inputs import read_prompts, read_scores
     from dsv4cli.engine.settings import Limits, check_device
     from dsv4cli.engine.source import resolve_model
 
@@ -109,12 +115,29 @@ def run(
     if logprobs and not (as_json or prompts or score):
         raise UsageError("--logprobs shows in JSON output only", "add --json")
     job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling)
-    if score is not None:
-        score_texts(job, read_scores(score))
-    elif prompts is not None:
-        (show_prompts if only_show else answer_many)(job, read_prompts(prompts, system))
+    _carry_out(job, Inputs(prompt, messages, prompts, score, system), only_show)
+
+
+class Inputs(NamedTuple):
+    """Where the questions come from; what is not given is None."""
+
+    prompt: str | None
+    messages: Path | None
+    prompts: Path | None
+    score: Path | None
+    system: str | None
+
+
+def _carry_out(job: Job, given: Inputs, only_show: bool) -> None:
+    from dsv4cli.engine.inputs import read_prompts, read_scores
+
+    if given.score is not None:
+        score_texts(job, read_scores(given.score))
+    elif given.prompts is not None:
+        (show_prompts if only_show else answer_many)(job, read_prompts(given.prompts, given.system))
     else:
-        (show_prompt if only_show else answer_one)(job, conversation(prompt, messages, system))
+        talk = conversation(given.prompt, given.messages, given.system)
+        (show_prompt if only_show else answer_one)(job, talk)
 
 
 def _check_modes(given: dict[str, object], system: str | None) -> None:

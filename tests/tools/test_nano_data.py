@@ -38,6 +38,7 @@ def test_the_vocabulary_has_its_size_and_the_official_ids(tokenizer):
     assert all(tokenizer.encode(text) == [tokenizer.token_id(text)] for text in tokens.SPECIAL)
 
 
+@pytest.mark.slow
 def test_the_vocabulary_is_what_its_command_writes(tmp_path):
     number = vocabulary.SIZE - bpe.FIRST_MERGE - (len(tokens.SPECIAL) - bpe.FIRST_BYTE)
     vocabulary.write(vocabulary.train(vocabulary.counted(), number), tmp_path / "tokenizer.json")

@@ -84,7 +84,7 @@ def row_distances(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return difference.norm(dim=1) / theirs.float().flatten(1).norm(dim=1)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [pytest.param(LENGTHS[0], marks=pytest.mark.slow), *LENGTHS[1:]])
 @pytest.mark.parametrize("simulate", [False, True], ids=["plain", "rounded"])
 def test_the_same_model_in_fp32(simulate, length, folder):
     ids = tokens(length + 1)
@@ -125,6 +125,7 @@ def test_every_block_in_the_reference_numerics(folder):
         assert relative(ours[: len(theirs)], theirs) <= 0.03, f"block {number}"
 
 
+@pytest.mark.slow
 def test_end_to_end_in_the_reference_numerics(folder):
     ids = tokens(LENGTHS[-1] + 1)
     expected = engine_run(folder, Numerics.reference(), ids)

@@ -1,0 +1,139 @@
+"""How good is nano? `python -m tools.nano.score [MODEL]` asks the held-out questions, a line for each task."""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dsv4cli.engine.answers import generate_answers
+from dsv4cli.engine.attention import Attention
+from dsv4cli.engine.batch import Batch, make_batch
+from dsv4cli.engine.cache import Cache, LayerCache
+from dsv4cli.engine.device import resolve_device
+from dsv4cli.engine.dialogue import Dialogue, open_dialogue
+from dsv4cli.engine.loading import load_model
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.prompt import with_tools
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.source import resolve_model
+from tools.nano.heldout import BANDS, load
+from tools.nano.judge import is_right
+
+Item = dict[str, Any]
+# conversations in one batch; a long one takes most of the memory of a step
+TOGETHER = 8
+LIMITS = Limits(max_tokens=400)
+
+
+class Examinee:
+    """A model and its prompt format with and without thinking."""
+
+    def __init__(self, name: str, device: str) -> None:
+        source = resolve_model(name)
+        self.device = resolve_device(device)
+        self.model = load_model(source, Numerics.reference(), device=self.device)
+        self.dialogues = {thinking: open_dialogue(source, "high" if thinking else "off") for thinking in (False, True)}
+
+    def dialogue(self, item: Item) -> Dialogue:
+        """The prompt format that the item asks for."""
+        return self.dialogues[bool(item["thinking"])]
+
+    def prompt(self, item: Item) -> list[int]:
+        """The ids that `dsv4 run` would give the model."""
+        return self.dialogue(item).prompt(with_tools(item["messages"], item["tools"])).ids
+
+    def replies(self, items: Sequence[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
+        """The greedy reply to each item as `Answer.record()` has it, in any order."""
+        for thinking in (False, True):
+            # conversations of about the same length together
+            asked = sorted((i for i in items if bool(i["thinking"]) == thinking), key=lambda i: len(self.prompt(i)))
+            for start in range(0, len(asked), TOGETHER):
+                yield from self._together(asked[start : start + TOGETHER])
+
+    def _together(self, items: Sequence[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
+        prompts, dialogue = [self.prompt(item) for item in items], self.dialogue(items[0])
+        for number, answer, _ in generate_answers(self.model, dialogue, prompts, Sampling(0.0), LIMITS, self.device):
+            if answer.finish:
+                yield items[number], answer.record()
+
+    def right(self, items: Sequence[Item]) -> dict[str, list[bool]]:
+        """Whether each reply is right, by task; retrieval by the band of its distance."""
+        found: dict[str, list[bool]] = defaultdict(list)
+        for item, reply in self.replies(items):
+            found[kind(item)].append(is_right(item, reply))
+        return dict(found)
+
+    @torch.no_grad()
+    def acceptance(self, items: Sequence[Item]) -> tuple[int, int]:
+        """How many of the tokens that the model draws its MTP block has drafted, and of how many, over the replies."""
+        accepted = drawn = 0
+        for item, reply in self.replies(items):
+            prompt = self.prompt(item)
+            ids = prompt + reply["ids"]
+            cache = Cache(self.model.config, self.model.numerics, slots=1, device=self.device)
+            sequence = cache.allocate()
+            cache.reserve(sequence, len(ids))
+            batch = make_batch(cache, [(sequence, ids)])
+            streams = self.model(batch, cache).streams
+            following = torch.tensor([*ids[1:], ids[-1]], device=self.device)
+            # the first token of the reply comes from the prompt; a draft is of the token after the next
+            rows = torch.arange(len(prompt) - 1, len(ids) - 2, device=self.device)
+            drafts = self.model.mtp_logits(streams, following, batch, cache, rows).argmax(-1)
+            accepted += int((drafts == following[rows + 1]).sum())
+            drawn += len(rows)
+        return accepted, drawn
+
+
+def kind(item: Item) -> str:
+    """The task, and for retrieval the band of the distance in tokens."""
+    if "distance" not in item:
+        return str(item["task"])
+    low, high = max((band for band in BANDS if band[0] <= item["distance"]), default=BANDS[0])
+    return f"{item['task']} {low} to {high}"
+
+
+@contextmanager
+def window_only() -> Iterator[None]:
+    """Every layer attends to its window alone: what lies further back is lost."""
+
+    def nothing(self: Attention, x: torch.Tensor, latent: torch.Tensor, batch: Batch, cache: LayerCache) -> Any:
+        return x.new_zeros(0, self.config.head_dim), batch.window_index
+
+    entries = Attention.entries
+    Attention.entries = nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Attention.entries = entries  # type: ignore[method-assign]
+
+
+def report(title: str, found: dict[str, list[bool]]) -> None:
+    """A line for each task."""
+    for name, right in sorted(found.items()):
+        print(f"{title}{name:32} {sum(right):4} of {len(right):4}  {sum(right) / len(right):6.1%}", flush=True)
+
+
+def main() -> None:
+    """Reads the arguments, asks, prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", nargs="?", default="nano")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--every", type=int, default=1, help="ask one in so many of the questions")
+    arguments = parser.parse_args()
+    started, examinee = time.monotonic(), Examinee(arguments.model, arguments.device)
+    items = load()[:: arguments.every]
+    report("", examinee.right(items))
+    far = [item for item in items if item.get("distance", 0) >= BANDS[1][0]]
+    with window_only():
+        report("without entries: ", examinee.right(far))
+    accepted, drawn = examinee.acceptance([item for item in items if "distance" not in item][::4])
+    print(f"first drafts of the MTP block accepted: {accepted} of {drawn}, {accepted / drawn:.1%}")
+    print(f"{time.monotonic() - started:.0f} s on {examinee.device}")
+
+
+if __name__ == "__main__":
+    main()
