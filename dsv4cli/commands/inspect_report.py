@@ -112,7 +112,7 @@ def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
             "outside the embedding"
         ),
     )
-    yield "tensors", f"{sizes.tensors:,}" + (f" in {files} files" if files else "")
+    yield "tensors", f"{sizes.tensors:,}" + (f" in {files} file{'' if files == 1 else 's'}" if files else "")
 
 
 def _bytes(out: Output, sizes: "Sizes") -> None:
