@@ -23,7 +23,7 @@ from tools.nano.stream import packed
 
 # rows and length of a batch: 69,632 tokens in both, so that what works on single tokens compiles once
 SHAPES: dict[Kind, tuple[int, int]] = {"short": (136, 512), "long": (16, 4352)}
-ORDER: tuple[Kind, ...] = ("short", "long", "short", "long", "short")
+KINDS: dict[str, Kind] = {"S": "short", "L": "long"}
 # shares of the whole time: from when on values are rounded, and entries chosen; the decay of the rate at the end
 ROUNDED_FROM, SPARSE_FROM, DECAY = 0.30, 0.45, 0.30
 WARM_UP_STEPS = 200
@@ -60,7 +60,7 @@ class Trainer:
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.config = nano_config()
         self.table = parameter_table(self.config)
-        self.plan = Plan(SHAPES, ORDER, arguments.seed)
+        self.plan = Plan(SHAPES, tuple(KINDS[letter] for letter in arguments.order), arguments.seed)
         self.state: State = (
             load_state(arguments.resume, self.device, arguments.rate)
             if arguments.resume
@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="folder of an earlier session")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
+    parser.add_argument("--order", default="SLSLS", help="short and long batches, again and again")
     parser.add_argument("--workers", type=int, default=12, help="processes that make batches")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
