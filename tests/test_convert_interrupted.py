@@ -20,7 +20,7 @@ JOBS = {
 }
 BF16 = ("--to", "bf16", "--max-shard-size", "400kB")
 # kills of each job, spread over its calls; every call is the business of the slow test
-KILLS = 4
+KILLS = 3
 UNFINISHED = ".dsv4-convert"
 PLAN = f"{UNFINISHED}/plan.json"
 

@@ -125,7 +125,7 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
     ("source", "code", "words"),
     [
         ("{tmp}/nothing", 1, ["there is no folder {tmp}/nothing", "check the path"]),
-        ("nothing", 2, ["'nothing' is no folder and no model name", "known names: flash"]),
+        ("nothing", 2, ["'nothing' is no folder and no model name", "known names: nano, flash"]),
         ("", 2, ["'' is no folder and no model name"]),
         ("{tmp}/full", 1, ["{tmp}/full holds no safetensors file"]),
         ("{tmp}/file", 2, ["{tmp}/file is a file, a model is a folder", "name the folder"]),

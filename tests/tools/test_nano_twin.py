@@ -202,6 +202,7 @@ def test_entries_are_chosen_as_the_engine_chooses(dtype):
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     device = torch.device("cpu")
     one = new_state(CONFIG, 0, device, 1e-3)
