@@ -86,6 +86,7 @@ def kind(name: str) -> str:
     return re.sub(r"^(layers|mtp)\.\d+\.", "block.", name)
 
 
+@pytest.mark.slow
 def test_gradients_are_the_slopes_of_the_loss(model):
     named = dict(model.named_parameters())
     found = {name: gradient for name, gradient in gradients(model).items() if gradient is not None}

@@ -54,7 +54,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return difference.norm(dim=1) / theirs.float().flatten(1).norm(dim=1)
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", [pytest.param(s, marks=pytest.mark.slow) if s == "one by one" else s for s in SPLITS])
 @pytest.mark.parametrize("prompt", BLOCK_PROMPTS)
 @pytest.mark.parametrize("name", NETS)
 def test_every_block_in_every_split(name, prompt, split, monkeypatch):
