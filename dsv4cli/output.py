@@ -176,6 +176,11 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: '1 file', '69,187 tensors'."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def duration_text(seconds: float) -> str:
     """A time as people say it: '0.4 s', '12 s', '3 min 20 s', '2 h 05 min'."""
     if seconds < 10:

@@ -1,7 +1,7 @@
 """`dsv4 convert`: a checkpoint in another layout, streamed, resumable, and compared with its source."""
 
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +10,7 @@ import typer
 
 from dsv4cli.errors import UsageError
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt
-from dsv4cli.output import Output, duration_text, size_text
+from dsv4cli.output import Output, counted, duration_text, size_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.conversion.job import Conversion
@@ -107,7 +107,7 @@ def _finish(out: Output, folder: Path, others: list[Any]) -> None:
     out.document(
         {"schema": SCHEMA, "event": "finished", "output": str(folder), "bytes": nbytes, "files": plan["files"]}
     )
-    out.line(f"{folder} is complete: {_files(plan['files'])}, {size_text(nbytes)}", strong=True)
+    out.line(f"{folder} is complete: {counted(len(plan['files']), 'file')}, {size_text(nbytes)}", strong=True)
     out.hint(f"look at it with `dsv4 inspect {folder}`")
 
 
@@ -140,7 +140,7 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
     rows = [
         ("from", f"{conversion.source.checkpoint.folder}, {conversion.source.layout}"),
         ("to", f"{conversion.output}, {conversion.target.name}"),
-        ("tensors", f"{facts['tensors']:,} in {_files(conversion.own_files)}"),
+        ("tensors", f"{facts['tensors']:,} in {counted(len(conversion.own_files), 'file')}"),
         ("bytes", f"{size_text(conversion.bytes_in)} in, {size_text(conversion.bytes_out)} out"),
         ("disk", f"{size_text(missing)} to write, {size_text(free)} free"),
         ("memory", f"at most {size_text(memory)} with {workers} threads on {device}"),
@@ -208,7 +208,7 @@ def _summary(
             }
         )  # fmt: skip
     rate = f" in {duration_text(seconds)}, {size_text(round(written / max(seconds, 1e-3)))}/s" if written else ""
-    out.line(f"{conversion.output}: {_files(files)}, {size_text(nbytes)}{rate}", strong=True)
+    out.line(f"{conversion.output}: {counted(len(files), 'file')}, {size_text(nbytes)}{rate}", strong=True)
     out.line(_verdict(found))
     if part.count > 1:
         out.hint(f"when all {part.count} parts are there: `dsv4 convert --finish {conversion.output}`")
@@ -229,7 +229,3 @@ def _verdict(found: "Verification | None") -> str:
         return text + "all are exact, bit for bit"
     name, error = next(iter(found.errors.items()))
     return text + f"{len(found.exact):,} are exact, the others within {error:.2g} (relative, {name})"
-
-
-def _files(files: Sized) -> str:
-    return f"{len(files):,} file{'' if len(files) == 1 else 's'}"

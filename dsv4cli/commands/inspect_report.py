@@ -4,7 +4,7 @@ import textwrap
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dsv4cli.output import UNIT_NOTE, Output, count_text, size_text
+from dsv4cli.output import UNIT_NOTE, Output, count_text, counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -112,7 +112,7 @@ def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
             "outside the embedding"
         ),
     )
-    yield "tensors", f"{sizes.tensors:,}" + (f" in {files} file{'' if files == 1 else 's'}" if files else "")
+    yield "tensors", f"{sizes.tensors:,}" + (f" in {counted(files, 'file')}" if files else "")
 
 
 def _bytes(out: Output, sizes: "Sizes") -> None:

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.errors import UsageError
-from dsv4cli.output import Output, size_text
+from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -139,11 +139,7 @@ class Clock:
     def sentence(self) -> str:
         """For people."""
         rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
-        return f"{_counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+        return f"{counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}"
 
 
 def _answers(job: Job, talks: "Sequence[list[Message]]", clock: Clock) -> "Iterator[tuple[int, Answer, Pieces]]":
@@ -211,7 +207,7 @@ def answer_many(job: Job, talks: "Sequence[list[Message]]") -> None:
     for number, answer, _ in _answers(job, talks, clock):
         if answer.finish:
             lines.add(number, {"index": number} | _record(job, answer))
-    job.out.status(f"{_counted(len(talks), 'answer')}, {clock.sentence()}; seed {job.sampling.seed}")
+    job.out.status(f"{counted(len(talks), 'answer')}, {clock.sentence()}; seed {job.sampling.seed}")
 
 
 def _record(job: Job, answer: "Answer") -> dict[str, Any]:
@@ -249,7 +245,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
         record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
         lines.add(one.number, record | top)
     seconds, tokens = perf_counter() - start, sum(map(len, sequences))
-    what = f"{_counted(len(items), 'text')}, {_counted(tokens, 'token')}"
+    what = f"{counted(len(items), 'text')}, {counted(tokens, 'token')}"
     job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")
 
 

@@ -11,7 +11,7 @@ from dsv4cli.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     import tokenizers
 
-_FIRST_BYTE = 3  # in the built-in vocabulary, after BOS, EOS and PAD
+FIRST_BYTE = 3  # in the built-in vocabularies, after BOS, EOS and PAD
 
 
 def _byte_characters() -> list[str]:
@@ -23,8 +23,8 @@ def _byte_characters() -> list[str]:
     return [chr(stand_in.get(byte, byte)) for byte in range(256)]
 
 
-_BYTE_CHARACTERS = _byte_characters()
-_BYTE_OF = {character: byte for byte, character in enumerate(_BYTE_CHARACTERS)}
+BYTE_CHARACTERS = _byte_characters()
+_BYTE_OF = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
 
 
 class Tokenizer:
@@ -65,7 +65,7 @@ class Tokenizer:
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
 
-        vocabulary = [*tokens.SPECIAL[:_FIRST_BYTE], *_BYTE_CHARACTERS, *tokens.SPECIAL[_FIRST_BYTE:]]
+        vocabulary = [*tokens.SPECIAL[:FIRST_BYTE], *BYTE_CHARACTERS, *tokens.SPECIAL[FIRST_BYTE:]]
         backend = Backend(models.BPE(vocab={text: id for id, text in enumerate(vocabulary)}, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()

@@ -6,23 +6,18 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine.config import ModelConfig, parse_config, read_any_config, read_config
+from dsv4cli.engine.config import ModelConfig, parse_config, read_any_config
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
 from dsv4cli.engine.conversion.target import FORMATS, TargetName
 from dsv4cli.engine.layout import Formats, expected_tensors
 from dsv4cli.engine.presets import PRESETS
-from tests.damage import GOLDEN
+from tests.metadata import CONFIG, PARTIAL, ROOT, TINY, saved, with_inference
 
-TINY = GOLDEN / "tiny-flash"
-CONFIG = read_config(TINY)
-ROOT = json.loads((TINY / "config.json").read_text())
 FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }  # fmt: skip
 LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "mtp.0"]
-# formats that --attention and --experts can ask for beside the targets' own
-PARTIAL = [Formats("bf16", "fp4"), Formats("fp8", "bf16"), Formats("bf16", "fp8"), Formats("f32", "f32", "f32")]
 
 
 def written(folder: Path, config: ModelConfig, formats: Formats, target: TargetName) -> dict[str, Any]:
@@ -34,21 +29,6 @@ def written(folder: Path, config: ModelConfig, formats: Formats, target: TargetN
 
 def of_target(target: TargetName, formats: Formats | None = None) -> dict[str, Any]:
     return written(TINY, CONFIG, formats or FORMATS[target], target)
-
-
-def with_inference(folder: Path) -> Path:
-    """A source that has inference/config.json, as the official repositories have."""
-    (folder / "inference").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(ROOT))
-    (folder / "inference" / "config.json").write_text(json.dumps({"dim": 256, "expert_dtype": "fp4"}))
-    return folder
-
-
-def saved(folder: Path, files: dict[str, str]) -> Path:
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    return folder
 
 
 def test_official():

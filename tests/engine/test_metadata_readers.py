@@ -1,7 +1,6 @@
 """Who reads the files beside the weights: dsv4 itself in every case, transformers where it loads the target."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,27 +12,7 @@ from dsv4cli.engine.conversion.target import FORMATS
 from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.presets import PRESETS
 from tests.damage import GOLDEN
-
-TINY = GOLDEN / "tiny-flash"
-CONFIG = read_config(TINY)
-ROOT = json.loads((TINY / "config.json").read_text())
-# formats that --attention and --experts can ask for beside the targets' own
-PARTIAL = [Formats("bf16", "fp4"), Formats("fp8", "bf16"), Formats("bf16", "fp8"), Formats("f32", "f32", "f32")]
-
-
-def with_inference(folder: Path) -> Path:
-    """A source that has inference/config.json, as the official repositories have."""
-    (folder / "inference").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(ROOT))
-    (folder / "inference" / "config.json").write_text(json.dumps({"dim": 256, "expert_dtype": "fp4"}))
-    return folder
-
-
-def saved(folder: Path, files: dict[str, str]) -> Path:
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    return folder
+from tests.metadata import CONFIG, PARTIAL, ROOT, TINY, saved, with_inference
 
 
 @pytest.mark.parametrize("name", ["flash", "pro", "flash-0731", "tiny"])

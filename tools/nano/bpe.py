@@ -6,9 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from dsv4cli.engine import tokens
+from dsv4cli.engine.tokenizer import FIRST_BYTE
 
 FILE = Path(__file__).resolve().parents[2] / "dsv4cli" / "nano" / "tokenizer.json"
-FIRST_BYTE = 3  # after BOS, EOS and PAD
 FIRST_MERGE = FIRST_BYTE + 256
 
 # what `re` and the regex engine of `tokenizers` read alike: no classes of Unicode

@@ -25,10 +25,6 @@ class Turn:
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def back(self) -> "Turn":
-        """The opposite rotation."""
-        return Turn(self.cos, -self.sin)
-
 
 def turn(config: ModelConfig, ratio: int, positions: torch.Tensor) -> Turn:
     """The rotation of positions int64 [n] in layers of this ratio: [n, R]; the angle is rounded to fp32."""

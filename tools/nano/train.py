@@ -87,7 +87,7 @@ class Trainer:
         """Steps until the time is over, or this session's."""
         end = self.seconds + 60 * (self.arguments.pause_after or float("inf"))
         evaluated = saved = logged = self.seconds
-        names = ("minutes", "seed", "rate", "device", "no_compile")
+        names = ("minutes", "seed", "rate", "order", "device", "no_compile")
         self.log({"torch": torch.__version__} | {name: getattr(self.arguments, name) for name in names})
         with Feed(self.plan, packed, self.state.batches, self.arguments.workers) as feed:
             while self.share < 1 and self.seconds < end:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine import tokens
-from dsv4cli.engine.tokenizer import _BYTE_CHARACTERS
+from dsv4cli.engine.tokenizer import BYTE_CHARACTERS, FIRST_BYTE
 from tools.nano import tables, words
-from tools.nano.bpe import FILE, FIRST_BYTE, FIRST_MERGE, PATTERN, join, pieces
+from tools.nano.bpe import FILE, FIRST_MERGE, PATTERN, join, pieces
 from tools.nano.conversation import rendered
 from tools.nano.mixture import TASKS
 from tools.nano.tasks import retrieval
@@ -85,7 +85,7 @@ def _count(
 
 def write(merges: list[tuple[int, int]], path: Path) -> None:
     """The files that `tokenizers` and transformers read."""
-    vocabulary = [*tokens.SPECIAL[:FIRST_BYTE], *_BYTE_CHARACTERS]
+    vocabulary = [*tokens.SPECIAL[:FIRST_BYTE], *BYTE_CHARACTERS]
     for left, right in merges:
         vocabulary.append(vocabulary[left] + vocabulary[right])
     spelled = [[vocabulary[left], vocabulary[right]] for left, right in merges]
