@@ -19,8 +19,8 @@ MODEL_HELP = (
 ModelOpt = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DeviceOpt = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
 BackendOpt = Annotated[
-    Literal["auto", "torch"],
-    typer.Option(help="Which kernels compute; plain PyTorch is the only kind so far, so auto is torch."),
+    Literal["auto", "triton", "torch"],
+    typer.Option(help="Which kernels compute: auto takes Triton on a GPU and plain PyTorch elsewhere."),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
 

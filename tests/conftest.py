@@ -1,19 +1,53 @@
-"""What holds for every test: a fixed seed, one thread, and memory that is never zero by luck."""
+"""What holds for every test: a fixed seed, one thread, and memory that is never zero by luck.
 
+And the backends: a test with the fixture `backend` runs in plain PyTorch and in Triton's interpreter, or on a GPU.
+"""
+
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 PACKAGE = "dsv4cli"
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which is when a kernel is first called
+
+
+def _computing(name: str) -> Iterator[str]:
+    from dsv4cli.kernels.dispatch import use
+
+    if name == "interpreter":
+        if torch.cuda.is_available() or sys.platform != "linux":
+            pytest.skip("kernels are interpreted where there is Triton and no GPU; on a GPU they run with -m gpu")
+        from tests.interpreter import correct
+
+        correct()
+    with use("torch" if name.startswith("torch") else "triton"), torch.device("cuda" if "cuda" in name else "cpu"):
+        yield name
+
+
+KERNELS = ["interpreter", pytest.param("triton-cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=["torch", pytest.param("torch-cuda", marks=pytest.mark.gpu), *KERNELS])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test with each implementation of the kernel families; tensors that it makes are on the device for it."""
+    yield from _computing(request.param)
+
+
+@pytest.fixture(params=KERNELS)
+def triton_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same with the Triton kernels only: to compare them with a reference, or to see what they refuse."""
+    yield from _computing(request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Fix torch to one thread: a sum's order must not vary, and threads that wait for a busy core cost minutes."""
-    import torch
-
     torch.set_num_threads(1)
     # torch lists its constructors at their first use under a device: let it list the real ones, not the poisoned
     with torch.device("cpu"):
@@ -23,8 +57,6 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed torch, and poison the uninitialised memory that the package asks for."""
-    import torch
-
     torch.manual_seed(0)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
@@ -43,8 +75,6 @@ def _poisoned(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _poison_byte(dtype: Any) -> int:
     """0xFF in every byte is NaN in each float format, e8m0 included; integers get a value far out of range."""
-    import torch
-
     if dtype is torch.bool:
         return 1
     # not -1 for integers, which may stand for "none" or index the last row

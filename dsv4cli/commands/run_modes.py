@@ -4,11 +4,12 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from dsv4cli.engine.answer import Answer
     from dsv4cli.engine.answers import Pieces
+    from dsv4cli.engine.backend import Backend
     from dsv4cli.engine.dialogue import Dialogue
     from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
@@ -35,7 +37,7 @@ class Job:
     think: str
     device: str
     dtype: str
-    backend: str
+    backend: "Backend"
     limits: "Limits"
     sampling: "Sampling"
 
@@ -46,16 +48,36 @@ class Job:
 
         return open_dialogue(self.source, self.think)
 
-    def load(self) -> "tuple[Transformer, torch.device]":
-        """The model on its device, with progress on a terminal."""
+    @cached_property
+    def place(self) -> "torch.device":
+        """The device that the option names."""
+        from dsv4cli.engine.device import resolve_device
+
+        return resolve_device(self.device)
+
+    @cached_property
+    def kernels(self) -> 'Literal["triton", "torch"]':
+        """The backend that computes there."""
+        from dsv4cli.engine.backend import resolve_backend
+
+        return resolve_backend(self.backend, self.place)
+
+    @contextmanager
+    def model(self) -> "Iterator[Transformer]":
+        """The model on its device, loaded with progress on a terminal; what runs inside computes with its backend."""
+        from dsv4cli.engine.backend import use
+
+        with use(self.kernels):
+            yield self._load()
+
+    def _load(self) -> "Transformer":
         import torch
 
-        from dsv4cli.engine.device import resolve_device
         from dsv4cli.engine.loading import load_model
         from dsv4cli.engine.numerics import Numerics
         from dsv4cli.engine.source import BUILT_IN, RandomSource
 
-        device = resolve_device(self.device)
+        device = self.place
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
         start = perf_counter()
         with self.out.progress("loading") as progress:
@@ -70,7 +92,7 @@ class Job:
             self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
         if self.source.name == BUILT_IN:
             self.out.status("nano is the small model that is built in; --model names another")
-        return model, device
+        return model
 
 
 def conversation(prompt: str | None, messages: Path | None, system: str | None) -> "list[Message]":
@@ -148,13 +170,13 @@ def _answers(job: Job, talks: "Sequence[list[Message]]", clock: Clock) -> "Itera
     dialogue = job.dialogue
     prompts = [dialogue.prompt(talk).ids for talk in talks]
     rooms(prompts, dialogue.config, job.limits)  # refuses a prompt that is too long before the model is loaded
-    model, device = job.load()
-    from dsv4cli.engine.answers import generate_answers
+    with job.model() as model:
+        from dsv4cli.engine.answers import generate_answers
 
-    clock.start = perf_counter()
-    for number, answer, pieces in generate_answers(model, dialogue, prompts, job.sampling, job.limits, device):
-        clock.tick()
-        yield number, answer, pieces
+        clock.start = perf_counter()
+        for number, answer, pieces in generate_answers(model, dialogue, prompts, job.sampling, job.limits, job.place):
+            clock.tick()
+            yield number, answer, pieces
 
 
 def answer_one(job: Job, talk: "list[Message]") -> None:
@@ -167,7 +189,7 @@ def answer_one(job: Job, talk: "list[Message]") -> None:
         job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
     job.out.document(
-        {"schema": "dsv4.run/1", "model": job.source.name, "backend": "torch" if job.backend == "auto" else job.backend}
+        {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels}
         | _record(job, answer)
         | {"seed": job.sampling.seed, "seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
     )
@@ -236,14 +258,14 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
 
     sequences = [item.ids or _ids(job, item) for item in items]
     check_texts(sequences, job.source.identity.config, job.limits)
-    model, device = job.load()
-    from dsv4cli.engine.score import score
+    with job.model() as model:
+        from dsv4cli.engine.score import score
 
-    start, lines = perf_counter(), InOrder(job.out)
-    for one in score(model, sequences, job.limits, device):
-        top = {"top": one.top} if job.limits.logprobs else {}
-        record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
-        lines.add(one.number, record | top)
+        start, lines = perf_counter(), InOrder(job.out)
+        for one in score(model, sequences, job.limits, job.place):
+            top = {"top": one.top} if job.limits.logprobs else {}
+            record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
+            lines.add(one.number, record | top)
     seconds, tokens = perf_counter() - start, sum(map(len, sequences))
     what = f"{counted(len(items), 'text')}, {counted(tokens, 'token')}"
     job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from dsv4cli.engine.batch import Batch
-from dsv4cli.engine.cache import LayerCache
+from dsv4cli.engine.cache import LayerCache, Ring
 from dsv4cli.engine.compressor import Compressor
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.indexer import Indexer
 from dsv4cli.engine.linear import GroupedLinear, Linear, RMSNorm, unfilled
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import World
-from dsv4cli.kernels import attention, norm, rope
+from dsv4cli.kernels import attention, keys
 
 
 class Attention(nn.Module):
@@ -36,36 +36,36 @@ class Attention(nn.Module):
         self.wo_a = GroupedLinear()
         self.wo_b = Linear(numerics)
         if ratio:
-            self.compressor = Compressor(config, numerics, ratio, self.stored)
+            self.compressor = Compressor(config, numerics, ratio)
         if ratio == 4:
             self.indexer = Indexer(config, numerics, world)
-
-    def stored(self, kv: torch.Tensor) -> torch.Tensor:
-        """Normed and rotated keys [n, d] as the cache holds them."""
-        return self.numerics.keys(kv, self.config.qk_rope_head_dim)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """x: normed hidden state [T, D] -> [T, D]; the step's keys and entries go into the cache."""
         rotation = batch.rotations[self.ratio]
         latent = self.q_norm(self.wq_a(x))
-        q = rope.rotate(self.queries(latent), rotation)
-        kv = self.keys(x, rotation)
-        # the ring is read before it is written
-        window = cache.window.followed_by(batch.slots, kv)
-        cache.window.store(batch.window_store.cells, kv[batch.window_store.rows])
+        q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
+        q, window = self.window(q, x, batch, cache.window)
         entries, index = self.entries(x, latent, batch, cache)
         scale = self.config.head_dim**-0.5
-        o = attention.sparse_attention(q, window, entries, index, self.attn_sink, scale)
-        return self.output(rope.rotate(o, rotation.conj()))
+        return self.output(attention.sparse_attention(q, window, entries, index, self.attn_sink, scale, rotation))
 
-    def queries(self, latent: torch.Tensor) -> torch.Tensor:
-        """Normed latent [T, Q] -> unrotated queries [T, H, d]."""
-        q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
-        return norm.head_norm(q, self.config.rms_norm_eps)
+    def window(self, q: torch.Tensor, x: torch.Tensor, batch: Batch, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `prepare` gives, the keys behind the rings of the step's sequences as they were: [window_rows, d]."""
+        rings = ring.data[batch.slots].flatten(0, 1)
+        q, kv = self.prepare(q, x, batch, ring)
+        return q, torch.cat((rings, kv))
 
-    def keys(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Hidden state [T, D] -> keys [T, d] as the cache holds them."""
-        return self.stored(rope.rotate(self.kv_norm(self.wkv(x)), rotation))
+    def prepare(
+        self, q: torch.Tensor, x: torch.Tensor, batch: Batch, window: Ring
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H, d] normed and rotated, and keys [T, d] of the state x [T, D], which the ring takes too."""
+        q, kv, stored = keys.queries_and_keys(
+            q, self.wkv(x), self.kv_norm.weight, batch.rotations[self.ratio], window.data.flatten(0, 1),
+            batch.window_cells, self.config.rms_norm_eps, self.numerics.simulate,
+        )  # fmt: skip
+        window.data = stored.view(window.data.shape)
+        return q, kv
 
     def entries(
         self, x: torch.Tensor, latent: torch.Tensor, batch: Batch, cache: LayerCache

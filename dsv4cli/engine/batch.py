@@ -11,30 +11,19 @@ import torch
 
 from dsv4cli.engine.cache import BLOCK_TOKENS, Cache, Sequence
 from dsv4cli.engine.rope import rotation
-
-
-@dataclass(frozen=True)
-class RingStep:
-    """What a step stores in rings of one capacity: rows int64 [n] of the step, at cells int64 [n]."""
-
-    rows: torch.Tensor
-    cells: torch.Tensor
+from dsv4cli.kernels.compressor import Plan
 
 
 @dataclass(frozen=True)
 class CompressStep:
     """What a step does with compressed entries of one ratio.
 
-    Groups that become complete: members int64 [G, R], the rows of their tokens in [rings of the step's sequences, fresh
-    rows] (R = ratio, or twice it with overlap); rotation complex64 [G, .] at the group's first position; cells int64
-    [G], where the entry goes. open: the raw rows to keep. visible int64 [T]: how many entries a token sees.
-    table int64 [B, E]: the cell of each entry of each sequence; cell 0 where a sequence has fewer than E.
+    plan: the entries that it may complete, as many as for any step with the same numbers of tokens.
+    visible int64 [T]: how many entries a token sees. table int64 [B, E]: the cell of each entry of each sequence; cell
+    0 where a sequence has fewer than E.
     """
 
-    members: torch.Tensor
-    rotation: torch.Tensor
-    cells: torch.Tensor
-    open: RingStep
+    plan: Plan
     visible: torch.Tensor
     table: torch.Tensor
     sequence: torch.Tensor
@@ -58,7 +47,8 @@ class Batch:
     ids, positions, sequence: int64 [T] (sequence counts from 0 within the batch); slots int64 [B]; last int64 [B], the
     row of each sequence's final token. window_index int64 [T, window]: rows of [rings of the step's sequences, fresh
     rows] (window_rows in all) that a token sees, oldest first, then -1; window_columns int64 [T]: how many of its
-    columns come before compressed entries in a token's list. rotations: complex64 [T, .] by ratio. compress: by ratio.
+    columns come before compressed entries in a token's list; window_cells int64 [T]: where a token's key goes in the
+    flat rings, -1 for nowhere. rotations: complex64 [T, .] by ratio. compress: by ratio.
     """
 
     ids: torch.Tensor
@@ -69,7 +59,7 @@ class Batch:
     window_index: torch.Tensor
     window_columns: torch.Tensor
     window_rows: int
-    window_store: RingStep
+    window_cells: torch.Tensor
     rotations: dict[int, torch.Tensor]
     compress: dict[int, CompressStep]
 
@@ -134,7 +124,7 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
         window_index=_window_index(spans, sequence, positions, window, capacity),
         window_columns=columns[sequence],
         window_rows=len(work) * capacity + total,
-        window_store=_ring_step(spans, sequence, positions, capacity),
+        window_cells=_kept(spans, sequence, positions, capacity),
         rotations={ratio: rotation(positions, cache.frequencies[ratio]) for ratio in ratios},
         compress={r: _compress_step(cache, spans, sequence, positions, blocks, r) for r in ratios if r},
     )
@@ -155,32 +145,40 @@ def _window_index(
     return rows.masked_fill(listed > positions[:, None], -1)
 
 
-def _ring_step(spans: _Spans, sequence: torch.Tensor, positions: torch.Tensor, capacity: int) -> RingStep:
-    # only the last `capacity` tokens of a chunk: two rows of one step never meet in a cell
+def _kept(spans: _Spans, sequence: torch.Tensor, positions: torch.Tensor, capacity: int) -> torch.Tensor:
+    """The cell of each token in flat rings, -1 before the last `capacity` of a chunk: no two rows meet in a cell."""
     ends = spans.starts + spans.counts
-    rows = (positions >= (ends - capacity)[sequence]).nonzero()[:, 0]
-    return RingStep(rows, spans.slots[sequence[rows]] * capacity + positions[rows] % capacity)
+    cells = spans.slots[sequence] * capacity + positions % capacity
+    return cells.masked_fill(positions < (ends - capacity)[sequence], -1)
 
 
 def _compress_step(
-    cache: Cache, spans: _Spans, sequence: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, ratio: int
+    cache: Cache,
+    spans: _Spans,
+    sequence: torch.Tensor,
+    positions: torch.Tensor,
+    blocks: torch.Tensor,
+    ratio: int,
 ) -> CompressStep:
     device, per_block = positions.device, BLOCK_TOKENS // ratio
     before = ratio if ratio == 4 else 0  # overlap: the previous group's tokens join
-    capacity = before + ratio + cache.rollback
     ends = (spans.starts + spans.counts) // ratio
-    new = ends - spans.starts // ratio
+    # as many as the tokens of a chunk can complete, wherever it begins
+    new = (spans.counts + ratio - 1) // ratio
     owner = torch.arange(new.numel(), device=device).repeat_interleave(new)
     group = torch.arange(owner.numel(), device=device) - (new.cumsum(0) - new)[owner] + (spans.starts // ratio)[owner]
-    tokens = group[:, None] * ratio + torch.arange(-before, ratio, device=device)
+    starts = spans.starts[owner]
+    groups = (spans.slots[owner], group * ratio - before, starts, starts + spans.counts[owner], spans.offsets[owner])
     entry = torch.arange(blocks.shape[1] * per_block, device=device)
     table = blocks.repeat_interleave(per_block, 1) * per_block + entry % per_block
     most = int(ends.max())
     return CompressStep(
-        members=spans.rows_of(owner[:, None].expand_as(tokens), tokens, capacity),
-        rotation=rotation(group * ratio, cache.frequencies[ratio]),
-        cells=table[owner, group],
-        open=_ring_step(spans, sequence, positions, capacity),
+        plan=Plan(
+            groups=torch.stack(groups, 1),
+            entries=torch.where(group < ends[owner], table[owner, group], -1),
+            rotation=rotation(group * ratio, cache.frequencies[ratio]),
+            positions=positions,
+        ),
         visible=(positions + 1) // ratio,
         table=table[:, :most],
         sequence=sequence,

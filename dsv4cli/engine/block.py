@@ -30,15 +30,26 @@ class Block(nn.Module):
 
     def forward(self, streams: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """streams: [T, N, D] -> the same shape."""
+        config = self.config
+        numbers = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
         x, post, comb = self.connect(streams, "attn")
-        streams = hyper_connections.connect_post(self.attn(self.attn_norm(x), batch, cache), streams, post, comb)
-        x, post, comb = self.connect(streams, "ffn")
-        return hyper_connections.connect_post(self.ffn(self.ffn_norm(x), batch), streams, post, comb)
+        x = self.attn(self.attn_norm(x), batch, cache)
+        streams, x, post, comb = hyper_connections.connect_step(
+            x, streams, post, comb, *self.connection("ffn"), self.ffn_norm.weight, *numbers
+        )
+        return hyper_connections.connect_post(self.ffn(x, batch), streams, post, comb)
+
+    def connection(self, part: str) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+        """fn, scale and base of a sublayer's hyper-connection, 'attn' or 'ffn'."""
+        return (
+            self.get_parameter(f"hc_{part}_fn"),
+            self.get_parameter(f"hc_{part}_scale"),
+            self.get_parameter(f"hc_{part}_base"),
+        )
 
     def connect(self, streams: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The input [T, D] of a sublayer ('attn' or 'ffn') and its post [T, N] and comb [T, N, N] weights."""
-        fn, base, scale = (self.get_parameter(f"hc_{part}_{name}") for name in ("fn", "base", "scale"))
         config = self.config
         return hyper_connections.connect_pre(
-            streams, fn, scale, base, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+            streams, *self.connection(part), config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
         )

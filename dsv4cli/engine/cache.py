@@ -14,18 +14,12 @@ from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.rope import frequencies
 from dsv4cli.errors import NotEnoughMemory
+from dsv4cli.kernels.compressor import State
+from dsv4cli.kernels.formats import FP4_BLOCK
 
 BLOCK_TOKENS = 128
 # how many tokens can be taken back at once: a verification step of a drafter is at most this long
 ROLLBACK = 8
-
-
-def place(buffer: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """buffer [cells, D] with `rows` at `cells`: in place, or a new tensor where a gradient flows through the rows."""
-    rows = rows.to(buffer.dtype)
-    if rows.requires_grad and torch.is_grad_enabled():
-        return buffer.index_copy(0, cells, rows)
-    return buffer.index_copy_(0, cells, rows)
 
 
 class Ring:
@@ -40,14 +34,6 @@ class Ring:
         """Rows per slot."""
         return self.data.shape[1]
 
-    def followed_by(self, slots: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-        """The rings of `slots` [B] one after another, then the step's own rows: [B * capacity + T, D]."""
-        return torch.cat((self.data[slots].flatten(0, 1), fresh.to(self.data.dtype)))
-
-    def store(self, cells: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes rows [n, D] at cells [n] (slot * capacity + position mod capacity)."""
-        self.data = place(self.data.flatten(0, 1), cells, rows).view(self.data.shape)
-
     def reset(self, slot: int) -> None:
         """Forgets a slot."""
         self.data[slot] = self.empty
@@ -59,10 +45,6 @@ class Pool:
     def __init__(self, data: torch.Tensor, per_block: int) -> None:
         self.data = data
         self.per_block = per_block
-
-    def insert(self, cells: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes rows [n, D] at cells [n]."""
-        self.data = place(self.data, cells, rows)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block over another."""
@@ -77,11 +59,22 @@ class Pool:
 
 @dataclass
 class CompressorState:
-    """One compressor's state: the raw rows of the open window (scores include ape) and the finished entries."""
+    """One compressor's state: the raw rows of the open window (scores include ape) and the finished entries, of index
+    keys that are rounded to FP4 the codes with their scales."""
 
     kv: Ring
     score: Ring
     entries: Pool
+    scale: Pool | None = None
+
+    def tensors(self) -> State:
+        """The memory that a step reads and writes."""
+        scale = None if self.scale is None else self.scale.data.view(torch.float8_e8m0fnu)
+        return State(self.kv.data, self.score.data, self.entries.data, scale)
+
+    def keep(self, state: State) -> None:
+        """Takes the memory after a step."""
+        self.kv.data, self.score.data, self.entries.data = state.kv, state.score, state.entries
 
 
 @dataclass
@@ -99,7 +92,8 @@ class LayerCache:
 
     def pools(self) -> list[Pool]:
         """Every pool of the layer."""
-        return [state.entries for state in (self.compressed, self.index) if state is not None]
+        states = [state for state in (self.compressed, self.index) if state is not None]
+        return [pool for state in states for pool in (state.entries, state.scale) if pool is not None]
 
 
 @dataclass(eq=False)
@@ -148,16 +142,27 @@ class Cache:
         window = config.sliding_window + self.rollback
         layer = LayerCache(Ring(self._rows(slots, window, config.head_dim, numerics.dtype), 0.0))
         if ratio:
-            layer.compressed = self._compressor(ratio, config.head_dim, numerics, slots)
+            kv, score = self._open_rows(ratio, config.head_dim, slots)
+            layer.compressed = CompressorState(kv, score, self._pool(ratio, config.head_dim, numerics.dtype))
         if ratio == 4:
-            layer.index = self._compressor(ratio, config.index_head_dim, numerics, slots)
+            layer.index = self._index(config.index_head_dim, numerics, slots)
         return layer
 
-    def _compressor(self, ratio: int, width: int, numerics: Numerics, slots: int) -> CompressorState:
+    def _index(self, width: int, numerics: Numerics, slots: int) -> CompressorState:
+        kv, score = self._open_rows(4, width, slots)
+        if not numerics.simulate:
+            return CompressorState(kv, score, self._pool(4, width, numerics.dtype))
+        # as they were rounded: two codes a byte, and the bytes of their e8m0 scales
+        codes, scale = self._pool(4, width // 2, torch.int8), self._pool(4, width // FP4_BLOCK, torch.uint8)
+        return CompressorState(kv, score, codes, scale)
+
+    def _open_rows(self, ratio: int, width: int, slots: int) -> tuple[Ring, Ring]:
         span, channels = (2 * ratio, 2 * width) if ratio == 4 else (ratio, width)
         rows = [self._rows(slots, span + self.rollback, channels, torch.float32) for _ in range(2)]
-        pool = torch.zeros(0, width, dtype=numerics.dtype, device=self.device)
-        return CompressorState(Ring(rows[0], 0.0), Ring(rows[1], float("-inf")), Pool(pool, BLOCK_TOKENS // ratio))
+        return Ring(rows[0], 0.0), Ring(rows[1], float("-inf"))
+
+    def _pool(self, ratio: int, width: int, dtype: torch.dtype) -> Pool:
+        return Pool(torch.zeros(0, width, dtype=dtype, device=self.device), BLOCK_TOKENS // ratio)
 
     def _rows(self, slots: int, capacity: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(slots, capacity, width, dtype=dtype, device=self.device)

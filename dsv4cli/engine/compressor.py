@@ -1,7 +1,5 @@
 """Every `ratio` tokens to one compressed entry; with ratio 4 the previous group's tokens join (overlap)."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -10,19 +8,16 @@ from dsv4cli.engine.cache import CompressorState
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.linear import Fp32Linear, RMSNorm, unfilled
 from dsv4cli.engine.numerics import Numerics
-from dsv4cli.kernels import compressor, rope
+from dsv4cli.kernels import compressor
 
 
 class Compressor(nn.Module):
-    """Pools tokens into entries; `finish` gives a normed and rotated entry the form in which it is stored."""
+    """Pools tokens into entries, the keys of attention."""
 
-    def __init__(
-        self, config: ModelConfig, numerics: Numerics, ratio: int, finish: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, ratio: int) -> None:
         super().__init__()
         self.numerics = numerics
         self.ratio = ratio
-        self.finish = finish
         self.wkv = Fp32Linear()
         self.wgate = Fp32Linear()
         self.ape = unfilled()
@@ -30,22 +25,24 @@ class Compressor(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, state: CompressorState) -> None:
         """Takes the step's hidden states x [T, D] into the state and adds the entries that they complete."""
-        step = batch.compress[self.ratio]
-        kv = self.wkv(x)
-        score = self.wgate(x) + self.ape[batch.positions % self.ratio]
-        # rings are read before they are written
-        all_kv = state.kv.followed_by(batch.slots, kv)
-        all_score = state.score.followed_by(batch.slots, score)
-        state.kv.store(step.open.cells, kv[step.open.rows])
-        state.score.store(step.open.cells, score[step.open.rows])
-        if step.cells.numel():
-            pooled = compressor.pool(self._halves(all_kv[step.members]), self._halves(all_score[step.members]))
-            entries = rope.rotate(self.norm(pooled.to(self.numerics.dtype)), step.rotation)
-            state.entries.insert(step.cells, self.finish(entries))
+        plan = batch.compress[self.ratio].plan
+        state.keep(self.compress(self.wkv(x), self.wgate(x), state.tensors(), plan))
 
-    def _halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """The channels that each member gives: with overlap, the previous group's first half, its own second half."""
-        if rows.shape[1] == self.ratio:
-            return rows
-        first, second = rows.chunk(2, -1)
-        return torch.cat((first[:, : self.ratio], second[:, self.ratio :]), 1)
+    def compress(
+        self, kv: torch.Tensor, score: torch.Tensor, state: compressor.State, plan: compressor.Plan
+    ) -> compressor.State:
+        """The state after a step's raw rows; entries as attention reads them."""
+        norm, rounded = self.norm, self.numerics.simulate
+        return compressor.compress_keys(kv, score, self.ape, state, plan, norm.weight, norm.eps, rounded)
+
+
+class IndexCompressor(Compressor):
+    """The same for the indexer's keys. Without simulation q . k needs neither Hadamard nor FP4."""
+
+    def compress(
+        self, kv: torch.Tensor, score: torch.Tensor, state: compressor.State, plan: compressor.Plan
+    ) -> compressor.State:
+        """The state after a step's raw rows; entries as the indexer reads them."""
+        if not self.numerics.simulate:
+            return super().compress(kv, score, state, plan)
+        return compressor.compress_index_keys(kv, score, self.ape, state, plan, self.norm.weight, self.norm.eps)

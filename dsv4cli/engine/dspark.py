@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from dsv4cli.engine.batch import Batch, RingStep, make_batch
+from dsv4cli.engine.batch import Batch, make_batch
 from dsv4cli.engine.block import Block
 from dsv4cli.engine.cache import Cache, LayerCache, Sequence
 from dsv4cli.engine.config import ModelConfig
@@ -56,8 +56,7 @@ class Stage(Block):
 
     def absorb(self, main: torch.Tensor, batch: Batch, cache: LayerCache) -> None:
         """Stores the stage's keys of the context [T, D] of a step's tokens in its ring."""
-        keys = self.attn.keys(main, batch.rotations[0])
-        cache.window.store(batch.window_store.cells, keys[batch.window_store.rows])
+        self.attn.prepare(main.new_empty(len(main), 0, self.attn.config.head_dim), main, batch, cache.window)
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,11 @@ class DSpark(nn.ModuleList):
         before = starts - 1 - (starts - 1 - torch.arange(window, device=device)) % window
         ring = torch.where(before >= 0, owners * capacity + before % capacity, -1)
         block = len(work) * capacity + owners * self.block_size + torch.arange(self.block_size, device=device)
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
         index = torch.cat((ring, block), 1)
         return replace(
             batch,
             window_index=index.repeat_interleave(self.block_size, 0),
-            window_store=RingStep(nothing, nothing),
+            window_cells=torch.full_like(batch.window_cells, -1),
         )
 
     def draft(

@@ -5,7 +5,7 @@ from torch import nn
 
 from dsv4cli.engine.batch import Batch
 from dsv4cli.engine.cache import CompressorState
-from dsv4cli.engine.compressor import Compressor
+from dsv4cli.engine.compressor import IndexCompressor
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.linear import Linear
 from dsv4cli.engine.numerics import Numerics
@@ -27,10 +27,10 @@ class Indexer(nn.Module):
         self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
         self.wq_b = Linear(numerics)
         self.weights_proj = Linear(numerics)
-        self.compressor = Compressor(config, numerics, RATIO, numerics.index)
+        self.compressor = IndexCompressor(config, numerics, RATIO)
 
     def forward(self, x: torch.Tensor, latent: torch.Tensor, batch: Batch, state: CompressorState) -> torch.Tensor:
-        """The cells of the chosen entries of each token, best first: int64 [T, k], -1 in unused places.
+        """The cells of the chosen entries of each token: int64 [T, k], -1 in unused places.
 
         x: attention-normed hidden state [T, D]; latent: normed query latent [T, Q].
         """
@@ -40,9 +40,11 @@ class Indexer(nn.Module):
         return step.chosen_entries(indexer.top_entries(scores, step.visible, self.topk))
 
     def scores(self, x: torch.Tensor, latent: torch.Tensor, batch: Batch, state: CompressorState) -> torch.Tensor:
-        """The score of each entry of a token's sequence: [T, E]; entries that the token does not see included."""
+        """The score of each entry of a token's sequence: [T, E], -inf for entries that the token does not see."""
         step = batch.compress[RATIO]
         q = self.wq_b(latent).unflatten(-1, (-1, self.width))
         q = self.numerics.index(rope.rotate(q, batch.rotations[RATIO]))
         weights = (self.weights_proj(x).float() * self.scale).to(x.dtype)
-        return self.world.all_reduce(indexer.index_scores(q, weights, state.entries.data, step.table, step.sequence))
+        keys = state.tensors()
+        scores = indexer.index_scores(q, weights, keys.entries, keys.scale, step.table, step.sequence, step.visible)
+        return self.world.all_reduce(scores)

@@ -32,7 +32,9 @@ class Linear(StoredMatrix):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, K] in the numerics' dtype -> [T, N] in it."""
-        return gemm.linear(x if self.scale is None else self.numerics.linear_input(x), self.weight, self.scale)
+        if self.scale is not None and self.numerics.simulate:
+            return gemm.rounded_linear(x, self.weight, self.scale)
+        return gemm.linear(x, self.weight, self.scale)
 
 
 class GroupedLinear(StoredMatrix):

@@ -5,13 +5,14 @@ from torch import nn
 
 from dsv4cli.engine.batch import Batch
 from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.linear import Fp32Linear, Linear, StoredMatrix, unfilled
+from dsv4cli.engine.linear import Linear, StoredMatrix, unfilled
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import World
 from dsv4cli.kernels import experts, routing
+from dsv4cli.kernels.experts import ExpertWeights
 
 
-class Router(Fp32Linear):
+class Router(nn.Module):
     """`ffn.gate`: scores all experts, chooses by biased score or, in a hash layer, by token id."""
 
     tid2eid: nn.Parameter | None
@@ -20,52 +21,37 @@ class Router(Fp32Linear):
     def __init__(self, config: ModelConfig, is_hash: bool) -> None:
         super().__init__()
         self.config = config
+        self.weight = unfilled()
         self.register_parameter("tid2eid", unfilled() if is_hash else None)
         self.register_parameter("bias", None if is_hash else unfilled())
 
-    def route(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, D], token ids int64 [T] -> expert numbers int64 [T, k] and their weights fp32 [T, k]."""
-        score = routing.scores(self(x))
+        scale = self.config.routed_scaling_factor
         if self.tid2eid is not None:
-            chosen = self.tid2eid[ids]
-        else:
-            assert self.bias is not None
-            chosen = routing.choose(score, self.bias, self.config.num_experts_per_tok)
-        return chosen, routing.weigh(score, chosen, self.config.routed_scaling_factor)
+            return routing.route_by_id(x, self.weight, self.tid2eid, ids, scale)
+        assert self.bias is not None
+        return routing.route(x, self.weight, self.bias, self.config.num_experts_per_tok, scale)
 
 
 class Experts(nn.Module):
     """The routed experts, each matrix stacked over all of them; a rank holds its share of their inner width."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.limit = config.swiglu_limit
-        self.numerics = numerics
         self.w1 = StoredMatrix()
         self.w2 = StoredMatrix()
         self.w3 = StoredMatrix()
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T, D], chosen int64 [T, k], weights fp32 [T, k] -> the weighted sum, fp32 [T, D]."""
-        w1, w2, w3 = self.w1, self.w2, self.w3
-        stored = experts.ExpertWeights(w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale)
-        round_inputs = self.numerics.simulate and w1.scale is not None
-        return experts.routed_experts(x, stored, chosen, weights, self.limit, round_inputs)
 
 
 class SharedExpert(nn.Module):
     """The expert that every token goes through, with the same clamp."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
+    def __init__(self, numerics: Numerics) -> None:
         super().__init__()
-        self.limit = config.swiglu_limit
         self.w1 = Linear(numerics)
         self.w2 = Linear(numerics)
         self.w3 = Linear(numerics)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, D] -> [T, D]."""
-        return self.w2(experts.gated(self.w1(x), self.w3(x), self.limit).to(x.dtype))
 
 
 class MoE(nn.Module):
@@ -73,13 +59,26 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, numerics: Numerics, is_hash: bool, world: World) -> None:
         super().__init__()
+        self.limit = config.swiglu_limit
+        self.simulate = numerics.simulate
         self.world = world
         self.gate = Router(config, is_hash)
-        self.experts = Experts(config, numerics)
-        self.shared_experts = SharedExpert(config, numerics)
+        self.experts = Experts()
+        self.shared_experts = SharedExpert(numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x: normed hidden state [T, D] -> [T, D]."""
-        chosen, weights = self.gate.route(x, batch.ids)
-        routed = self.world.all_reduce(self.experts(x, chosen, weights))
-        return (routed + self.shared_experts(x).float()).to(x.dtype)
+        chosen, weights = self.gate(x, batch.ids)
+        routed, shared = matrices(self.experts), matrices(self.shared_experts)
+        if self.world.size == 1:
+            return experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate)
+        rounded = self.simulate and routed.w1_scale is not None
+        part = experts.routed_experts(x, routed, chosen, weights, self.limit, rounded)
+        whole = experts.shared_expert(x, shared, self.limit, self.simulate)
+        return (self.world.all_reduce(part) + whole.float()).to(x.dtype)
+
+
+def matrices(module: Experts | SharedExpert) -> ExpertWeights:
+    """What the kernels take of a module."""
+    w1, w2, w3 = module.w1, module.w2, module.w3
+    return ExpertWeights(w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4cli.kernels.block_scale import fp4_round, fp8_round, hadamard
-from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK, KV_BLOCK
+from dsv4cli.kernels.block_scale import fp4_round, hadamard
+from dsv4cli.kernels.formats import FP4_BLOCK
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,6 @@ class Numerics:
         """No simulation: the model's formulas in one dtype, with the official fp32 islands."""
         return cls(dtype, simulate=False)
 
-    def linear_input(self, x: torch.Tensor) -> torch.Tensor:
-        """The input of an FP8 or FP4 linear: [..., K], K a multiple of 128."""
-        return fp8_round(x, FP8_BLOCK) if self.simulate else x
-
-    def keys(self, kv: torch.Tensor, rope_dims: int) -> torch.Tensor:
-        """Window keys and entries as the cache holds them: the leading dims through FP8, the rope dims as is."""
-        if not self.simulate:
-            return kv
-        return torch.cat((fp8_round(kv[..., :-rope_dims], KV_BLOCK), kv[..., -rope_dims:]), -1)
-
     def index(self, x: torch.Tensor) -> torch.Tensor:
-        """Indexer queries and keys: rotated by Hadamard, then through FP4. Without simulation q . k needs neither."""
+        """Indexer queries: rotated by Hadamard, then through FP4. Without simulation q . k needs neither."""
         return fp4_round(hadamard(x), FP4_BLOCK) if self.simulate else x

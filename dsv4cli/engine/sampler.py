@@ -4,6 +4,7 @@ import torch
 
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.errors import UnsoundResult
+from dsv4cli.kernels.sampling import draw, greedy
 
 
 def check_finite(logits: torch.Tensor) -> None:
@@ -22,17 +23,6 @@ def sample(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Gene
     own generator only, not on the other rows.
     """
     if sampling.temperature == 0:
-        return logits.argmax(-1)
-    chances = (logits / sampling.temperature).softmax(-1)
-    if sampling.top_p < 1:
-        chances = nucleus(chances, sampling.top_p)
+        return greedy(logits)
     noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=generator) for generator in generators])
-    return (chances / noise.to(logits.device)).argmax(-1)
-
-
-def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The probabilities [R, V] with everything outside the nucleus at 0; the likeliest token always stays."""
-    ordered, order = chances.sort(dim=-1, descending=True, stable=True)
-    # what the tokens before hold together: 0 for the first, so it stays for any top_p above 0
-    before = ordered.cumsum(-1) - ordered
-    return chances.scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+    return draw(logits, noise.to(logits.device), sampling.temperature, sampling.top_p)

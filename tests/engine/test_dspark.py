@@ -9,10 +9,11 @@ from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.head import collapse
 from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.loading import build_random
+from dsv4cli.engine.moe import matrices
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.presets import TINY
 from dsv4cli.engine.rope import frequencies, rotation
-from dsv4cli.kernels import hyper_connections, norm, rope
+from dsv4cli.kernels import experts, hyper_connections, norm, rope
 
 DSPARK = TINY | {
     "compress_ratios": [0, 0, 4, 128, 4, 0, 0, 0],
@@ -45,14 +46,19 @@ def run_target(model, cache, work):
     return trunk
 
 
+def keys_by_hand(attn, h, turn):
+    return rope.rotate(attn.kv_norm(attn.wkv(h)), turn)
+
+
 def stage_by_hand(stage, streams, context_keys, config, start):
     """One stage over the draft block [n, N, D]: every row attends to the last 128 context keys and the whole block."""
     positions = torch.arange(start, start + len(streams))
     turn = rotation(positions, frequencies(config, 0))
     x, post, comb = stage.connect(streams, "attn")
     h, attn = stage.attn_norm(x), stage.attn
-    q = rope.rotate(attn.queries(attn.q_norm(attn.wq_a(h))), turn)
-    keys = torch.cat((context_keys[-config.sliding_window :], attn.keys(h, turn)))
+    q = attn.wq_b(attn.q_norm(attn.wq_a(h))).unflatten(-1, (-1, config.head_dim))
+    q = rope.rotate(norm.head_norm(q, config.rms_norm_eps), turn)
+    keys = torch.cat((context_keys[-config.sliding_window :], keys_by_hand(attn, h, turn)))
     logits = torch.einsum("thd,kd->thk", q, keys) * config.head_dim**-0.5
     sink = attn.attn_sink[None, :, None].expand(len(streams), -1, 1)
     chances = torch.cat((logits, sink), -1).softmax(-1)[..., :-1]
@@ -60,9 +66,10 @@ def stage_by_hand(stage, streams, context_keys, config, start):
     streams = hyper_connections.connect_post(attn.output(o), streams, post, comb)
     x, post, comb = stage.connect(streams, "ffn")
     ids = torch.zeros(len(streams), dtype=torch.int64)
-    chosen, weights = stage.ffn.gate.route(stage.ffn_norm(x), ids)
-    normed = stage.ffn_norm(x)
-    y = stage.ffn.experts(normed, chosen, weights) + stage.ffn.shared_experts(normed)
+    normed, ffn = stage.ffn_norm(x), stage.ffn
+    chosen, weights = ffn.gate(normed, ids)
+    y = experts.routed_experts(normed, matrices(ffn.experts), chosen, weights, ffn.limit, False)
+    y = y + experts.shared_expert(normed, matrices(ffn.shared_experts), ffn.limit, False)
     return hyper_connections.connect_post(y, streams, post, comb)
 
 
@@ -74,7 +81,7 @@ def draft_by_hand(model, context, token):
     ids = torch.tensor([token, 300, 300, 300, 300])
     streams = model.embed(ids)[:, None].repeat(1, config.hc_mult, 1)
     for stage in stages:
-        streams = stage_by_hand(stage, streams, stage.attn.keys(main, turn), config, len(main))
+        streams = stage_by_hand(stage, streams, keys_by_hand(stage.attn, main, turn), config, len(main))
     last = stages[-1]
     x = collapse(last, config, streams)
     logits = last.norm(x) @ model.head.weight.T

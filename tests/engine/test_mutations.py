@@ -19,14 +19,15 @@ from dsv4cli.engine.compressor import Compressor
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.source import FolderSource
-from dsv4cli.kernels import experts
 from dsv4cli.kernels.attention import ref as attention
 from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.compressor import ref as compressor
 from dsv4cli.kernels.experts import ref as experts_ref
-from dsv4cli.kernels.formats import E2M1_VALUES, FP4_BLOCK
+from dsv4cli.kernels.formats import E2M1_VALUES
+from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.hyper_connections import ref as hyper
 from dsv4cli.kernels.indexer import ref as indexer
-from dsv4cli.kernels.norm import ref as norm
+from dsv4cli.kernels.keys import ref as keys
 from dsv4cli.kernels.rope import ref as rope
 from dsv4cli.kernels.routing import ref as routing
 from tests import oracle
@@ -58,11 +59,12 @@ class Mutation:
 
 
 def changed_step(change):
-    """What a batch knows about compressed entries, with the fields that change(cache, positions, ratio) gives."""
+    """What a batch knows about compressed entries, with the fields that change(step, cache, positions, ratio) gives."""
 
     def wrong(right):
         def step(cache, spans, sequence, positions, blocks, ratio):
-            return replace(right(cache, spans, sequence, positions, blocks, ratio), **change(cache, positions, ratio))
+            step = right(cache, spans, sequence, positions, blocks, ratio)
+            return replace(step, **change(step, cache, positions, ratio))
 
         return step
 
@@ -72,16 +74,17 @@ def changed_step(change):
 def rotated_at(place):
     """Entries rotated at place(number of the group, ratio); of one sequence."""
 
-    def change(cache, positions, ratio):
-        groups = torch.arange(int(positions[0]) // ratio, (int(positions[-1]) + 1) // ratio)
-        return {"rotation": engine_batch.rotation(place(groups, ratio), cache.frequencies[ratio])}
+    def change(step, cache, positions, ratio):
+        groups = int(positions[0]) // ratio + torch.arange(len(step.plan.entries))
+        rotation = engine_batch.rotation(place(groups, ratio), cache.frequencies[ratio])
+        return {"plan": replace(step.plan, rotation=rotation)}
 
     return changed_step(change)
 
 
 def seen(visible):
     """Tokens see visible(their positions, ratio) entries."""
-    return changed_step(lambda cache, positions, ratio: {"visible": visible(positions, ratio)})
+    return changed_step(lambda _, __, positions, ratio: {"visible": visible(positions, ratio)})
 
 
 def no_yarn(right):
@@ -89,10 +92,7 @@ def no_yarn(right):
 
 
 def halves_swapped(right):
-    def halves(self, rows):
-        return right(self, rows.roll(rows.shape[-1] // 2, -1) if rows.shape[1] > self.ratio else rows)
-
-    return halves
+    return lambda rows, halves: right(rows.roll(rows.shape[-1] // 2, -1) if halves == 2 else rows, halves)
 
 
 def overlap_dropped(right):
@@ -107,8 +107,7 @@ def overlap_dropped(right):
 
 def written_before_read(right):
     def forward(self, x, batch, cache):
-        keys = self.keys(x, batch.rotations[self.ratio])
-        cache.window.store(batch.window_store.cells, keys[batch.window_store.rows])
+        self.prepare(x.new_empty(len(x), 0, self.config.head_dim), x, batch, cache.window)
         return right(self, x, batch, cache)
 
     return forward
@@ -124,12 +123,14 @@ def window_one_short(right):
 
 
 def sink_ignored(right):
-    return lambda q, window, entries, index, sink, scale: right(q, window, entries, index, sink - float("inf"), scale)
+    return lambda q, window, entries, index, sink, *rest: right(q, window, entries, index, sink - float("inf"), *rest)
 
 
 def relu_after_sum(_):
     dots = "thd,ted,th->te"
-    return lambda q, weights, keys, table, sequence: torch.einsum(dots, q, keys[table[sequence]], weights).relu()
+    return lambda q, weights, keys, scale, table, sequence, visible: torch.einsum(
+        dots, q, keys[table[sequence]], weights
+    ).relu()
 
 
 def sinkhorn_without_eps(_):
@@ -155,9 +156,10 @@ MUTATIONS = {
     "visibility per call": seen(lambda positions, ratio: ((positions[-1] + 1) // ratio).expand_as(positions)),
     "own completed group hidden": seen(lambda positions, ratio: positions // ratio),
     "open group visible": seen(lambda positions, ratio: positions // ratio + 1),
-    "overlap halves swapped": Mutation(Compressor, "_halves", halves_swapped),
-    # an attribute of the class hides the parameter
-    "ape missing": Mutation(Compressor, "ape", lambda _: torch.zeros(128, 1)),
+    "overlap halves swapped": Mutation(compressor, "_halves", halves_swapped),
+    "ape missing": Mutation(
+        compressor, "_pooled", lambda right: lambda kv, score, ape, state, plan: right(kv, score, 0 * ape, state, plan)
+    ),
     "overlap dropped at chunk borders": Mutation(Compressor, "forward", overlap_dropped, in_prefill=False),
     "ring written before read": Mutation(Attention, "forward", written_before_read, in_prefill=False),
     "window one short": Mutation(engine_batch, "_window_index", window_one_short),
@@ -170,8 +172,9 @@ MUTATIONS = {
     "bias leaks into weights": Mutation(
         routing, "choose", lambda right: lambda score, bias, k: right(score.add_(bias), 0 * bias, k)
     ),
-    # `experts.gated` serves the shared expert, `experts_ref.gated` the routed ones too
-    "shared expert unclamped": Mutation(experts, "gated", lambda right: lambda gate, up, limit: right(gate, up, 0.0)),
+    "shared expert unclamped": Mutation(
+        experts_ref, "shared_expert", lambda right: lambda x, weights, limit, rounded: right(x, weights, 0.0, rounded)
+    ),
     "gate clamped below": Mutation(
         experts_ref, "gated", lambda right: lambda gate, up, limit: right(gate.clamp_min(-limit), up, limit)
     ),
@@ -181,7 +184,7 @@ MUTATIONS = {
     # only un-rotating takes a conjugate
     "no inverse rope": Mutation(rope, "rotate", lambda right: lambda x, turn: x if turn.is_conj() else right(x, turn)),
     "sink ignored": Mutation(attention, "sparse_attention", sink_ignored),
-    "no q-head norm": Mutation(norm, "head_norm", lambda _: lambda q, eps: q),
+    "no q-head norm": Mutation(keys, "head_norm", lambda _: lambda q, eps: q),
     "relu after head sum": Mutation(indexer, "index_scores", relu_after_sum),
 }
 
@@ -246,16 +249,16 @@ def ties_to_lower_code(_):
 
 def hadamard_of_queries_only(right):
     # queries have heads, keys have none
-    return lambda self, x: right(self, x) if x.dim() == 3 else block_scale.fp4_round(x, FP4_BLOCK)
+    return lambda x: right(x) if x.dim() == 3 else x
 
 
 ROUNDING_MUTATIONS = {
     "nibbles swapped": Mutation(block_scale, "unpack_e2m1", high_nibble_first),
     "scale rounded to nearest": Mutation(block_scale, "power_of_two_ceil", lambda right: lambda x: right(x / 2**0.5)),
-    "input of linears not rounded": Mutation(Numerics, "linear_input", lambda _: lambda self, x: x),
-    "keys not rounded": Mutation(Numerics, "keys", lambda _: lambda self, kv, rope_dims: kv),
-    "Hadamard of queries only": Mutation(Numerics, "index", hadamard_of_queries_only),
-    "no FP4 in the indexer": Mutation(Numerics, "index", lambda _: lambda self, x: block_scale.hadamard(x)),
+    "input of linears not rounded": Mutation(gemm, "rounded_linear", lambda _: gemm.linear),
+    "keys not rounded": Mutation(keys, "rounded", lambda _: lambda kv, turned: kv),
+    "Hadamard of queries only": Mutation(block_scale, "hadamard", hadamard_of_queries_only),
+    "no FP4 in the indexer": Mutation(block_scale, "fp4_round", lambda _: lambda x, block: x),
     "routing weight after w2": Mutation(experts_ref, "_expert", weight_after_w2),
     "input of w2 not rounded": Mutation(experts_ref, "_expert", no_rounding_before_w2),
     "e2m1 ties to the lower code": Mutation(block_scale, "round_e2m1", ties_to_lower_code),

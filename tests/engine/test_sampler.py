@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from dsv4cli.engine.sampler import check_finite, nucleus, sample
+from dsv4cli.engine.sampler import check_finite, sample
 from dsv4cli.engine.settings import MIN_TEMPERATURE, Sampling
 from dsv4cli.errors import UnsoundResult
+from dsv4cli.kernels.sampling.ref import nucleus
 
 ROWS, VOCABULARY = 2000, 7
 

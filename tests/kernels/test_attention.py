@@ -1,26 +1,24 @@
-"""Attention over listed rows against a softmax in fp64, and its one inner rounding written out."""
+"""Attention over listed rows against a softmax in fp64, its one inner rounding and its rotation back written out."""
 
 import math
 
 import pytest
 import torch
 
-from dsv4cli.kernels.attention import sparse_attention
+from dsv4cli.kernels.attention import ref, sparse_attention, sparse_mqa_sink
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from tests.kernels.rounding import FP32, assert_rounded_once
 
 NEVER = float("-inf")
+# bf16: probabilities and the result are rounded, 2 ** -9 of values below 4 each; fp32: sums of up to 131 rows
+TOLERANCE = {torch.bfloat16: 2**-6, torch.float32: 2e-6}
 
 
-def slow_attention(q, window, entries, index, sink, scale) -> torch.Tensor:
-    rows = torch.cat((window, entries)).double()
-    result = torch.zeros(q.shape, dtype=torch.float64)
-    for token in range(q.shape[0]):
-        listed = rows[[row for row in index[token].tolist() if row >= 0]]
-        for head in range(q.shape[1]):
-            scores = listed @ q[token, head].double() * scale
-            top = max(scores.max().item(), sink[head].item())
-            shares = (scores - top).exp()
-            result[token, head] = shares @ listed / (shares.sum() + math.exp(sink[head].item() - top))
-    return result
+def slow_attention(q, rows, index, sink, scale) -> torch.Tensor:
+    q, rows, sink = q.double(), rows.double(), sink.double()
+    scores = torch.einsum("thd,tld->thl", q, rows[index.clamp_min(0)]) * scale
+    scores = torch.cat((scores.masked_fill((index < 0)[:, None], NEVER), sink[:, None].expand(len(q), -1, 1)), -1)
+    return torch.einsum("thl,tld->thd", scores.softmax(-1)[..., :-1], rows[index.clamp_min(0)])
 
 
 def lists(tokens: int, length: int, rows: int) -> torch.Tensor:
@@ -30,76 +28,205 @@ def lists(tokens: int, length: int, rows: int) -> torch.Tensor:
     return index
 
 
-# tokens, heads, width, length of the lists: one row, a block of 64, one more, a prime over two blocks
-SHAPES = [(0, 2, 8, 5), (1, 1, 4, 1), (3, 4, 16, 64), (5, 2, 16, 65), (2, 3, 32, 131)]
+def attention(q, window, entries, index, sink, scale) -> torch.Tensor:
+    """With angles of 0, which turn nothing."""
+    return sparse_attention(q, window, entries, index, sink, scale, torch.ones(q.shape[0], 1, dtype=torch.complex64))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("pool", [0, 1, 40])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_softmax_over_listed_rows(shape, pool, dtype):
-    tokens, heads, width, length = shape
+# tokens, heads, width, length of the lists, entries: one row, a block of 64, one more, a prime over two blocks; more
+# heads than a program takes
+SHAPES = [
+    (0, 2, 8, 5, 40), (1, 1, 4, 1, 0), (3, 4, 16, 64, 1), (5, 2, 16, 65, 0), (5, 17, 8, 33, 9), (2, 3, 34, 131, 40),
+    (1, 17, 32, 70, 40),
+]  # fmt: skip
+# the rows and heads of Flash and of Pro
+REAL = [(1, 64, 512, 65, 50), (1, 128, 512, 20, 3)]
+
+
+@pytest.fixture(params=["parts", "whole"])
+def cut(request, triton_backend, monkeypatch):
+    """Lists in as many parts as there are programs for, however short they are, or each in one."""
+    name = "PROGRAMS" if request.param == "whole" else "SHORT"
+    monkeypatch.setattr(f"dsv4cli.kernels.attention.kernel.{name}", 1)
+    return request.param
+
+
+def check_against_softmax(shape, dtype):
+    tokens, heads, width, length, pool = shape
     q, window, entries = (torch.randn(*size, width).to(dtype) for size in ((tokens, heads), (30,), (pool,)))
     index, sink = lists(tokens, length, 30 + pool), torch.randn(heads)
-    o = sparse_attention(q, window, entries, index, sink, width**-0.5)
+    o = attention(q, window, entries, index, sink, width**-0.5)
     assert (o.shape, o.dtype) == (q.shape, dtype)
-    exact = slow_attention(q, window, entries, index, sink, width**-0.5)
-    # bf16: probabilities and the result are rounded, 2 ** -9 of values below 4 each; fp32: sums of up to 131 rows
-    torch.testing.assert_close(o.double(), exact, rtol=0, atol=2**-6 if dtype == torch.bfloat16 else 2e-6)
+    exact = slow_attention(q, torch.cat((window, entries)), index, sink, width**-0.5)
+    torch.testing.assert_close(o.double(), exact, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_softmax_over_listed_rows(shape, dtype):
+    check_against_softmax(shape, dtype)
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("shape", [*SHAPES[-2:], *REAL], ids=str)
+def test_lists_in_parts_and_whole(shape):
+    check_against_softmax(shape, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("cut")
+def test_fp32_in_parts_and_whole():
+    check_against_softmax((1, 17, 32, 70, 40), torch.float32)
+
+
+@pytest.mark.usefixtures("cut")
+def test_long_lists_with_few_rows():
+    # whole parts of the list name nothing; the only rows stand first, last, or in the middle
+    q, rows, sink = torch.randn(4, 2, 16).bfloat16(), torch.randn(90, 16).bfloat16(), torch.randn(2)
+    index = torch.full((4, 300), -1)
+    index[torch.arange(4), torch.tensor([0, 299, 140, 299])] = torch.arange(4)
+    index[3, 100:170] = torch.arange(70)
+    o = attention(q, rows, rows[:0], index, sink, 0.25)
+    exact = slow_attention(q, rows, index, sink, 0.25)
+    torch.testing.assert_close(o.double(), exact, rtol=0, atol=TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "pairs", "length"), [(16, 3, 20), (34, 17, 70), (512, 32, 16)])
+def test_the_rounded_result_is_rotated_back(width, pairs, length, dtype):
+    q, rows, sink = torch.randn(2, 5, width).to(dtype), torch.randn(40, width).to(dtype), torch.randn(5)
+    index, turns = lists(2, length, 40), torch.polar(torch.ones(2, pairs), torch.randn(2, pairs))
+    inputs = (q, rows, rows[:0], index, sink, 0.2)
+    o, still = sparse_attention(*inputs, turns), attention(*inputs)
+    first = width - 2 * pairs
+    assert torch.equal(o[..., :first], still[..., :first])
+    tail = torch.view_as_complex(still[..., first:].double().unflatten(-1, (-1, 2)).contiguous())
+    exact = torch.view_as_real(tail * turns[:, None].conj()).flatten(-2)
+    # two products and a sum of fp32, each no larger than the pair
+    error = 4 * FP32 * tail.abs().repeat_interleave(2, -1)
+    assert_rounded_once(o[..., first:], exact, error)
+    conjugate = sparse_attention(*inputs, turns.conj())
+    assert torch.equal(conjugate, sparse_attention(*inputs, turns.conj().resolve_conj()))
+    assert not torch.equal(conjugate, o)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.int64), (16, torch.int32), (20, torch.int64)])
+def test_lists_over_a_paged_pool(heads, dtype):
+    q, kv, sink = torch.randn(4, heads, 32).bfloat16(), torch.randn(6, 8, 32).bfloat16(), torch.randn(heads)
+    index = lists(4, 33, 48)
+    index[1, :20], index[2] = -1, -1
+    o = sparse_mqa_sink(q, kv, index.to(dtype), sink, 0.2)
+    exact = slow_attention(q, kv.flatten(0, 1), index, sink, 0.2)
+    torch.testing.assert_close(o.double(), exact, rtol=0, atol=TOLERANCE[torch.bfloat16])
+    assert not o[2].any(), "no row, no result"
+    assert not sparse_mqa_sink(q, kv, index.to(dtype), sink + NEVER, 0.2)[2].any()
+
+
+@pytest.mark.usefixtures("backend")
+def test_slices_of_wider_rows():
+    q, pool, sink = torch.randn(3, 4, 48).bfloat16(), torch.randn(50, 48).bfloat16(), torch.randn(4)
+    index = lists(3, 40, 50)
+    parts = (q[..., 16:], pool[:30, 16:], pool[30:, 16:], index[:, 3:33], sink)
+    whole = [part.contiguous() for part in parts]
+    assert torch.equal(attention(*parts, 0.2), attention(*whole, 0.2))
+
+
+@pytest.mark.usefixtures("backend")
 def test_one_row_without_a_sink_is_that_row():
     window, entries = torch.randn(3, 8).bfloat16(), torch.randn(2, 8).bfloat16()
     q, sink = torch.randn(5, 2, 8).bfloat16(), torch.full((2,), NEVER)
     index = torch.full((5, 70), -1)
     index[:, 0] = torch.arange(5)
-    o = sparse_attention(q, window, entries, index, sink, 1.0)
+    o = attention(q, window, entries, index, sink, 1.0)
     assert torch.equal(o, torch.cat((window, entries))[:, None].expand(-1, 2, -1))
 
 
+@pytest.mark.usefixtures("backend")
 def test_sink_only_joins_the_denominator_and_is_not_scaled():
     rows = torch.arange(1.0, 7.0)[:, None].expand(-1, 4).contiguous()  # [6, 4]
     q, sink = torch.zeros(1, 2, 4), torch.tensor([math.log(2), NEVER])
-    o = sparse_attention(q, rows, rows[:0], torch.tensor([[0, 1, -1, 5]]), sink, 1e-3)
+    o = attention(q, rows, rows[:0], torch.tensor([[0, 1, -1, 5]]), sink, 1e-3)
     # scores 0: each row counts 1, the sink 2 or nothing
     assert o[0, :, 0].tolist() == pytest.approx([9 / 5, 9 / 3], rel=1e-6)
 
 
+@pytest.mark.usefixtures("backend")
 def test_probabilities_are_rounded_for_the_product_only():
     seen_apart = 0
     for step in range(50):
         # scores 0 and -scale; the second row alone has a value in the second dim
         scale, rows = 0.1 + step / 10, torch.tensor([[0.0, 0.0], [-1.0, 1.0]]).bfloat16()
         q, sink = torch.tensor([[[1.0, 0.0]]]).bfloat16(), torch.tensor([NEVER])
-        o = sparse_attention(q, rows, rows[:0], torch.tensor([[0, 1]]), sink, scale)
-        chance = math.exp(-torch.tensor(scale).item())
-        product = torch.tensor(chance).bfloat16().item()
+        o = attention(q, rows, rows[:0], torch.tensor([[0, 1]]), sink, scale)
+        chance = math.exp(-torch.tensor(scale, device="cpu").item())
+        product = torch.tensor(chance, device="cpu").bfloat16().item()
         expected = [torch.tensor(part / (1 + chance)).bfloat16().item() for part in (product, chance)]
         assert o[0, 0, 1].item() == expected[0]
         seen_apart += expected[0] != expected[1]
     assert seen_apart > 5
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("first", [1e4, -1e4])
 def test_maximum_runs_from_block_to_block(first):
     # the first 64 rows score far above or far below the others: nothing overflows, nothing is lost
     rows = torch.zeros(66, 2)
     rows[:64, 0], rows[:, 1] = first, torch.arange(66.0)
     index, sink = torch.arange(66)[None], torch.tensor([0.0])
-    o = sparse_attention(torch.tensor([[[1.0, 0.0]]]), rows, rows[:0], index, sink, 1.0)
+    o = attention(torch.tensor([[[1.0, 0.0]]]), rows, rows[:0], index, sink, 1.0)
     expected = sum(range(64)) / 64 if first > 0 else (64 + 65) / 3
     assert o[0, 0, 1].item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.usefixtures("backend")
 def test_the_sink_may_be_far_above_every_row():
-    o = sparse_attention(
+    o = attention(
         torch.zeros(1, 1, 2), torch.ones(1, 2), torch.ones(0, 2), torch.tensor([[0]]), torch.tensor([80.0]), 1.0
     )
     assert o[0, 0, 0].item() == pytest.approx(math.exp(-80), rel=1e-5)
 
 
-def test_an_empty_later_block_changes_nothing():
+@pytest.mark.usefixtures("backend")
+def test_empty_blocks_change_nothing():
     q, rows, sink = torch.randn(3, 2, 8), torch.randn(9, 8), torch.randn(2)
-    index = lists(3, 64, 9)
-    padded = torch.cat((index, torch.full((3, 100), -1)), 1)
-    assert torch.equal(*(sparse_attention(q, rows, rows[:0], item, sink, 0.3) for item in (index, padded)))
+    index, holes = lists(3, 64, 9), torch.full((3, 70), -1)
+    o = attention(q, rows, rows[:0], index, sink, 0.3)
+    for padded in (torch.cat((index, holes), 1), torch.cat((holes, index), 1)):
+        # the same numbers, perhaps in other blocks: fp32 sums of 64
+        torch.testing.assert_close(attention(q, rows, rows[:0], padded, sink, 0.3), o, rtol=0, atol=1e-6)
+
+
+# a block; less than one, with holes; several, the last one short; more heads than a program has; whole blocks of holes
+BLOCKS = [(1, 16, 64, 0.0), (2, 4, 40, 0.3), (1, 8, 190, 0.0), (1, 17, 140, 0.3), (1, 4, 300, 0.99)]
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize(("tokens", "heads", "length", "holes"), BLOCKS)
+def test_rounds_relative_to_the_maximum_of_the_blocks_so_far(tokens, heads, length, holes):
+    q, rows, sink = torch.randn(tokens, heads, 64).bfloat16(), torch.randn(600, 64).bfloat16(), torch.randn(heads)
+    turns = torch.polar(torch.ones(tokens, 4), torch.randn(tokens, 4))
+    anywhere = torch.randint(0, 600, (tokens, length))
+    # the score of the first head rises, so that its maximum is another one in each block; then it falls
+    rising = (rows.float() @ q[0, 0].float()).argsort()[-length:].repeat(tokens, 1)
+    for index in (anywhere, rising, rising.flip(1)):
+        holed = index.masked_fill(torch.rand(tokens, length) < holes, -1)
+        # scores within a few units: no row makes up most of a result, which would change with its one rounding
+        inputs = (q, rows[:150], rows[150:], holed, sink, 0.125, turns)
+        same = sparse_attention(*inputs) == ref.sparse_attention(*inputs)
+        # fp32 sums in another order, and the last bit of exp, seldom reach the 8 bits that are kept
+        assert same.double().mean() >= 0.99
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_refuses_what_it_cannot_read():
+    sink, index = torch.zeros(1), torch.zeros(1, 1, dtype=torch.int64)
+    for q, said in (
+        (torch.zeros(1, 1, 514), "values, not 514"),
+        (torch.zeros(1, 1, 3), "pairs"),
+        (torch.zeros(1, 1, 4).half(), "float16"),
+    ):
+        rows = q[0]
+        with pytest.raises(KernelUnsupported, match=said):
+            attention(q, rows, rows[:0], index, sink, 1.0)

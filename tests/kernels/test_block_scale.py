@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from dsv4cli.kernels.block_scale import dequantise, fp4_round, fp8_round, hadamard
+import dsv4cli.kernels.block_scale
+from dsv4cli.kernels.block_scale import dequantise, fp4_codes, fp4_round, fp8_codes, fp8_round, hadamard, ref
 from dsv4cli.kernels.block_scale.ref import block_scale
 
 # magnitudes by code, as the formats define them: 4 exponent and 3 mantissa bits (bias 7), 2 and 1 (bias 1)
@@ -30,6 +31,7 @@ def slow_round(row: list[float], block: int, magnitudes: list[float], floor: flo
     return result
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
@@ -66,6 +68,7 @@ FP4_EXAMPLES = [
 ]
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     ("fast", "block", "given", "expected"),
     [(fp8_round, 64, *pair) for pair in FP8_EXAMPLES] + [(fp4_round, 32, *pair) for pair in FP4_EXAMPLES],
@@ -75,6 +78,107 @@ def test_rounding_examples(fast, block, given, expected):
     rounded = fast(x, block)
     assert torch.equal(rounded, y)
     assert torch.equal(rounded.signbit(), y.signbit())
+
+
+def every_bf16() -> torch.Tensor:
+    """All finite bf16 values, in an order in which those of a block have nearly the same size."""
+    return torch.cat((torch.arange(0x7F80), torch.arange(-0x8000, -0x80))).short().view(torch.bfloat16).view(-1, 256)
+
+
+def every_exponent() -> torch.Tensor:
+    """fp32 numbers of every size; 40 blocks begin with the largest code times a power of two or just above."""
+    bits = torch.randint(2**23, (255, 256)) + (torch.arange(255)[:, None] << 23)
+    x = bits.int().view(torch.float32) * torch.tensor([1.0, -1.0, 2**-3, 2**-9]).repeat(64)
+    step = torch.arange(40)
+    for column, largest in ((0, 448.0), (128, 6.0)):
+        above = torch.tensor(largest).view(torch.int32) + step.int()
+        x[100:140, column] = above.view(torch.float32) * 2.0 ** (step - 27)  # about as large as the others
+    return x
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("values", [every_bf16, every_exponent])
+@pytest.mark.parametrize(("name", "block"), [("fp8_round", 128), ("fp8_round", 64), ("fp4_round", 32)])
+def test_codes_are_those_of_the_reference(name, block, values):
+    x = values()
+    rounded, expected = getattr(dsv4cli.kernels.block_scale, name)(x, block), getattr(ref, name)(x, block)
+    assert torch.equal(bits_of(rounded), bits_of(expected))
+
+
+# the widths of Flash and Pro: hidden, query, a key without its rope dims, indexer, outputs of groups
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(("name", "block", "shape", "width"), [
+    ("fp8_round", 128, (2, 4096), 4096), ("fp8_round", 128, (2, 7168), 7168), ("fp8_round", 128, (3, 1536), 1536),
+    ("fp8_round", 64, (7, 512), 448), ("fp8_round", 64, (3, 2, 512), 448), ("fp4_round", 32, (2, 64, 128), 128),
+    ("fp8_round", 128, (2, 8, 1024), 1024),
+])  # fmt: skip
+def test_codes_of_real_shapes(name, block, shape, width):
+    x = (torch.randn(shape) * torch.logspace(-6, 6, shape[-1])).bfloat16()[..., :width]
+    rounded, expected = getattr(dsv4cli.kernels.block_scale, name)(x, block), getattr(ref, name)(x, block)
+    assert torch.equal(bits_of(rounded), bits_of(expected))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("shape", "block"), [((0, 128), 128), ((1, 128), 128), ((3, 5, 192), 64), ((2**15 + 3, 8), 8)])
+def test_fp8_codes_times_scales_are_the_rounded_values(shape, block, dtype):
+    x = (torch.randn(*shape[:-1], 2 * shape[-1]) * torch.logspace(-8, 3, 2 * shape[-1])).to(dtype)[..., : shape[-1]]
+    codes, scale = fp8_codes(x, block)
+    assert (codes.shape, codes.dtype) == (x.shape, torch.float8_e4m3fn)
+    assert (scale.shape, scale.dtype) == ((*shape[:-1], shape[-1] // block), torch.float8_e8m0fnu)
+    values = (codes.float().unflatten(-1, (-1, block)) * scale.float()[..., None]).flatten(-2)
+    assert torch.equal(bits_of(values.to(dtype)), bits_of(ref.fp8_round(x, block)))
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("values", [every_bf16, every_exponent])
+def test_fp8_codes_are_those_of_the_reference(values):
+    x = values()
+    for codes, wanted in zip(fp8_codes(x, 128), ref.fp8_codes(x, 128), strict=True):
+        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(0, 128), (1, 128), (3, 5, 192), (2, 64, 128)])
+def test_fp4_codes_stand_for_the_rounded_values(shape, dtype):
+    x = (torch.randn(*shape[:-1], 2 * shape[-1]) * torch.logspace(-8, 3, 2 * shape[-1])).to(dtype)[..., : shape[-1]]
+    codes, scale = fp4_codes(x, 32)
+    assert (codes.shape, codes.dtype) == ((*shape[:-1], shape[-1] // 2), torch.int8)
+    assert (scale.shape, scale.dtype) == ((*shape[:-1], shape[-1] // 32), torch.float8_e8m0fnu)
+    assert torch.equal(bits_of(dequantise(codes, scale).to(dtype)), bits_of(ref.fp4_round(x, 32)))
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("values", [every_bf16, every_exponent])
+def test_fp4_codes_are_those_of_the_reference(values):
+    x = values()
+    (codes, scale), (wanted, wanted_scale) = fp4_codes(x, 32), ref.fp4_codes(x, 32)
+    assert torch.equal(codes, wanted)
+    assert torch.equal(scale.view(torch.uint8), wanted_scale.view(torch.uint8))
+    assert torch.equal(bits_of(dequantise(codes, scale)), bits_of(ref.fp4_round(x.float(), 32)))
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", ["fp8_round", "fp4_round"])
+def test_what_is_not_finite_stays_so(name):
+    x = torch.ones(3, 64)
+    x[0, 5], x[1, 6], x[2, 7] = math.nan, math.inf, -math.inf
+    rounded = getattr(dsv4cli.kernels.block_scale, name)(x, 32)
+    assert not rounded[~x.isfinite()].isfinite().any()
+    assert (rounded[:, 32:] == 1).all()
+    assert fp8_codes(x, 32)[0].float()[~x.isfinite()].isnan().all()
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_hadamard_adds_in_the_order_of_the_reference(dtype):
+    x = torch.randn(2, 64, 256).to(dtype)[..., 64:192]
+    assert torch.equal(hadamard(x), ref.hadamard(x))
 
 
 @pytest.mark.parametrize(("largest", "floor"), [(448.0, 1e-4), (6.0, 6 * 2.0**-126)])
@@ -148,11 +252,13 @@ def sylvester(width: int) -> torch.Tensor:
     return matrix
 
 
+@pytest.mark.usefixtures("backend")
 def test_hadamard_of_four():
     signs = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
     assert torch.equal(hadamard(torch.eye(4)), signs / 2)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("shape", [(0, 128), (1, 128), (7, 3, 128), (5, 1), (3, 64)], ids=str)
 def test_hadamard_is_sylvesters(shape):
     x = torch.randn(shape)
@@ -164,6 +270,7 @@ def test_hadamard_is_sylvesters(shape):
     assert torch.equal(hadamard(small), exact.bfloat16())
 
 
+@pytest.mark.usefixtures("backend")
 def test_hadamard_on_both_sides_keeps_products():
     q, k = torch.randn(2, 5, 128).unbind()
     torch.testing.assert_close(hadamard(q) @ hadamard(k).T, q @ k.T, rtol=0, atol=2e-5)  # fp32 sums of 128

@@ -1,4 +1,4 @@
-"""Routed experts against a loop over tokens and their experts in fp64."""
+"""Routed experts and the shared one against a loop over tokens and their experts in fp64."""
 
 import math
 
@@ -6,10 +6,40 @@ import pytest
 import torch
 
 from dsv4cli.kernels.block_scale import dequantise, fp8_round
-from dsv4cli.kernels.experts import ExpertWeights, gated, routed_experts
+from dsv4cli.kernels.experts import ExpertWeights, gated, mixture, ref, routed_experts, shared_expert
 
 # tokens, hidden width, inner width, experts, experts of a token
 SHAPES = [(0, 128, 128, 4, 2), (1, 128, 128, 1, 1), (7, 256, 128, 5, 3), (65, 128, 256, 3, 3)]
+# chunks of four tokens and of fewer; the widths of Flash, of Pro, and of Flash on two ranks
+GPU_ONLY = [
+    (9, 256, 384, 2, 2),
+    (41, 128, 256, 7, 4),
+    (5, 4096, 2048, 9, 6),
+    (2, 7168, 3072, 7, 6),
+    (17, 4096, 1024, 9, 6),
+]
+# and whether inputs are rounded; what the interpreter takes seconds for is slow
+ROUNDED = [
+    ((0, 128, 128, 4, 2), True),
+    ((1, 256, 256, 5, 2), True),
+    pytest.param((1, 256, 256, 5, 2), False, marks=pytest.mark.slow),
+    *(pytest.param((3, 128, 128, 3, 2), rounded, marks=pytest.mark.slow) for rounded in (False, True)),
+    *(pytest.param(shape, rounded, marks=pytest.mark.gpu) for shape in GPU_ONLY for rounded in (False, True)),
+]
+# tokens that stream, and one more; the real widths
+SHARED = [
+    *((tokens, 128, 128) for tokens in (0, 1, 3, 17)),
+    *(pytest.param(shape[:3], marks=pytest.mark.gpu) for shape in GPU_ONLY),
+]
+
+
+@pytest.fixture
+def large_programs(backend, monkeypatch):
+    """Few programs in the interpreter, which takes 25 ms for each: 64 rows of w1 and w3, 128 of w2."""
+    if backend == "interpreter":
+        from dsv4cli.kernels.experts import stream
+
+        monkeypatch.setattr(stream, "_blocks", lambda tokens: (2 if tokens <= 2 else 4, 64, 128, 2, 2, 2))
 
 
 def stored(form: str, experts: int, inner: int, hidden: int) -> ExpertWeights:
@@ -22,6 +52,19 @@ def stored(form: str, experts: int, inner: int, hidden: int) -> ExpertWeights:
         return codes.view(torch.int8), scale.view(torch.float8_e8m0fnu)
 
     return ExpertWeights(*matrix(inner, hidden), *matrix(hidden, inner), *matrix(inner, hidden))
+
+
+def stored_once(form: str, inner: int, hidden: int) -> ExpertWeights:
+    """A shared expert: matrices in FP8, fp32 or, as the tensors of one of several, FP4."""
+    if form == "fp8":
+
+        def matrix(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+            scale = torch.randint(121, 124, (-(-rows // 128), -(-columns // 128)), dtype=torch.uint8)
+            return (torch.randn(rows, columns)).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+
+        return ExpertWeights(*matrix(inner, hidden), *matrix(hidden, inner), *matrix(inner, hidden))
+    weights = stored(form, 1, inner, hidden)
+    return ExpertWeights(*(tensor if tensor is None else tensor[0] for tensor in vars(weights).values()))
 
 
 def routes(tokens: int, experts: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +120,7 @@ def test_fp4_experts(shape, round_inputs):
     assert y.dtype == torch.float32
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("limit", [0.0, 2.0])
 def test_clamps(limit):
     gate, up = torch.meshgrid(torch.linspace(-5, 5, 21), torch.linspace(-5, 5, 21), indexing="ij")
@@ -86,6 +130,109 @@ def test_clamps(limit):
     # the gate is free below, both sides of the other are not
     assert gated(torch.tensor(-5.0), torch.tensor(1.0), 2.0).item() == pytest.approx(-5 / (1 + math.exp(5)), rel=1e-6)
     assert gated(torch.tensor(9.0), torch.tensor(-9.0), 2.0).item() == pytest.approx(-4 / (1 + math.exp(-2)), rel=1e-6)
+
+
+def assert_close(y: torch.Tensor, exact: torch.Tensor, round_inputs: bool) -> None:
+    # as above
+    assert y.isfinite().all()
+    assert (y.double() - exact).norm() <= (2**-7 if round_inputs else 2**-10) * exact.norm()
+
+
+@pytest.mark.usefixtures("large_programs")
+@pytest.mark.parametrize(("shape", "round_inputs"), ROUNDED, ids=str)
+def test_fp4_experts_of_few_tokens(shape, round_inputs):
+    tokens, hidden, inner, count, k = shape
+    weights, (experts, routing) = stored("fp4", count, inner, hidden), routes(tokens, count, k)
+    x = torch.randn(tokens, 2, hidden).bfloat16()[:, 1]
+    y = routed_experts(x, weights, experts, routing, 10.0, round_inputs)
+    assert (y.shape, y.dtype) == (x.shape, torch.float32)
+    if tokens > 5:  # slow_experts takes seconds
+        assert_close(y, ref.routed_experts(x, weights, experts, routing, 10.0, round_inputs).double(), round_inputs)
+    else:
+        assert_close(y, slow_experts(x, weights, experts, routing, 10.0, round_inputs), round_inputs)
+    assert torch.equal(y, routed_experts(x, weights, experts, routing, 10.0, round_inputs))
+
+
+@pytest.mark.usefixtures("large_programs")
+def test_every_code_and_scale_of_fp4():
+    # a token that picks one column, in a matrix whose rows begin with all codes, under scales of every size
+    weights = stored("fp4", 1, 128, 128)
+    weights.w1.view(torch.uint8)[0, :, 0] = torch.arange(128, dtype=torch.uint8) * 2 + torch.arange(128) % 2
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    x[0, 0], x[1, 1] = 1, 1
+    for scale in (127 - 40, 127, 127 + 40):
+        weights.w1_scale.view(torch.uint8).fill_(scale)
+        weights.w3_scale.view(torch.uint8).fill_(254 - scale)
+        given = (x, weights, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 0.0, False)
+        assert_close(routed_experts(*given), ref.routed_experts(*given).double(), False)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("round_inputs", [False, True])
+@pytest.mark.parametrize("shape", SHARED, ids=str)
+def test_shared_expert(shape, round_inputs):
+    tokens, hidden, inner = shape
+    weights, x = stored_once("fp8", inner, hidden), torch.randn(tokens, hidden).bfloat16()
+    y = shared_expert(x, weights, 10.0, round_inputs)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    one = ExpertWeights(*(tensor[None] for tensor in vars(weights).values()))
+    exact = slow_experts(x, one, torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), 10.0, round_inputs)
+    assert_close(y, exact, round_inputs)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("scaled", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("w1", "w2")), "w3"])
+def test_shared_expert_rounds_the_inputs_of_scaled_matrices_only(scaled):
+    weights, x = stored_once("f32", 128, 128), torch.randn(2, 128).bfloat16()
+    scale = torch.full((1, 1), 121, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    coded = {scaled: torch.randn(128, 128).to(torch.float8_e4m3fn), f"{scaled}_scale": scale}
+    weights = ExpertWeights(**{**vars(weights), **coded})
+    y, expected = shared_expert(x, weights, 10.0, True), ref.shared_expert(x, weights, 10.0, True)
+    # an input of w1 or w3 that is rounded, or not, by mistake is 2 ** -5.5 away
+    assert_close(y, expected.double(), scaled == "w2")
+
+
+@pytest.mark.usefixtures("large_programs")
+@pytest.mark.parametrize("round_inputs", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "routed", "shared", "dtype"),
+    [  # a sum of one routed expert would be in bf16 already
+        ((0, 128, 128, 4, 2), "fp4", "fp8", torch.bfloat16),
+        ((1, 128, 128, 2, 2), "fp4", "fp8", torch.bfloat16),
+        pytest.param((3, 128, 128, 3, 2), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param((9, 4096, 2048, 9, 6), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param((65, 256, 128, 5, 3), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param((3, 256, 128, 5, 3), "fp4", "f32", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param((3, 256, 128, 5, 3), "f32", "f32", torch.float32, marks=pytest.mark.gpu),
+        ((1, 128, 128, 2, 2), "f32", "f32", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_mixture_is_the_sum_rounded_once(shape, routed, shared, dtype, round_inputs):
+    tokens, hidden, inner, count, k = shape
+    weights, one = stored(routed, count, inner, hidden), stored_once(shared, inner, hidden)
+    (experts, routing), x = routes(tokens, count, k), torch.randn(tokens, hidden).to(dtype)
+    y = mixture(x, weights, one, experts, routing, 1.0, round_inputs)
+    assert (y.shape, y.dtype) == (x.shape, dtype)
+    rounded = round_inputs and weights.w1_scale is not None
+    total = ref.routed_experts(x, weights, experts, routing, 1.0, rounded)
+    total += ref.shared_expert(x, one, 1.0, round_inputs)
+    # as above, and one rounding to bf16
+    assert (y.double() - total).norm() <= (2**-7 if round_inputs else 2**-9) * total.double().norm()
+    if tokens and not round_inputs and dtype == torch.bfloat16:
+        # parts that are summed in another order differ in few values, sums that are rounded twice in a fifth
+        assert (y == total.to(dtype)).double().mean() > 0.9
+
+
+@pytest.mark.usefixtures("large_programs")
+def test_order_of_experts_and_tokens_is_that_of_the_call():
+    # an expert's tokens in several chunks, tokens with their experts in any order, an expert twice
+    weights, x = stored("fp4", 3, 128, 128), torch.randn(3, 128).bfloat16()
+    experts, routing = torch.tensor([[2, 0], [1, 0], [0, 0]]), torch.rand(3, 2)
+    y = routed_experts(x, weights, experts, routing, 10.0, True)
+    assert_close(y, slow_experts(x, weights, experts, routing, 10.0, True), True)
+    turned = routed_experts(x, weights, experts.flip(-1), routing.flip(-1), 10.0, True)
+    assert torch.equal(y[:2], turned[:2])
 
 
 def test_experts_are_added_in_ascending_order():

@@ -4,10 +4,15 @@ import pytest
 import torch
 
 from dsv4cli.kernels.block_scale import dequantise
-from dsv4cli.kernels.gemm import grouped_linear, linear, linear_fp32
+from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.gemm import grouped_linear, linear, linear_fp32, linears, rounded_linear
+from tests.kernels.rounding import FP32, assert_rounded_once
 
-# tokens, inputs, outputs: none, one, a prime, one more than a block
-SHAPES = [(0, 128, 5), (1, 128, 1), (3, 256, 129), (7, 128, 131), (129, 128, 64)]
+# tokens, inputs, outputs: none, one, primes, one more than a tile; columns for several programs; tokens for wide tiles
+SHAPES = [(0, 128, 5), (1, 128, 1), (2, 384, 7), (3, 256, 65), (5, 1024, 3), (17, 128, 67)]
+# columns that are no multiple of what a program takes
+WIDTHS = [65, 320, 1536]
 
 
 def weights(form: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -23,43 +28,133 @@ def weights(form: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Ten
     return values.to({"bf16": torch.bfloat16, "f32": torch.float32}[form]), None
 
 
+def inputs(*shape: int) -> torch.Tensor:
+    """Integers that FP8 has at every scale that they get."""
+    return torch.randint(-16, 17, shape)
+
+
+def exactly(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """x @ dequantise(weight, scale).T in fp64."""
+    return x.double() @ block_scale.dequantise(weight, scale).double().T
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", ["fp8", "fp4", "bf16", "f32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_rounds_once(shape, form, dtype):
     tokens, columns, rows = shape
-    x = torch.randint(-16, 17, (tokens, columns)).to(dtype)
+    x = inputs(tokens, columns).to(dtype)
     weight, scale = weights(form, rows, columns)
-    exact = x.double() @ dequantise(weight, scale).double().T
     y = linear(x, weight, scale)
+    assert y.dtype == dtype
+    assert torch.equal(y, exactly(x, weight, scale).float().to(dtype))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_rounded_linear_rounds_its_input(shape, form, dtype):
+    tokens, columns, rows = shape
+    x = inputs(tokens, columns).to(dtype)
+    # beside 449 and in its block: 17 becomes 16, 1.03 becomes 1
+    x[:, :3] = torch.tensor([449.0, 17.0, 1.03]).to(dtype)
+    weight, scale = weights(form, rows, columns)
+    exact = exactly(block_scale.fp8_round(x, 128), weight, scale)
+    assert not torch.equal(exact, exactly(x, weight, scale)) or not tokens
+    y = rounded_linear(x, weight, scale)
     assert y.dtype == dtype
     assert torch.equal(y, exact.float().to(dtype))
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("form", "tokens"), [("fp8", 1), ("fp8", 2), ("fp8", 3), ("fp4", 1)])
+@pytest.mark.parametrize("columns", [1024, 4096, 7168])  # of Flash and Pro
+def test_a_rounded_linear_of_any_numbers(columns, form, tokens):
+    x = (torch.randn(tokens, columns) * torch.logspace(-4, 2, columns)).bfloat16()
+    weight, scale = weights(form, 3, columns)
+    rounded = block_scale.fp8_round(x, 128)
+    size = rounded.double().abs() @ block_scale.dequantise(weight, scale).double().abs().T
+    # bf16 tensor cores add up a few bits short of fp32 (H200: 1e-6 of the result)
+    assert_rounded_once(rounded_linear(x, weight, scale), exactly(rounded, weight, scale), size * 2.0**-19)
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_fp32_is_not_rounded(shape, dtype):
     tokens, columns, rows = shape
-    x, (weight, _) = torch.randint(-16, 17, (tokens, columns)).to(dtype), weights("bf16", rows, columns)
+    x, (weight, _) = inputs(tokens, columns).to(dtype), weights("bf16", rows, columns)
     y = linear_fp32(x, weight)
     assert y.dtype == torch.float32
-    assert torch.equal(y.double(), x.double() @ weight.double().T)
+    assert torch.equal(y.double(), exactly(x, weight, None))
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("form", ["fp8", "bf16"])
-@pytest.mark.parametrize("tokens", [0, 1, 7])
-def test_grouped_linear(tokens, form, groups):
-    x = torch.randint(-16, 17, (tokens, groups, 128)).bfloat16()
-    weight, scale = weights(form, groups * 96, 128)  # groups do not align with the blocks of the scale
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_columns_of_any_number(columns, form, tokens):
+    x, (weight, scale) = inputs(tokens, columns).bfloat16(), weights(form, 9, columns)
+    assert torch.equal(linear(x, weight, scale), exactly(x, weight, scale).float().bfloat16())
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("form", ["fp8", "bf16"])
+# groups of 96 rows do not align with the blocks of the scale, those of 5 not with a program's rows
+@pytest.mark.parametrize(
+    ("tokens", "groups", "rows"), [(0, 2, 96), (1, 2, 96), (1, 5, 3), (2, 3, 5), (5, 2, 6), (3, 2, 128), (17, 2, 96)]
+)
+def test_grouped_linear(tokens, groups, rows, form):
+    x = inputs(tokens, groups, 128).bfloat16()
+    weight, scale = weights(form, groups * rows, 128)
     values = dequantise(weight, scale).double()
     y = grouped_linear(x, weight, scale)
-    assert y.shape == (tokens, groups, 96)
+    assert y.shape == (tokens, groups, rows)
     for group in range(groups):
-        exact = x[:, group].double() @ values[96 * group : 96 * (group + 1)].T
+        exact = x[:, group].double() @ values[rows * group : rows * (group + 1)].T
         assert torch.equal(y[:, group], exact.float().bfloat16())
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 17])
+def test_linears_are_the_single_ones(tokens):
+    x = inputs(tokens, 256).bfloat16()
+    rounded = [weights("fp8", 66, 256), weights("fp8", 5, 256)]
+    plain = [weights("bf16", 3, 256), weights("fp8", 4, 256)]
+    fp32 = [weights("bf16", rows, 256)[0] for rows in (9, 8, 1)]
+    got = linears(x, rounded, plain, fp32)
+    expected = (
+        [rounded_linear(x, *matrix) for matrix in rounded],
+        [linear(x, *matrix) for matrix in plain],
+        [linear_fp32(x, weight) for weight in fp32],
+    )
+    assert [[y.dtype for y in ys] for ys in got] == [[y.dtype for y in ys] for ys in expected]
+    assert all(
+        torch.equal(a, b) for ours, theirs in zip(got, expected, strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.usefixtures("backend")
+def test_linears_of_each_kind_alone():
+    x, (weight, scale) = inputs(1, 128).bfloat16(), weights("fp8", 4, 128)
+    exact = exactly(x, weight, scale).float()
+    assert torch.equal(linears(x, rounded=[(weight, scale)])[0][0], exact.bfloat16())
+    assert torch.equal(linears(x, plain=[(weight, scale)])[1][0], exact.bfloat16())
+    assert torch.equal(linears(x, fp32=[dequantise(weight, scale)])[2][0], exact)
+    assert linears(x) == ([], [], [])
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_tokens_may_lie_apart(tokens):
+    wide, (weight, scale) = inputs(tokens, 384).bfloat16(), weights("fp8", 3, 128)
+    x = wide[:, 128:256]
+    assert torch.equal(rounded_linear(x, weight, scale), exactly(x, weight, scale).float().bfloat16())
+
+
+@pytest.mark.usefixtures("backend")
 def test_sums_are_taken_in_fp32():
     # in bf16 the ones would vanish beside 512
     x, weight = torch.ones(1, 65, dtype=torch.bfloat16), torch.ones(1, 65, dtype=torch.bfloat16)
@@ -68,3 +163,54 @@ def test_sums_are_taken_in_fp32():
     # and in TF32 this product would lose its last bits
     exact = 1 + 2.0**-12
     assert linear_fp32(torch.tensor([[exact]]), torch.tensor([[exact]])).item() == exact**2 - 2.0**-24
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_fp32_is_multiplied_in_fp32(tokens):
+    x, weight = torch.randn(tokens, 256), torch.randn(9, 256)
+    # each of the products and sums rounds once
+    error = (x.double().abs() @ weight.double().abs().T) * 256 * FP32
+    assert_rounded_once(linear_fp32(x, weight), exactly(x, weight, None), error)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("byte", [0, 1, 253])
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+def test_scales_of_any_size(form, byte):
+    x, (weight, scale) = torch.zeros(1, 128), weights(form, 1, 128)
+    weight[:] = 0
+    weight.view(torch.uint8)[0, 2] = 0x22  # FP4: 1 in columns 4 and 5; FP8: 5 / 128 in column 2
+    x[0, 2:5] = 0.5
+    scale.view(torch.uint8).fill_(byte)
+    assert torch.equal(linear(x, weight, scale), exactly(x, weight, scale).float())
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_gpu_without_fp8_gives_the_same(tokens, monkeypatch):
+    from dsv4cli.kernels.gemm import stream, swapped
+
+    for module in (stream, swapped):
+        monkeypatch.setattr(module, "has_fp8", lambda x: False)
+    x = torch.randn(tokens, 256).bfloat16()
+    values = torch.arange(256, dtype=torch.uint8) & 0xBF  # every code but the largest and NaN
+    weight, scale = values.view(torch.float8_e4m3fn)[None].repeat(3, 1), weights("fp8", 3, 256)[1]
+    given = block_scale.fp8_round(x, 128)
+    error = given.double().abs() @ block_scale.dequantise(weight, scale).double().abs().T * 256 * FP32
+    assert_rounded_once(rounded_linear(x, weight, scale), exactly(given, weight, scale), error)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_what_the_kernels_do_not_take():
+    weight, scale = weights("fp8", 4, 128)
+    with pytest.raises(KernelUnsupported, match="consecutive columns"):
+        linear(torch.ones(128, 4).bfloat16().T, weight, scale)
+    with pytest.raises(KernelUnsupported, match="float16"):
+        linear(torch.ones(1, 128).half(), weight, scale)
+    with pytest.raises(KernelUnsupported, match="up to 16384"):
+        linear(torch.ones(1, 16385).bfloat16(), torch.ones(1, 16385))
+    with pytest.raises(KernelUnsupported, match="whole weights"):
+        linear(torch.ones(1, 64).bfloat16(), torch.ones(2, 128)[:, :64])
+    with pytest.raises(KernelUnsupported, match="blocks of 128 columns, not 96"):
+        rounded_linear(torch.ones(1, 96).bfloat16(), *weights("fp4", 4, 96))

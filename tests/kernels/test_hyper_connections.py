@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from dsv4cli.kernels.hyper_connections import connect_head, connect_post, connect_pre
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.hyper_connections import connect_head, connect_post, connect_pre, connect_step, ref
 from tests.kernels.rounding import FP32, assert_rounded_once
 
 # mixes before scale and base, and what becomes of them (scales 1, bases 0)
@@ -20,8 +21,15 @@ COMB = [
 ]
 # tokens, streams, width
 SHAPES = [(0, 4, 8), (1, 4, 1), (5, 4, 33), (7, 2, 64)]
+# one token, a few, more than the few; the widths of Flash and Pro
+STEPS = [
+    (0, 4, 8, torch.bfloat16), (1, 4, 33, torch.float32), (5, 2, 70, torch.bfloat16), (17, 4, 9, torch.float32),
+    (3, 4, 256, torch.bfloat16), (1, 4, 4096, torch.bfloat16),
+    pytest.param((1, 4, 7168, torch.bfloat16), marks=pytest.mark.slow),
+]  # fmt: skip
 
 
+@pytest.mark.usefixtures("backend")
 def test_check_vector():
     streams = 2 * torch.eye(4)[None]  # stream j has a 2 at j: mean square 1, and x_j = 2 * pre_j
     fn = torch.zeros(24, 4, 4)
@@ -60,8 +68,8 @@ def parameters(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 # the real eps hides behind fp32 (invisible in logits), a large one shows each place where it stands
-@pytest.mark.parametrize("hc_eps", [1e-6, 0.05])
-@pytest.mark.parametrize("iterations", [1, 3, 20])
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("iterations", "hc_eps"), [(20, 1e-6), (3, 0.05), (1, 0.05)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_connect_pre(shape, iterations, hc_eps):
     tokens, count, width = shape
@@ -81,6 +89,7 @@ def test_connect_pre(shape, iterations, hc_eps):
             torch.testing.assert_close(found[token].double(), torch.as_tensor(truth).double(), rtol=5e-6, atol=5e-6)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_connect_post(shape, dtype):
@@ -96,6 +105,7 @@ def test_connect_post(shape, dtype):
     assert_rounded_once(connect_post(x, streams, post, comb), exact, 50 * FP32)
 
 
+@pytest.mark.usefixtures("backend")
 def test_first_index_of_comb_is_the_source():
     comb = torch.zeros(1, 4, 4)
     comb[0, 1, 3] = 1
@@ -103,6 +113,7 @@ def test_first_index_of_comb_is_the_source():
     assert streams.flatten().tolist() == [0, 0, 0, 20]
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_connect_head(shape, dtype):
@@ -117,9 +128,118 @@ def test_connect_head(shape, dtype):
     assert_rounded_once(connect_head(streams, fn, scale, base, 0.05, 0.01), exact, 1e-5)
 
 
+@pytest.mark.usefixtures("backend")
 def test_collapse_rounds_once_to_bf16():
-    streams, (fn, scale, base) = torch.randn(7, 4, 65).bfloat16(), parameters(4, 65)
+    streams, (fn, scale, base) = torch.randn(3, 4, 65).bfloat16(), parameters(4, 65)
     x, *_ = connect_pre(streams, fn, scale, base, 20, 1e-6, 1e-6)
     wide, *_ = connect_pre(streams.float(), fn, scale, base, 20, 1e-6, 1e-6)
     assert x.dtype == torch.bfloat16
     assert torch.equal(x, wide.bfloat16())
+
+
+def exact_weights(streams, fn, scale, base, hc_eps, norm_eps) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """pre, post and comb of 20 iterations in fp64."""
+    count, flat = streams.shape[1], streams.double().flatten(1)
+    mix = flat @ fn.double().T * (flat.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
+    pre, post, comb = mix.split((count, count, count * count), -1)
+    bases, (s0, s1, s2) = base.double().split((count, count, count * count)), scale.double()
+    comb = (comb * s2 + bases[2]).unflatten(-1, (count, count)).softmax(-1) + hc_eps
+    comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
+    for _ in range(19):
+        comb = comb / (comb.sum(2, keepdim=True) + hc_eps)
+        comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
+    return torch.sigmoid(pre * s0 + bases[0]) + hc_eps, 2 * torch.sigmoid(post * s1 + bases[1]), comb
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("case", STEPS, ids=str)
+def test_connect_step(case):
+    *shape, dtype = case
+    tokens, count, width = shape
+    before, x = torch.randn(shape).to(dtype), torch.randn(tokens, width).to(dtype)
+    post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.randn(width)
+    fn, scale, base = parameters(count, width)
+    streams, y, next_post, next_comb = connect_step(
+        x, before, post, comb, fn, scale, base, weight.to(dtype), 20, 1e-6, 1e-6
+    )
+    assert (streams.dtype, y.dtype, y.shape) == (dtype, dtype, x.shape)
+    mixed = (
+        torch.einsum("tjk,tjd->tkd", comb.double(), before.double()) + post.double()[..., None] * x.double()[:, None]
+    )
+    assert_rounded_once(streams, mixed, 50 * FP32)  # as connect_post
+    # from here on of the streams as rounded
+    pre, exact_post, exact_comb = exact_weights(streams, fn, scale, base, 1e-6, 1e-6)
+    # 4 * 7168 products of size 0.01, added up in fp32
+    torch.testing.assert_close(next_post.double(), exact_post, rtol=0, atol=1e-5)
+    torch.testing.assert_close(next_comb.double(), exact_comb, rtol=0, atol=1e-5)
+    collapsed = (pre[..., None] * streams.double()).sum(1)
+    # x is rounded before the norm, up or down where fp32 cannot tell
+    sides = torch.stack([(collapsed + sign * 2e-5).to(dtype).double() for sign in (-1, 1)])
+    squares = torch.stack([sides.abs().amin(0), sides.abs().amax(0)]).square().mean(-1, keepdim=True)
+    normed = (weight.to(dtype).double() * sides * (squares[:, None] + 1e-6).rsqrt()).flatten(0, 1)
+    low, high = normed.amin(0), normed.amax(0)
+    # and fp32 in the norm
+    assert_rounded_once(y, (low + high) / 2, (high - low) / 2 + high.abs() * 16 * FP32)
+
+
+# tokens, columns, columns in a step; 0: one token and one stream; from 64 tokens on the weights are split beforehand
+@pytest.fixture(
+    params=[(0, 16, 16), (16, 16, 16), pytest.param((32, 32, 16), marks=pytest.mark.slow), (64, 96, 32)], ids=str
+)
+def tile(request, triton_backend, monkeypatch):
+    from dsv4cli.kernels.hyper_connections import kernel
+
+    monkeypatch.setattr(kernel, "tiles", lambda *_: kernel.Tiles(*request.param, warps=4, stages=1))
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_way_to_tile(dtype):
+    for count in (1, 5):
+        test_connect_step((count, 2, 70, dtype))
+
+
+@pytest.mark.usefixtures("tile")
+def test_projection_weights_keep_their_24_bits():
+    streams = 2 * torch.eye(2).bfloat16()[None]  # mean square 2
+    fn, rest = torch.zeros(8, 2, 2), torch.rand(8) - 0.5
+    fn[:, 0, 0] = 1 + torch.rand(8)
+    fn[:, 1, 1] = rest - fn[:, 0, 0]
+    _, post, _ = connect_pre(streams, fn.flatten(1), torch.ones(3), torch.zeros(8), 20, 1e-6, 0.0)
+    mix = fn.double().diagonal(dim1=1, dim2=2).sum(-1)[2:4] * 2**0.5
+    # without the last 8 bits of the weights 4e-6 off
+    torch.testing.assert_close(post[0].double(), 2 * torch.sigmoid(mix), rtol=0, atol=5e-7)
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("shape", [(1, 4, 64), (9, 4, 32)], ids=str)
+def test_a_step_is_post_pre_and_norm(shape):
+    tokens, count, width = shape
+    streams, x = torch.randn(shape).bfloat16(), torch.randn(tokens, width).bfloat16()
+    post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.rand(width).bfloat16()
+    more = (*parameters(count, width), weight, 20, 1e-6, 1e-6)
+    step, wide = connect_step(x, streams, post, comb, *more), ref.connect_step(x, streams, post, comb, *more)
+    assert torch.equal(step[0], connect_post(x, streams, post, comb))
+    # fp32 sums in another order: a last bit of bf16 here and there
+    for found, expected in zip(step, wide, strict=True):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert (found != expected).float().mean() < 0.05 or found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.usefixtures("backend")
+def test_streams_that_are_one_tensor_seen_several_times():
+    embedded, parts = torch.randn(3, 40).bfloat16(), parameters(4, 40)
+    streams = embedded[:, None].expand(-1, 4, -1)
+    for found, expected in zip(
+        connect_pre(streams, *parts, 20, 1e-6, 1e-6), connect_pre(streams.clone(), *parts, 20, 1e-6, 1e-6), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_what_the_kernels_do_not_take():
+    with pytest.raises(KernelUnsupported, match="power of two"):
+        connect_pre(torch.zeros(1, 3, 8), *parameters(3, 8), 20, 1e-6, 1e-6)
+    with pytest.raises(KernelUnsupported, match="16384"):
+        connect_pre(torch.zeros(1, 1, 16385), *parameters(1, 16385), 20, 1e-6, 1e-6)

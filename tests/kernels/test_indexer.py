@@ -3,11 +3,15 @@
 import pytest
 import torch
 
-from dsv4cli.kernels.indexer import index_scores, top_entries
+from dsv4cli.kernels.block_scale import dequantise, fp4_codes, fp4_round
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.indexer import index_scores, ref, top_entries
+
+INF = float("inf")
 
 
 def rounded(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float64).float().bfloat16().item()
+    return torch.tensor(value, dtype=torch.float64, device="cpu").float().bfloat16().item()
 
 
 def slow_score(q: list[list[float]], weights: list[float], key: list[float]) -> float:
@@ -18,58 +22,161 @@ def slow_score(q: list[list[float]], weights: list[float], key: list[float]) -> 
     return rounded(total)
 
 
-# tokens, heads, width, entries of each sequence: none, one, a block of 64, one more
-SHAPES = [(0, 4, 32, 3), (1, 1, 32, 0), (1, 4, 128, 1), (3, 16, 32, 64), (5, 4, 32, 65), (2, 3, 64, 131)]
+# tokens, heads, width, entries of each sequence: none, one, a block of 64, one more; many tokens of a sequence
+SHAPES = [
+    (0, 4, 32, 3), (1, 1, 32, 0), (1, 4, 128, 1), (3, 16, 32, 64), (5, 4, 32, 65), (2, 3, 64, 131), (19, 2, 32, 9),
+]  # fmt: skip
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("stored", ["bf16", "fp4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scores_round_each_step(shape):
+def test_scores_round_each_step(shape, stored):
     tokens, heads, width, entries = shape
     # halves up to 6, as FP4 leaves them: dots are exact, their roundings those of the true values
     q, keys = (torch.randint(-12, 13, size).div(2).bfloat16() for size in ((tokens, heads, width), (200, width)))
+    q, keys = fp4_round(q, 32), fp4_round(keys, 32)
     weights = torch.randn(tokens, heads).bfloat16()
-    table = torch.randint(0, 200, (2, entries))
-    sequence = torch.arange(tokens) * 2 // max(tokens, 1)
-    scores = index_scores(q, weights, keys, table, sequence)
+    table = torch.randint(0, 200, (2, entries + 5))[:, :entries]
+    sequence = torch.arange(tokens) // 3 % 2  # which takes turns
+    visible = torch.randint(0, entries + 1, (tokens,)).index_fill(0, torch.arange(min(tokens, 1)), entries)
+    codes, scale = fp4_codes(keys, 32) if stored == "fp4" else (keys, None)
+    scores = index_scores(q, weights, codes, scale, table, sequence, visible)
     assert (scores.shape, scores.dtype) == ((tokens, entries), torch.bfloat16)
     for token in range(tokens):
         for entry, cell in enumerate(table[sequence[token]].tolist()):
             expected = slow_score(q[token].tolist(), weights[token].tolist(), keys[cell].tolist())
-            assert scores[token, entry].item() == expected, (token, entry)
+            hidden = entry >= visible[token]
+            assert scores[token, entry].item() == (-INF if hidden else expected), (token, entry)
 
 
-def test_scores_in_fp32_are_not_rounded():
-    q, weights, keys = torch.randn(3, 4, 32), torch.randn(3, 4), torch.randn(70, 32)
-    scores = index_scores(q, weights, keys, torch.arange(70)[None], torch.zeros(3, dtype=torch.int64))
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "entries", "operand"),
+    [
+        (1, 1, 70, torch.bfloat16),
+        (2, 2, 33, torch.bfloat16),
+        pytest.param(16, 2, 130, torch.bfloat16, marks=pytest.mark.slow),
+        (16, 2, 70, torch.float8_e4m3fn),
+    ],
+)
+def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entries, operand, monkeypatch):
+    from dsv4cli.kernels.indexer import kernel
+
+    monkeypatch.setattr(kernel, "_operand", lambda device: operand)
+    q, keys = fp4_round(torch.randn(tokens, 64, 128).bfloat16(), 32), torch.randn(300, 128).bfloat16()
+    codes, scale = fp4_codes(keys * torch.logspace(-3, 3, 300)[:, None].bfloat16(), 32)
+    weights = torch.randn(tokens, 64).bfloat16()
+    table = torch.randint(0, 300, (sequences, entries))
+    sequence = torch.arange(tokens) * sequences // tokens
+    visible = torch.randint(entries // 2, entries + 1, (tokens,))
+    inputs = (q, weights, codes, scale, table, sequence, visible)
+    # dots are exact; the sum over heads may round to the other neighbour where its fp32 sum has another order
+    torch.testing.assert_close(index_scores(*inputs), ref.index_scores(*inputs), rtol=2**-7, atol=0)
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_program_takes_several_tiles_of_keys(splits, monkeypatch):
+    from dsv4cli.kernels.indexer import kernel
+
+    monkeypatch.setattr(kernel, "_stream", lambda tokens, entries: (16, splits, 4))
+    codes, scale = fp4_codes(torch.randn(200, 32).bfloat16(), 32)
+    table, zero = torch.randint(0, 200, (1, 110)), torch.zeros(1, dtype=torch.int64)
+    inputs = (fp4_round(torch.randn(1, 1, 32).bfloat16(), 32), torch.ones(1, 1).bfloat16(), codes, scale, table, zero)
+    assert torch.equal(index_scores(*inputs, zero + 90), ref.index_scores(*inputs, zero + 90))
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_blocks_of_a_key_may_differ_by_120_powers_of_two():
+    codes = torch.full((1, 64), 0x22, dtype=torch.uint8).view(torch.int8)  # ones
+    scale = torch.tensor([[10, 60, 127, 130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    q = torch.eye(128).bfloat16()[::32, None]  # a token for each block
+    zero = torch.zeros(4, dtype=torch.int64)
+    scores = index_scores(q, torch.ones(4, 1).bfloat16(), codes, scale, zero[None, :1], zero, zero + 1)
+    assert torch.equal(scores.float(), dequantise(codes, scale)[:, ::32].T)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("tokens", [3, 19])
+def test_scores_in_fp32_are_not_rounded(tokens):
+    q, weights, keys = torch.randn(tokens, 4, 32), torch.randn(tokens, 4), torch.randn(70, 32)
+    zero = torch.zeros(tokens, dtype=torch.int64)
+    scores = index_scores(q, weights, keys, None, torch.arange(70)[None], zero, zero + 70)
     dots = torch.einsum("thd,ed->the", q.double(), keys.double())
     # sums of 32 products of normal numbers in fp32
     torch.testing.assert_close(scores.double(), (dots.relu() * weights[..., None]).sum(1), rtol=0, atol=5e-5)
 
 
+@pytest.mark.usefixtures("backend")
 def test_negative_heads_do_not_cancel_positive_ones():
     # relu stands before the sum over heads
-    q = torch.tensor([[[1.0], [-1.0]]])
-    assert index_scores(q, torch.ones(1, 2), torch.ones(1, 1), torch.zeros(1, 1).long(), torch.zeros(1).long()) == 1
+    q, zero = torch.tensor([[[1.0], [-1.0]]]), torch.zeros(1).long()
+    assert index_scores(q, torch.ones(1, 2), torch.ones(1, 1), None, zero[None], zero, zero + 1) == 1
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_what_the_kernel_does_not_take():
+    q, zero = torch.zeros(1, 2, 32), torch.zeros(1).long()
+    codes, scale = fp4_codes(torch.zeros(3, 32).bfloat16(), 32)
+    with pytest.raises(KernelUnsupported, match="keys like the queries"):
+        index_scores(q, torch.ones(1, 2), torch.ones(3, 32).bfloat16(), None, zero[None], zero, zero)
+    with pytest.raises(KernelUnsupported, match="FP4 keys with bf16 queries"):
+        index_scores(q, torch.ones(1, 2), codes, scale, zero[None], zero, zero)
+    with pytest.raises(KernelUnsupported, match="consecutive columns"):
+        top_entries(torch.zeros(3, 4).T, torch.zeros(4).long(), 2)
 
 
 def slow_top(scores: list[float], visible: int, k: int) -> list[int]:
-    order = sorted(range(visible), key=lambda entry: (-scores[entry], entry))[:k]
-    return order + [-1] * (min(k, len(scores)) - len(order))
+    return sorted(sorted(range(visible), key=lambda entry: (-scores[entry], entry))[:k])
 
 
+def check_top(scores: torch.Tensor, visible: torch.Tensor, k: int) -> None:
+    chosen = top_entries(scores, visible, k)
+    assert (chosen.shape, chosen.dtype) == ((scores.shape[0], min(k, scores.shape[1])), torch.int64)
+    for row, values, count in zip(chosen.tolist(), scores.tolist(), visible.tolist(), strict=True):
+        expected = slow_top(values, count, k)
+        assert sorted(row[: len(expected)]) == expected
+        assert row[len(expected) :] == [-1] * (len(row) - len(expected))
+
+
+# none, one, fewer than k, more; more than a program takes at once
+TOP = [
+    (0, 5, 2), (1, 0, 3), (3, 1, 1), (7, 67, 8), (3, 8, 8), (3, 3, 8), (2, 1025, 512), (1, 2100, 1100), (2, 32_771, 99),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("tokens", "entries", "k"), [(0, 5, 2), (1, 0, 3), (7, 1, 1), (31, 67, 8), (5, 8, 8), (9, 3, 8)]
-)
+@pytest.mark.parametrize(("tokens", "entries", "k"), TOP)
 def test_top_entries_breaks_ties_by_number(tokens, entries, k, dtype):
     scores = torch.randint(-3, 4, (tokens, entries)).to(dtype)  # few values: ties everywhere
-    visible = torch.randint(0, entries + 1, (tokens,))
-    chosen = top_entries(scores, visible, k)
-    assert (chosen.shape, chosen.dtype) == ((tokens, min(k, entries)), torch.int64)
-    rows = zip(scores.tolist(), visible.tolist(), strict=True)
-    assert chosen.tolist() == [slow_top(row, count, k) for row, count in rows]
+    check_top(scores, torch.randint(0, entries + 1, (tokens,)), k)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [1, 63, 64, 200])
+def test_top_entries_of_scores_of_every_size(k, dtype):
+    scores = (torch.randn(4, 300) * torch.logspace(-30, 30, 300)).to(dtype)
+    scores[0, 7], scores[1, 100:], scores[2, ::3] = INF, -INF, scores[2, ::3].abs()
+    check_top(scores[:, :251], torch.tensor([251, 150, 251, 250]), k)
+
+
+@pytest.mark.usefixtures("backend")
+def test_zeros_of_either_sign_are_equal():
+    scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1.0]])
+    check_top(scores, torch.tensor([5]), 2)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("visible", [32_768, 40_000, 32_770, 16, 0])
+def test_the_last_part_of_a_long_row(visible):
+    scores = torch.randn(1, 40_000).bfloat16()
+    check_top(scores, torch.tensor([visible]), 16)
+
+
+@pytest.mark.usefixtures("backend")
 def test_hidden_entries_never_win():
     scores = torch.tensor([[-1.0, -2.0, 9.0, 9.0]])
     assert top_entries(scores, torch.tensor([2]), 3).tolist() == [[0, 1, -1]]

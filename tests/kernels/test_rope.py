@@ -1,7 +1,7 @@
 """The rope tables against the official numbers, and the rotation against complex numbers in pure Python."""
 
 import cmath
-from math import prod
+import math
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_angle_is_rounded_to_fp32(position):
 
 
 # shape of x, rotated pairs
-SHAPES = [((0, 8), 2), ((1, 4), 2), ((7, 3, 512), 32), ((5, 128), 32), ((3, 2, 64), 32)]
+SHAPES = [((0, 8), 2), ((1, 4), 2), ((5, 3, 10), 3), ((7, 3, 512), 32), ((5, 128), 32), ((3, 2, 64), 32)]
 
 
 def turned(row: list[float], turns: list[complex]) -> list[float]:
@@ -63,6 +63,7 @@ def turned(row: list[float], turns: list[complex]) -> list[float]:
     return row[:start] + [part for pair in pairs for part in (pair.real, pair.imag)]
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("shape", "pairs"), SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rotates_the_trailing_pairs(dtype, shape, pairs):
@@ -70,7 +71,7 @@ def test_rotates_the_trailing_pairs(dtype, shape, pairs):
     turns = rotation(torch.arange(shape[0]) * 37, frequencies(CONFIG, 0)[:pairs])
     y = rotate(x, turns)
     assert (y.dtype, y.shape) == (dtype, x.shape)
-    heads = x.view(shape[0], prod(shape[1:-1]), shape[-1]).tolist()
+    heads = x.view(shape[0], math.prod(shape[1:-1]), shape[-1]).tolist()
     expected = [[turned(row, turns[t].tolist()) for row in rows] for t, rows in enumerate(heads)]
     # two products and a sum of fp32, each no larger than the pair
     error = 4 * FP32 * x.double().unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, -1)
@@ -78,7 +79,23 @@ def test_rotates_the_trailing_pairs(dtype, shape, pairs):
     assert_rounded_once(y, torch.tensor(expected, dtype=torch.float64).view(shape), error)
 
 
+@pytest.mark.usefixtures("backend")
 def test_conjugate_turns_back():
     x, turns = torch.randn(9, 4, 128), rotation(torch.arange(9) + 1000, frequencies(CONFIG, 4))
     torch.testing.assert_close(rotate(rotate(x, turns), turns.conj()), x, rtol=0, atol=2e-6)  # two fp32 rotations
     assert torch.equal(rotate(x, torch.ones_like(turns)), x)
+
+
+@pytest.mark.usefixtures("backend")
+def test_what_is_not_rotated_stays_bit_by_bit():
+    x = torch.tensor([0.0, -0.0, -0.0, -1.0, math.inf, -math.inf, 1.0, 2.0]).repeat(2, 3, 1)
+    y = rotate(x, torch.polar(torch.ones(2, 1), torch.ones(2, 1)))
+    assert torch.equal(y[..., :6].view(torch.int32), x[..., :6].view(torch.int32))
+    assert not (y[..., 6:] == x[..., 6:]).any()
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_slice_of_wider_rows():
+    x, turns = torch.randn(4, 2, 192), rotation(torch.arange(8), frequencies(CONFIG, 4))[::2]
+    part = x[..., 64:]
+    assert torch.equal(rotate(part, turns), rotate(part.contiguous(), turns.clone()))

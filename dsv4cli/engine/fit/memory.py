@@ -15,6 +15,7 @@ from dsv4cli.engine.checkpoint import DTYPE_BITS
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.fit.step import ACTIVATION, FP32, Step
 from dsv4cli.engine.layout import Formats, TensorSpec
+from dsv4cli.kernels.formats import FP4_BLOCK
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,10 @@ def ring_bytes(config: ModelConfig) -> int:
 
 def block_bytes(config: ModelConfig) -> int:
     """The compressed entries of BLOCK_TOKENS tokens in all layers."""
-    entries = ((BLOCK_TOKENS // ratio, _entry_widths(config, ratio)) for ratio in config.compress_ratios if ratio)
-    return sum(count * width * ACTIVATION for count, widths in entries for width in widths)
+    # index keys are FP4: two codes a byte, one byte for the scale of a block
+    index = config.index_head_dim // 2 + config.index_head_dim // FP4_BLOCK
+    entry = {0: 0, 4: config.head_dim * ACTIVATION + index, 128: config.head_dim * ACTIVATION}
+    return sum(BLOCK_TOKENS // ratio * entry[ratio] for ratio in config.compress_ratios if ratio)
 
 
 def _entry_widths(config: ModelConfig, ratio: int) -> list[int]:

@@ -2,7 +2,11 @@
 
 import torch
 
+from dsv4cli.kernels.rope import ref as rope
+
 BLOCK = 64
+# below every score: where nothing has been read yet, so that a block of holes changes nothing
+FLOOR = -1e30
 
 
 def sparse_attention(
@@ -12,10 +16,30 @@ def sparse_attention(
     index: torch.Tensor,
     sink: torch.Tensor,
     scale: float,
+    rotation: torch.Tensor,
 ) -> torch.Tensor:
+    return rope.rotate(attended(q, window, entries, index, sink, scale), rotation.conj())
+
+
+def sparse_mqa_sink(
+    q: torch.Tensor, kv: torch.Tensor, topk_indices: torch.Tensor, attn_sink: torch.Tensor, scale: float
+) -> torch.Tensor:
+    rows = kv.flatten(0, 1)
+    return attended(q, rows, rows[:0], topk_indices, attn_sink, scale)
+
+
+def attended(
+    q: torch.Tensor,
+    window: torch.Tensor,
+    entries: torch.Tensor,
+    index: torch.Tensor,
+    sink: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The softmax over the listed rows and the sink times the rows, rounded once."""
     queries = q.float()
     tokens, heads, width = q.shape
-    maximum = queries.new_full((tokens, heads, 1), float("-inf"))
+    maximum = queries.new_full((tokens, heads, 1), FLOOR)
     denominator = queries.new_zeros(tokens, heads, 1)
     weighted = queries.new_zeros(tokens, heads, width)
     for block in index.split(BLOCK, 1):
@@ -29,7 +53,8 @@ def sparse_attention(
         weighted = weighted * shrink + torch.einsum("thk,tkd->thd", chances.to(q.dtype).float(), rows)
         maximum = larger
     denominator = denominator + torch.exp(sink.float()[:, None] - maximum)
-    return (weighted / denominator).to(q.dtype)
+    # at least 1 wherever a row was listed
+    return (weighted / denominator.clamp_min(1.0)).to(q.dtype)
 
 
 def listed_rows(window: torch.Tensor, entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

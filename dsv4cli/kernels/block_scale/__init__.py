@@ -2,11 +2,14 @@
 
 Scales are powers of two (e8m0), the smallest with amax / scale inside the format: rounded up, never to nearest.
 Source: official kernel.py (`act_quant`, `fp4_act_quant`), OCP Microscaling.
+Triton: rows of any even spacing with consecutive columns (kernels/rows.py), blocks of a power of two; the same bits as
+the reference; the result is contiguous.
 """
 
 import torch
 
 from dsv4cli.kernels.block_scale import ref
+from dsv4cli.kernels.dispatch import choose
 
 
 def fp8_round(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -15,7 +18,15 @@ def fp8_round(x: torch.Tensor, block: int) -> torch.Tensor:
     x: [..., D] bf16 or fp32, D a multiple of `block`. Returns x's shape and dtype; every value is q * 2**k with q an
     e4m3 code, so exact in bf16. Codes round to nearest even; amax is at least 1e-4.
     """
-    return ref.fp8_round(x, block)
+    return choose(x, ref).fp8_round(x, block)
+
+
+def fp8_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of fp8_round: codes * scale == fp8_round(x, block), bit for bit where x is finite.
+
+    x: as fp8_round. Returns codes e4m3 of x's shape and scale e8m0 [..., D / block], both contiguous.
+    """
+    return choose(x, ref).fp8_codes(x, block)
 
 
 def fp4_round(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -23,7 +34,16 @@ def fp4_round(x: torch.Tensor, block: int) -> torch.Tensor:
 
     x: [..., D] bf16 or fp32, D a multiple of `block`. Nearest, ties to the even code. Returns x's shape and dtype.
     """
-    return ref.fp4_round(x, block)
+    return choose(x, ref).fp4_round(x, block)
+
+
+def fp4_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of fp4_round: dequantise(codes, scale) is fp4_round(x, block), bit for bit if x is finite.
+
+    x: as fp4_round. Returns codes int8 [..., D / 2] (two a byte, low nibble = even column) and scale e8m0
+    [..., D / block], both contiguous; e2m1 has no NaN.
+    """
+    return choose(x, ref).fp4_codes(x, block)
 
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -41,4 +61,4 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
     x: [..., D], D a power of two. Computed in fp32 and rounded once to x's dtype.
     """
-    return ref.hadamard(x)
+    return choose(x, ref).hadamard(x)

@@ -30,16 +30,42 @@ def block_scale(blocks: torch.Tensor, floor: float, largest: float) -> torch.Ten
 
 
 def fp8_round(x: torch.Tensor, block: int) -> torch.Tensor:
-    blocks = x.float().unflatten(-1, (-1, block))
-    scale = block_scale(blocks, FP8_AMAX_FLOOR, E4M3_MAX)
-    codes = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes, scale = _fp8(x, block)
     return (codes.float() * scale).flatten(-2).to(x.dtype)
 
 
+def fp8_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scale = _fp8(x, block)
+    exponents = (scale.squeeze(-1).view(torch.int32) >> 23).to(torch.uint8)
+    return codes.flatten(-2), exponents.view(torch.float8_e8m0fnu)
+
+
+def _fp8(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes e4m3 [..., n, block] and scales fp32 [..., n, 1] of the blocks of x."""
+    blocks = x.float().unflatten(-1, (-1, block))
+    scale = block_scale(blocks, FP8_AMAX_FLOOR, E4M3_MAX)
+    return (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
 def fp4_round(x: torch.Tensor, block: int) -> torch.Tensor:
+    values, scale = _fp4(x, block)
+    return (values * scale).flatten(-2).to(x.dtype)
+
+
+def fp4_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scale = _fp4(x, block)
+    magnitudes = torch.tensor(E2M1_VALUES[:8], dtype=torch.float32, device=x.device)
+    codes = torch.bucketize(values.abs(), magnitudes, out_int32=True).clamp_max(7) | (values.signbit().int() << 3)
+    even, odd = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+    exponents = (scale.squeeze(-1).view(torch.int32) >> 23).to(torch.uint8)
+    return (even | (odd << 4)).to(torch.uint8).view(torch.int8), exponents.view(torch.float8_e8m0fnu)
+
+
+def _fp4(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as e2m1 values in fp32 [..., n, block] and scales fp32 [..., n, 1] of the blocks of x."""
     blocks = x.float().unflatten(-1, (-1, block))
     scale = block_scale(blocks, FP4_AMAX_FLOOR, E2M1_MAX)
-    return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2).to(x.dtype)
+    return round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)), scale
 
 
 def round_e2m1(x: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.experts import ref
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The matrices of E experts as stored, each with its scale or None: w1, w3 [E, I, D], w2 [E, D, I] unpacked."""
+    """The matrices of E experts as stored, each with its scale or None: w1, w3 [E, I, D], w2 [E, D, I] unpacked.
+
+    Of the shared expert without E.
+    """
 
     w1: torch.Tensor
     w1_scale: torch.Tensor | None
@@ -33,9 +37,35 @@ def routed_experts(
     limit 0 clamps nothing. round_inputs: the inputs of both linears go through fp8_round with 128 columns. Each linear
     is rounded to x's dtype, the rest is fp32; a token's experts are added in ascending order. Returns fp32 [T, D].
     """
-    return ref.routed_experts(x, weights, experts, routing, limit, round_inputs)
+    return choose(x, ref).routed_experts(x, weights, experts, routing, limit, round_inputs)
+
+
+def shared_expert(x: torch.Tensor, weights: ExpertWeights, limit: float, round_inputs: bool) -> torch.Tensor:
+    """w2(silu(min(w1 x, limit)) * clamp(w3 x, +-limit)), the expert that every token goes through.
+
+    x: [T, D] bf16 or fp32. round_inputs: the input of each linear whose weight has a scale goes through fp8_round with
+    128 columns. Each linear is rounded to x's dtype, its input too. Returns [T, D] in it.
+    """
+    return choose(x, ref).shared_expert(x, weights, limit, round_inputs)
+
+
+def mixture(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    shared: ExpertWeights,
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    """routed_experts + shared_expert, added in fp32 and rounded once to x's dtype: [T, D].
+
+    For one rank: with several, the routed sum is reduced over the ranks before the shared expert is added.
+    round_inputs: as shared_expert, of the routed experts as well.
+    """
+    return choose(x, ref).mixture(x, weights, shared, experts, routing, limit, round_inputs)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit) in fp32; limit 0 clamps nothing."""
-    return ref.gated(gate, up, limit)
+    return choose(gate, ref).gated(gate, up, limit)

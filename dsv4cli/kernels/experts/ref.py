@@ -63,3 +63,25 @@ def _expert(
     if round_inputs:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
     return gemm.linear(inner, weights.w2[expert], pick(weights.w2_scale))
+
+
+def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
+    def linear(given: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        rounded = round_inputs and scale is not None
+        return gemm.linear(block_scale.fp8_round(given, FP8_BLOCK) if rounded else given, weight, scale)
+
+    inner = gated(linear(x, weights.w1, weights.w1_scale), linear(x, weights.w3, weights.w3_scale), limit).to(x.dtype)
+    return linear(inner, weights.w2, weights.w2_scale)
+
+
+def mixture(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    shared: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
+    return (routed + shared_expert(x, shared, limit, round_inputs).float()).to(x.dtype)

@@ -1,13 +1,20 @@
 """Linears in plain PyTorch."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.formats import FP8_BLOCK
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return linear_fp32(x, block_scale.dequantise(weight, scale)).to(x.dtype)
+
+
+def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return linear(block_scale.fp8_round(x, FP8_BLOCK), weight, scale)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -18,3 +25,16 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | 
     groups = x.shape[1]
     matrices = block_scale.dequantise(weight, scale).unflatten(0, (groups, -1))
     return torch.stack([linear_fp32(x[:, g], matrices[g]) for g in range(groups)], 1).to(x.dtype)
+
+
+def linears(
+    x: torch.Tensor,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    fp32: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    return (
+        [rounded_linear(x, weight, scale) for weight, scale in rounded],
+        [linear(x, weight, scale) for weight, scale in plain],
+        [linear_fp32(x, weight) for weight in fp32],
+    )

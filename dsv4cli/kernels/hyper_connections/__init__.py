@@ -6,6 +6,7 @@ Sinkhorn iterations. Source: official kernel.py (`hc_split_sinkhorn`), model.py 
 
 import torch
 
+from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.hyper_connections import ref
 
 
@@ -24,7 +25,7 @@ def connect_pre(
     base: fp32 [(2 + N) * N]. Returns x [T, D] in streams' dtype (one rounding), post fp32 [T, N], comb fp32 [T, N, N]
     indexed [source stream, target stream], columns normalised last.
     """
-    return ref.connect_pre(streams, fn, scale, base, iterations, hc_eps, norm_eps)
+    return choose(streams, ref).connect_pre(streams, fn, scale, base, iterations, hc_eps, norm_eps)
 
 
 def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
@@ -32,11 +33,35 @@ def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
 
     x: [T, D]; streams: [T, N, D]; post, comb as from connect_pre. Returns streams' shape and dtype.
     """
-    return ref.connect_post(x, streams, post, comb)
+    return choose(streams, ref).connect_post(x, streams, post, comb)
+
+
+def connect_step(
+    x: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor,
+    iterations: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From one sublayer's output to the next one's normed input: connect_post, connect_pre, norm.rms_norm.
+
+    x, streams, post, comb as for connect_post; fn, scale, base of the next sublayer as for connect_pre; weight: [D], of
+    its norm, whose epsilon is norm_eps too. The streams are rounded before they are projected, the collapsed x before
+    it is normed. Returns the streams [T, N, D], the normed input [T, D], its post and its comb.
+    """
+    return choose(streams, ref).connect_step(
+        x, streams, post, comb, fn, scale, base, weight, iterations, hc_eps, norm_eps
+    )
 
 
 def connect_head(
     streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_eps: float, norm_eps: float
 ) -> torch.Tensor:
     """The streams collapsed before the head: streams [T, N, D], fn fp32 [N, N * D], scale [1], base [N] -> [T, D]."""
-    return ref.connect_head(streams, fn, scale, base, hc_eps, norm_eps)
+    return choose(streams, ref).connect_head(streams, fn, scale, base, hc_eps, norm_eps)

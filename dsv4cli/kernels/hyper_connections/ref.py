@@ -3,6 +3,7 @@
 import torch
 
 from dsv4cli.kernels.gemm import ref as gemm
+from dsv4cli.kernels.norm import ref as norm
 
 
 def project(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
@@ -46,6 +47,24 @@ def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     mixed = (comb[..., None] * streams.float()[:, :, None]).sum(1)  # [T, target, D]
     return (post[..., None] * x.float()[:, None] + mixed).to(streams.dtype)
+
+
+def connect_step(
+    x: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor,
+    iterations: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    streams = connect_post(x, streams, post, comb)
+    x, post, comb = connect_pre(streams, fn, scale, base, iterations, hc_eps, norm_eps)
+    return streams, norm.rms_norm(x, weight, norm_eps), post, comb
 
 
 def connect_head(

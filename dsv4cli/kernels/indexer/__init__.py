@@ -2,26 +2,39 @@
 
 import torch
 
+from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.indexer import ref
 
 
 def index_scores(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, sequence: torch.Tensor
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    table: torch.Tensor,
+    sequence: torch.Tensor,
+    visible: torch.Tensor,
 ) -> torch.Tensor:
-    """score[t, e] = sum over heads of relu(q[t, h] . key[e]) * weights[t, h].
+    """score[t, e] = sum over heads of relu(q[t, h] . key[e]) * weights[t, h], -inf from entry visible[t] on.
 
-    q: [T, H, d]; weights: [T, H]; keys: [cells, d], all of one dtype; table: int64 [B, E], the cell of entry e of a
-    sequence (any valid cell where there is no such entry); sequence: int64 [T], the row of `table` of each token.
+    q: [T, H, d]; weights: [T, H] in q's dtype; keys: [cells, d] in q's dtype with key_scale None, or int8 [cells, d/2]
+    (two e2m1 codes a byte, low nibble = even column) with key_scale e8m0 [cells, d/32], as `fp4_codes` gives them;
+    table: int64 [B, E], the cell of entry e of a sequence (any valid cell where there is no such entry); sequence:
+    int64 [T], the row of `table` of each token; visible: int64 [T], how many entries a token sees.
     Products of q and key are summed in fp32 and rounded to q's dtype, so are relu * weight and the sum over heads
-    (taken in fp32). Returns [T, E] in q's dtype; the caller masks entries that a token does not see.
+    (taken in fp32). Returns [T, E] in q's dtype, rows that may lie further apart than E.
+    Triton: FP4 keys with bf16 queries that `fp4_round(q, 32)` leaves as they are, and a power of two of columns; keys
+    and their scales contiguous. Many tokens of a sequence are multiplied in e4m3 where the GPU can: it holds FP4 values
+    exactly while the scales of a key or a head are at most 2 ** 13 apart; elsewhere they may be 2 ** 120 apart.
     """
-    return ref.index_scores(q, weights, keys, table, sequence)
+    return choose(q, ref).index_scores(q, weights, keys, key_scale, table, sequence, visible)
 
 
 def top_entries(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
-    """The k visible entries with the highest scores, best first, equal scores by lower entry.
+    """The k visible entries with the highest scores, each once and in any order; of equal scores the lower entry.
 
-    scores: [T, E]; visible: int64 [T], entries 0 .. visible - 1 count. Returns int64 [T, min(k, E)], -1 in unused
-    places.
+    scores: [T, E] without NaN; visible: int64 [T], entries 0 .. visible - 1 count. Returns int64 [T, min(k, E)], -1 in
+    the places that are left over, which are the last. The reference lists the best first.
+    Triton: bf16 or fp32 with consecutive columns, k up to 16,384 of rows longer than 32,768.
     """
-    return ref.top_entries(scores, visible, k)
+    return choose(scores, ref).top_entries(scores, visible, k)

@@ -3,21 +3,34 @@
 import torch
 import torch.nn.functional as F
 
+from dsv4cli.kernels.block_scale.ref import dequantise
+
 # entries scored at once: a product of one shape, so its rounding does not depend on the number of entries
 BLOCK = 64
 
 
 def index_scores(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, sequence: torch.Tensor
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    table: torch.Tensor,
+    sequence: torch.Tensor,
+    visible: torch.Tensor,
 ) -> torch.Tensor:
     entries = table.shape[1]
     cells = F.pad(table, (0, -entries % BLOCK))[sequence]  # [T, E]
+    numbers = torch.arange(cells.shape[1], device=q.device)
     queries, weights = q.float(), weights.float()
-    scores = []
-    for block in cells.split(BLOCK, 1):
-        dots = torch.einsum("thd,ted->the", queries, keys[block].float()).to(q.dtype)
-        scores.append((dots.relu().float() * weights[..., None]).to(q.dtype).float().sum(1).to(q.dtype))
-    return torch.cat(scores, 1)[:, :entries] if scores else q.new_zeros(q.shape[0], 0)
+
+    def scored(block: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        values = dequantise(keys[block], None if key_scale is None else key_scale[block])
+        dots = torch.einsum("thd,ted->the", queries, values).to(q.dtype)
+        scores = (dots.relu().float() * weights[..., None]).to(q.dtype).float().sum(1).to(q.dtype)
+        return scores.masked_fill(number >= visible[:, None], float("-inf"))
+
+    parts = [scored(*block) for block in zip(cells.split(BLOCK, 1), numbers.split(BLOCK), strict=True)]
+    return torch.cat(parts, 1)[:, :entries] if entries else q.new_zeros(q.shape[0], 0)
 
 
 def top_entries(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:

@@ -1,7 +1,11 @@
-"""RMS norms. Source: official model.py (`RMSNorm`, the query norm of `Attention.forward`)."""
+"""RMS norms. Source: official model.py (`RMSNorm`, the query norm of `Attention.forward`).
+
+Triton: rows of any even spacing with consecutive columns (kernels/rows.py); the result is contiguous.
+"""
 
 import torch
 
+from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.norm import ref
 
 
@@ -10,7 +14,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     x: [..., D] bf16 or fp32; weight: [D]. Computed in fp32, rounded once to x's dtype.
     """
-    return ref.rms_norm(x, weight, eps)
+    return choose(x, ref).rms_norm(x, weight, eps)
 
 
 def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
@@ -19,4 +23,4 @@ def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
     q: [T, H, d] bf16 or fp32. The official code computes it in q's dtype: the square, the mean (summed in fp32), the
     sum with eps, the rsqrt and the product are each rounded to it.
     """
-    return ref.head_norm(q, eps)
+    return choose(q, ref).head_norm(q, eps)

@@ -3,6 +3,23 @@
 import torch
 import torch.nn.functional as F
 
+from dsv4cli.kernels.gemm import ref as gemm
+
+
+def route(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, route_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    score = scores(gemm.linear_fp32(x, weight))
+    experts = choose(score, bias, k)
+    return experts, weigh(score, experts, route_scale)
+
+
+def route_by_id(
+    x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, route_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    experts = table[ids]
+    return experts, weigh(scores(gemm.linear_fp32(x, weight)), experts, route_scale)
+
 
 def scores(logits: torch.Tensor) -> torch.Tensor:
     return F.softplus(logits.float()).sqrt()

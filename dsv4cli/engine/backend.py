@@ -1,0 +1,20 @@
+"""Which kernels compute a model, chosen once for a run."""
+
+from typing import Literal
+
+import torch
+
+from dsv4cli.errors import UnsupportedHardware
+from dsv4cli.kernels.dispatch import Backend, use
+
+__all__ = ["Backend", "resolve_backend", "use"]
+
+
+def resolve_backend(name: Backend, device: torch.device) -> Literal["triton", "torch"]:
+    """'auto' is Triton on a GPU and plain PyTorch elsewhere. Raises UnsupportedHardware for Triton without a GPU."""
+    on_gpu = device.type == "cuda"
+    if name == "triton" and not on_gpu:
+        raise UnsupportedHardware(
+            f"--backend triton needs a GPU, and the device is {device}", "use --backend auto, which is torch here"
+        )
+    return "triton" if on_gpu and name != "torch" else "torch"

@@ -1,0 +1,120 @@
+"""What the programs of attention share: reading a part of a list, and the rotation back."""
+
+import triton
+import triton.language as tl
+
+# below every score: the maximum where no row has been read
+FLOOR = tl.constexpr(-1e30)
+# maxima of blocks that are read at a time
+AT_ONCE = tl.constexpr(32)
+
+
+@triton.jit
+def over_rows(
+    q, window, entries, listed, maxima, before, token, head, first, end, q_stride, window_rows, scale,
+    WINDOW_STRIDE: tl.constexpr, ENTRIES_STRIDE: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Of columns [first, end) of a list, in blocks of ROWS: the maximum of their scores and of maxima [before, TOTAL],
+    those of the columns before, [HEADS, 1] in powers of two, relative to it the sum [HEADS, 1] and the sum of the rows,
+    left and right half [HEADS, HALF]; rows are multiplied by rounded probabilities, relative to the maximum so far."""
+    HEADS: tl.constexpr = head.shape[0]
+    TYPE: tl.constexpr = q.dtype.element_ty
+    column = tl.arange(0, HALF)[None]
+    inside, inside_right = column < WIDTH, column + HALF < WIDTH
+    # where the list ends; it is then in the nearest cache, which queries and rows pass by
+    last = first
+    for start in tl.range(first, end, AHEAD, num_stages=1):
+        ahead = start + tl.arange(0, AHEAD)
+        named = tl.load(listed + ahead, ahead < end, other=-1) >= 0
+        last = tl.maximum(last, tl.max(tl.where(named, ahead + 1, first), 0))
+    query_left, query_right = queries(q, token, head, q_stride, TOTAL, WIDTH, HALF)
+    # here, and not before the queries, it leaves enough registers to 64 heads
+    maximum = greatest(maxima, before, head, TOTAL)
+    sums = tl.full([HEADS, ROWS], 0.0, tl.float32)
+    left = tl.full([HEADS, HALF], 0.0, tl.float32)
+    right = tl.full([HEADS, HALF], 0.0, tl.float32)
+    step = tl.arange(0, ROWS)
+    for start in tl.range(first, last, ROWS, num_stages=2):
+        # the conditions, all true, shape what Triton makes of this: a load behind one is not copied to shared memory, a
+        # product behind one is not seen to feed the other and is shared out among all warps, and products behind one
+        # come after the copies of the next rows have been started
+        row = tl.full([ROWS], -1, tl.int32)
+        if start < last:
+            row = tl.load(listed + start + step, start + step < last, other=-1).to(tl.int32)
+        place = places(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE) + column
+        some = (row >= 0)[:, None]
+        keys_left = tl.load(place, some & inside, other=0.0)  # [ROWS, HALF]
+        keys_right = tl.load(place + HALF, some & inside_right, other=0.0)
+        if start < last:
+            chances = tl.zeros([HEADS, ROWS], TYPE)
+            larger = maximum
+            if first < last:
+                scores = scored(query_left, query_right, keys_left, keys_right, row, scale)
+                larger = tl.maximum(maximum, tl.max(scores, 1, keep_dims=True))
+                exact = tl.exp2(scores - larger)
+                sums = sums * tl.exp2(maximum - larger) + exact
+                chances = exact.to(TYPE)
+            shrink = tl.exp2(maximum - larger)
+            left = tl.dot(chances, keys_left, left * shrink, input_precision="ieee")
+            right = tl.dot(chances, keys_right, right * shrink, input_precision="ieee")
+            maximum = larger
+    return maximum, tl.sum(sums, 1, keep_dims=True), left, right
+
+
+@triton.jit
+def greatest(maxima, count, head, TOTAL: tl.constexpr):
+    """The maximum [HEADS, 1] of maxima [count, TOTAL]."""
+    maximum = tl.full([head.shape[0], 1], FLOOR, tl.float32)
+    for start in tl.range(0, count, AT_ONCE, num_stages=1):
+        place = start + tl.arange(0, AT_ONCE)[None]
+        high = tl.load(maxima + place * TOTAL + head, (place < count) & (head < TOTAL), other=FLOOR)
+        maximum = tl.maximum(maximum, tl.max(high, 1, keep_dims=True))
+    return maximum
+
+
+@triton.jit
+def queries(q, token, head, q_stride, TOTAL: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    """Left and right half [HEADS, HALF] of the heads of a token."""
+    column = tl.arange(0, HALF)[None]
+    near = q + (token * TOTAL + head) * q_stride + column
+    left = tl.load(near, (head < TOTAL) & (column < WIDTH), other=0.0, cache_modifier=".cg")
+    right = tl.load(near + HALF, (head < TOTAL) & (column + HALF < WIDTH), other=0.0, cache_modifier=".cg")
+    return left, right
+
+
+@triton.jit
+def places(row, window, entries, window_rows, WINDOW_STRIDE: tl.constexpr, ENTRIES_STRIDE: tl.constexpr):
+    """Where the rows that a list names begin, [ROWS, 1]."""
+    entry = row - window_rows
+    place = tl.where(
+        entry < 0, window + row.to(tl.int64) * WINDOW_STRIDE, entries + entry.to(tl.int64) * ENTRIES_STRIDE
+    )
+    return place[:, None]
+
+
+@triton.jit
+def scored(query_left, query_right, keys_left, keys_right, row, scale):
+    """Scores [HEADS, ROWS] in powers of two; -inf where the list names no row."""
+    scores = tl.dot(query_left, tl.trans(keys_left), input_precision="ieee") * scale
+    # a sum would make one product of the two, in which the first feeds the second
+    scores = tl.fma(tl.dot(query_right, tl.trans(keys_right), input_precision="ieee"), scale, scores)
+    return tl.where((row >= 0)[None], scores, float("-inf"))
+
+
+@triton.jit
+def unrotated(values, turns, token, first, TURNED: tl.constexpr, WIDTH: tl.constexpr):
+    """values [N, M], rounded, columns `first` on of heads: the last TURNED pairs rotated by the conjugate of turns."""
+    PAIRS: tl.constexpr = values.shape[1] // 2
+    # numbered in one dimension: cosine and sine, and not all values, then change places between threads
+    pair = first // 2 + tl.arange(0, PAIRS) - (WIDTH // 2 - TURNED)
+    turned = (pair >= 0) & (pair < TURNED)
+    turn = turns + token * (2 * TURNED) + pair * 2
+    cosine = tl.load(turn, turned, other=1.0)[None]
+    sine = tl.load(turn + 1, turned, other=0.0)[None]
+    real, imaginary = tl.split(tl.reshape(values, [values.shape[0], PAIRS, 2]))
+    real, imaginary = real.to(tl.float32), imaginary.to(tl.float32)
+    # chosen, not multiplied by one: what is not turned keeps the sign of its zeros, and its infinities
+    turned_real = tl.where(turned[None], real * cosine + imaginary * sine, real)
+    turned_imaginary = tl.where(turned[None], imaginary * cosine - real * sine, imaginary)
+    return tl.interleave(turned_real.to(values.dtype), turned_imaginary.to(values.dtype))

@@ -1,0 +1,229 @@
+"""Block scales in Triton: codes by arithmetic on fp32 bits, so that a GPU without FP8 gives the same values."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.formats import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
+from dsv4cli.kernels.rows import rows, tile
+
+
+def fp8_round(x: torch.Tensor, block: int) -> torch.Tensor:
+    return _block_round(x, block, FP8_AMAX_FLOOR, E4M3_MAX, mantissa=3, lowest=-6)
+
+
+def fp4_round(x: torch.Tensor, block: int) -> torch.Tensor:
+    return _block_round(x, block, FP4_AMAX_FLOOR, E2M1_MAX, mantissa=1, lowest=0)
+
+
+def _block_round(
+    x: torch.Tensor, block: int, floor: float, largest: float, *, mantissa: int, lowest: int
+) -> torch.Tensor:
+    given, y = _blocks(x, block), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    per_program, _, warps = tile(block)
+    count = x.numel() // block
+    if count:
+        _round_blocks[(triton.cdiv(count, per_program),)](
+            given, y, count, given.stride(0), x.shape[-1] // block, floor, largest, mantissa, lowest, block,
+            per_program, num_warps=warps,
+        )  # fmt: skip
+    return y
+
+
+def fp8_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    given, codes = _blocks(x, block), torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((*x.shape[:-1], x.shape[-1] // block), dtype=torch.float8_e8m0fnu, device=x.device)
+    per_program, _, warps = tile(block)
+    count = x.numel() // block
+    per_program *= 4 if count >= 1 << 15 else 1  # measured on an H200: 15 to 20 % less time
+    if count:
+        _fp8_codes[(triton.cdiv(count, per_program),)](
+            given, codes.view(torch.uint8), scale.view(torch.uint8), count, given.stride(0), x.shape[-1] // block,
+            FP8_AMAX_FLOOR, E4M3_MAX, block, per_program, num_warps=warps,
+        )  # fmt: skip
+    return codes, scale
+
+
+def fp4_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    given, codes = _blocks(x, block), torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8, device=x.device)
+    scale = torch.empty((*x.shape[:-1], x.shape[-1] // block), dtype=torch.float8_e8m0fnu, device=x.device)
+    per_program, _, warps = tile(block)
+    count = x.numel() // block
+    if count:
+        _fp4_codes[(triton.cdiv(count, per_program),)](
+            given, codes.view(torch.uint8), scale.view(torch.uint8), count, given.stride(0), x.shape[-1] // block,
+            FP4_AMAX_FLOOR, E2M1_MAX, block, per_program, num_warps=warps,
+        )  # fmt: skip
+    return codes, scale
+
+
+def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """x as rows; refuses blocks that are no power of two or do not divide them."""
+    if block & (block - 1) or x.shape[-1] % block:
+        raise KernelUnsupported(
+            f"the Triton rounding takes blocks of a power of two that divides {x.shape[-1]} columns, not of {block}"
+        )
+    return rows(x)
+
+
+@triton.jit
+def power_of_two_ceil(x):
+    """The bits (int32) of the smallest power of two >= x: fp32, positive, normal and below 2 ** 127."""
+    return (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
+
+
+@triton.jit
+def round_to_code(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
+    """x (fp32) to the nearest value with MANTISSA bits, ties to even; spaced as at 2 ** LOWEST below it."""
+    magnitude = tl.abs(x)
+    power = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
+    # the sum with this power of two ends at the format's last place: the addition rounds
+    large = (tl.maximum(power, (127 + LOWEST) << 23) + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
+    rounded = (magnitude + large) - large
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_blocks(
+    values, FLOOR: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr
+):  # fmt: skip
+    """The codes of values (fp32 [n, block]) as fp32 numbers, and each row's scale as bits (int32 [n, 1])."""
+    amax = tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), FLOOR)
+    scale = power_of_two_ceil(amax * (1.0 / LARGEST))
+    # a product with 1 / scale, exact where a division may not be
+    inverse = ((254 << 23) - scale).to(tl.float32, bitcast=True)
+    # no larger than LARGEST: the scale is rounded up
+    return round_to_code(values * inverse, MANTISSA, LOWEST), scale
+
+
+@triton.jit
+def e4m3_bits(x):
+    """The codes (uint8) of fp32 numbers that e4m3 has, by integers; what is not finite becomes NaN."""
+    # with the exponent moved from bias 127 to 7 the code lies in the upper bits, e4m3's subnormals included
+    moved = (tl.abs(x) * 2.0**-120).to(tl.int32, bitcast=True) >> 20
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (tl.minimum(moved, 0x7F) | sign).to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _round_blocks(
+    x,  # rows of GROUPS blocks; count blocks in all
+    y,  # as x, contiguous
+    count,
+    stride,
+    GROUPS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    column = tl.arange(0, BLOCK)[None]
+    inside = (number < count) & (column < BLOCK)
+    place = number // GROUPS * stride + number % GROUPS * BLOCK + column
+    values = tl.load(x + place, inside, other=0.0).to(tl.float32)  # [BLOCKS, BLOCK]
+    codes, scale = code_blocks(values, FLOOR, LARGEST, MANTISSA, LOWEST)
+    rounded = codes * scale.to(tl.float32, bitcast=True)
+    tl.store(y + number * BLOCK + column, rounded.to(y.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _fp8_codes(
+    x,  # rows of GROUPS blocks; count blocks in all
+    y,  # uint8, as x, contiguous
+    scales,  # uint8 [count]
+    count,
+    stride,
+    GROUPS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    column = tl.arange(0, BLOCK)[None]
+    inside = (number < count) & (column < BLOCK)
+    place = number // GROUPS * stride + number % GROUPS * BLOCK + column
+    values = tl.load(x + place, inside, other=0.0).to(tl.float32)  # [BLOCKS, BLOCK]
+    codes, scale = code_blocks(values, FLOOR, LARGEST, 3, -6)
+    tl.store(y + number * BLOCK + column, e4m3_bits(codes), inside)
+    tl.store(scales + number, (scale >> 23).to(tl.uint8), number < count)
+
+
+@triton.jit
+def e2m1_bits(x):
+    """The codes (int32) of fp32 numbers that e2m1 has; of others some code."""
+    # with the exponent moved from bias 127 to 1 the code lies in the upper bits, the subnormal included
+    moved = (tl.abs(x) * 2.0**-126).to(tl.int32, bitcast=True) >> 22
+    return (moved & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _fp4_codes(
+    x,  # rows of GROUPS blocks; count blocks in all
+    y,  # uint8, as x with half the columns, contiguous
+    scales,  # uint8 [count]
+    count,
+    stride,
+    GROUPS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    column = tl.arange(0, BLOCK)[None]
+    place = number // GROUPS * stride + number % GROUPS * BLOCK + column
+    values = tl.load(x + place, number < count, other=0.0).to(tl.float32)  # [BLOCKS, BLOCK]
+    codes, scale = code_blocks(values, FLOOR, LARGEST, 1, 0)
+    even, odd = tl.split(tl.reshape(e2m1_bits(codes), [BLOCKS, BLOCK // 2, 2]))
+    column = tl.arange(0, BLOCK // 2)[None]
+    tl.store(y + number * (BLOCK // 2) + column, (even | (odd << 4)).to(tl.uint8), number < count)
+    tl.store(scales + number, (scale >> 23).to(tl.uint8), number < count)
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    given, y = rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    count, width = given.shape
+    if width & (width - 1):
+        raise KernelUnsupported(f"a Hadamard rotation takes a power of two, not {width} columns")
+    per_program, _, warps = tile(width)
+    if count:
+        _hadamard[(triton.cdiv(count, per_program),)](
+            given, y, count, given.stride(0), width**-0.5, width.bit_length() - 1, width, per_program, num_warps=warps
+        )
+    return y
+
+
+@triton.jit
+def butterflies(values, STAGES: tl.constexpr):
+    """Rows of 2 ** STAGES values (fp32 [n, 2 ** STAGES]) times the Hadamard matrix of ones."""
+    ROWS: tl.constexpr = values.shape[0]
+    for _ in tl.static_range(STAGES):
+        # a butterfly over the lowest bit of the index, which becomes the highest: after all stages each is in its place
+        even, odd = tl.split(tl.reshape(values, [ROWS, 2 ** (STAGES - 1), 2]))
+        values = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 2, 1]), [ROWS, 2**STAGES])
+    return values
+
+
+@triton.jit(do_not_specialize=["count"])
+def _hadamard(
+    x,  # [count, WIDTH]
+    y,  # as x, contiguous
+    count,
+    stride,
+    factor,
+    STAGES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None]
+    inside = (row < count) & (column < WIDTH)
+    values = tl.load(x + row * stride + column, inside, other=0.0).to(tl.float32)
+    rotated = butterflies(values, STAGES) * factor
+    tl.store(y + row * WIDTH + column, rotated.to(y.dtype.element_ty), inside)

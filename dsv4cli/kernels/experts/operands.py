@@ -1,0 +1,149 @@
+"""Operands of the experts' products for tiles of tokens: weights in rows, tokens in columns, 128 of K at a time.
+
+FP4 weights become bf16 in registers, which is exact, and are the left operand from there. Two orders make that free:
+a thread loads other rows than its warp multiplies (`natural` undoes it in the result), and it holds columns 2t, 2t + 1
+of every 8 (t = 0..3). So that these are 32 neighbours in memory, one 16-byte load under one scale, the columns of every
+128 are taken in another order, by inputs, too (`ordered`): place [i, q, t, h] has column [t, i, h, q], which counts
+4 x 4 x 4 x 2 with the last fastest.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.block_scale.kernel import code_blocks
+from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
+
+_FLOOR, _LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
+
+
+@triton.jit
+def ordered(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] with every 128 rows, each a column of the next product, in the order that it takes them in."""
+    values = tl.reshape(values, [max(ROWS // 128, 1), min(ROWS // 32, 4), 4, 2, 4, COLUMNS])  # t, i, h, q
+    return tl.reshape(tl.permute(values, [0, 2, 4, 1, 3, 5]), [ROWS, COLUMNS])
+
+
+@triton.jit
+def natural(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
+    """Products of FP4 weights [ROWS, COLUMNS] with the rows as in the matrix."""
+    values = tl.reshape(values, [ROWS // 16 // WARPS, WARPS, 2, 8, COLUMNS])
+    return tl.reshape(tl.permute(values, [0, 2, 1, 3, 4]), [ROWS, COLUMNS])
+
+
+@triton.jit
+def _pairs(words, factor, SHIFT: tl.constexpr):
+    """Codes in bits SHIFT to + 3 (SHIFT 0 or 4) of the halves of int32 [...] times factor: bf16 [..., 2]."""
+    # sign to bit 15, the rest to bits 8..6: e2m1 * 2 ** -126
+    bits = ((words & (0x000F000F << SHIFT)) * (0x1040 >> SHIFT)) & -0x7E3F7E40
+    low = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    # two products, so that every scale of e8m0 has its factor
+    return tl.join(low, high) * tl.full([1, 1, 1, 1, 1, 1, 1], 2.0**126, tl.float32).to(tl.bfloat16) * factor
+
+
+@triton.jit
+def _power_of_two(code):
+    """2 ** (code - 127) in bf16, code int32; 255 is NaN, and 2 ** -127 is subnormal."""
+    return tl.where(code == 255, 0x7FC0, tl.maximum(code << 7, 0x40)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def fp4_values(words, scale, ROWS: tl.constexpr):
+    """words int32 [repeat, 2, warp, 8, 4, 4], scale int32 [repeat, 2, warp, 8, 4] (e8m0 codes) -> bf16 [ROWS, 128]."""
+    factor = tl.expand_dims(tl.expand_dims(_power_of_two(scale), -1), -1)
+    upper = words >> 8  # [.., t, i]
+    even = tl.join(_pairs(words, factor, 0), _pairs(upper, factor, 0))
+    odd = tl.join(_pairs(words, factor, 4), _pairs(upper, factor, 4))
+    values = tl.join(even, odd)  # [repeat, half, warp, 8, t, i, h, q1, q0]
+    return tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 8, 4, 6]), [ROWS, 128])
+
+
+@triton.jit
+def _fp4_scale(scale, row, step, K: tl.constexpr):
+    """e8m0 codes int32 [rows, 4]; scale: bytes, or int32 words of four where K is a multiple of 128."""
+    group = tl.arange(0, 4)[None]
+    if K % 128 == 0:
+        codes = (tl.load(scale + row * (K // 128) + step)[:, None] >> (8 * group)) & 255
+    else:
+        group += step * 4
+        codes = tl.load(scale + row[:, None] * (K // 32) + group, group < K // 32, other=0).to(tl.int32)
+    return codes
+
+
+@triton.jit
+def _values(weight, scale, expert, row, step, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
+    """A tile of FP8, bf16 or fp32 weights, 0 beyond K: bf16 or fp32 [rows, 128]."""
+    row, column = tl.minimum(row, N - 1), step * 128 + tl.arange(0, 128)[None]
+    values = tl.load(weight + (expert.to(tl.int64) * N + row)[:, None] * K + column, column < K, other=0.0)
+    if FORMAT == "fp8":
+        code = tl.load(scale + (expert * ((N + 127) // 128) + row // 128) * ((K + 127) // 128) + step)
+        values = values.to(tl.bfloat16) * _power_of_two(code.to(tl.int32))[:, None]
+    return values
+
+
+@triton.jit
+def _words(weight, expert, begin, row, step, N: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr):
+    """int32 words [rows, 16] of FP4 codes, 0 beyond K."""
+    if DESCRIBED:
+        words = weight.load([expert * N + begin, step * 16])
+    else:
+        word = step * 16 + tl.arange(0, 16)[None]
+        place = (expert.to(tl.int64) * N + tl.minimum(row, N - 1))[:, None] * (K // 8) + word
+        words = tl.load(weight + place) if K % 128 == 0 else tl.load(weight + place, word < K // 8, other=0)
+    return words
+
+
+@triton.jit
+def tile(
+    weight,  # [E, N, K]: FP4 as int32 words [E * N, K / 8], if DESCRIBED a descriptor of them; or e4m3, bf16, fp32
+    scale,  # e8m0 codes, for FP4 as in `_fp4_scale`
+    expert,
+    begin,
+    step,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,  # "fp4", "fp8", "plain"
+    DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Rows begin to + ROWS - 1, columns step * 128 to + 127 of an expert's matrix; the rows as `natural` says."""
+    row = begin + tl.arange(0, ROWS)
+    if FORMAT == "fp4":
+        words = _words(weight, expert, begin, row, step, N, K, DESCRIBED)
+        codes = _fp4_scale(scale, expert * N + tl.minimum(row, N - 1), step, K)
+        words = tl.reshape(words, [ROWS // 16 // WARPS, 2, WARPS, 8, 4, 4])
+        values = fp4_values(words, tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4]), ROWS)
+    else:
+        values = _values(weight, scale, expert, row, step, N, K, FORMAT)
+    return values
+
+
+@triton.jit
+def _rounded(values):
+    """Rows of 128 fp32 values through e4m3 with one scale each, as fp8_round."""
+    codes, scale = code_blocks(values, _FLOOR, _LARGEST, 3, -6)
+    return codes * scale.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["count"])
+def prepare(
+    x,  # [count, K]
+    y,  # [count, WIDTH], WIDTH the next multiple of 128
+    count,
+    stride,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUND: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The inputs of the products: rounded, for FP4 reordered, 0 beyond K."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)[None]
+    values = tl.load(x + token * stride + column, (token < count) & (column < K), other=0.0)
+    if ROUND:
+        values = _rounded(values.to(tl.float32)).to(values.dtype)
+    if FORMAT == "fp4":
+        values = tl.reshape(tl.permute(tl.reshape(values, [TOKENS, 4, 4, 2, 4]), [0, 2, 4, 1, 3]), [TOKENS, 128])
+    tl.store(y + token * WIDTH + column, values, token < count)

@@ -1,0 +1,108 @@
+"""The pairs (token, place) of a step grouped by expert, on the device: a counting sort that also cuts tiles."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# pairs that a program counts and places; it compares each of them with all others. 7 us for 64 tokens, 24 for 4096
+CHUNK = 128
+# chunks whose counts a program adds at once
+ROWS = 32
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs by expert, cut into tiles of one expert each: all int32, on the device."""
+
+    order: torch.Tensor  # [P] the pair t * k + place at each position
+    position: torch.Tensor  # [P] of each pair
+    expert: torch.Tensor  # [tiles] of a tile
+    start: torch.Tensor  # [tiles] its first position
+    rows: torch.Tensor  # [tiles] its number of pairs, 0 for a tile that is not needed
+
+
+def group(experts: torch.Tensor, count: int, size: int) -> Groups:
+    """experts: int64 [T, k], each below `count` -> tiles of up to `size` pairs, by expert, in ascending order of pairs.
+
+    The number of tiles is the largest that T and k allow; those not needed have no rows.
+    """
+    pairs = experts.numel()
+    tiles, chunks = pairs // size + min(count, pairs), triton.cdiv(pairs, CHUNK)
+    bins = max(16, triton.next_power_of_2(count))
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=experts.device)
+
+    groups, counts = Groups(ints(pairs), ints(pairs), ints(tiles), ints(tiles), ints(tiles)), ints(chunks, bins)
+    given = experts.contiguous()
+    _count[(max(chunks, triton.cdiv(tiles, CHUNK)),)](given, counts, groups.rows, pairs, tiles, bins, CHUNK)
+    _place[(chunks,)](
+        given, counts, groups.order, groups.position, groups.expert, groups.start, groups.rows, pairs, chunks,
+        bins, CHUNK, ROWS, size, num_warps=8,
+    )  # fmt: skip
+    return groups
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def _count(
+    experts,  # int64 [pairs]
+    counts,  # [chunks, BINS]
+    rows,  # [tiles], set to 0
+    pairs,
+    tiles,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    tl.store(rows + index, 0, index < tiles)
+    if chunk * CHUNK < pairs:
+        inside = index < pairs
+        expert = tl.load(experts + index, inside, other=0).to(tl.int32)
+        tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS, mask=inside))
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def _place(
+    experts,  # int64 [pairs]
+    counts,  # [chunks, BINS]
+    order,  # [pairs]
+    positions,  # [pairs]
+    tile_expert,  # [tiles], and the two below
+    tile_start,
+    tile_rows,
+    pairs,
+    chunks,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)  # pairs of each expert in the chunks before this one
+    for block in range(0, chunks, ROWS):
+        row = block + tl.arange(0, ROWS)[:, None]
+        some = tl.load(counts + row * BINS + bins[None], row < chunks, other=0)
+        total += tl.sum(some, 0)
+        before += tl.sum(tl.where(row < chunk, some, 0), 0)
+    tiles = (total + (SIZE - 1)) // SIZE
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = index < pairs
+    expert = tl.load(experts + index, inside, other=0).to(tl.int32)
+    other = chunk * CHUNK + tl.arange(0, CHUNK)
+    theirs = tl.load(experts + other, other < pairs, other=-1).to(tl.int32)
+    earlier = (theirs[None] == expert[:, None]) & (other[None] < index[:, None])
+    rank = tl.gather(before, expert, 0) + tl.sum(earlier.to(tl.int32), 1)  # among the pairs of its expert
+    position = tl.gather(tl.cumsum(total, 0) - total, expert, 0) + rank
+    tl.store(order + position, index, inside)
+    tl.store(positions + index, position, inside)
+    # the pair that begins a tile describes it
+    first = inside & (rank % SIZE == 0)
+    tile = tl.gather(tl.cumsum(tiles, 0) - tiles, expert, 0) + rank // SIZE
+    tl.store(tile_expert + tile, expert, first)
+    tl.store(tile_start + tile, position, first)
+    tl.store(tile_rows + tile, tl.minimum(tl.gather(total, expert, 0) - rank, SIZE), first)

@@ -1,0 +1,61 @@
+"""What the linears of few rows share: what is multiplied, and the values of stored codes."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.block_scale.kernel import round_to_code
+
+
+@dataclass(frozen=True)
+class Product:
+    """One linear of a launch. rounded: whether its input goes through FP8; dtype: of its result."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    rounded: bool
+    dtype: torch.dtype
+
+
+def has_fp8(x: torch.Tensor) -> bool:
+    """Whether the device of x converts and multiplies FP8; the interpreter does."""
+    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def bits(stored: torch.Tensor | None) -> torch.Tensor | None:
+    """FP8 codes and scales as bytes, which every GPU loads; int8 stands for FP4."""
+    if stored is None or stored.dtype in (torch.bfloat16, torch.float32, torch.int8):
+        return stored
+    return stored.view(torch.uint8)
+
+
+@triton.jit
+def e8m0_values(byte):
+    """The fp32 values of e8m0 scales, subnormal for 0, infinite for 255."""
+    return tl.maximum(byte.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_values(byte, HAS_FP8: tl.constexpr):
+    """The fp32 values of e4m3 codes."""
+    if HAS_FP8:
+        values = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        code = byte.to(tl.int32)
+        values = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+    return values
+
+
+@triton.jit
+def e4m3_rounded(values, HAS_FP8: tl.constexpr):
+    """fp32 values of up to 448 to the nearest of e4m3."""
+    return values.to(tl.float8e4nv).to(tl.float32) if HAS_FP8 else round_to_code(values, 3, -6)
+
+
+@triton.jit
+def e2m1_values(code):
+    """The fp32 values of the e2m1 codes in the low four bits."""
+    low = code.to(tl.int32)
+    return (((low & 8) << 28) | ((low & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126

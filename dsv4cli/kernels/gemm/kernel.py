@@ -1,0 +1,46 @@
+"""Linears in Triton, by the number of rows: few stream the weights (stream.py), many fill tiles (tiles.py)."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from dsv4cli.kernels.gemm import stream, tiles
+
+# the most rows that stream; of FP4, which is decoded anew for every two
+FEW, FEW_FP4 = 16, 2
+
+
+def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
+    return stream if x.shape[0] <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiles
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _way(x, weight).linear(x, weight, scale)
+
+
+def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _way(x, weight).rounded_linear(x, weight, scale)
+
+
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _way(x, weight).linear_fp32(x, weight)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _way(x, weight).grouped_linear(x, weight, scale)
+
+
+def linears(
+    x: torch.Tensor,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    fp32: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    if all(_way(x, weight) is stream for weight in (*(w for w, _ in (*rounded, *plain)), *fp32)):
+        return stream.linears(x, rounded, plain, fp32)
+    return (
+        [rounded_linear(x, weight, scale) for weight, scale in rounded],
+        [linear(x, weight, scale) for weight, scale in plain],
+        [linear_fp32(x, weight) for weight in fp32],
+    )

@@ -1,0 +1,158 @@
+"""Linears of a few rows in Triton on tensor cores, operands swapped: rows of the weight are the rows of the product.
+
+FP8 weights and the codes of a rounded input multiply as bf16, which holds them exactly, over 128 columns and then in
+fp32. FP8 tensor cores would be 3 to 10 % faster, but keep only about 13 bits of their sums (H200: 1.25e-4 of the
+result's size instead of 1e-6), and the recorded nets of the tests come out three times as far from their recordings
+as rounding explains.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.block_scale.kernel import power_of_two_ceil
+from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
+from dsv4cli.kernels.gemm.codes import Product, bits, e8m0_values, has_fp8
+
+# a tile of the result has this many tokens
+TOKENS = 16
+# columns of a step, which is one block of FP8 scales
+_STEP = tl.constexpr(128)
+_FLOOR, _LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
+# tiles of a launch that several programs share: `tile_shape` splits no more than 512, and each product may end with one
+_MOST_SHARED = 1024
+
+
+def takes(x: torch.Tensor, products: Sequence[Product]) -> bool:
+    """Whether tensor cores multiply all of these: bf16 with bf16 or FP8 weights, whole tiles of each group."""
+    if x.dtype != torch.bfloat16 or x.shape[0] > TOKENS:
+        return False
+    known = (torch.bfloat16, torch.float8_e4m3fn) if has_fp8(x) else (torch.bfloat16,)
+    if any(p.weight.dtype not in known for p in products):
+        return False
+    return x.shape[1] == 1 or all(p.weight.shape[0] // x.shape[1] % 128 == 0 for p in products)
+
+
+def multiply(
+    x: torch.Tensor, products: Sequence[Product], results: list[torch.Tensor], shape: tuple[int, int, int, int]
+) -> None:
+    """x bf16 [T, G, K] times each weight FP8 or bf16 [G * N, K] into its result [T, G, N]; shape as of `tile_shape`."""
+    tokens, groups, width = x.shape
+    rows, splits, stages, warps = shape
+    numbers = tuple(y.shape[-1] for y in results)
+    starts = [0]
+    for n in numbers:
+        starts.append(starts[-1] + triton.cdiv(n, rows))
+    parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, TOKENS, device=x.device)
+    _swapped[(starts[-1], groups, splits)](
+        x, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
+        _arrived(x.device), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
+        tuple(p.rounded for p in products), triton.cdiv(triton.cdiv(width, _STEP.value), splits), rows, TOKENS, splits,
+        stages, num_warps=warps,
+    )  # fmt: skip
+
+
+def tile_shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, int, int]:
+    """Rows of a tile, programs that share one, stages and warps: the fastest of those measured on an H200."""
+    steps, rows = triton.cdiv(x.shape[2], _STEP.value), sum(p.weight.shape[0] for p in products)
+    if rows >= 32768:
+        return 64, 1, 3, 4
+    tiles, splits = triton.cdiv(rows, 64), 1
+    while steps >= 8 * splits and tiles * splits < (512 if steps >= 16 * splits else 256):
+        splits *= 2
+    return 64, splits, 3, 4
+
+
+@cache
+def _arrived(device: torch.device) -> torch.Tensor:
+    """For each shared tile, how many of its programs are done: 0 between launches, which follow one another."""
+    return torch.zeros(_MOST_SHARED, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _swapped(
+    x,  # [tokens, G, K]
+    weights,  # of each product [G * N, K]
+    scales,
+    ys,  # [tokens, G, N]
+    parts,  # [G, tiles, SPLITS, BN, BT] fp32
+    arrived,
+    tokens,
+    x_row,
+    x_group,
+    STARTS: tl.constexpr,  # the first tile of each product, and of none
+    NS: tl.constexpr,
+    K: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    STEPS: tl.constexpr,  # of a program
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.arange(0, BT)
+    x += token[:, None] * x_row + group * x_group
+    shared = group * tl.num_programs(0) + tile
+    parts += shared.to(tl.int64) * (SPLITS * BN * BT) + tl.arange(0, BN)[:, None] * BT + token[None]
+    for i in tl.static_range(len(NS)):
+        if (tile >= STARTS[i]) & (tile < STARTS[i + 1]):
+            row = (tile - STARTS[i]) * BN + tl.arange(0, BN)
+            weight = weights[i] + (group * NS[i] + row).to(tl.int64)[:, None] * K
+            # all rows lie in one block of 128
+            block = (group * NS[i] + (tile - STARTS[i]) * BN) // 128 * ((K + 127) // 128)
+            scale = None if scales[i] is None else scales[i] + block
+            total = _sums(x, weight, scale, split * STEPS, token < tokens, row < NS[i], K, ROUNDED[i], STEPS, STAGES)
+            y = ys[i] + (token[None] * tl.num_programs(1) + group).to(tl.int64) * NS[i] + row[:, None]
+            inside = (token < tokens)[None] & (row < NS[i])[:, None]
+            if SPLITS == 1:
+                tl.store(y, total.to(y.dtype.element_ty), inside)
+            else:
+                tl.store(parts + split * (BN * BT), total)
+                tl.debug_barrier()  # all of it, before the count says so
+                if tl.atomic_add(arrived + shared, 1, sem="acq_rel") == SPLITS - 1:
+                    total = tl.zeros([BN, BT], tl.float32)
+                    for j in tl.static_range(SPLITS):
+                        total += tl.load(parts + j * (BN * BT), cache_modifier=".cg")
+                    tl.store(y, total.to(y.dtype.element_ty), inside)
+                    tl.store(arrived + shared, 0)
+
+
+@triton.jit
+def _sums(
+    x,  # [BT, 1] pointers to the tokens
+    weight,  # [BN, 1] pointers to the rows
+    scale,
+    first,
+    is_token,
+    is_row,
+    K: tl.constexpr,
+    ROUND: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """fp32 [BN, BT]: the sums over STEPS steps from `first`."""
+    total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
+    for step in tl.range(first, tl.minimum(first + STEPS, (K + 127) // 128), num_stages=STAGES):
+        column = step * _STEP + tl.arange(0, _STEP)[None]
+        values = tl.load(weight + column, is_row[:, None] & (column < K), other=0.0)
+        given = tl.load(x + column, is_token[:, None] & (column < K), other=0.0)
+        if scale is None:
+            total += tl.dot(values, tl.trans(given))
+        elif ROUND:
+            given = given.to(tl.float32)
+            amax = tl.maximum(tl.max(tl.abs(given), 1, keep_dims=True), _FLOOR)
+            power = power_of_two_ceil(amax * (1.0 / _LARGEST))
+            codes = (given * ((254 << 23) - power).to(tl.float32, bitcast=True)).to(tl.float8e4nv)
+            factor = power.to(tl.float32, bitcast=True) * e8m0_values(tl.load(scale + step))
+            # through fp32, for which there are fast instructions
+            values, codes = values.to(tl.float32).to(tl.bfloat16), codes.to(tl.float32).to(tl.bfloat16)
+            total += tl.dot(values, tl.trans(codes)) * tl.trans(factor)
+        else:
+            # through fp32, for which there are fast instructions
+            values = values.to(tl.float32).to(tl.bfloat16)
+            total += tl.dot(values, tl.trans(given)) * e8m0_values(tl.load(scale + step))
+    return total

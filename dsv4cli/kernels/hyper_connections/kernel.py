@@ -1,0 +1,170 @@
+"""Hyper-connections in Triton: two launches, one over columns (mix, project), one over tokens (weights, collapse).
+
+The projection of all streams is a sum over N * D columns. The first launch spreads it over programs, each of which
+leaves its part of the sums and of the squares; the second adds the parts in a fixed order, so that results repeat.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.hyper_connections.columns import columns, columns_of_one, split_weights
+from dsv4cli.kernels.hyper_connections.finish import finish
+from dsv4cli.kernels.rows import LONGEST, rows
+
+# tokens whose post and comb one program of `finish` computes, where their projections have few parts
+WEIGHED_TOKENS = 8
+# tokens in a program from which on it pays to split the weights into bf16 parts beforehand
+SPLIT_TOKENS = 64
+
+
+class Tiles(NamedTuple):
+    """What a program of the first launch takes: tokens, 0 for one and one stream; columns, in all and in a step."""
+
+    tokens: int
+    columns: int
+    block: int
+    warps: int
+    stages: int
+
+
+def tiles(count: int, width: int, projected: bool, device: torch.device) -> Tiles:
+    """Measured on an H200 at a width of 4096."""
+    if not projected:
+        return Tiles(1, 1024, 1024, 4, 1)
+    for most, tile in (
+        (4, Tiles(0, 128, 128, 8, 1)),
+        (16, Tiles(16, 32, 32, 4, 1)),
+        (64, Tiles(32, 32, 32, 4, 1)),
+        (128, Tiles(32, 64, 32, 4, 1)),
+        (256, Tiles(64, 128, 32, 4, 2)),
+    ):
+        if count <= most:
+            return tile
+    # as many programs as multiprocessors, or a little fewer
+    share = min(width * triton.cdiv(count, 64) // 128, width)
+    return Tiles(64, triton.cdiv(share, 32) * 32, 32, 8, _stages(device))
+
+
+def _stages(device: torch.device) -> int:
+    """Steps that are on their way at once, 52 KB each: 4 where there is room for them (sm_90), 3 fit sm_80."""
+    return 4 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 else 3
+
+
+def connect_pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    iterations: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    parts = _sweep(streams, fn, None, streams)
+    return _collapsed(streams, parts, scale, base, None, (iterations, hc_eps, norm_eps))
+
+
+def connect_step(
+    x: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor,
+    iterations: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+    parts = _sweep(streams, fn, (x, post, comb), mixed)
+    return mixed, *_collapsed(mixed, parts, scale, base, weight, (iterations, hc_eps, norm_eps))
+
+
+def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+    _sweep(streams, None, (x, post, comb), mixed)
+    return mixed
+
+
+def connect_head(
+    streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_eps: float, norm_eps: float
+) -> torch.Tensor:
+    parts = _sweep(streams, fn, None, streams)
+    return _collapsed(streams, parts, scale, base, None, (0, hc_eps, norm_eps))[0]
+
+
+def _sweep(
+    streams: torch.Tensor,
+    fn: torch.Tensor | None,
+    output: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    mixed: torch.Tensor,
+) -> torch.Tensor:
+    """Projects the streams, mixed with a sublayer's output (x, post, comb) and left in `mixed`, or as they are.
+
+    Returns fp32 [splits, T, S]: rows of fn, then the sum of squares, in S >= rows + 1 places.
+    """
+    count, number, width = streams.shape
+    _check(streams)
+    lines = 0 if fn is None else len(fn)
+    tile, slots = tiles(count, width, bool(lines), streams.device), triton.next_power_of_2(lines + 1)
+    splits = triton.cdiv(width, tile.columns)
+    parts = streams.new_empty(lines and splits * (number if tile.tokens == 0 else 1), count, slots, dtype=torch.float32)
+    x, post, comb = output or (streams, parts, parts)
+    given, weights = rows(x) if output else streams, parts if fn is None else fn.contiguous()
+    split = tile.tokens >= SPLIT_TOKENS and bool(lines) and streams.dtype == torch.bfloat16
+    tensors = given, streams, post.contiguous(), comb.contiguous(), _split(weights) if split else weights, mixed, parts
+    numbers = count, given.stride(0), *streams.stride()[:2], number, width, lines, slots
+    if count and tile.tokens == 0:
+        columns_of_one[(splits, count, number)](*tensors, *numbers, tile.block, bool(output), num_warps=tile.warps)
+    elif count:
+        columns[(triton.cdiv(count, tile.tokens), splits)](
+            *tensors, *numbers, 4 if split else 1, tile.columns, tile.tokens, tile.block, bool(output),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return parts
+
+
+def _split(fn: torch.Tensor) -> torch.Tensor:
+    """fp32 as bf16 [3, ...], parts of a sum."""
+    parts = fn.new_empty(3, *fn.shape, dtype=torch.bfloat16)
+    split_weights[(triton.cdiv(fn.numel(), 1024),)](fn, parts, fn.numel(), 1024, num_warps=4)
+    return parts
+
+
+def _check(streams: torch.Tensor) -> None:
+    _, number, width = streams.shape
+    rows(streams[:, 0])
+    if number & (number - 1):
+        raise KernelUnsupported(f"the Triton hyper-connections take a power of two of streams, not {number}")
+    if width > LONGEST:
+        raise KernelUnsupported(f"the Triton hyper-connections take streams of up to {LONGEST} values, not {width}")
+
+
+def _collapsed(
+    streams: torch.Tensor,
+    parts: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor | None,
+    numbers: tuple[int, float, float],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The collapsed streams, normed where there is a weight; post and comb, empty without iterations."""
+    count, number, width = streams.shape
+    iterations, hc_eps, norm_eps = numbers
+    x = torch.empty(count, width, dtype=streams.dtype, device=streams.device)
+    weighed = count if iterations else 0
+    post, comb = parts.new_empty(weighed, number), parts.new_empty(weighed, number, number)
+    tokens = 1 if len(parts) > 8 else WEIGHED_TOKENS
+    weighers = triton.cdiv(weighed, tokens)
+    if count:
+        finish[(weighers + count,)](
+            streams, parts, scale, base, x if weight is None else weight.contiguous(), x, post, comb,
+            count, weighers, *streams.stride()[:2], hc_eps, norm_eps,
+            iterations, number, width, len(base), parts.shape[2], len(parts), triton.next_power_of_2(len(parts)),
+            tokens, triton.next_power_of_2(width), weight is not None, num_warps=4,
+        )  # fmt: skip
+    return x, post, comb

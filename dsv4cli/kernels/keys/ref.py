@@ -1,0 +1,38 @@
+"""Queries and keys in plain PyTorch: norm, rope and block_scale one after another."""
+
+import torch
+
+from dsv4cli.kernels.block_scale.ref import fp8_round
+from dsv4cli.kernels.formats import KV_BLOCK
+from dsv4cli.kernels.norm.ref import head_norm, rms_norm
+from dsv4cli.kernels.rope.ref import rotate
+
+
+def queries_and_keys(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    rotation: torch.Tensor,
+    ring: torch.Tensor,
+    cells: torch.Tensor,
+    eps: float,
+    round_keys: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keys = rotate(rms_norm(kv, weight, eps), rotation)
+    if round_keys:
+        keys = rounded(keys, 2 * rotation.shape[-1])
+    stored = cells >= 0
+    return rotate(head_norm(q, eps), rotation), keys, placed(ring, cells[stored], keys[stored])
+
+
+def rounded(keys: torch.Tensor, turned: int) -> torch.Tensor:
+    """Keys [n, d] with the leading dims through FP8 and the last `turned`, the rotated ones, as they are."""
+    return torch.cat((fp8_round(keys[..., :-turned], KV_BLOCK), keys[..., -turned:]), -1)
+
+
+def placed(buffer: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """buffer [cells, d] with `rows` at `cells`: in place, or a new tensor where a gradient flows through the rows."""
+    rows = rows.to(buffer.dtype)
+    if rows.requires_grad and torch.is_grad_enabled():
+        return buffer.index_copy(0, cells, rows)
+    return buffer.index_copy_(0, cells, rows)

@@ -1,0 +1,257 @@
+"""The router in Triton: logits over experts and columns in one launch, the choice and the weights in a second."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.rows import rows
+
+# tokens up to which a hash layer reads the rows of its chosen experts only, one token at a time
+GATHERED_TOKENS = 512
+
+
+class Tiles(NamedTuple):
+    """What a program of `_logits` takes: tokens, experts, columns in a step; how many programs share a sum."""
+
+    tokens: int
+    experts: int
+    block: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def tiles(count: int) -> Tiles:
+    """Measured on an H200 with 256 experts and a width of 4096."""
+    for most, tile in (
+        (32, Tiles(16, 16, 512, 8, 4, 1)),
+        (128, Tiles(32, 64, 128, 16, 4, 2)),
+        (256, Tiles(64, 64, 64, 8, 4, 4)),
+        (512, Tiles(64, 64, 64, 4, 4, 6)),
+        (2048, Tiles(64, 64, 128, 2, 4, 3)),
+    ):
+        if count <= most:
+            return tile
+    return Tiles(128, 128, 64, 2, 8, 5)
+
+
+def route(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, route_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    experts = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
+    parts = _scored(x, weight, bias) if len(x) == 1 else _parts(x, weight)
+    return experts, _select(parts, bias, experts, None, route_scale)
+
+
+def route_by_id(
+    x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, route_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    experts = torch.empty(len(x), table.shape[1], dtype=torch.int64, device=x.device)
+    if len(x) > GATHERED_TOKENS:
+        return experts, _select(_parts(x, weight), None, experts, (table.contiguous(), ids.contiguous()), route_scale)
+    given, (count, k) = rows(x), experts.shape
+    weights = torch.empty(count, k, device=x.device)
+    if count:
+        _gathered[(count,)](
+            given, weight.contiguous(), table.contiguous(), ids.contiguous(), experts, weights,
+            given.stride(0), route_scale,
+            given.shape[1], k, triton.next_power_of_2(k), min(4096, triton.next_power_of_2(given.shape[1])),
+            num_warps=8,
+        )  # fmt: skip
+    return experts, weights
+
+
+def _scored(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The scores of one token and the same with bias: fp32 [2, 1, E]."""
+    given, (number, width) = rows(x), weight.shape
+    parts = torch.empty(2, 1, number, device=x.device)
+    _scores[(number,)](
+        given, weight.contiguous(), bias, parts, number, width, min(4096, triton.next_power_of_2(width)), num_warps=8
+    )
+    return parts
+
+
+@triton.jit
+def _scores(
+    x,  # [WIDTH]
+    weight,  # [NUMBER, WIDTH]
+    bias,  # [NUMBER]
+    parts,  # [2, NUMBER]
+    NUMBER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    extra, sums = tl.load(bias + expert), tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        factors = tl.load(weight + expert * WIDTH + column, column < WIDTH, other=0.0)
+        values = tl.load(x + column, column < WIDTH, other=0.0)
+        sums += factors.to(tl.float32) * values.to(tl.float32)
+    score = _score(tl.sum(sums, 0))
+    tl.store(parts + expert, score)
+    tl.store(parts + NUMBER + expert, score + extra)
+
+
+def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The logits as fp32 [splits, T, E], parts of a sum over the columns."""
+    given, (count, width), number = rows(x), x.shape, len(weight)
+    tile = tiles(count)
+    columns = triton.cdiv(triton.cdiv(width, tile.splits), tile.block) * tile.block
+    parts = torch.empty(triton.cdiv(width, columns), count, number, device=x.device)
+    if count:
+        _logits[(triton.cdiv(number, tile.experts), triton.cdiv(count, tile.tokens), len(parts))](
+            given, weight.contiguous(), parts, count, given.stride(0),
+            number, width, columns, tile.tokens, tile.experts, tile.block,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return parts
+
+
+@triton.jit(do_not_specialize=["count"])
+def _logits(
+    x,  # [count, WIDTH]
+    weight,  # [NUMBER, WIDTH]
+    parts,  # [splits, count, NUMBER]
+    count,
+    stride,
+    NUMBER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[:, None]
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    first = tl.program_id(2) * COLUMNS
+    sums = tl.zeros([EXPERTS, TOKENS], tl.float32)
+    for start in range(0, COLUMNS, BLOCK):
+        column = first + start + tl.arange(0, BLOCK)[None]
+        place = x + token.to(tl.int64) * stride + column
+        values = tl.load(place, (token < count) & (column < WIDTH), other=0.0)  # [TOKENS, BLOCK]
+        factors = tl.load(weight + expert * WIDTH + column, (expert < NUMBER) & (column < WIDTH), other=0.0)
+        if values.dtype != factors.dtype:
+            values, factors = values.to(tl.float32), factors.to(tl.float32)
+        sums = tl.dot(factors, tl.trans(values), sums, input_precision="ieee")
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[None]
+    place = parts + (tl.program_id(2) * count.to(tl.int64) + token) * NUMBER + expert
+    tl.store(place, tl.trans(sums), (token < count) & (expert < NUMBER))
+
+
+def _select(
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor,
+    by_id: tuple[torch.Tensor, torch.Tensor] | None,
+    route_scale: float,
+) -> torch.Tensor:
+    """Writes the experts, chosen by biased score or, given (table, ids), by token id; returns their weights."""
+    (splits, count, number), k = parts.shape, experts.shape[1]
+    weights = torch.empty(count, k, device=parts.device)
+    table, ids = by_id or (experts, experts)
+    if count:
+        _choose[(count,)](
+            parts, parts if bias is None else bias, table, ids, experts, weights, count, route_scale,
+            number, splits, k, triton.next_power_of_2(number), triton.next_power_of_2(k),
+            by_id is not None, count == 1 and by_id is None,
+            num_warps=1,
+        )  # fmt: skip
+    return weights
+
+
+@triton.jit
+def _score(logits):
+    """sqrt(softplus(logits)); softplus is linear above 20, as torch's."""
+    small = tl.minimum(logits, 20.0)
+    # log(1 + u) = u * log(w) / (w - 1) with w the rounded sum: the rounding cancels (W. Kahan)
+    power = tl.exp(small)
+    above = 1.0 + power
+    soft = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
+    return tl.sqrt(tl.where(logits > 20.0, logits, soft))
+
+
+@triton.jit
+def _ordered(x):
+    """int32 that compare as the floats do."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _choose(
+    parts,  # [SPLITS, count, NUMBER]
+    bias,  # [NUMBER]
+    table,  # [ids, K]
+    ids,  # [count]
+    experts,  # [count, K]
+    weights,  # [count, K]
+    count,
+    route_scale,
+    NUMBER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,  # NUMBER, rounded up
+    PLACES: tl.constexpr,  # K, rounded up
+    BY_ID: tl.constexpr,
+    SCORED: tl.constexpr,  # the parts are a score and the same with bias
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert, place = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
+    if SCORED:
+        scores = tl.load(parts + expert, expert < NUMBER, other=0.0)
+        biased = tl.load(parts + NUMBER + expert, expert < NUMBER, other=0.0)
+    else:
+        logits = tl.zeros([EXPERTS], tl.float32)
+        for split in tl.static_range(SPLITS):
+            row = parts + (split * count.to(tl.int64) + token) * NUMBER
+            logits += tl.load(row + expert, expert < NUMBER, other=0.0)
+        scores = _score(logits)
+        biased = scores if BY_ID else scores + tl.load(bias + expert, expert < NUMBER, other=0.0)
+    chosen, values = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.int32)
+    if BY_ID:
+        row = table + tl.load(ids + token) * K + place
+        chosen = tl.load(row, place < K, other=0).to(tl.int32)
+        values = tl.sum(tl.where(chosen[:, None] == expert[None], scores.to(tl.int32, bitcast=True)[None], 0), 1)
+    else:
+        order = tl.where(expert < NUMBER, _ordered(biased), -0x80000000)
+        for taken in tl.static_range(K):
+            best = tl.min(tl.where(order == tl.max(order, 0), expert, EXPERTS), 0)
+            # as integers, which a warp compares in one instruction; no score is negative
+            value = tl.max(tl.where(expert == best, scores.to(tl.int32, bitcast=True), 0), 0)
+            chosen, values = tl.where(place == taken, best, chosen), tl.where(place == taken, value, values)
+            order = tl.where(expert == best, -0x80000000, order)
+    values = tl.where(place < K, values.to(tl.float32, bitcast=True), 0.0)
+    tl.store(experts + token * K + place, chosen.to(tl.int64), place < K)
+    tl.store(weights + token * K + place, values / tl.sum(values, 0) * route_scale, place < K)
+
+
+@triton.jit
+def _gathered(
+    x,  # [count, WIDTH]
+    weight,  # [experts, WIDTH]
+    table,  # [ids, K]
+    ids,  # [count]
+    experts,  # [count, K]
+    weights,  # [count, K]
+    stride,
+    route_scale,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    PLACES: tl.constexpr,  # K, rounded up
+    BLOCK: tl.constexpr,
+):
+    token, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
+    chosen = tl.load(table + tl.load(ids + token) * K + place, place < K, other=0)
+    sums = tl.zeros([PLACES, BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        values = tl.load(x + token * stride + column, column < WIDTH, other=0.0).to(tl.float32)
+        place_inside = (place < K)[:, None] & (column < WIDTH)[None]
+        factors = tl.load(weight + chosen[:, None] * WIDTH + column[None], place_inside, other=0.0)
+        sums += factors.to(tl.float32) * values[None]
+    scores = tl.where(place < K, _score(tl.sum(sums, 1)), 0.0)
+    tl.store(experts + token * K + place, chosen, place < K)
+    tl.store(weights + token * K + place, scores / tl.sum(scores, 0) * route_scale, place < K)

@@ -1,0 +1,38 @@
+"""How a kernel that works row by row sees a tensor: its rows without a copy, and how many of them a program takes."""
+
+import torch
+
+from dsv4cli.kernels.dispatch import KernelUnsupported
+
+# values that a program holds at once where rows are shorter, 8 for each of 128 threads
+TILE = 1024
+# the longest row that a program holds: 64 fp32 values for each of 256 threads
+LONGEST = 16_384
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] as a view [R, D] with consecutive columns; rows may lie apart, as in a slice of wider ones.
+
+    Raises KernelUnsupported for another dtype than bf16 and fp32, and where no such view exists.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise KernelUnsupported(f"this Triton kernel takes bf16 or fp32, not {x.dtype}")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise KernelUnsupported(f"this Triton kernel takes consecutive columns, not strides {x.stride()}")
+    try:
+        return x.view(x.shape[:-1].numel(), x.shape[-1])
+    except RuntimeError:
+        raise KernelUnsupported(
+            f"this Triton kernel takes evenly spaced rows, not shape {tuple(x.shape)} with strides {x.stride()}"
+        ) from None
+
+
+def tile(width: int) -> tuple[int, int, int]:
+    """For rows of this width: how many a program takes, the power of two that holds one, the warps for it.
+
+    Raises KernelUnsupported for a row longer than LONGEST.
+    """
+    if width > LONGEST:
+        raise KernelUnsupported(f"this Triton kernel takes rows of up to {LONGEST} values, not {width}")
+    columns = 1 << (width - 1).bit_length()
+    return max(1, TILE // columns), columns, 4 if columns <= 2 * TILE else 8

@@ -1,0 +1,26 @@
+"""From logits to tokens: the likeliest, or one drawn at a temperature from the nucleus of probability top_p.
+
+Source: official generate.py (`sample`: Gumbel-max). Nothing waits for the device.
+Triton: fp32 with consecutive columns.
+"""
+
+import torch
+
+from dsv4cli.kernels.dispatch import choose
+from dsv4cli.kernels.sampling import ref
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The place of the largest logit of each row, of equals the lowest: fp32 [R, V] without NaN -> int64 [R]."""
+    return choose(logits, ref).greedy(logits)
+
+
+def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """argmax(chance / noise) of each row over its nucleus, of equals the lowest place.
+
+    logits: finite fp32 [R, V]; noise: fp32 [R, V] above 0, exponential for draws that follow the chances; temperature
+    above 0. Chances are softmax(logits / temperature) in fp32. The nucleus, for top_p below 1: the tokens before which,
+    by falling chance and of equals by rising place, the chances sum to less than top_p; the likeliest is always in it.
+    The sum: exact in Triton, a running one of fp32 in the reference. Returns int64 [R].
+    """
+    return choose(logits, ref).draw(logits, noise, temperature, top_p)

@@ -1,0 +1,175 @@
+"""Sampling in Triton: a row is shared by many programs, a part each; every exchange between them is a launch."""
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.sampling.nucleus import (
+    BINS,
+    BITS,
+    LEVELS,
+    UNIT,
+    add_mass,
+    find_smallest,
+    first_of_nucleus,
+    race_of_nucleus,
+)
+from dsv4cli.kernels.sampling.parts import NOWHERE, best_of, divided, partial
+
+# of a program that works on a part
+WARPS = 4
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    check(logits)
+    rows, width = logits.shape
+    part, parts = divided(width)
+    best, places = partial(rows, parts, logits.device)
+    if rows:
+        _largest[(parts, rows)](logits, best, places, logits.stride(0), width, part, num_warps=WARPS)
+    return first_of_best(best, places)
+
+
+def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    check(logits)
+    check(noise)
+    rows, width = logits.shape
+    device, (part, parts) = logits.device, divided(width)
+    grid, padded = (parts, rows), max(2, triton.next_power_of_2(parts))
+    best, places = partial(rows, parts, device)
+    if not rows:
+        return first_of_best(best, places)
+    chances = torch.empty(rows, width, dtype=torch.float32, device=device)
+    tops, sums = partial(rows, parts, device)[0], partial(rows, parts, device)[0]
+    # of each level: the bins of a row; what the level before has found, a prefix of bits and the sum of all above it
+    mass = torch.empty(LEVELS.value, rows, BINS.value, dtype=torch.int64, device=device)
+    found = torch.empty(LEVELS.value + 1, rows, 2, dtype=torch.int64, device=device)
+    cleared = triton.next_power_of_2(triton.cdiv(BINS.value, parts))
+    _scaled[grid](
+        logits, chances, tops, sums, mass, logits.stride(0), temperature, rows, width, part, cleared, num_warps=WARPS
+    )
+    within, limit = top_p < 1, int(fp32(top_p) * UNIT.value)
+    # all that is less likely holds half of what the nucleus leaves out, at most; no such bound near 1, for fp32 errs
+    least = (1 - top_p) / (2 * width) if top_p < 0.9999 else 0.0
+    _chances[grid](chances, tops, sums, mass, least, parts, width, part, padded, within, num_warps=WARPS)
+    if not within:
+        _race[grid](chances, noise, best, places, noise.stride(0), width, part, num_warps=WARPS)
+        return first_of_best(best, places)
+    for level in range(1, LEVELS.value):
+        find_smallest[grid](chances, mass, found, limit, least, rows, width, part, level, num_warps=WARPS)
+    ties, (tied, tie_places) = partial(rows, parts, device)[1], partial(rows, parts, device)
+    outcome = (best, places, tied, tie_places, ties)
+    race_of_nucleus[grid](
+        chances, noise, mass, found, *outcome, noise.stride(0), limit, rows, width, part, num_warps=WARPS
+    )
+    chosen = torch.empty(rows, dtype=torch.int64, device=device)
+    first_of_nucleus[(rows,)](
+        chances, noise, found, *outcome, chosen, noise.stride(0), rows, parts, width, part, padded, num_warps=WARPS
+    )
+    return chosen
+
+
+def check(x: torch.Tensor) -> None:
+    """Raises KernelUnsupported for what the kernels do not take."""
+    if x.dtype != torch.float32 or x.stride(1) != 1:
+        raise KernelUnsupported(f"Triton samples from fp32 with consecutive columns, not {x.dtype}, {x.stride()}")
+
+
+def fp32(x: float) -> float:
+    """x rounded to fp32, as PyTorch rounds a number that it compares with a tensor."""
+    return float(struct.unpack("f", struct.pack("f", x))[0])
+
+
+def first_of_best(best: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The place of the largest of each row's parts [R, parts] -> int64 [R]."""
+    rows, parts = best.shape
+    chosen = torch.empty(rows, dtype=torch.int64, device=best.device)
+    if rows:
+        _first_of_best[(rows,)](best, places, chosen, parts, triton.next_power_of_2(parts), num_warps=1)
+    return chosen
+
+
+@triton.jit
+def _largest(logits, best, places, stride, WIDTH: tl.constexpr, PART: tl.constexpr):
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    column = part * PART + tl.arange(0, PART)
+    values = tl.load(logits + row * stride + column, column < WIDTH, other=float("-inf"))
+    top, place = best_of(values, column, column < WIDTH)
+    tl.store(best + row * tl.num_programs(0) + part, top)
+    tl.store(places + row * tl.num_programs(0) + part, place)
+
+
+@triton.jit
+def _first_of_best(best, places, chosen, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    values = tl.load(best + row * PARTS + part, part < PARTS, other=float("-inf"))
+    place = tl.load(places + row * PARTS + part, part < PARTS, other=NOWHERE)
+    tl.store(chosen + row, best_of(values, place, part < PARTS)[1].to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scaled(
+    logits,  # [count, WIDTH]
+    scaled,  # [count, WIDTH]: logits / temperature
+    tops,  # [count, parts]: the largest of a part
+    sums,  # [count, parts]: of exp(scaled - top)
+    mass,  # int64 [LEVELS, count, BINS], cleared
+    stride,
+    temperature,
+    count,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    CLEARED: tl.constexpr,
+):
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    column = part * PART + tl.arange(0, PART)
+    values = tl.load(logits + row * stride + column, column < WIDTH, other=float("-inf"))
+    values = tl.div_rn(values, temperature)
+    tl.store(scaled + row * WIDTH + column, values, column < WIDTH)
+    number = part * CLEARED + tl.arange(0, CLEARED)
+    for level in tl.static_range(LEVELS):
+        tl.store(mass + (level * count + row) * BINS + number, tl.zeros([CLEARED], tl.int64), number < BINS)
+    top = tl.max(values, 0)
+    tl.store(tops + row * tl.num_programs(0) + part, top)
+    tl.store(sums + row * tl.num_programs(0) + part, tl.sum(tl.exp(values - top), 0))
+
+
+@triton.jit
+def _chances(
+    chances,  # [rows, WIDTH]: logits / temperature, made chances
+    tops,
+    sums,
+    mass,  # int64 [rows, BINS], of the first level
+    least,  # what is less likely is not in the nucleus
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    PADDED: tl.constexpr,
+    NUCLEUS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    part, column = tl.arange(0, PADDED), tl.program_id(0) * PART + tl.arange(0, PART)
+    values = tl.load(chances + row * WIDTH + column, column < WIDTH, other=float("-inf"))
+    highs = tl.load(tops + row * PARTS + part, part < PARTS, other=float("-inf"))
+    parts = tl.load(sums + row * PARTS + part, part < PARTS, other=0.0)
+    top = tl.max(highs, 0)
+    share = 1.0 / tl.sum(parts * tl.exp(highs - top), 0)
+    chance = tl.exp(values - top) * share
+    tl.store(chances + row * WIDTH + column, chance, column < WIDTH)
+    if NUCLEUS:
+        bits = chance.to(tl.int32, bitcast=True)
+        add_mass(mass + row * BINS, bits >> (LEVELS - 1) * BITS, chance, (column < WIDTH) & (chance > least))
+
+
+@triton.jit
+def _race(chances, noise, best, places, stride, WIDTH: tl.constexpr, PART: tl.constexpr):
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    column = part * PART + tl.arange(0, PART)
+    chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
+    race = chance / tl.load(noise + row * stride + column, column < WIDTH, other=1.0)
+    top, place = best_of(race, column, column < WIDTH)
+    tl.store(best + row * tl.num_programs(0) + part, top)
+    tl.store(places + row * tl.num_programs(0) + part, place)

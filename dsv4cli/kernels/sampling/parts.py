@@ -1,0 +1,28 @@
+"""How a row is divided among programs, and what each finds in its part."""
+
+import torch
+import triton
+import triton.language as tl
+
+# parts of a row; the values of a part where the row is short enough
+PARTS, PART = 128, 1024
+NOWHERE = tl.constexpr(0x7FFFFFFF)
+
+
+def divided(width: int) -> tuple[int, int]:
+    """The values of a part of a row, a power of two, and the number of parts."""
+    part = max(PART, triton.next_power_of_2(triton.cdiv(width, PARTS)))
+    return part, triton.cdiv(width, part)
+
+
+def partial(rows: int, parts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for a number of each part, and for a whole number."""
+    number = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    return number, torch.empty(rows, parts, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def best_of(values, column, known):
+    """The largest of values (fp32 [n]) where known, and its lowest column."""
+    top = tl.max(tl.where(known, values, float("-inf")), 0)
+    return top, tl.min(tl.where(known & (values == top), column, NOWHERE), 0)

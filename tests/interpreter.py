@@ -1,0 +1,137 @@
+"""Triton's interpreter with the arithmetic of a GPU: right roundings, wide products, and no zeros by luck.
+
+Without this it cuts fp32 to bf16 instead of rounding, takes the bits of bf16 for integers, and loses carries in FP8.
+`tests/conftest.py` switches the interpreter itself on, before Triton is imported, where there is no GPU.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+Method = Callable[..., Any]
+
+
+@cache
+def correct() -> None:
+    """Puts the arithmetic below in place of the interpreter's, for the rest of the process."""
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    for name, wrap in (
+        ("cast_impl", rounding_cast),
+        ("create_dot", wide_dot),
+        ("binary_op", wide_operation),
+        ("unary_op", wide_operation),
+        ("create_masked_load", poisoned_load),
+    ):
+        setattr(builder, name, wrap(getattr(builder, name)))
+    builder.create_fp_to_fp = conversion
+    executor.__call__ = quiet(executor.__call__)
+    interpreter._patch_lang_tensor = with_index(interpreter._patch_lang_tensor)
+
+
+def rounding_cast(cast: Method) -> Method:
+    def call(self: Any, source: Any, target: Any) -> Any:
+        return narrow(cast(self, wide(source), wide_type(target.scalar)), target.scalar)
+
+    return call
+
+
+def conversion(self: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    from triton.runtime import interpreter
+
+    assert rounding_mode in (None, interpreter._ir.ROUNDING_MODE.RTNE), "only rounding to nearest is simulated"
+    return self.cast_impl(source, target)
+
+
+def wide_dot(dot: Method) -> Method:
+    def call(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        a, b = wide(a), wide(b)
+        if a.data.dtype != np.float32:
+            return dot(self, a, b, d, *precision)
+        product = torch.from_numpy(np.array(a.data)) @ torch.from_numpy(np.array(b.data))
+        return dataclasses.replace(d, data=d.data + product.numpy().astype(d.data.dtype))
+
+    return call
+
+
+def wide_operation(operation: Method) -> Method:
+    """The same on fp32 and rounded to the operands' dtype; a comparison's result stays boolean."""
+
+    def call(self: Any, first: Any, *rest: Any) -> Any:
+        *others, op = rest
+        result = operation(self, wide(first), *map(wide, others), op)
+        return result if result.data.dtype == np.bool_ else narrow(result, first.dtype.scalar)
+
+    return call
+
+
+def poisoned_load(load: Method) -> Method:
+    """A load without `other` gives, where it is masked, whatever a test cannot overlook."""
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
+    def call(self: Any, pointers: Any, mask: Any, other: Any, *hints: Any, **named: Any) -> Any:
+        if other is None:
+            dtype = pointers.get_element_ty()
+            stored = _get_np_dtype(dtype)
+            # NaN in every float format; an index far out of range; true
+            byte = 1 if dtype.is_int1() else 0xFF if dtype.is_floating() else 0x7F
+            values = np.full((*pointers.data.shape, stored.itemsize), byte, np.uint8).view(stored)[..., 0]
+            other = TensorHandle(values, dtype)
+        return load(self, pointers, mask, other, *hints, **named)
+
+    return call
+
+
+def quiet(launch: Method) -> Method:
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        with np.errstate(all="ignore"):  # infinities and NaN are results
+            return launch(self, *arguments, **options)
+
+    return call
+
+
+def with_index(patch: Method) -> Method:
+    def call(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # a range over a runtime number
+
+    return call
+
+
+def narrow_dtype(dtype: Any) -> torch.dtype | None:
+    """The torch dtype of a float format that numpy does not have; None for every other type."""
+    names = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    return names.get(dtype.scalar.name)
+
+
+def wide_type(dtype: Any) -> Any:
+    import triton.language as tl
+
+    return tl.float32 if narrow_dtype(dtype) else dtype
+
+
+def wide(handle: Any) -> Any:
+    """bf16 and FP8 as fp32, which has all their values; any other handle as it is."""
+    dtype = narrow_dtype(handle.dtype)
+    if dtype is None:
+        return handle
+    values = torch.from_numpy(np.array(handle.data)).view(dtype).float()
+    return dataclasses.replace(handle, data=values.numpy(), dtype=wide_type(handle.dtype))
+
+
+def narrow(handle: Any, target: Any) -> Any:
+    """Values rounded to nearest even; FP8 is clamped to its largest finite value, as NVIDIA's instructions do."""
+    dtype = narrow_dtype(target)
+    if dtype is None:
+        return handle
+    values = torch.from_numpy(np.array(handle.data))
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)
+    bits = values.to(dtype).view(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
+    return dataclasses.replace(handle, data=bits.numpy(), dtype=target)
