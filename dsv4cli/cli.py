@@ -15,6 +15,7 @@ from dsv4cli import __version__
 from dsv4cli.commands.convert import convert
 from dsv4cli.commands.download import download
 from dsv4cli.commands.inspect import inspect
+from dsv4cli.commands.profile import profile
 from dsv4cli.commands.run import run
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory
 from dsv4cli.options import epilog
@@ -71,6 +72,7 @@ app.command(
         "dsv4 run --model flash --score texts.jsonl --prefill-chunk 1",
     )
 )(run)
+app.add_typer(profile, name="profile")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,180 @@
+"""`dsv4 profile`: how long the model's operations and whole steps take on this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsv4cli.commands.profile_report import show_changes, show_kernels, show_step
+from dsv4cli.errors import UnsoundResult, UsageError
+from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, epilog
+from dsv4cli.output import Output, size_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4cli.engine.model import Transformer
+    from dsv4cli.engine.source import FolderSource, RandomSource
+
+ShapesOpt = Annotated[
+    str,
+    typer.Option("--model", "-m", help="Whose shapes: flash, pro, flash-0731, tiny (no files needed), or any model."),
+]
+CasesOpt = Annotated[
+    str, typer.Option(metavar="N,N", help="Tokens of a step: up to 64 are of as many sequences, more of one prompt.")
+]
+ContextOpt = Annotated[int, typer.Option("--context", help="Tokens of each sequence, the step's own included.")]
+RanksOpt = Annotated[int, typer.Option(min=1, help="Shapes of one rank of so many.")]
+OnlyOpt = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="This operation or family only; may be given again.")
+]
+BaselineOpt = Annotated[
+    Path | None, typer.Option(metavar="OLD.json", help="What --json printed before: show what has changed.")
+]
+PlotOpt = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a .png or .svg file; needs matplotlib.")
+]
+StepTokensOpt = Annotated[
+    int, typer.Option(min=1, help="Tokens of each sequence in the step: 1 decodes, more are a part of a prompt.")
+]
+BeforeOpt = Annotated[
+    int | None,
+    typer.Option("--context", min=0, help="Tokens before the step; if absent, 4096 to decode and 0 for a prompt."),
+]
+BatchOpt = Annotated[int, typer.Option(min=1, max=64, help="Sequences in the step.")]
+TraceOpt = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Write one step as a trace for Perfetto or chrome://tracing.")
+]
+
+profile = typer.Typer(
+    help="Measure the model's operations and steps on this machine.",
+    epilog=epilog("dsv4 profile kernels --model flash", "dsv4 profile step"),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@profile.command(
+    epilog=epilog(
+        "dsv4 profile kernels",
+        "dsv4 profile kernels --model flash --tokens 1,16,4096 --tp 2",
+        "dsv4 profile kernels --model pro --only attention --context 131072",
+        "dsv4 profile kernels --json > old.json",
+        "dsv4 profile kernels --baseline old.json",
+    )
+)
+def kernels(
+    context: typer.Context,
+    model: ShapesOpt = "nano",
+    tokens: CasesOpt = "1,16",
+    length: ContextOpt = 4096,
+    tp: RanksOpt = 1,
+    only: OnlyOpt = None,
+    baseline: BaselineOpt = None,
+    plot: PlotOpt = None,
+    device: DeviceOpt = "auto",
+    backend: BackendOpt = "auto",
+    as_json: JsonOpt = False,
+) -> None:
+    """Time every operation at a model's shapes, one by one.
+
+    What this device copies, reads and multiplies at most is measured first; each operation is compared with its
+    reference before a time is shown. On a GPU its inputs come from memory, not from the cache.
+    """
+    from dsv4cli.engine.backend import resolve_backend
+    from dsv4cli.engine.device import resolve_device
+    from dsv4cli.engine.profiling.ceilings import measure_ceilings
+    from dsv4cli.engine.profiling.document import kernels_document
+    from dsv4cli.engine.profiling.kernels import check_context, profile_kernels, read_shapes, read_tokens
+    from dsv4cli.engine.profiling.plot import check_plot, draw_roofline
+
+    out, counts, place = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
+    chosen, old = resolve_backend(backend, place), _baseline(baseline, "kernels")
+    if plot is not None:
+        check_plot(plot)
+    shapes = read_shapes(model, tp)
+    check_context(shapes, counts, length)
+    measured = profile_kernels(shapes, counts, length, only or (), place, chosen)
+    out.status(f"measuring on {place}; this takes a while at the shapes of a large model")
+    document = kernels_document(model, chosen, tp, place, measure_ceilings(place), measured)
+    if plot is not None:
+        draw_roofline(document, plot)
+    _report(out, document, old)
+    wrong = [line for line in document["results"] if line["wrong"]]
+    if wrong:
+        raise UnsoundResult(
+            f"{wrong[0]['name']} with {wrong[0]['tokens']} tokens: {wrong[0]['wrong']}",
+            "compare with --backend torch or another --device",
+        )
+
+
+@profile.command(
+    short_help="Time a whole step of a model and its parts.",
+    epilog=epilog(
+        "dsv4 profile step",
+        "dsv4 profile step --model flash --context 131072",
+        "dsv4 profile step --model random:flash,layers=6 --tokens 2048",
+        "dsv4 profile step --batch 16 --trace step.json",
+    ),
+)
+def step(
+    context: typer.Context,
+    model: ModelOpt = "nano",
+    tokens: StepTokensOpt = 1,
+    before: BeforeOpt = None,
+    batch: BatchOpt = 1,
+    baseline: BaselineOpt = None,
+    trace: TraceOpt = None,
+    device: DeviceOpt = "auto",
+    backend: BackendOpt = "auto",
+    as_json: JsonOpt = False,
+) -> None:
+    """Time a whole step of a model, prefill or decode, and each part of it.
+
+    The tokens before the step are random values in the cache: nothing has to be prefilled.
+    """
+    from dsv4cli.engine.backend import resolve_backend
+    from dsv4cli.engine.device import resolve_device
+    from dsv4cli.engine.profiling.ceilings import measure_ceilings
+    from dsv4cli.engine.profiling.document import step_document
+    from dsv4cli.engine.profiling.step import choose_load, profile_step
+    from dsv4cli.engine.source import resolve_model
+
+    out, source, place = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
+    chosen, old = resolve_backend(backend, place), _baseline(baseline, "step")
+    if trace is not None and not trace.parent.is_dir():
+        raise UsageError(f"--trace: there is no folder {trace.parent}", "make it, or name another")
+    load = choose_load(source.identity.config, tokens, before, batch)
+    ceilings = measure_ceilings(place)
+    transformer = _load(out, source, place)
+    found = profile_step(transformer, load, place, chosen, trace)
+    document = step_document(model, chosen, place, load, ceilings, found)
+    _report(out, document, old)
+    if trace is not None:
+        out.hint(f"open {trace} in https://ui.perfetto.dev")
+
+
+def _baseline(path: Path | None, kind: str) -> dict[str, Any] | None:
+    from dsv4cli.engine.profiling.compare import read_baseline
+
+    return None if path is None else read_baseline(path, kind)
+
+
+def _load(out: Output, source: "FolderSource | RandomSource", device: "torch.device") -> "Transformer":
+    from dsv4cli.engine.loading import load_model
+    from dsv4cli.engine.numerics import Numerics
+
+    with out.progress("loading") as progress:
+        model = load_model(source, Numerics.reference(), device=device, progress=progress)
+    out.status(f"{source.name} on {device}: {size_text(sum(p.nbytes for p in model.parameters()))}")
+    return model
+
+
+def _report(out: Output, document: dict[str, Any], old: dict[str, Any] | None) -> None:
+    from dsv4cli.engine.profiling.compare import compare
+
+    comparison = None if old is None else compare(old, document)
+    out.document(document | {"baseline": comparison and comparison.record()})
+    (show_kernels if document["kind"] == "kernels" else show_step)(out, document)
+    if comparison is not None:
+        show_changes(out, comparison)

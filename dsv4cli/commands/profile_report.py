@@ -1,0 +1,139 @@
+"""What `dsv4 profile` shows to people: where it ran, the table, what has changed."""
+
+from typing import TYPE_CHECKING, Any
+
+from dsv4cli.output import Output, counted, size_text
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.profiling.compare import Comparison
+
+Document = dict[str, Any]
+KERNELS = ("operation", "tokens", "time", "spread", "GB/s", "of max", "TFLOP/s", "of max")
+OTHERS = ("operation", "tokens", "time", "reference", "faster", "library", "faster")
+STEP = ("part", "number", "time", "share")
+
+
+def show_kernels(out: Output, document: Document) -> None:
+    """The machine, its ceilings, a line for each operation."""
+    _show_machine(out, document)
+    results = document["results"]
+    shown = [line for line in results if line["seconds"]]
+    if shown:
+        out.line()
+        out.table([KERNELS, *(_kernel(line) for line in shown)], numbers=True)
+        out.line()
+        compared = [line for line in shown if line["reference_seconds"] or line["rival"]]
+        if compared:
+            out.table([OTHERS, *(_others(line) for line in compared)], numbers=True)
+            out.line()
+        if any(line["seconds"]["method"] == "events" for line in shown):
+            out.line("operations that wait for the host are timed one by one, with their gaps")
+        if not any(line["cold"] for line in shown):
+            out.line("inputs may be in the cache: it is emptied on a GPU only, and for large inputs")
+    for line in results:
+        if line["skipped"]:
+            out.line(f"skipped {line['name']} x{line['tokens']}: {line['skipped']}")
+    for line in results:
+        if line["wrong"]:
+            out.line(f"WRONG {line['name']} x{line['tokens']}: {line['wrong']}", strong=True)
+
+
+def show_step(out: Output, document: Document) -> None:
+    """The machine, the step, a line for each part of the model."""
+    _show_machine(out, document)
+    whole, *parts = document["results"]
+    seconds, weights = whole["seconds"], document["weights"]
+    what = "decode" if document["tokens"] == 1 else "prefill"
+    sequences, tokens = counted(document["batch"], "sequence"), counted(document["tokens"], "token")
+    rows = [
+        ("step", f"{what}: {sequences}, {tokens} of each after {document['context']:,}"),
+        ("time", f"{_time(seconds['median'])} ({_time(seconds['low'])} to {_time(seconds['high'])})"),
+        ("", f"{document['tokens_per_second']:,.1f} tokens/s"),
+        ("weights", f"{size_text(weights['bytes'])} read, which alone takes {_time(weights['floor_seconds'])}"),
+        ("", f"{weights['of_bandwidth']:.1%} of the bandwidth measured"),
+    ]
+    launched = document["kernels"]
+    if launched:
+        each = launched["per_token"]
+        rows.append(("kernels", f"{launched['count']:,} in the step, {each['count']:,.0f} for a token"))
+        rows.append(("gaps", f"{_time(launched['gap_seconds'])}: the GPU is busy {_time(launched['busy_seconds'])}"))
+    out.table(rows)
+    out.line()
+    out.table([STEP, *(_part(line) for line in parts)], numbers=True)
+
+
+def show_changes(out: Output, comparison: "Comparison") -> None:
+    """Before, now and their ratio, after what differs beside the times."""
+    out.line()
+    if not comparison.same_device:
+        out.warning("the baseline was measured on another device: the ratios compare machines")
+    for name, (before, now) in comparison.differences.items():
+        out.line(f"{name}: {before}, now {now}")
+    rows = [
+        (change.name, _time(change.before), _time(change.now), f"{change.speedup:.2f}x" if change.speedup else "-")
+        for change in comparison.changes
+    ]
+    out.table([("since the baseline", "before", "now", "faster"), *rows], numbers=True)
+
+
+def _show_machine(out: Output, document: Document) -> None:
+    machine, ceilings = document["machine"], document["ceilings"]
+    versions = [f"torch {machine['torch']}"]
+    versions += [f"{name} {machine[name]}" for name in ("triton", "driver") if machine[name]]
+    rates = [f"{rate / 1e12:.3g} TFLOP/s {name}" for name, rate in ceilings["matmul_flops"].items()]
+    bandwidths = [f"{kind} {_rate(ceilings[f'{kind}_bytes_per_second'])}" for kind in ("copy", "read")]
+    rows = [
+        ("device", machine["device"]),
+        ("software", ", ".join(versions)),
+        ("model", f"{document['model']}, backend {document['backend']}"),
+        ("at most", ", ".join([*bandwidths, *rates])),
+    ]
+    if machine["commit"]:
+        rows.append(("commit", machine["commit"]))
+    out.table(rows)
+
+
+def _kernel(line: Document) -> tuple[str, ...]:
+    seconds = line["seconds"]
+    spread = (seconds["high"] - seconds["low"]) / seconds["median"]
+    computes = line["flops"] > 0
+    return (
+        line["name"],
+        f"{line['tokens']:,}",
+        _time(seconds["median"]),
+        f"{spread:.0%}",
+        f"{line['bytes_per_second'] / 1e9:,.1f}",
+        f"{line['of_bandwidth']:.1%}",
+        f"{line['flops_per_second'] / 1e12:.3g}" if computes else "-",
+        f"{line['of_matmul']:.1%}" if computes else "-",
+    )
+
+
+def _others(line: Document) -> tuple[str, ...]:
+    """Beside the reference and a library's operator."""
+    ours, reference = line["seconds"]["median"], line["reference_seconds"] and line["reference_seconds"]["median"]
+    name, rival = (line["rival"]["name"], line["rival"]["seconds"]["median"]) if line["rival"] else ("", None)
+    return (
+        line["name"],
+        f"{line['tokens']:,}",
+        _time(ours),
+        _time(reference),
+        f"{reference / ours:.3g}x" if reference else "-",
+        f"{name} {_time(rival)}",
+        f"{rival / ours:.3g}x" if rival else "-",
+    )
+
+
+def _part(line: Document) -> tuple[str, ...]:
+    count = "" if line["count"] is None else f"{line['count']}"
+    return line["name"], count, _time(line["seconds"]["median"]), f"{line['share']:.1%}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e6:,.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:,.2f} ms"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{size_text(round(bytes_per_second))}/s"

@@ -1,0 +1,72 @@
+"""The fastest that this very device copies, reads and multiplies: what every other number is compared with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4cli.engine.profiling.clock import Call, time_calls
+
+# buffers far beyond any cache, and matrices that fill the device
+GPU_BYTES, CPU_BYTES = 2**30, 2**26
+GPU_SIDE, CPU_SIDE = 8192, 768
+# the first compute capability with FP8 tensor cores
+FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """copy: bytes read and written per second; read: bytes only read; matmul: FLOP per second by operand format."""
+
+    copy: float
+    read: float
+    matmul: dict[str, float]
+
+    @property
+    def bandwidth(self) -> float:
+        """The larger of both, so that no operation has more than all of it."""
+        return max(self.copy, self.read)
+
+    def rate(self, quantised: bool) -> float:
+        """The matmul rate for weights in FP8 or FP4, or for wider ones."""
+        wide = next(rate for name, rate in self.matmul.items() if name != "fp8")
+        return self.matmul.get("fp8", wide) if quantised else wide
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"copy_bytes_per_second": self.copy, "read_bytes_per_second": self.read, "matmul_flops": self.matmul}
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Copies and reads 1 GiB (64 MiB on a CPU) and multiplies square matrices."""
+    count = (GPU_BYTES if device.type == "cuda" else CPU_BYTES) // 4
+    source = torch.ones(count, device=device)
+    target = torch.empty_like(source)
+    # an addition, because a copy inside a CUDA graph is not the fastest one
+    copy = _seconds(lambda: torch.add(source, 1.0, out=target), device)
+    read = _seconds(source.sum, device)
+    return Ceilings(2 * source.nbytes / copy, source.nbytes / read, _matmul_rates(device))
+
+
+def _matmul_rates(device: torch.device) -> dict[str, float]:
+    on_gpu = device.type == "cuda"
+    side = GPU_SIDE if on_gpu else CPU_SIDE
+    work = 2.0 * side**3
+    # the reference multiplies in fp32 on a CPU
+    a = torch.randn(side, side, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    rates = {"bf16" if on_gpu else "fp32": work / _seconds(lambda: a @ a, device)}
+    if on_gpu and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+        left, one = a.to(torch.float8_e4m3fn), torch.ones((), device=device)
+
+        def multiply() -> torch.Tensor:
+            return torch._scaled_mm(
+                left, left.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+        rates["fp8"] = work / _seconds(multiply, device)
+    return rates
+
+
+def _seconds(call: Call, device: torch.device) -> float:
+    call()
+    return time_calls([call], device).median

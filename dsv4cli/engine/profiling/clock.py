@@ -1,0 +1,129 @@
+"""How long a call takes on a device, once and repeatedly."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+Call = Callable[[], object]
+Method = Literal["host", "graph", "events"]
+WARM, SAMPLES = 3, 15
+# a CPU is sampled for this long, at least and at most so often
+CPU_SECONDS, CPU_FEWEST, CPU_MOST = 0.04, 3, 200
+# a CUDA graph holds calls for so long, so that the events at its ends weigh little, and at most so many
+GRAPH_SECONDS, GRAPH_CALLS = 2e-3, 16
+# longer calls are taken one by one, and few of them
+LONG_SECONDS, LONG_SAMPLES = 20e-3, 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median of `samples` measurements; low and high leave a tenth of them on each side.
+
+    method: "host" wall clock of a CPU; "graph" calls one after another in a CUDA graph; "events" one by one between two
+    CUDA events after the cache was flushed, for operations that wait for the host, whose gaps are part of the time, and
+    for long ones.
+    """
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    method: Method
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], method: Method) -> "Timing":
+        """The summary of some measurements."""
+        ordered = sorted(seconds)
+        tenth = len(ordered) // 10
+        return cls(median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered), method)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
+    """Seconds of one call; the calls do the same work on different memory and are taken in turn.
+
+    Each call must have run once before, so that nothing is compiled here.
+    """
+    if device.type != "cuda":
+        return Timing.of(_on_host(calls), "host")
+    with torch.cuda.device(device):
+        if _waits_for_host(calls[0]):
+            return Timing.of(_by_events(calls, device, WARM, SAMPLES), "events")
+        (once,) = _between_events(calls[:1])
+        if once > LONG_SECONDS:
+            return Timing.of(_by_events(calls, device, 0, LONG_SAMPLES), "events")
+        return Timing.of(_by_graph(calls, once), "graph")
+
+
+def wait(device: torch.device) -> None:
+    """Returns when the device has done everything that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The size of a GPU's last cache, 0 for a CPU, whose caches stay as they are."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+def _on_host(calls: Sequence[Call]) -> list[float]:
+    seconds: list[float] = []
+    while len(seconds) < CPU_FEWEST or (sum(seconds) < CPU_SECONDS and len(seconds) < CPU_MOST):
+        start = time.perf_counter()
+        calls[len(seconds) % len(calls)]()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _waits_for_host(call: Call) -> bool:
+    """Whether the call copies something to the host or waits for it: a CUDA graph cannot hold it."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def _by_graph(calls: Sequence[Call], once: float) -> list[float]:
+    rounds = -(-min(GRAPH_CALLS, int(GRAPH_SECONDS / once) + 1) // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    for _ in range(WARM):
+        graph.replay()
+    return [seconds / (rounds * len(calls)) for seconds in _between_events([graph.replay] * SAMPLES)]
+
+
+def _by_events(calls: Sequence[Call], device: torch.device, warm: int, samples: int) -> list[float]:
+    # twice the cache: what the call before left there is gone
+    flush = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device)
+    turns = [calls[number % len(calls)] for number in range(warm + samples)]
+    return _between_events(turns, before=flush.zero_)[warm:]
+
+
+def _between_events(calls: Sequence[Call], before: Call | None = None) -> list[float]:
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls]
+    for call, (start, end) in zip(calls, pairs, strict=True):
+        if before is not None:
+            before()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]

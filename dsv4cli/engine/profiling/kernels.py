@@ -1,0 +1,249 @@
+"""Times every operation of a model at its shapes, each checked against its reference first."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.device import free_memory, step_memory
+from dsv4cli.engine.layout import Formats, expected_tensors
+from dsv4cli.engine.parallel import World
+from dsv4cli.engine.presets import PRESETS
+from dsv4cli.engine.profiling.bounds import deviation
+from dsv4cli.engine.profiling.case import Case, Rival, Tensors, Work
+from dsv4cli.engine.profiling.cases_attention import attentions, index
+from dsv4cli.engine.profiling.cases_linear import linears
+from dsv4cli.engine.profiling.cases_moe import mixture
+from dsv4cli.engine.profiling.cases_state import compressors, keys, samplers
+from dsv4cli.engine.profiling.cases_streams import connections, norms, roundings
+from dsv4cli.engine.profiling.ceilings import Ceilings
+from dsv4cli.engine.profiling.clock import Timing, cache_bytes, time_calls
+from dsv4cli.engine.profiling.compiling import nothing_compiles
+from dsv4cli.engine.profiling.scene import Scene, Shapes
+from dsv4cli.engine.source import resolve_model
+from dsv4cli.errors import UsageError
+from dsv4cli.kernels.dispatch import Backend, KernelUnsupported, use
+
+FAMILIES = (linears, roundings, norms, keys, connections, compressors, index, attentions, mixture, samplers)
+MOST_TOKENS = 65536
+# what a CPU takes in about a second
+CPU_BYTES, CPU_FLOPS = 3 * 10**8, 4 * 10**9
+# copies of the inputs, taken in turn so that each call finds its own outside the cache
+COLD, MOST_COPIES = 4, 64
+# of the free memory that the inputs of one case and their copies may take; the reference in fp32 takes more beside them
+SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One operation: its time, or why it has none.
+
+    error: relative L2 against the reference, None before that; wrong: why its result is not to be trusted, or '';
+    skipped: why it was not run, or ''. nbytes: read and written. copies: of the inputs, taken in turn; cold: whether
+    they exceed the cache together. reference: the time of its plain PyTorch twin, None where that is what was measured;
+    rival, rival_name: the same of a library's own operator, where there is one.
+    """
+
+    case: Case
+    tokens: int
+    context: int
+    timing: Timing | None = None
+    nbytes: int = 0
+    flops: int = 0
+    copies: int = 0
+    cold: bool = False
+    error: float | None = None
+    reference: Timing | None = None
+    rival: Timing | None = None
+    rival_name: str = ""
+    wrong: str = ""
+    skipped: str = ""
+
+    def record(self, ceilings: Ceilings) -> dict[str, Any]:
+        """For JSON."""
+        case, seconds = self.case, self.timing.median if self.timing else None
+        rates = (self.nbytes / seconds, self.flops / seconds) if seconds else (None, None)
+        finite = self.error is not None and self.error < float("inf")
+        return {
+            "name": case.name,
+            "family": case.family,
+            "shape": case.shape,
+            "tokens": self.tokens,
+            "context": self.context,
+            "seconds": self.timing.record() if self.timing else None,
+            "bytes": self.nbytes,
+            "flops": self.flops,
+            "bytes_per_second": rates[0],
+            "flops_per_second": rates[1],
+            "of_bandwidth": rates[0] and rates[0] / ceilings.bandwidth,
+            "of_matmul": rates[1] and rates[1] / ceilings.rate(case.quantised),
+            "copies": self.copies,
+            "cold": self.cold,
+            "reference_seconds": self.reference and self.reference.record(),
+            "rival": self.rival and {"name": self.rival_name, "seconds": self.rival.record()},
+            "error": self.error if finite else None,
+            "bound": case.bound.limit,
+            "bound_reason": case.bound.reason,
+            "wrong": self.wrong or None,
+            "skipped": self.skipped or None,
+        }
+
+
+def read_shapes(model: str, tp: int) -> Shapes:
+    """The shapes of a released model by its name (flash, pro, flash-0731, tiny), or of any source of a model.
+
+    Raises what `resolve_model` and `identify` raise, UsageError for ranks that do not divide the model.
+    """
+    if model in PRESETS:
+        config, formats = parse_config(PRESETS[model], model), Formats()
+    else:
+        identity = resolve_model(model).identity
+        config, formats = identity.config, identity.formats
+    World(0, tp).check_divides(config)
+    return Shapes(config, expected_tensors(config, formats), tp)
+
+
+def read_tokens(text: str) -> list[int]:
+    """The numbers of '1,16'. Raises UsageError for anything else."""
+    parts = text.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+        raise UsageError(f"--tokens cannot be {text!r}", "give whole numbers with commas between them: 1,16")
+    tokens = [int(part) for part in parts]
+    if not all(1 <= count <= MOST_TOKENS for count in tokens):
+        raise UsageError(f"--tokens cannot be {text!r}", f"each number is from 1 to {MOST_TOKENS}")
+    return list(dict.fromkeys(tokens))
+
+
+def check_context(shapes: Shapes, tokens: Iterable[int], context: int) -> None:
+    """Raises UsageError for a context that the model does not have, or that a prompt of so many tokens exceeds."""
+    most = shapes.config.max_position_embeddings
+    if not 1 <= context <= most:
+        raise UsageError(f"--context cannot be {context}", f"this model has contexts from 1 to {most}")
+    longest = max(tokens)
+    if longest > most:
+        raise UsageError(f"--tokens {longest} is longer than the model's context", f"use at most {most}")
+
+
+def select_cases(scene: Scene, only: Sequence[str]) -> list[Case]:
+    """The cases with these names or of these families; all where none is given. Raises UsageError for another name."""
+    cases = [case for family in FAMILIES for case in family(scene)]
+    known = dict.fromkeys([*(case.name for case in cases), *(case.family for case in cases)])
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise UsageError(f"--only: there is no operation {unknown[0]!r} here", "known: " + ", ".join(known))
+    return [case for case in cases if not only or case.name in only or case.family in only]
+
+
+def profile_kernels(
+    shapes: Shapes, tokens: Sequence[int], context: int, only: Sequence[str], device: torch.device, backend: Backend
+) -> Iterator[Measured]:
+    """Measures case by case; inputs of one case are on the device at a time.
+
+    Raises UsageError as `select_cases`, before anything is measured, and UnsoundResult where a kernel is compiled while
+    time is taken.
+    """
+    plans = []
+    for count in tokens:
+        scene = Scene(shapes, count, context, device)
+        plans.append((scene, select_cases(scene, only)))
+    return (_one(case, scene, backend) for scene, cases in plans for case in cases)
+
+
+def _one(case: Case, scene: Scene, backend: Backend) -> Measured:
+    if scene.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the case before has freed counts as free
+    with use(backend), step_memory(scene.device):
+        return measure(case, scene, backend)
+
+
+@torch.no_grad()
+def measure(case: Case, scene: Scene, backend: Backend) -> Measured:
+    """One case: whether it fits, then whether it is right, then how long it takes, and its twin and its rival."""
+    refusal = _refusal(case, scene.device)
+    result = partial(Measured, case, scene.tokens, scene.context)
+    if refusal:
+        return result(skipped=refusal)
+    work = case.build(scene)
+    try:
+        outputs = _tuple(work.run(*(work.arguments if work.written is None else _cloned(work.arguments))))
+    except KernelUnsupported as reason:
+        return result(skipped=reason.message)
+    error = _error(case, work, outputs)
+    if not error <= case.bound.limit:
+        return result(error=error, wrong=_complaint(case, error))
+    read = _nbytes(work.arguments) if work.read is None else work.read
+    nbytes = read + (_nbytes(outputs) if work.written is None else work.written)
+    sets = _copies(work, nbytes, scene.device)
+    calls = [partial(work.run, *arguments) for arguments in sets]
+    with nothing_compiles():
+        timing = time_calls(calls, scene.device)
+    cache = cache_bytes(scene.device)
+    cold = bool(cache) and (timing.method == "events" or len(sets) * nbytes >= 2 * cache)
+    result = partial(result, timing=timing, nbytes=nbytes, flops=work.flops, copies=len(sets), cold=cold, error=error)
+    if backend == "triton":
+        reference = time_calls([partial(work.reference, *arguments) for arguments in sets], scene.device)
+        result = partial(result, reference=reference)
+    if work.rival:
+        result = partial(result, rival=_time_rival(work.rival, sets, scene.device), rival_name=work.rival.name)
+    return result()
+
+
+def _time_rival(rival: Rival, sets: Sequence[tuple[torch.Tensor | None, ...]], device: torch.device) -> Timing:
+    calls = [partial(rival.run, *rival.prepare(*arguments)) for arguments in sets]
+    calls[0]()
+    return time_calls(calls, device)
+
+
+def _refusal(case: Case, device: torch.device) -> str:
+    """Why the case is not run on this device, or ''."""
+    if device.type == "cpu":
+        if case.needs > CPU_BYTES:
+            return f"its inputs take {case.needs / 1e9:.2f} GB, a CPU is given {CPU_BYTES / 1e9:.1f} GB"
+        if case.cost > CPU_FLOPS:
+            return f"it takes {case.cost / 1e9:.1f} GFLOP, a CPU is given {CPU_FLOPS / 1e9:.0f} GFLOP"
+    free = free_memory(device)
+    if free is not None and case.needs > free * 2 * SHARE:
+        return f"its inputs take {case.needs / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+    return ""
+
+
+def _error(case: Case, work: Work, outputs: Tensors) -> float:
+    arguments = work.arguments if case.exact else tuple(map(_in_fp32, work.arguments))
+    expected = _tuple(work.reference(*arguments))
+    return deviation(work.compared(outputs), work.compared(expected), case.bound)
+
+
+def _complaint(case: Case, error: float) -> str:
+    if error == float("inf"):
+        return "its result is not finite" if case.bound.limit else "its result is not equal to the reference's"
+    return f"it is {error:.2g} from its reference, at most {case.bound.limit:.2g} is allowed ({case.bound.reason})"
+
+
+def _in_fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.float() if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
+
+
+def _copies(work: Work, nbytes: int, device: torch.device) -> list[tuple[torch.Tensor | None, ...]]:
+    """The inputs and, on a GPU, as many copies as it takes to leave the cache before the first comes again."""
+    sets = [work.arguments]
+    cache, size = cache_bytes(device), max(_nbytes(work.arguments), 1)
+    if cache:
+        free = free_memory(device) or 0
+        wanted = min(-(-COLD * cache // nbytes), MOST_COPIES, int(free * SHARE) // size)
+        sets += [_cloned(work.arguments) for _ in range(wanted - 1)]
+    return sets
+
+
+def _cloned(tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if tensor is None else tensor.clone() for tensor in tensors)
+
+
+def _tuple(outputs: torch.Tensor | Tensors) -> Tensors:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+
+
+def _nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

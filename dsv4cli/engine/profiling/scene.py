@@ -1,0 +1,152 @@
+"""The inputs of one operation at a model's shapes: weights as stored, activations, and a step's places in the cache."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+
+from dsv4cli.engine.batch import Batch, make_batch
+from dsv4cli.engine.cache import Cache
+from dsv4cli.engine.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.layout import TensorSpec
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.parallel import World
+from dsv4cli.engine.random_weights import random_tensors
+from dsv4cli.engine.weights import TORCH_DTYPES, local_shape
+
+# up to here the tokens of a step are the next ones of as many sequences, beyond they are one prompt
+MOST_SEQUENCES = 64
+DTYPE = torch.bfloat16
+# the values of expert n are those of expert 0, moved on by n times this prime
+EXPERT_SHIFT = 7919
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model on one of `tp` ranks: its configuration, with the numbers of this rank, and its table of tensors."""
+
+    config: ModelConfig
+    table: dict[str, TensorSpec]
+    tp: int
+
+    @cached_property
+    def local(self) -> ModelConfig:
+        """The dimensions of one rank."""
+        return replace(
+            self.config,
+            num_attention_heads=self.config.num_attention_heads // self.tp,
+            o_groups=self.config.o_groups // self.tp,
+            index_n_heads=self.config.index_n_heads // self.tp,
+            moe_intermediate_size=self.config.moe_intermediate_size // self.tp,
+            vocab_size=self.config.vocab_size // self.tp,
+        )
+
+    def spec(self, name: str) -> TensorSpec:
+        """A tensor as this rank holds it."""
+        spec = self.table[name]
+        cut = local_shape(spec, World(0, self.tp))
+        last = spec.shard is not None and spec.shard == len(spec.shape) - 1
+        return replace(spec, shape=cut, columns=spec.columns // self.tp if last else spec.columns)
+
+    def parts(self, matrix: str) -> tuple[str, str | None]:
+        """The keys of a matrix: its weight and its scale, None where its format has none."""
+        scale = f"{matrix}.scale"
+        return f"{matrix}.weight", scale if scale in self.table else None
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """What these tensors take on this rank."""
+        specs = [self.spec(name) for name in names]
+        return sum(prod(spec.shape) * TORCH_DTYPES[spec.dtype].itemsize for spec in specs)
+
+    def layer(self, *, ratio: int | None = None, hashed: bool | None = None) -> str | None:
+        """The prefix of the first layer with this ratio, or this kind of router; None where there is none."""
+        for number, found in enumerate(self.config.layer_ratios):
+            if ratio in (None, found) and hashed in (None, self.config.is_hash_layer(number)):
+                return f"layers.{number}."
+        return None
+
+
+class Scene:
+    """Makes inputs on a device for a step of `tokens` tokens that ends at `context` tokens."""
+
+    def __init__(self, shapes: Shapes, tokens: int, context: int, device: torch.device) -> None:
+        self.shapes = shapes
+        self.config = shapes.local
+        self.tokens = tokens
+        self.context = max(context, tokens) if tokens > MOST_SEQUENCES else context
+        self.device = device
+        self._random = torch.Generator(device).manual_seed(0)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences the tokens belong to."""
+        return self.tokens if self.tokens <= MOST_SEQUENCES else 1
+
+    def cells(self, ratio: int) -> int:
+        """Compressed entries that the pool of a layer has room for."""
+        return self.sequences * -(-self.context // BLOCK_TOKENS) * (BLOCK_TOKENS // ratio)
+
+    def visible(self, ratio: int) -> int:
+        """Compressed entries that the last token sees."""
+        return self.context // ratio
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A tensor of the table, random and well scaled, as this rank holds it."""
+        spec = self.shapes.spec(name)
+        ((_, values),) = random_tensors([spec], 0, self.config.n_routed_experts)
+        return values.to(self.device)
+
+    def matrix(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A matrix of the table: weight and scale."""
+        weight, scale = self.shapes.parts(name)
+        return self.weight(weight), None if scale is None else self.weight(scale)
+
+    def experts(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A matrix of all experts, `name` being that of expert 0: weight and scale, stacked."""
+        weight, scale = self.matrix(name)
+        return self._stacked(weight), None if scale is None else self._stacked(scale)
+
+    def _stacked(self, first: torch.Tensor) -> torch.Tensor:
+        """Different values for each expert, without drawing them all."""
+        one = first.view(torch.uint8) if first.element_size() == 1 else first
+        count = self.config.n_routed_experts
+        every = torch.empty((count, *one.shape), dtype=one.dtype, device=self.device)
+        for number in range(count):
+            every[number] = one.flatten().roll(number * EXPERT_SHIFT).view(one.shape)
+        return every.view(first.dtype)
+
+    def randn(self, *shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+        """Activations of unit variance."""
+        return torch.randn(shape, generator=self._random, device=self.device).to(dtype)
+
+    def routes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distinct experts int64 [T, k], drawn evenly, and their weights fp32 [T, k]."""
+        score = self.randn(self.tokens, self.config.n_routed_experts, dtype=torch.float32)
+        weights, experts = score.topk(self.config.num_experts_per_tok, -1)
+        return experts, weights.softmax(-1) * self.config.routed_scaling_factor
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The step's places: each sequence's next token, or the last `tokens` tokens of one prompt."""
+        return self._step(self.context)
+
+    @cached_property
+    def opening(self) -> Batch:
+        """The same, but a prompt is whole: nothing of it lies in the cache before the step."""
+        return self._step(self.context if self.tokens <= MOST_SEQUENCES else self.tokens)
+
+    def _step(self, context: int) -> Batch:
+        kinds = tuple(sorted(set(self.config.layer_ratios)))
+        layers = replace(self.config, num_hidden_layers=len(kinds), compress_ratios=kinds, dspark=None)
+        cache = Cache(layers, Numerics.reference(), slots=self.sequences, device=self.device)
+        count = self.tokens // self.sequences
+        work = []
+        for _ in range(self.sequences):
+            sequence = cache.allocate()
+            cache.reserve(sequence, context - count)
+            cache.advance(sequence, context - count)
+            work.append((sequence, [0] * count))
+        return make_batch(cache, work)

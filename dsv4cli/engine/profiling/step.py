@@ -1,0 +1,213 @@
+"""Times a whole step of a model, prefill or decode, and each part of it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from dsv4cli.engine.batch import make_batch
+from dsv4cli.engine.cache import Cache, Sequence
+from dsv4cli.engine.capacity import MAX_STEP_TOKENS
+from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.device import step_memory
+from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.moe import Experts, MoE
+from dsv4cli.engine.profiling.clock import Timing, wait
+from dsv4cli.engine.profiling.compiling import nothing_compiles
+from dsv4cli.engine.profiling.launches import Launches, trace_step
+from dsv4cli.engine.profiling.ranges import BATCH, HEAD, OTHER, Ranges, expected_counts
+from dsv4cli.engine.sampler import check_finite
+from dsv4cli.errors import UnsoundResult, UsageError
+from dsv4cli.kernels.dispatch import Backend, use
+from dsv4cli.kernels.formats import E8M0_BIAS
+
+WARM = 2
+# whole steps: for this long, at least and at most so often
+SECONDS, FEWEST, MOST = 1.0, 5, 50
+# the decode context that is measured where none is named
+CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Load:
+    """tokens: of each sequence in the step; context: how many it has before it; batch: sequences."""
+
+    tokens: int
+    context: int
+    batch: int
+
+    @property
+    def total(self) -> int:
+        """Tokens of the step."""
+        return self.tokens * self.batch
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """total: the step as it runs; classes: seconds of each part in a step with ranges around it, `ranged` seconds long;
+    counts: ranges seen; launches: None on a CPU; weight_bytes: weights that the step reads, each once."""
+
+    total: Timing
+    ranged: float
+    classes: dict[str, float]
+    counts: dict[str, int]
+    launches: Launches | None
+    weight_bytes: int
+
+
+def choose_load(config: ModelConfig, tokens: int, context: int | None, batch: int) -> Load:
+    """Prompts start at 0 and decoding at 4,096 tokens, or what the model has, unless a context is given.
+
+    Raises UsageError for more than the model or a step takes.
+    """
+    most = config.max_position_embeddings
+    default = 0 if tokens > 1 else min(CONTEXT, most - 1)
+    load = Load(tokens, default if context is None else context, batch)
+    if load.context + load.tokens > most:
+        raise UsageError(
+            f"--context {load.context} and --tokens {tokens} are longer than the model's context, {most} tokens",
+            f"use at most {most} together",
+        )
+    if load.total > MAX_STEP_TOKENS:
+        raise UsageError(
+            f"{load.batch} x {tokens} tokens are more than a step takes", f"use at most {MAX_STEP_TOKENS} in all"
+        )
+    return load
+
+
+@torch.no_grad()
+def profile_step(
+    model: Transformer, load: Load, device: torch.device, backend: Backend = "auto", trace: Path | None = None
+) -> StepProfile:
+    """Runs the same step again and again: for its time, for the time of its parts, for what it launches.
+
+    The cache is filled with random values in place of `context` tokens; the step's tokens are random as well.
+    Raises UnsoundResult for logits that are not finite, for parts that do not agree with the layer schedule, and where
+    a kernel is compiled while time is taken; NotEnoughMemory.
+    """
+    with use(backend), step_memory(device):
+        step = _Step(model, load, device)
+        ranges = Ranges(device)
+        with _count_experts(model) as hit:
+            check_finite(step.run(ranges))
+        for _ in range(WARM):
+            step.run(Ranges(device))
+        with nothing_compiles():
+            total = _time(lambda: step.run(Ranges(device)), device)
+            seconds, spans = _time_parts(model, step, device)
+        counts = _check_schedule(model.config, spans)
+        traced = Ranges(device)
+        with traced.around(model):
+            launches = trace_step(lambda: step.run(traced), device, trace) if trace or device.type == "cuda" else None
+    classes = spans.seconds()
+    classes[OTHER] = max(seconds - sum(classes.values()), 0.0)
+    return StepProfile(total, seconds, classes, counts, launches, _weight_bytes(model, hit, load))
+
+
+class _Step:
+    """One step over the same places, whenever it runs: lengths do not change."""
+
+    def __init__(self, model: Transformer, load: Load, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.cache = Cache(model.config, model.numerics, slots=load.batch, device=device)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (load.batch, load.tokens), generator=generator)
+        self.work: list[tuple[Sequence, list[int]]] = []
+        for row in ids.tolist():
+            sequence = self.cache.allocate()
+            self.cache.reserve(sequence, load.context + load.tokens)
+            self.cache.advance(sequence, load.context)
+            self.work.append((sequence, row))
+        if load.context:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Random state, as if the context had gone through the model."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        for layer in self.cache.layers:
+            for data in [ring.data for ring in layer.rings()] + [pool.data for pool in layer.pools()]:
+                if data.is_floating_point():
+                    data.normal_(generator=generator)
+                elif data.dtype == torch.int8:  # codes, any of which stand for a number
+                    data.random_(-128, 128, generator=generator)
+                else:  # their scales
+                    data.fill_(E8M0_BIAS)
+
+    def run(self, ranges: Ranges) -> torch.Tensor:
+        """The logits of each sequence's last token; the parts outside the blocks are marked in `ranges`."""
+        with ranges.range(BATCH):
+            batch = make_batch(self.cache, self.work)
+        streams = self.model(batch, self.cache).streams
+        with ranges.range(HEAD):
+            return self.model.logits(streams[batch.last])
+
+
+def _time(step: Callable[[], object], device: torch.device) -> Timing:
+    seconds: list[float] = []
+    while len(seconds) < FEWEST or (sum(seconds) < SECONDS and len(seconds) < MOST):
+        wait(device)
+        start = perf_counter()
+        step()
+        wait(device)
+        seconds.append(perf_counter() - start)
+    return Timing.of(seconds, "host")
+
+
+def _time_parts(model: Transformer, step: _Step, device: torch.device) -> tuple[float, Ranges]:
+    """The fastest of a few steps with ranges around the parts: its seconds and its ranges."""
+    runs = []
+    for _ in range(FEWEST):
+        ranges = Ranges(device)
+        wait(device)
+        start = perf_counter()
+        with ranges.around(model):
+            step.run(ranges)
+        wait(device)
+        runs.append((perf_counter() - start, ranges))
+    return min(runs, key=lambda run: run[0])
+
+
+def _check_schedule(config: ModelConfig, ranges: Ranges) -> dict[str, int]:
+    seen, expected = ranges.counts(), expected_counts(config)
+    for name in expected | seen:
+        if seen[name] != expected[name]:
+            raise UnsoundResult(
+                f"the step ran {seen[name]} parts of class {name!r}, the layer schedule has {expected[name]}",
+                "report it: the profile does not show the whole model",
+            )
+    return dict(seen)
+
+
+@contextmanager
+def _count_experts(model: Transformer) -> Iterator[dict[Experts, int]]:
+    """How many different experts each layer uses inside."""
+    hit: dict[Experts, int] = {}
+
+    def note(layer: MoE) -> Callable[..., None]:
+        def chosen(router: object, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+            hit[layer.experts] = outputs[0].unique().numel()
+
+        return chosen
+
+    layers = [module for module in model.layers.modules() if isinstance(module, MoE)]
+    handles = [layer.gate.register_forward_hook(note(layer)) for layer in layers]
+    try:
+        yield hit
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _weight_bytes(model: Transformer, hit: dict[Experts, int], load: Load) -> int:
+    """Bytes of the weights that a step reads: all of the main model but the rows of tables and the experts not used."""
+    tables = {model.embed.weight, *(p for name, p in model.named_parameters() if name.endswith(".tid2eid"))}
+    total = sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("mtp.") and p not in tables)
+    total += sum(min(load.total, table.shape[0]) * table[0].nbytes for table in tables)
+    for layer, count in hit.items():
+        parts = list(layer.parameters())
+        total -= sum(part.nbytes - count * part[0].nbytes for part in parts)
+    return total

@@ -1,0 +1,238 @@
+"""What is measured and how it is added up: shapes of a rank, bounds, the layer schedule, launches, compilations."""
+
+import sys
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.layout import Formats, expected_tensors
+from dsv4cli.engine.loading import build_random
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.presets import PRESETS, TINY
+from dsv4cli.engine.profiling import step
+from dsv4cli.engine.profiling.bounds import EXACT, ONE_ROUNDING, deviation
+from dsv4cli.engine.profiling.ceilings import measure_ceilings
+from dsv4cli.engine.profiling.clock import Timing
+from dsv4cli.engine.profiling.compiling import nothing_compiles
+from dsv4cli.engine.profiling.kernels import measure, profile_kernels, read_shapes, select_cases
+from dsv4cli.engine.profiling.launches import count_launches
+from dsv4cli.engine.profiling.ranges import Ranges, expected_counts
+from dsv4cli.engine.profiling.scene import Scene, Shapes
+from dsv4cli.engine.profiling.step import Load, _check_schedule, choose_load, profile_step
+from dsv4cli.errors import UnsoundResult
+from dsv4cli.kernels import gemm
+from dsv4cli.kernels.dispatch import KernelUnsupported
+
+CPU = torch.device("cpu")
+
+
+# Pro has 145,116 tensors
+shapes_of = cache(read_shapes)
+
+
+def scene(model="tiny", tokens=2, context=300, tp=1):
+    return Scene(shapes_of(model, tp), tokens, context, CPU)
+
+
+def case(of, name):
+    (found,) = select_cases(of, [name])
+    return found
+
+
+@pytest.mark.parametrize("model", ["flash", "pro", "tiny"])
+def test_every_preset_has_every_operation(model):
+    cases = select_cases(scene(model), [])
+    assert len({one.name for one in cases}) == len(cases) == 36 - (0 not in PRESETS[model]["compress_ratios"][:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "half"),
+    [("wq_b", "32768x1024", "16384x1024"), ("wo_b", "4096x8192", "4096x4096"), ("head", "129280x4096", "64640x4096"),
+     ("wo_a", "8 groups of 1024x4096", "4 groups of 1024x4096"), ("routed_experts", "4096-2048", "4096-1024"),
+     ("wq_a", "1024x4096", "1024x4096"), ("attention_csa", "64 heads", "32 heads")],
+)  # fmt: skip
+def test_shapes_of_a_rank(name, whole, half):
+    assert whole in case(scene("flash"), name).shape
+    assert half in case(scene("flash", tp=2), name).shape
+
+
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_all_operations_of_half_a_model_are_right(tokens):
+    config = replace(parse_config(TINY, "tiny"), moe_intermediate_size=256)
+    shapes = Shapes(config, expected_tensors(config, Formats()), 2)
+    for one in profile_kernels(shapes, [tokens], 140, [], CPU, "torch"):
+        assert one.timing, (one.case.name, one.wrong, one.skipped)
+
+
+@pytest.mark.parametrize("formats", [Formats("bf16", "bf16"), Formats("f32", "fp8", "f32")])
+def test_all_operations_are_right_in_other_formats(formats):
+    config = parse_config(TINY, "tiny")
+    for one in profile_kernels(Shapes(config, expected_tensors(config, formats), 1), [3], 140, [], CPU, "torch"):
+        assert one.timing, (one.case.name, one.wrong, one.skipped)
+
+
+def test_bytes_and_flop_of_a_linear():
+    found = measure(case(scene(tokens=3), "wq_b"), scene(tokens=3), "torch")
+    # bf16 in and out, one byte a weight, one scale for 128 x 128
+    assert found.nbytes == 3 * 128 * 2 + 512 * 128 + 4 + 3 * 512 * 2
+    assert found.flops == 2 * 3 * 512 * 128
+
+
+def test_bytes_of_experts_are_those_of_the_chosen():
+    found = measure(case(scene(tokens=1), "routed_experts"), scene(tokens=1), "torch")
+    expert = 3 * 128 * 256 // 2 + 3 * 128 * 256 // 32
+    assert found.nbytes == 2 * expert + 256 * 2 + 2 * (8 + 4) + 256 * 4
+
+
+def test_a_rival_is_timed_beside_it():
+    one = measure(case(scene(), "head"), scene(), "torch")
+    record = one.record(measure_ceilings(CPU))
+    assert record["rival"]["name"] == "torch.mm bf16"
+    assert 0 < record["rival"]["seconds"]["median"] < 1
+    assert record["reference_seconds"] is None  # plain PyTorch was measured
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_the_reference_is_timed_beside_a_kernel():
+    here = Scene(shapes_of("tiny", 1), 2, 300, torch.get_default_device())
+    assert measure(case(here, "rms_norm"), here, "triton").reference.median > 0
+
+
+def test_experts_differ():
+    weight, scale = scene().experts("layers.0.ffn.experts.0.w1")
+    assert len({bytes(one.view(torch.uint8).flatten().tolist()) for one in weight}) == 8
+    assert scale.dtype == torch.float8_e8m0fnu
+
+
+def test_many_tokens_are_one_prompt():
+    assert (scene(tokens=64).sequences, scene(tokens=65).sequences) == (64, 1)
+    one = scene(tokens=65, context=10)
+    assert one.context == 65
+    assert one.batch.positions.tolist() == list(range(65))
+    several = scene(tokens=3, context=200)
+    assert several.batch.positions.tolist() == [199] * 3
+    assert int(several.batch.compress[4].plan.entries.max()) < several.cells(4)
+
+
+def test_a_large_case_allocates_nothing(monkeypatch):
+    monkeypatch.setattr(Scene, "weight", lambda *_: pytest.fail("drawn"))
+    big = scene("pro", tokens=1)
+    assert "GB" in measure(case(big, "routed_experts"), big, "torch").skipped
+    assert "GFLOP" in measure(case(scene("flash", tokens=4096), "wq_a"), scene("flash", tokens=4096), "torch").skipped
+
+
+def test_an_operation_that_refuses_its_input_is_skipped(monkeypatch):
+    def refuse(*inputs):
+        raise KernelUnsupported("not these")
+
+    monkeypatch.setattr(gemm, "rounded_linear", refuse)
+    assert measure(case(scene(), "wq_a"), scene(), "torch").skipped == "not these"
+
+
+def test_deviation():
+    x = torch.tensor([3.0, 4.0])
+    assert deviation([x], [x], EXACT) == 0
+    assert deviation([x + 1e-6], [x], EXACT) == float("inf")
+    assert deviation([x + torch.tensor([0.05, 0.0])], [x], ONE_ROUNDING) == pytest.approx(0.01, rel=1e-3)
+    assert deviation([x, x * float("nan")], [x, x], ONE_ROUNDING) == float("inf")
+    assert deviation([x[:1]], [x], ONE_ROUNDING) == float("inf")
+
+
+def test_timing():
+    found = Timing.of([5.0, *[1.0] * 9, 2.0, *[3.0] * 9], "host")
+    assert (found.median, found.low, found.high, found.samples) == (2.5, 1.0, 3.0, 20)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_random(parse_config(TINY, "tiny"), Numerics.reference())
+
+
+def test_step_reads_the_weights_that_it_uses(model, monkeypatch):
+    monkeypatch.setattr(step, "SECONDS", 0)
+    found = profile_step(model, Load(1, 5, 1), CPU)
+    parameters = {name: p for name, p in model.named_parameters() if not name.startswith("mtp.")}
+    used = 0
+    for name, parameter in parameters.items():
+        if ".ffn.experts." in name:
+            used += 2 * parameter[0].nbytes  # 2 of 8 for the one token
+        elif name == "embed.weight" or name.endswith("tid2eid"):
+            used += parameter[0].nbytes
+        else:
+            used += parameter.nbytes
+    assert found.weight_bytes == used
+    assert found.launches is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_step_that_differs_from_the_schedule_is_unsound(model):
+    ranges = Ranges(CPU)
+    ranges.spans = [(name, 0.0, 1.0) for name, count in expected_counts(model.config).items() for _ in range(count)]
+    assert _check_schedule(model.config, ranges)["block"] == 5
+    other = replace(model.config, compress_ratios=(0, 4, 4, 128, 4, 0))
+    with pytest.raises(UnsoundResult, match="sliding attention"):
+        _check_schedule(other, ranges)
+
+
+def test_where_a_step_begins(model):
+    nano = replace(model.config, max_position_embeddings=100)
+    assert choose_load(model.config, 1, None, 1).context == 4096
+    assert choose_load(nano, 1, None, 1).context == 99
+    assert choose_load(model.config, 7, None, 1).context == 0
+    assert choose_load(model.config, 7, 3, 2) == Load(7, 3, 2)
+
+
+def event(name, kind, start=0, end=0, kernels=0, children=()):
+    return SimpleNamespace(
+        name=name, device_type=SimpleNamespace(name=kind), time_range=SimpleNamespace(start=start, end=end),
+        kernels=[None] * kernels, cpu_children=list(children),
+    )  # fmt: skip
+
+
+def test_launches_are_counted_once():
+    inner = event("dsv4: CSA attention", "CPU", children=[event("aten::mm", "CPU", kernels=2)])
+    block = event("dsv4: block", "CPU", children=[inner, event("aten::add", "CPU", kernels=1)])
+    # some overlap, some lie inside others
+    times = [(0, 10), (5, 20), (6, 8), (9, 12), (30, 40)]
+    device = [event("gemm", "CUDA", *time) for time in times]
+    found = count_launches([block, inner, *device, event("dsv4: block", "CUDA", 0, 100)])
+    assert (found.count, found.by_class) == (5, {"CSA attention": 2, "hyper-connections": 1})
+    assert found.busy == pytest.approx(30e-6)
+    record = found.record(100e-6, 2)
+    assert record["gap_seconds"] == pytest.approx(70e-6)
+    assert record["per_token"]["count"] == 2.5
+
+
+def test_a_compilation_while_time_is_taken_is_unsound(monkeypatch):
+    runtime = SimpleNamespace(jit_post_compile_hook=None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=runtime)))
+    with nothing_compiles():
+        pass
+
+    def compile_one():
+        with nothing_compiles():
+            runtime.jit_post_compile_hook(key="", fn=SimpleNamespace(name="_gemm"))
+
+    with pytest.raises(UnsoundResult, match="_gemm"):
+        compile_one()
+    assert runtime.jit_post_compile_hook is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    device = torch.device("cuda")
+    ceilings = measure_ceilings(device)
+    for one in profile_kernels(read_shapes("flash", 1), [1, 65], 4096, [], device, "triton"):
+        assert one.timing, (one.case.name, one.wrong, one.skipped)
+        assert one.timing.method == "graph", one.case.name  # no kernel waits for the host
+        assert one.record(ceilings)["of_bandwidth"] < 1
+    model = build_random(parse_config(TINY, "tiny"), Numerics.reference(), device="cuda")
+    found = profile_step(model, Load(1, 300, 2), device, "torch")
+    assert found.launches is not None
+    assert found.launches.count >= sum(found.launches.by_class.values()) > 100
+    assert 0 < found.launches.busy < found.total.high
+    assert min(found.launches.by_class.values()) > 0

@@ -1,0 +1,186 @@
+"""`dsv4 profile` from outside: tables, JSON, baselines, traces, what it refuses and what it calls wrong."""
+
+import json
+
+import pytest
+
+from dsv4cli.engine.profiling import compare, plot, step
+from dsv4cli.engine.profiling.compare import SCHEMA
+from dsv4cli.kernels import norm
+from tests.program import Program
+
+STEP = ("profile", "step", "--model", "random:tiny,layers=4", "--context", "130")
+ONE_LAYER = ("profile", "step", "--model", "random:tiny,layers=1", "--context", "9")
+
+
+@pytest.fixture
+def dsv4(monkeypatch, capfd):
+    monkeypatch.setattr(step, "SECONDS", 0)
+    monkeypatch.setattr(step, "FEWEST", 2)
+    return Program(monkeypatch, capfd)
+
+
+def test_kernels_of_nano_are_all_right(dsv4):
+    done = dsv4("profile", "kernels", "--tokens", "3", "--context", "600", "--json")
+    assert (done.code, done.err) == (0, "")
+    document = json.loads(done.out)
+    assert (document["schema"], document["kind"], document["model"], document["backend"]) == (
+        SCHEMA,
+        "kernels",
+        "nano",
+        "torch",
+    )
+    assert {"device", "driver", "torch", "triton", "cpu", "commit"} < document["machine"].keys()
+    assert document["ceilings"]["copy_bytes_per_second"] > 1e8
+    results = document["results"]
+    families = {"gemm", "block_scale", "norm", "rope", "hyper_connections", "compressor", "indexer", "attention"}
+    assert {line["family"] for line in results} == families | {"routing", "experts", "keys", "sampling"}
+    assert len({(line["name"], line["tokens"]) for line in results}) == len(results) == 36
+    for line in results:
+        assert line["wrong"] is None, line
+        assert line["skipped"] is None
+        assert line["seconds"]["low"] <= line["seconds"]["median"] <= line["seconds"]["high"]
+        assert line["error"] <= line["bound"]
+        assert line["bytes"] > 0
+
+
+def test_kernels_for_people(dsv4):
+    done = dsv4("profile", "kernels", "--model", "tiny", "--only", "norm", "--only", "router", "--tokens", "1")
+    assert done.code == 0
+    assert [line.split()[0] for line in done.out.splitlines() if "µs" in line] == ["rms_norm", "head_norm", "router"]
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_what_a_cpu_is_not_given_is_named(dsv4):
+    done = dsv4("profile", "kernels", "--model", "flash", "--tokens", "1", "--only", "head", "--only", "fp8_round")
+    assert done.code == 0
+    assert "skipped head x1: its inputs take 1.06 GB" in done.out
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1.01, "0.0"), (float("nan"), "not finite")])
+def test_a_wrong_operation_has_no_time(dsv4, monkeypatch, factor, word):
+    right = norm.rms_norm
+    monkeypatch.setattr(norm, "rms_norm", lambda *inputs: right(*inputs) * factor)
+    done = dsv4("profile", "kernels", "--only", "norm", "--tokens", "1", "--json")
+    assert done.code == 7
+    assert "rms_norm" in done.err
+    wrong, sound = json.loads(done.out)["results"]
+    assert (wrong["name"], wrong["seconds"]) == ("rms_norm", None)
+    assert word in wrong["wrong"]
+    assert sound["seconds"]
+
+
+def test_step_and_its_trace(dsv4, tmp_path):
+    trace = tmp_path / "step.json"
+    done = dsv4(*STEP, "--batch", "2", "--trace", str(trace), "--json")
+    assert (done.code, done.err) == (0, "")
+    document = json.loads(done.out)
+    assert (document["schema"], document["kind"], document["kernels"]) == (SCHEMA, "step", None)
+    counts = {line["name"]: line["count"] for line in document["results"]}
+    assert counts == {
+        "step": 1, "batch": 1, "embedding": 1, "sliding attention": 2, "CSA attention": 1, "HCA attention": 1,
+        "MoE, scored": 3, "MoE, hash": 1, "hyper-connections": None, "head": 1, "between them": None,
+    }  # fmt: skip
+    shares = [line["share"] for line in document["results"][1:]]
+    assert min(shares) >= 0
+    assert sum(shares) == pytest.approx(1)
+    seen = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
+    assert seen.count("dsv4: block") == 4
+    assert seen.count("dsv4: CSA attention") == 1
+
+
+def test_step_for_people(dsv4):
+    done = dsv4(*STEP, "--tokens", "5")
+    assert done.code == 0
+    assert "prefill: 1 sequence, 5 tokens of each after 130" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", [("profile", "kernels", "--only", "norm", "--tokens", "1"), ONE_LAYER])
+def test_a_baseline(dsv4, tmp_path, command):
+    old = json.loads(dsv4(*command, "--json").out)
+    first = old["results"][0]
+    first["seconds"]["median"] *= 1000
+    old["machine"]["device"] = "another"
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old))
+    done = dsv4(*command, "--baseline", str(path))
+    assert done.code == 0
+    assert "another device" in done.err
+    assert "device: another, now " in done.out
+    found = json.loads(dsv4(*command, "--baseline", str(path), "--json").out)["baseline"]
+    assert found["same_device"] is False
+    # a thousandfold, on a machine that may be busy
+    assert 30 < found["changes"][0]["speedup"] < 30_000
+
+
+def test_what_only_one_of_two_documents_has(dsv4):
+    lines = [{"name": "a", "tokens": 1, "seconds": {"median": 2.0}}, {"name": "b", "tokens": 1, "seconds": None}]
+    before = {"machine": {"torch": "2.11"}, "model": "nano", "results": lines}
+    now = {"machine": {"torch": "2.12"}, "model": "nano", "results": [{**lines[0], "name": "c"}]}
+    found = compare.compare(before, now)
+    assert found.differences == {"torch": ("2.11", "2.12")}
+    assert found.same_device
+    assert [(change.name, change.before, change.now, change.speedup) for change in found.changes] == [
+        ("c x1", None, 2.0, None),
+        ("a x1", 2.0, None, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (["kernels", "--only", "bogus"], 2, "bogus"),
+        (["kernels", "--tokens", "1,x"], 2, "--tokens"),
+        (["kernels", "--tokens", "0"], 2, "--tokens"),
+        (["kernels", "--tokens", "9000"], 2, "--tokens"),
+        (["kernels", "--context", "0"], 2, "--context"),
+        (["kernels", "--context", "8193"], 2, "--context"),
+        (["kernels", "--tp", "3"], 2, "3 ranks"),
+        (["kernels", "--model", "nope"], 2, "nope"),
+        (["kernels", "--plot", "a.pdf"], 2, "--plot"),
+        (["kernels", "--plot", "no/such/folder/a.svg"], 2, "--plot"),
+        (["kernels", "--baseline", "no-such-file"], 2, "--baseline"),
+        (["step", "--trace", "no/such/folder/a.json"], 2, "--trace"),
+        (["step", "--context", "8192"], 2, "--context"),
+        (["step", "--model", "random:tiny", "--tokens", "4097", "--batch", "2"], 2, "a step takes"),
+        (["step", "--device", "cuda:0"], 4, "cuda:0"),
+        (["step", "--backend", "triton"], 4, "--backend triton"),
+        (["kernels", "--backend", "triton"], 4, "--backend triton"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_refusals(dsv4, arguments, code, word):
+    done = dsv4("profile", *arguments)
+    assert (done.code, done.out) == (code, "")
+    sentence, remedy = done.err.splitlines()
+    assert sentence.startswith("error: ")
+    assert word in sentence
+    assert remedy.startswith("→ ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"schema": "dsv4.run/1"}', f'{{"schema": "{SCHEMA}", "kind": "step"}}',
+     f'{{"schema": "{SCHEMA}", "kind": "kernels", "machine": {{}}, "results": [1]}}'],
+)  # fmt: skip
+def test_what_is_no_baseline(dsv4, tmp_path, text):
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    done = dsv4("profile", "kernels", "--baseline", str(path))
+    assert done.code == 2
+    assert str(path) in done.err
+    assert "dsv4 profile kernels --json" in done.err
+
+
+def test_a_picture_needs_matplotlib(dsv4, tmp_path, monkeypatch):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    done = dsv4("profile", "kernels", "--plot", str(tmp_path / "a.svg"))
+    assert done.code == 2
+    assert "pip install matplotlib" in done.err
+
+
+def test_help_names_the_parts(dsv4):
+    done = dsv4("profile", "--help")
+    assert done.code == 0
+    assert {"kernels", "step"} < {line.split()[0] for line in done.out.splitlines() if line.strip()}
