@@ -23,7 +23,7 @@ KEPT = {
     "transformers": set(),
 }
 CHAINS = (
-    ("nvfp4", "transformers", "mp --ranks 2"),
+    pytest.param(("nvfp4", "transformers", "mp --ranks 2"), marks=pytest.mark.slow),
     pytest.param(("transformers", "mp --ranks 1", "fp8"), marks=pytest.mark.slow),
     pytest.param(("fp8", "bf16", "nvfp4"), marks=pytest.mark.slow),
 )
@@ -93,12 +93,12 @@ def test_a_chain_of_targets(net, tmp_path, chain):
     "options",
     [
         "official --experts fp8",
-        "official --experts bf16",
-        "official --attention bf16",
+        pytest.param("official --experts bf16", marks=pytest.mark.slow),
+        pytest.param("official --attention bf16", marks=pytest.mark.slow),
         "official --experts fp8 --attention bf16",
-        "bf16 --experts fp4",
+        pytest.param("bf16 --experts fp4", marks=pytest.mark.slow),
         "bf16 --experts fp8 --attention fp8",
-        "fp8 --attention bf16",
+        pytest.param("fp8 --attention bf16", marks=pytest.mark.slow),
         "nvfp4 --attention bf16",
     ],
 )
@@ -116,7 +116,14 @@ def test_formats_of_choice(net, tmp_path, options):
     assert_came_back(net, tmp_path / "back", set())
 
 
-@pytest.mark.parametrize("options", ["--experts fp8", "--experts bf16", "--attention bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--experts fp8",
+        pytest.param("--experts bf16", marks=pytest.mark.slow),
+        pytest.param("--attention bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_files_for_ranks_in_formats_of_choice(net, tmp_path, options):
     convert(net, tmp_path / "there", "--to", "mp", "--ranks", "2", *options.split())
     convert(tmp_path / "there", tmp_path / "back", "--to", "official")

@@ -102,6 +102,7 @@ def test_killed_and_run_again(source, whole, calls, tmp_path, job, kill):
     kill_and_run_again(source, tmp_path / "out", JOBS[job], whole[job], number)
 
 
+@pytest.mark.slow
 def test_killed_after_the_last_weights(source, whole, calls, tmp_path):
     """At each name given or taken away: copies, configuration, index, journal, plan, folder."""
     names = calls["transformers"]

@@ -76,6 +76,7 @@ def test_parts_in_one_folder(source, tmp_path):
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_part_that_is_killed_continues(source, parts, tmp_path):
     command = (source, tmp_path / "out", *JOBS["fp8"], "--shard", f"2/{PARTS}")
     for number in (12, 25, 40):
@@ -152,6 +153,7 @@ def test_a_part_of_another_job_does_not_join(source, joined, tmp_path):
     assert (code, "is not there yet" in err or "is not the file" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_finish_killed_and_run_again(source, joined, tmp_path):
     convert(source, tmp_path / "whole", *JOBS["fp8"])
     trace = crashing.started("", 0, ("--finish", shutil.copytree(joined, tmp_path / "traced")), tmp_path / "calls")

@@ -467,6 +467,7 @@ def test_what_the_cache_has_is_copied_into_a_folder(hub, dsv4, tmp_path):
     assert (content(folder), hub.sent) == (FLASH, len(FLASH[SHARDS[0]]))
 
 
+@pytest.mark.slow
 def test_killed_at_random_points_it_continues(hub, tmp_path):
     hub.add("org/name", BLOBS)
     hub.pace = 0.004  # 118 kB in 29 pieces

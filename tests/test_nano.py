@@ -21,11 +21,12 @@ from tools.nano.score import Examinee, kind, window_only
 
 # questions of each task that are asked here
 ASKED = {
-    "sums": 12, "tables": 2, "products": 2, "long sums": 2, "facts": 10, "spelling": 2, "sorting": 3, "counting": 2,
-    "units": 3, "greetings": 2, "chinese": 3, "system": 3, "multi turn": 6, "tools": 4,
-    "retrieval 1 to 200": 2, "retrieval 200 to 1000": 4, "retrieval 1000 to 2000": 1, "retrieval 2000 to 4000": 1,
+    "sums": 8, "tables": 2, "products": 2, "long sums": 2, "facts": 8, "spelling": 1, "sorting": 2, "counting": 1,
+    "units": 3, "greetings": 2, "chinese": 3, "system": 2, "multi turn": 5, "tools": 3,
+    "retrieval 1 to 200": 2, "retrieval 200 to 1000": 3,
 }  # fmt: skip
-TARGETS = ("bf16", "fp8", "nvfp4", "mp --ranks 2", "transformers")
+SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in ("bf16", "fp8")]
+TARGETS = ("nvfp4", "mp --ranks 2", "transformers", *SLOW)
 
 
 def chosen():
@@ -65,8 +66,8 @@ def test_without_compressed_entries_it_finds_nothing_far_away(examinee, asked):
 
 
 def test_its_drafts_are_what_it_says(examinee, asked):
-    accepted, drawn = examinee.acceptance([*asked["multi turn"], *asked["products"], *asked["facts"]])
-    assert drawn > 200
+    accepted, drawn = examinee.acceptance(asked["products"])
+    assert drawn > 100
     assert accepted / drawn > 0.7
 
 

@@ -84,6 +84,7 @@ def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
     assert b"Traceback" not in terminal.shown
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_model_loads():
     terminal = Terminal("run", "hi", "--model", "random:flash,layers=4,experts=16")
     terminal.read_until(b"loading")
@@ -102,6 +103,7 @@ def test_no_control_character_of_the_model_reaches_a_terminal():
     assert not set("\x1b\x9b\x07") & set(text)
 
 
+@pytest.mark.slow
 def test_sigterm_keeps_what_was_printed():
     program = subprocess.Popen(
         command(*RUN), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -132,7 +134,12 @@ def test_a_reader_that_leaves_ends_the_program_quietly():
 
 
 @pytest.mark.parametrize(
-    ("closed", "code", "out"), [("<&- 2>&-", 0, "words\n"), (">&-", 0, ""), ("> /dev/full", 5, "")]
+    ("closed", "code", "out"),
+    [
+        pytest.param("<&- 2>&-", 0, "words\n", marks=pytest.mark.slow),
+        pytest.param(">&-", 0, "", marks=pytest.mark.slow),
+        ("> /dev/full", 5, ""),
+    ],
 )
 def test_closed_streams(closed, code, out):
     done = shell(*RUN, "--max-tokens", "6", then=closed)

@@ -36,7 +36,7 @@ def recorded(seed: int) -> tuple[Transformer, list[int], torch.Tensor]:
         pytest.param(0, UNEVEN, id="uneven chunks, seed 0"),
         pytest.param(1, UNEVEN, id="uneven chunks, seed 1"),
         pytest.param(0, [1] * TOKENS, id="token by token", marks=pytest.mark.slow),
-        pytest.param(1, [131] + [1] * (TOKENS - 131), id="131, then token by token"),
+        pytest.param(1, [131] + [1] * (TOKENS - 131), id="131, then token by token", marks=pytest.mark.slow),
     ],
 )
 def test_agrees_with_transformers(seed, chunks):

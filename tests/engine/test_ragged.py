@@ -182,6 +182,7 @@ SHARE = ["tiny-flash", pytest.param("tiny-pro", marks=pytest.mark.slow)]
 
 
 @pytest.mark.usefixtures("_row_independent")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARE)
 def test_reference_ragged_equals_alone_bit_for_bit(name, monkeypatch):
     remember_weights(monkeypatch)
@@ -196,6 +197,7 @@ def noise(net: Golden, kind: str) -> float:
     return (net.recorded[f"p300.{kind}_alt"] - net.recorded[f"p300.{kind}"]).abs().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARE)
 def test_reference_ragged_equals_alone_within_noise(name, monkeypatch):
     # the number of rows decides how a matmul rounds, and one rounding may choose another entry or expert: as large a
@@ -226,7 +228,10 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS)
+LONG = ("one by one", "prompt, then one by one")
+
+
+@pytest.mark.parametrize("split", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in SPLITS])
 def test_any_split_gives_the_same_logits(split, plain):
     ids = text(plain, 300)
     whole, cut = (Runner(plain) for _ in range(2))

@@ -46,7 +46,7 @@ def test_scores_are_those_of_one_prefill(monkeypatch, chunk, slots, rows):
         torch.testing.assert_close(ours, best, rtol=0, atol=BOUND)
 
 
-@pytest.mark.parametrize("chunk", [1, 50, 2048])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 50, 2048])
 def test_a_generated_answer_scores_as_it_was_drawn(chunk):
     """One test for cache, positions and masks: decoding against a prefill of prompt and answer."""
     answers = by_number(generator(prompts(), Sampling(seed=2), max_tokens=10, logprobs=4).steps())

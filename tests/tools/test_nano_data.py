@@ -130,6 +130,7 @@ def test_rows(kind, length):
         assert (row[starts - 1] == 1).all(), "a conversation follows the end of another"
 
 
+@pytest.mark.slow
 def test_nothing_held_out_is_trained():
     asked = {_prompt(row) for row in heldout.load()}
     rng = random.Random(11)

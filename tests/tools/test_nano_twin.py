@@ -85,7 +85,7 @@ def row_distances(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [pytest.param(LENGTHS[0], marks=pytest.mark.slow), *LENGTHS[1:]])
-@pytest.mark.parametrize("simulate", [False, True], ids=["plain", "rounded"])
+@pytest.mark.parametrize("simulate", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "rounded"])
 def test_the_same_model_in_fp32(simulate, length, folder):
     ids = tokens(length + 1)
     expected = engine_run(folder, Numerics(torch.float32, simulate), ids)
@@ -100,6 +100,7 @@ def test_the_same_model_in_fp32(simulate, length, folder):
             assert relative(logits, theirs) <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_choice_of_entries_matters(folder):
     ids = tokens(LENGTHS[-1] + 1)
     expected = engine_run(folder, Numerics.plain(), ids)
