@@ -1,0 +1,152 @@
+"""The table of docs/kernels.md: `python -m tools.kernel_table docs/kernels-h200/*.json` prints it.
+
+The documents are those of `dsv4 profile kernels --model flash --json`; what the best other kernels take was measured
+once on the same kind of card, in CUDA graphs over rotated buffers.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Document = dict[str, Any]
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: an operation of `profile kernels` by name, tokens and context; other: µs of the best other kernel."""
+
+    title: str
+    name: str
+    tokens: int
+    limit: str
+    other: float | None = None
+    context: int = 4096
+
+
+LAUNCH = "launch (1.1 µs) and ramp"
+STREAM = "weights from memory; ramp and tail"
+DECODE = "latency of dependent loads; two or three launches"
+FEW_EXPERTS = "decoding FP4 in registers, latency of three launches"
+TENSOR = "tensor cores; L2 and shared memory traffic"
+ROWS = (
+    Row("wq_b 32768×1024 FP8", "wq_b", 1, STREAM, 12.0),
+    Row("wq_b", "wq_b", 16, STREAM, 12.2),
+    Row("wo_b 4096×8192 FP8", "wo_b", 1, STREAM, 17.1),
+    Row("wo_b", "wo_b", 16, "split sums, put together by the last program", 14.5),
+    Row("wq_a 1024×4096 FP8", "wq_a", 1, LAUNCH, 8.4),
+    Row("wq_a, wkv, weights_proj, compressors: one launch", "attention_inputs", 1, STREAM),
+    Row("wo_a, 8 groups of 1024×4096 FP8", "wo_a", 1, STREAM, 12.2),
+    Row("head 129280×4096 bf16", "head", 1, "weights from memory", 237.0),
+    Row("head", "head", 16, "weights from memory", 245.5),
+    Row("routed experts, 6 of 256, FP4", "routed_experts", 1, FEW_EXPERTS, 52.6),
+    Row("routed experts", "routed_experts", 16, "decoding FP4 in registers", 377.0),
+    Row("routed experts", "routed_experts", 64, "experts of more than two tokens are decoded again", 888.0),
+    Row("shared expert", "shared_expert", 1, "three launches", 17.0),
+    Row("routed and shared experts at once", "mixture", 1, FEW_EXPERTS),
+    Row("router: logits and choice", "router", 1, "two launches", 9.9),
+    Row("router of a hash layer", "router_hash", 1, LAUNCH),
+    Row("hyper-connections: post, mix, Sinkhorn, pre, norm", "connect_step", 1, "Sinkhorn chain; two launches", 7.2),
+    Row("hyper-connections", "connect_step", 16, "two launches", 9.6),
+    Row("queries and keys: norm, rope, rounding, ring", "queries_and_keys", 1, LAUNCH, 2.2),
+    Row("attention, 128 rows (sliding)", "attention_sliding", 1, DECODE, 12.3),
+    Row("attention, 128 + 512 rows (CSA)", "attention_csa", 1, DECODE, 14.9),
+    Row("attention, 128 + 512 rows", "attention_csa", 64, DECODE, 45.4),
+    Row("attention, 128 + 1024 rows (HCA at 128K)", "attention_hca", 1, DECODE, 16.6, 131072),
+    Row("indexer scores, 32K context", "index_scores", 1, LAUNCH, 3.4, 32768),
+    Row("indexer scores, 1M context", "index_scores", 1, "Triton waits after each tensor core product", 11.4, 1048576),
+    Row("top 512 of 8,192", "top_entries", 1, "steps of the radix search", 4.4, 32768),
+    Row("top 512 of 262,144", "top_entries", 1, "two launches, steps of the search", 14.9, 1048576),
+    Row("compressor CSA, an entry completed", "compress_csa", 1, DECODE),
+    Row("compressor CSA, none completed", "compress_csa", 1, LAUNCH, None, 4095),
+    Row("compressor HCA, none completed", "compress_hca", 1, LAUNCH, None, 4095),
+    Row("compressor of the indexer, none completed", "compress_index", 1, LAUNCH, None, 4095),
+    Row("the likeliest token", "greedy", 1, "two launches"),
+    Row("a token drawn from a nucleus", "draw", 1, "six launches"),
+    Row("wq_b", "wq_b", 4096, TENSOR, 222.0, 8192),
+    Row("wo_b", "wo_b", 4096, TENSOR, 194.0, 8192),
+    Row("wo_a (bf16 input, FP8 weight)", "wo_a", 4096, "bf16 tensor cores: the input is not rounded", 205.0, 8192),
+    Row("routed experts", "routed_experts", 4096, "bf16 tensor cores, rows padded to tiles, L2", 3128.0, 8192),
+    Row("router", "router", 4096, "two launches, choice", 26.8, 8192),
+    Row("hyper-connections", "connect_step", 4096, "streams are read again for the norm", 164.0, 8192),
+    Row("queries and keys", "queries_and_keys", 4096, "memory", 150.0, 8192),
+    Row(
+        "attention, 640 rows",
+        "attention_csa",
+        4096,
+        "one program a multiprocessor: its phases do not overlap",
+        652.0,
+        8192,
+    ),
+    Row("compressor CSA", "compress_csa", 4096, "latency: 34 MB take 8 µs", None, 8192),
+    Row("compressor HCA", "compress_hca", 4096, "two launches", None, 8192),
+)
+
+
+def find(documents: list[Document], row: Row) -> tuple[Document, Line] | None:
+    """The document and the line that measured a row."""
+    for document in documents:
+        for line in document["results"]:
+            if (line["name"], line["tokens"], line["context"]) == (row.name, row.tokens, row.context) and line[
+                "seconds"
+            ]:
+                return document, line
+    return None
+
+
+def floor(document: Document, line: Line) -> float:
+    """µs that the bytes take at the bandwidth measured, or the FLOP at the rate measured."""
+    ceilings = document["ceilings"]
+    bandwidth = max(ceilings["copy_bytes_per_second"], ceilings["read_bytes_per_second"])
+    seconds = line["seconds"]["median"]
+    matmul = (line["of_matmul"] or 0.0) * seconds
+    return max(line["bytes"] / bandwidth, matmul) * 1e6
+
+
+def cells(documents: list[Document], row: Row) -> list[str] | None:
+    """A line of the table; None where nothing has measured it."""
+    found = find(documents, row)
+    if found is None:
+        return None
+    document, line = found
+    ours, low, high = (line["seconds"][key] * 1e6 for key in ("median", "low", "high"))
+    least, reference = floor(document, line), line["reference_seconds"]
+    slow = reference["median"] * 1e6 if reference else None
+    return [
+        row.title,
+        f"{row.tokens:,}",
+        f"{ours:,.1f} ({low:,.1f} to {high:,.1f})",
+        f"{least:,.1f}",
+        f"{ours / least:.1f}" if ours < 10 * least else f"{ours / least:,.0f}",
+        f"{slow:,.0f}" if slow else "",
+        f"{slow / ours:,.0f}×" if slow else "",
+        f"{row.other:,g}" if row.other else "",
+        row.limit,
+    ]
+
+
+HEAD = [
+    "operation",
+    "tokens",
+    "µs (spread)",
+    "floor µs",
+    "× floor",
+    "PyTorch µs",
+    "faster",
+    "best other µs",
+    "limited by",
+]
+
+
+def main() -> None:
+    """Prints the table."""
+    documents = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
+    table = [HEAD, ["---"] * len(HEAD), *filter(None, (cells(documents, row) for row in ROWS))]
+    for line in table:
+        print("| " + " | ".join(line) + " |")
+
+
+if __name__ == "__main__":
+    main()
