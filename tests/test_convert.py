@@ -71,6 +71,7 @@ def test_there_and_back(net, tmp_path, target):
         assert changed == {"expert", "linear", "wo_a"} - KEPT[target]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["official", "bf16", "fp8", "nvfp4", "transformers"])
 def test_the_values_of_a_target_are_those_of_the_source(net, tmp_path, target):
     convert(net, tmp_path / "out", "--to", target)
@@ -92,7 +93,7 @@ def test_a_chain_of_targets(net, tmp_path, chain):
 @pytest.mark.parametrize(
     "options",
     [
-        "official --experts fp8",
+        pytest.param("official --experts fp8", marks=pytest.mark.slow),
         pytest.param("official --experts bf16", marks=pytest.mark.slow),
         pytest.param("official --attention bf16", marks=pytest.mark.slow),
         "official --experts fp8 --attention bf16",

@@ -95,7 +95,7 @@ def kill_and_run_again(source, output, options, whole, number):
     assert files(output) == whole
 
 
-@pytest.mark.parametrize("kill", range(KILLS))
+@pytest.mark.parametrize("kill", [0, *(pytest.param(kill, marks=pytest.mark.slow) for kill in range(1, KILLS))])
 @pytest.mark.parametrize("job", JOBS)
 def test_killed_and_run_again(source, whole, calls, tmp_path, job, kill):
     number = spread(len(calls[job]), KILLS)[kill]

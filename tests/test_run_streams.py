@@ -127,6 +127,7 @@ def shell(*arguments: str, then: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_program_quietly():
     done = shell(*RUN, then="| head -1; echo ${PIPESTATUS[0]}")
     assert done.stdout == "words\n0\n"

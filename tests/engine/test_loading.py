@@ -216,6 +216,7 @@ print(memory("VmHWM:") - before, *seen[-1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_needs_one_shard_beyond_the_weights(tmp_path):
     # a few real matrices, enough that an interpreter's noise does not count

@@ -228,7 +228,7 @@ SPLITS = {
 }
 
 
-LONG = ("one by one", "prompt, then one by one")
+LONG = ("one by one", "1 to 9", "prompt, then one by one")
 
 
 @pytest.mark.parametrize("split", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in SPLITS])

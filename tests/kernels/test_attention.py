@@ -152,6 +152,7 @@ def test_sink_only_joins_the_denominator_and_is_not_scaled():
     assert o[0, :, 0].tolist() == pytest.approx([9 / 5, 9 / 3], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_probabilities_are_rounded_for_the_product_only():
     seen_apart = 0

@@ -84,8 +84,9 @@ def row_distances(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return difference.norm(dim=1) / theirs.float().flatten(1).norm(dim=1)
 
 
-@pytest.mark.parametrize("length", [pytest.param(LENGTHS[0], marks=pytest.mark.slow), *LENGTHS[1:]])
-@pytest.mark.parametrize("simulate", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "rounded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("simulate", [False, True], ids=["plain", "rounded"])
 def test_the_same_model_in_fp32(simulate, length, folder):
     ids = tokens(length + 1)
     expected = engine_run(folder, Numerics(torch.float32, simulate), ids)
