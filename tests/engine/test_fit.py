@@ -197,7 +197,12 @@ def ready(model: Transformer, device: str, tokens: int, context: int, batch: int
     return step
 
 
-@pytest.mark.parametrize("case", STEPS)
+LONG = ("indexer", "matrices of experts", "tokens of experts")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in STEPS]
+)
 def test_workspace_bounds_what_a_step_allocates(case):
     change, tokens, context, batch = STEPS[case]
     config = parse_config(TINY | {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4]} | change | NO_DRAFTER, "")

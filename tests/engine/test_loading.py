@@ -130,7 +130,11 @@ def test_random_tensors_follow_name_and_seed():
 
 @pytest.mark.parametrize(
     "values",
-    [TINY, FLASH | THIN_FLASH, pytest.param(PRESETS["flash-0731"] | THIN_FLASH, marks=pytest.mark.slow)],
+    [
+        TINY,
+        pytest.param(FLASH | THIN_FLASH, marks=pytest.mark.slow),
+        pytest.param(PRESETS["flash-0731"] | THIN_FLASH, marks=pytest.mark.slow),
+    ],
     ids=["random:tiny", "43 thin layers", "43 thin layers of 0731"],
 )
 def test_random_models_are_well_scaled(values):

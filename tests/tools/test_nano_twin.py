@@ -111,6 +111,7 @@ def test_the_choice_of_entries_matters(folder):
     assert relative(F.linear(output.main[0], weights["head.weight"]), expected.logits) > 1e-3
 
 
+@pytest.mark.slow
 def test_every_block_in_the_reference_numerics(folder):
     ids = tokens(LENGTHS[-1] + 1)
     expected = engine_run(folder, Numerics.reference(), ids)
