@@ -1,29 +1,18 @@
-"""What is measured and how it is added up: shapes of a rank, bounds, the layer schedule, launches, compilations."""
+"""Which operations are measured and how: shapes of a rank, inputs, bytes, bounds."""
 
-import sys
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.loading import build_random
-from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.presets import PRESETS, TINY
-from dsv4cli.engine.profiling import step
 from dsv4cli.engine.profiling.bounds import EXACT, ONE_ROUNDING, deviation
 from dsv4cli.engine.profiling.ceilings import measure_ceilings
-from dsv4cli.engine.profiling.clock import Timing
-from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.kernels import measure, profile_kernels, read_shapes, select_cases
-from dsv4cli.engine.profiling.launches import count_launches
-from dsv4cli.engine.profiling.ranges import Ranges, expected_counts
 from dsv4cli.engine.profiling.scene import Scene, Shapes
-from dsv4cli.engine.profiling.step import Load, _check_schedule, choose_load, profile_step
-from dsv4cli.errors import UnsoundResult
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.dispatch import KernelUnsupported
 
@@ -118,6 +107,26 @@ def test_many_tokens_are_one_prompt():
     assert int(several.batch.compress[4].plan.entries.max()) < several.cells(4)
 
 
+@pytest.mark.parametrize(("tokens", "context"), [(1, 300), (64, 300), (65, 65), (65, 300)])
+def test_an_opening_is_the_same_batch_unless_a_prompt_has_a_past(tokens, context):
+    one = scene(tokens=tokens, context=context)
+    assert (one.opening is one.batch) == (tokens != 65 or context == 65)
+    assert one.opening.positions.tolist() == ([context - 1] * tokens if tokens < 65 else list(range(65)))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 65, 127, 128, 129, 512])
+@pytest.mark.parametrize(("name", "ratio"), [("compress_csa", 4), ("compress_hca", 128), ("compress_index", 4)])
+def test_groups_of_a_compressor_are_those_of_its_plan(tokens, name, ratio):
+    one = scene(tokens=tokens)
+    assert case(one, name).shape.startswith(f"{len(one.opening.compress[ratio].plan.entries)} groups of ")
+
+
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_cases_are_chosen_before_anything_is_made(tokens, monkeypatch):
+    monkeypatch.setattr(Scene, "_step", lambda *_: pytest.fail("made"))
+    assert select_cases(scene(tokens=tokens), ["gemm"])
+
+
 def test_a_large_case_allocates_nothing(monkeypatch):
     monkeypatch.setattr(Scene, "weight", lambda *_: pytest.fail("drawn"))
     big = scene("pro", tokens=1)
@@ -142,97 +151,11 @@ def test_deviation():
     assert deviation([x[:1]], [x], ONE_ROUNDING) == float("inf")
 
 
-def test_timing():
-    found = Timing.of([5.0, *[1.0] * 9, 2.0, *[3.0] * 9], "host")
-    assert (found.median, found.low, found.high, found.samples) == (2.5, 1.0, 3.0, 20)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_random(parse_config(TINY, "tiny"), Numerics.reference())
-
-
-def test_step_reads_the_weights_that_it_uses(model, monkeypatch):
-    monkeypatch.setattr(step, "SECONDS", 0)
-    found = profile_step(model, Load(1, 5, 1), CPU)
-    parameters = {name: p for name, p in model.named_parameters() if not name.startswith("mtp.")}
-    used = 0
-    for name, parameter in parameters.items():
-        if ".ffn.experts." in name:
-            used += 2 * parameter[0].nbytes  # 2 of 8 for the one token
-        elif name == "embed.weight" or name.endswith("tid2eid"):
-            used += parameter[0].nbytes
-        else:
-            used += parameter.nbytes
-    assert found.weight_bytes == used
-    assert found.launches is None
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_step_that_differs_from_the_schedule_is_unsound(model):
-    ranges = Ranges(CPU)
-    ranges.spans = [(name, 0.0, 1.0) for name, count in expected_counts(model.config).items() for _ in range(count)]
-    assert _check_schedule(model.config, ranges)["block"] == 5
-    other = replace(model.config, compress_ratios=(0, 4, 4, 128, 4, 0))
-    with pytest.raises(UnsoundResult, match="sliding attention"):
-        _check_schedule(other, ranges)
-
-
-def test_where_a_step_begins(model):
-    nano = replace(model.config, max_position_embeddings=100)
-    assert choose_load(model.config, 1, None, 1).context == 4096
-    assert choose_load(nano, 1, None, 1).context == 99
-    assert choose_load(model.config, 7, None, 1).context == 0
-    assert choose_load(model.config, 7, 3, 2) == Load(7, 3, 2)
-
-
-def event(name, kind, start=0, end=0, kernels=0, children=()):
-    return SimpleNamespace(
-        name=name, device_type=SimpleNamespace(name=kind), time_range=SimpleNamespace(start=start, end=end),
-        kernels=[None] * kernels, cpu_children=list(children),
-    )  # fmt: skip
-
-
-def test_launches_are_counted_once():
-    inner = event("dsv4: CSA attention", "CPU", children=[event("aten::mm", "CPU", kernels=2)])
-    block = event("dsv4: block", "CPU", children=[inner, event("aten::add", "CPU", kernels=1)])
-    # some overlap, some lie inside others
-    times = [(0, 10), (5, 20), (6, 8), (9, 12), (30, 40)]
-    device = [event("gemm", "CUDA", *time) for time in times]
-    found = count_launches([block, inner, *device, event("dsv4: block", "CUDA", 0, 100)])
-    assert (found.count, found.by_class) == (5, {"CSA attention": 2, "hyper-connections": 1})
-    assert found.busy == pytest.approx(30e-6)
-    record = found.record(100e-6, 2)
-    assert record["gap_seconds"] == pytest.approx(70e-6)
-    assert record["per_token"]["count"] == 2.5
-
-
-def test_a_compilation_while_time_is_taken_is_unsound(monkeypatch):
-    runtime = SimpleNamespace(jit_post_compile_hook=None)
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=runtime)))
-    with nothing_compiles():
-        pass
-
-    def compile_one():
-        with nothing_compiles():
-            runtime.jit_post_compile_hook(key="", fn=SimpleNamespace(name="_gemm"))
-
-    with pytest.raises(UnsoundResult, match="_gemm"):
-        compile_one()
-    assert runtime.jit_post_compile_hook is None
-
-
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_every_operation_on_a_gpu():
     device = torch.device("cuda")
     ceilings = measure_ceilings(device)
     for one in profile_kernels(read_shapes("flash", 1), [1, 65], 4096, [], device, "triton"):
         assert one.timing, (one.case.name, one.wrong, one.skipped)
         assert one.timing.method == "graph", one.case.name  # no kernel waits for the host
         assert one.record(ceilings)["of_bandwidth"] < 1
-    model = build_random(parse_config(TINY, "tiny"), Numerics.reference(), device="cuda")
-    found = profile_step(model, Load(1, 300, 2), device, "torch")
-    assert found.launches is not None
-    assert found.launches.count >= sum(found.launches.by_class.values()) > 100
-    assert 0 < found.launches.busy < found.total.high
-    assert min(found.launches.by_class.values()) > 0

@@ -84,20 +84,17 @@ def _routed(scene: Scene) -> Case:
     inner, k = config.moe_intermediate_size, config.num_experts_per_tok
     flops = 6 * tokens * k * inner * config.hidden_size
 
-    def run(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
-        stored = ExpertWeights(*matrices)
-        return experts.routed_experts(x, stored, chosen, weights, config.swiglu_limit, quantised)
+    def through(mix: Operation) -> Operation:
+        def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
+            return mix(x, ExpertWeights(*matrices), chosen, weights, config.swiglu_limit, quantised)
 
-    def reference(
-        x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor
-    ) -> torch.Tensor:
-        stored = ExpertWeights(*matrices)
-        return experts_ref.routed_experts(x, stored, chosen, weights, config.swiglu_limit, quantised)
+        return call
 
     def build(scene: Scene) -> Work:
         x, (chosen, weights) = scene.randn(tokens, config.hidden_size), scene.routes()
         matrices = [tensor for name in MATRICES for tensor in scene.experts(prefix + name)]
         read = x.nbytes + chosen.nbytes + weights.nbytes + chosen.unique().numel() * one
+        run, reference = through(experts.routed_experts), through(experts_ref.routed_experts)
         return Work((x, chosen, weights, *matrices), run, reference, flops, read)
 
     form = FORMATS[scene.shapes.spec(parts[0][0]).dtype]

@@ -23,8 +23,8 @@ TEMPERATURE, TOP_P = 1.0, 0.95
 
 def keys(scene: Scene) -> Iterator[Case]:
     """Queries and keys of a sliding layer, or of the first kind that the model has."""
-    config, tokens, batch = scene.config, scene.tokens, scene.batch
-    heads, width, ratio = config.num_attention_heads, config.head_dim, min(batch.rotations)
+    config, tokens = scene.config, scene.tokens
+    heads, width = config.num_attention_heads, config.head_dim
     capacity = config.sliding_window + ROLLBACK
 
     def through(operation: Operation) -> Operation:
@@ -35,9 +35,10 @@ def keys(scene: Scene) -> Iterator[Case]:
         return call
 
     def build(scene: Scene) -> Work:
+        batch = scene.batch
         q, kv = scene.randn(tokens, heads, width), scene.randn(tokens, width)
         ring, weight = scene.randn(scene.sequences * capacity, width), scene.weight("layers.0.attn.kv_norm.weight")
-        places = (batch.rotations[ratio], ring, batch.window_cells)
+        places = (batch.rotations[min(batch.rotations)], ring, batch.window_cells)
         run, reference = through(prepared.queries_and_keys), through(prepared_ref.queries_and_keys)
         read = q.nbytes + kv.nbytes + weight.nbytes + places[0].nbytes
         stored = int((batch.window_cells >= 0).sum()) * width * ring.element_size()
@@ -51,20 +52,20 @@ def keys(scene: Scene) -> Iterator[Case]:
 def compressors(scene: Scene) -> Iterator[Case]:
     """Every compressor of the model. At a context that is a multiple of the ratio each sequence completes an entry."""
     wide, narrow = scene.config.head_dim, scene.config.index_head_dim
-    kinds = ((4, wide, "compress_csa", "compressor."), (128, wide, "compress_hca", "compressor."),
-             (4, narrow, "compress_index", "indexer.compressor."))  # fmt: skip
-    for ratio, width, name, part in kinds:
+    kinds = ((4, wide, "compress_csa", "compressor.", False), (128, wide, "compress_hca", "compressor.", False),
+             (4, narrow, "compress_index", "indexer.compressor.", True))  # fmt: skip
+    for ratio, width, name, part, packed in kinds:
         layer = scene.shapes.layer(ratio=ratio)
         if layer is not None:
-            yield _compressor(scene, name, f"{layer}attn.{part}", ratio, width)
+            yield _compressor(scene, name, f"{layer}attn.{part}", ratio, width, packed)
 
 
-def _compressor(scene: Scene, name: str, prefix: str, ratio: int, width: int) -> Case:
+def _compressor(scene: Scene, name: str, prefix: str, ratio: int, width: int, packed: bool) -> Case:
+    """packed: entries are stored in FP4, as the indexer's are."""
     channels, members = (2 * width, 8) if ratio == 4 else (width, ratio)
-    packed = name == "compress_index"
-    plan, eps = scene.opening.compress[ratio].plan, scene.config.rms_norm_eps
 
     def build(scene: Scene) -> Work:
+        plan, eps = scene.opening.compress[ratio].plan, scene.config.rms_norm_eps
         kv, score = (scene.randn(scene.tokens, channels, dtype=torch.float32) for _ in range(2))
         rings = [scene.randn(scene.sequences, members + ROLLBACK, channels, dtype=torch.float32) for _ in range(2)]
         entries = scene.randn(scene.cells(ratio), width)
@@ -79,7 +80,9 @@ def _compressor(scene: Scene, name: str, prefix: str, ratio: int, width: int) ->
         inputs = (kv, score, *weights, *rings, *codes)
         return Work(inputs, run, reference, 0, read, made + kept, _made(plan))
 
-    groups, needs = len(plan.entries), 8 * scene.tokens * channels
+    # as many as the plan has: what the tokens of each sequence can complete
+    groups = scene.sequences * -(-scene.tokens // scene.sequences // ratio)
+    needs = 8 * scene.tokens * channels
     words = f"{groups} groups of {members}x{channels} fp32"
     return Case(name, "compressor", words, needs, needs, ENTRIES, build, exact=True)
 

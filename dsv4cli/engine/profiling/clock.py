@@ -1,6 +1,7 @@
 """How long a call takes on a device, once and repeatedly."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -85,7 +86,7 @@ def _on_host(calls: Sequence[Call]) -> list[float]:
 def _waits_for_host(call: Call) -> bool:
     """Whether the call copies something to the host or waits for it: a CUDA graph cannot hold it."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    _complain_of_waits("error")
     try:
         call()
     except RuntimeError as error:
@@ -93,8 +94,16 @@ def _waits_for_host(call: Call) -> bool:
             raise
         return True
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        _complain_of_waits("default")
     return False
+
+
+def _complain_of_waits(mode: Literal["default", "error"]) -> None:
+    """What torch does where an operation waits for the host."""
+    with warnings.catch_warnings():
+        # said once a process; a wait that the mode misses fails when a graph is captured
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _by_graph(calls: Sequence[Call], once: float) -> list[float]:

@@ -13,12 +13,18 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
 from dsv4cli.engine.profiling.clock import Call, wait
-from dsv4cli.engine.profiling.ranges import ATTENTION, BLOCK, CONNECTIONS, MIXTURE, PREFIX
+from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, PREFIX
+
+# how calls of CUDA's runtime (cudaLaunchKernel, cudaMemcpyAsync) and driver (cuLaunchKernelEx, by Triton) begin
+CALLS = "cu"
+# the moment of a call that the profiler has lost: in no range
+NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
 class Launches:
-    """count: kernels and copies of a step; busy: seconds in which at least one ran; by_class: kernels of each class."""
+    """count: kernels and copies of a step; busy: seconds in which at least one ran; by_class: how many of them each
+    class launched, and what runs between them: `count` in all."""
 
     count: int
     busy: float
@@ -62,23 +68,29 @@ def _quiet() -> Iterator[None]:
 
 def count_launches(events: list[FunctionEvent]) -> Launches:
     """Adds up what the profiler saw. Ranges also appear among the device's events; they are no kernels."""
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type.name == "CUDA" and not event.name.startswith(PREFIX)
-    ]
-    by_class: Counter[str] = Counter()
-    for event in events:
-        if event.device_type.name == "CPU" and event.name.startswith(PREFIX):
-            by_class[event.name.removeprefix(PREFIX)] += _kernels(event)
-    inner = sum(by_class[name] for name in (*ATTENTION.values(), *MIXTURE.values()))
-    by_class[CONNECTIONS] = by_class.pop(BLOCK, 0) - inner
-    return Launches(len(spans), _covered(spans) / 1e6, dict(by_class))
+    work = [event for event in events if event.device_type.name == "CUDA" and not event.name.startswith(PREFIX)]
+    host = [event for event in events if event.device_type.name == "CPU"]
+    ranges = [(*_span(event), _class(event)) for event in host if event.name.startswith(PREFIX)]
+    # a kernel has the number of the call that launched it; torch's operators have numbers too, from another count
+    calls = {event.id: event.time_range.start for event in host if event.name.startswith(CALLS)}
+    by_class = Counter(dict.fromkeys([*(name for _, _, name in ranges), OTHER], 0))
+    by_class.update(_innermost(ranges, calls.get(event.id, NEVER)) for event in work)
+    return Launches(len(work), _covered([_span(event) for event in work]) / 1e6, dict(by_class))
 
 
-def _kernels(event: FunctionEvent) -> int:
-    """Kernels that the event or anything inside it has launched."""
-    return len(event.kernels) + sum(map(_kernels, event.cpu_children))
+def _span(event: FunctionEvent) -> tuple[float, float]:
+    return event.time_range.start, event.time_range.end
+
+
+def _class(event: FunctionEvent) -> str:
+    """The class of what runs in a range, but not in a range inside it."""
+    name = event.name.removeprefix(PREFIX)
+    return CONNECTIONS if name == BLOCK else name
+
+
+def _innermost(ranges: list[tuple[float, float, str]], moment: float) -> str:
+    """The class of the shortest range (start, end, class) that holds the moment."""
+    return min(((end - start, name) for start, end, name in ranges if start <= moment < end), default=(0.0, OTHER))[1]
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

@@ -136,7 +136,9 @@ class Scene:
     @cached_property
     def opening(self) -> Batch:
         """The same, but a prompt is whole: nothing of it lies in the cache before the step."""
-        return self._step(self.context if self.tokens <= MOST_SEQUENCES else self.tokens)
+        if self.tokens <= MOST_SEQUENCES or self.tokens == self.context:
+            return self.batch
+        return self._step(self.tokens)
 
     def _step(self, context: int) -> Batch:
         kinds = tuple(sorted(set(self.config.layer_ratios)))
