@@ -136,6 +136,17 @@ def test_linears_are_the_single_ones(tokens):
     )
 
 
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(("tokens", "form"), [(17, "fp8"), (3, "fp4")])
+def test_linears_of_many_rows_round_their_input_once(tokens, form, monkeypatch):
+    from dsv4cli.kernels.block_scale import kernel
+
+    rounded, calls = kernel.fp8_round, []
+    monkeypatch.setattr(kernel, "fp8_round", lambda *given: calls.append(given) or rounded(*given))
+    linears(inputs(tokens, 128).bfloat16(), [weights(form, 4, 128), weights(form, 5, 128)])
+    assert len(calls) == 1
+
+
 @pytest.mark.usefixtures("backend")
 def test_linears_of_each_kind_alone():
     x, (weight, scale) = inputs(1, 128).bfloat16(), weights("fp8", 4, 128)

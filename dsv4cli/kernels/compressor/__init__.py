@@ -82,12 +82,3 @@ def compress_index_keys(
     Packed entries (int8 with scales) are the codes and scales of fp4_round; before that the values are bf16.
     """
     return choose(kv, ref).compress_index_keys(kv, score, ape, state, plan, weight, eps)
-
-
-def pool(kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-    """sum over tokens of softmax(score) * kv, each channel with its own softmax.
-
-    kv, score: fp32 [G, R, D], R the tokens that a group pools; rows of absent tokens have kv 0 and score -inf, at least
-    one row of each channel is finite. Returns fp32 [G, D].
-    """
-    return ref.pool(kv, score)

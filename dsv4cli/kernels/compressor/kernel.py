@@ -5,12 +5,13 @@ other reads or writes the sequence's rings. Of groups with many members that are
 few channels, and a second launch makes the entries.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import butterflies, code_blocks, e2m1_bits
-from dsv4cli.kernels.compressor import Plan, State
+from dsv4cli.kernels.block_scale.kernel import butterflies, code_blocks, e2m1_pairs
 from dsv4cli.kernels.compressor.pooling import keep_rows, plan_of, pooled_of
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import E2M1_MAX, FP4_AMAX_FLOOR, FP4_BLOCK, KV_BLOCK
@@ -19,22 +20,24 @@ from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.rope.kernel import turned, turns_of
 from dsv4cli.kernels.rows import rows, tile
 
+if TYPE_CHECKING:
+    from dsv4cli.kernels.compressor import Plan, State
+
 # what an entry goes through after norm and rotation
 NOTHING, FP8, FP4, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-FLOOR, LARGEST = tl.constexpr(FP4_AMAX_FLOOR), tl.constexpr(E2M1_MAX)
-FP4_COLUMNS = tl.constexpr(FP4_BLOCK)
+FLOOR, LARGEST, FP4_COLUMNS = tl.constexpr(FP4_AMAX_FLOOR), tl.constexpr(E2M1_MAX), tl.constexpr(FP4_BLOCK)
 
 
 def compress_keys(
     kv: torch.Tensor,
     score: torch.Tensor,
     ape: torch.Tensor,
-    state: State,
-    plan: Plan,
+    state: "State",
+    plan: "Plan",
     weight: torch.Tensor,
     eps: float,
     round_keys: bool,
-) -> State:
+) -> "State":
     width, pairs = state.entries.shape[1], plan.rotation.shape[1]
     if width % 2 or (round_keys and (width - 2 * pairs) % KV_BLOCK):
         raise KernelUnsupported(f"the Triton kernel rounds {KV_BLOCK} columns at once, not {width - 2 * pairs}")
@@ -45,11 +48,11 @@ def compress_index_keys(
     kv: torch.Tensor,
     score: torch.Tensor,
     ape: torch.Tensor,
-    state: State,
-    plan: Plan,
+    state: "State",
+    plan: "Plan",
     weight: torch.Tensor,
     eps: float,
-) -> State:
+) -> "State":
     width = state.entries.shape[1] * (1 if state.scale is None else 2)
     if width & (width - 1) or width < FP4_BLOCK:
         raise KernelUnsupported(f"a Hadamard rotation takes a power of two from {FP4_BLOCK} on, not {width} columns")
@@ -60,13 +63,13 @@ def _compress(
     kv: torch.Tensor,
     score: torch.Tensor,
     ape: torch.Tensor,
-    state: State,
-    plan: Plan,
+    state: "State",
+    plan: "Plan",
     weight: torch.Tensor,
     eps: float,
     width: int,
     form: tl.constexpr,
-) -> State:
+) -> "State":
     capacity, channels = state.kv.shape[1:]
     members, groups, tokens = len(ape) * channels // width, len(plan.entries), len(kv)
     turns, scale = torch.view_as_real(plan.rotation), state.entries if state.scale is None else state.scale
@@ -83,15 +86,13 @@ def _compress(
         part, kept, warps = SLICE
         pooled = torch.empty(groups, width, dtype=torch.float32, device=kv.device)
         _pool[(triton.cdiv(width, part), groups)](
-            *inputs, pooled, **shape, COLUMNS=part, ROWS=triton.next_power_of_2(members), KEPT=kept,
-            num_warps=warps,
+            *inputs, pooled, **shape, COLUMNS=part, ROWS=triton.next_power_of_2(members), KEPT=kept, num_warps=warps,
         )  # fmt: skip
         _finish[(groups,)](pooled, plan.entries, *entry, turns.stride(0), eps, **entry_shape, num_warps=4)
     else:
         at_once, kept, warps = rows_at_once(members, width, tokens // groups)
         _entries[(groups,)](
-            *inputs, *entry, turns.stride(0), eps, **shape | entry_shape, ROWS=at_once, KEPT=kept,
-            num_warps=warps,
+            *inputs, *entry, turns.stride(0), eps, **shape | entry_shape, ROWS=at_once, KEPT=kept, num_warps=warps,
         )  # fmt: skip
     return state
 
@@ -116,7 +117,7 @@ def rows_at_once(members: int, width: int, tokens: int) -> tuple[int, int, int]:
     return (4, 4, warps) if width > 128 else (8, 8, warps)
 
 
-def check(kv: torch.Tensor, score: torch.Tensor, state: State, plan: Plan, width: int) -> None:
+def check(kv: torch.Tensor, score: torch.Tensor, state: "State", plan: "Plan", width: int) -> None:
     """Raises KernelUnsupported for what the kernel does not take."""
     if not kv.dtype == score.dtype == state.kv.dtype == state.score.dtype == torch.float32:
         raise KernelUnsupported("raw rows and their rings are fp32")
@@ -290,9 +291,8 @@ def store_entry(
         blocks = tl.reshape(values, [COLUMNS // FP4_COLUMNS, FP4_COLUMNS])
         codes, scale = code_blocks(blocks, FLOOR, LARGEST, 1, 0)
         if FORM == PACKED:
-            even, odd = tl.split(tl.reshape(e2m1_bits(codes), [1, COLUMNS // 2, 2]))
             place = results + cell * (WIDTH // 2) + tl.arange(0, COLUMNS // 2)[None]
-            tl.store(place, (even | (odd << 4)).to(tl.int8))
+            tl.store(place, e2m1_pairs(tl.reshape(codes, [1, COLUMNS])).to(tl.int8))
             place = scales + cell * (WIDTH // FP4_COLUMNS) + tl.arange(0, COLUMNS // FP4_COLUMNS)[:, None]
             tl.store(place, (scale >> 23).to(tl.uint8))
         values = tl.reshape(codes * scale.to(tl.float32, bitcast=True), [1, COLUMNS])

@@ -102,5 +102,8 @@ def _halves(rows: torch.Tensor, halves: int) -> torch.Tensor:
 
 
 def pool(kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-    """sum over tokens of softmax(score) * kv, each channel with its own softmax: fp32 [G, R, D] -> [G, D]."""
+    """sum over tokens of softmax(score) * kv, each channel with its own softmax: fp32 [G, R, D] -> [G, D].
+
+    R: the tokens that a group pools; rows of absent ones have kv 0 and score -inf, at least one of a channel is finite.
+    """
     return (score.softmax(1) * kv).sum(1)

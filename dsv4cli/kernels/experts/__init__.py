@@ -64,8 +64,3 @@ def mixture(
     round_inputs: as shared_expert, of the routed experts as well.
     """
     return choose(x, ref).mixture(x, weights, shared, experts, routing, limit, round_inputs)
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) in fp32; limit 0 clamps nothing."""
-    return choose(gate, ref).gated(gate, up, limit)

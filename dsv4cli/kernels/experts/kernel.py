@@ -37,7 +37,7 @@ def routed_experts(
 def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
     first, last = ((weights.w1, weights.w1_scale), (weights.w3, weights.w3_scale)), (weights.w2, weights.w2_scale)
     gate, up = _linears(x, first, round_inputs)
-    return _linears(_gated_in(x.dtype, gate, up, limit), (last,), round_inputs)[0]
+    return _linears(gated(gate, up, limit, x.dtype), (last,), round_inputs)[0]
 
 
 def mixture(
@@ -81,11 +81,8 @@ def _linears(
     return [(of_rounded if round_inputs and scale is not None else of_plain).pop(0) for _, scale in stored]
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    return _gated_in(torch.float32, gate, up, limit)
-
-
-def _gated_in(dtype: torch.dtype, gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+def gated(gate: torch.Tensor, up: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
+    """ref.gated, rounded once to dtype."""
     y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     count = y.numel()
     if count:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) in fp32; limit 0 clamps nothing."""
     gate, up = gate.float(), up.float()
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

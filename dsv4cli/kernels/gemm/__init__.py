@@ -46,7 +46,7 @@ def linears(
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = (),
     fp32: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Several linears over one input x [T, K], of a few tokens in one launch.
+    """Several linears over one input x [T, K], of a few tokens in one launch, of many with x rounded once.
 
     Returns rounded_linear of each weight and scale of `rounded`, linear of each of `plain`, linear_fp32 of each weight
     of `fp32`.

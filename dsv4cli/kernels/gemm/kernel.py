@@ -37,8 +37,9 @@ def linears(
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    if all(_way(x, weight) is stream for weight in (*(w for w, _ in (*rounded, *plain)), *fp32)):
-        return stream.linears(x, rounded, plain, fp32)
+    ways = {_way(x, weight) for weight in (*(w for w, _ in (*rounded, *plain)), *fp32)}
+    if len(ways) == 1:
+        return ways.pop().linears(x, rounded, plain, fp32)
     return (
         [rounded_linear(x, weight, scale) for weight, scale in rounded],
         [linear(x, weight, scale) for weight, scale in plain],

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import power_of_two_ceil
+from dsv4cli.kernels.block_scale.kernel import scaled_blocks
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
 from dsv4cli.kernels.gemm import swapped
@@ -207,7 +207,7 @@ def _inputs(x, scale, K: tl.constexpr, ROUND: tl.constexpr, HAS_FP8: tl.constexp
     if scale is not None:
         factor = e8m0_values(tl.load(scale + block, block * 128 < K, other=0))
     if ROUND:
-        power = power_of_two_ceil(tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), _FLOOR) * (1.0 / _LARGEST))
-        values = e4m3_rounded(values * ((254 << 23) - power).to(tl.float32, bitcast=True), HAS_FP8)
+        values, power = scaled_blocks(values, _FLOOR, _LARGEST)
+        values = e4m3_rounded(values, HAS_FP8)
         factor *= power.to(tl.float32, bitcast=True)
     return values, factor

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import power_of_two_ceil
+from dsv4cli.kernels.block_scale.kernel import scaled_blocks
 from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
 from dsv4cli.kernels.gemm.codes import Product, bits, e8m0_values, has_fp8
 
@@ -143,10 +143,8 @@ def _sums(
         if scale is None:
             total += tl.dot(values, tl.trans(given))
         elif ROUND:
-            given = given.to(tl.float32)
-            amax = tl.maximum(tl.max(tl.abs(given), 1, keep_dims=True), _FLOOR)
-            power = power_of_two_ceil(amax * (1.0 / _LARGEST))
-            codes = (given * ((254 << 23) - power).to(tl.float32, bitcast=True)).to(tl.float8e4nv)
+            given, power = scaled_blocks(given.to(tl.float32), _FLOOR, _LARGEST)
+            codes = given.to(tl.float8e4nv)
             factor = power.to(tl.float32, bitcast=True) * e8m0_values(tl.load(scale + step))
             # through fp32, for which there are fast instructions
             values, codes = values.to(tl.float32).to(tl.bfloat16), codes.to(tl.float32).to(tl.bfloat16)
