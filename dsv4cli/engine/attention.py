@@ -51,7 +51,9 @@ class Attention(nn.Module):
         return self.output(attention.sparse_attention(q, window, entries, index, self.attn_sink, scale, rotation))
 
     def window(self, q: torch.Tensor, x: torch.Tensor, batch: Batch, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `prepare` gives, the keys behind the rings of the step's sequences as they were: [window_rows, d]."""
+        """The queries that `prepare` gives, and the window's keys [window_rows, d], as the batch counts them."""
+        if batch.in_rings:
+            return self.prepare(q, x, batch, ring)[0], ring.data.flatten(0, 1)
         rings = ring.data[batch.slots].flatten(0, 1)
         q, kv = self.prepare(q, x, batch, ring)
         return q, torch.cat((rings, kv))

@@ -45,10 +45,11 @@ class Batch:
     """T tokens of B sequences, each sequence's tokens together and in order.
 
     ids, positions, sequence: int64 [T] (sequence counts from 0 within the batch); slots int64 [B]; last int64 [B], the
-    row of each sequence's final token. window_index int64 [T, window]: rows of [rings of the step's sequences, fresh
-    rows] (window_rows in all) that a token sees, oldest first, then -1; window_columns int64 [T]: how many of its
-    columns come before compressed entries in a token's list; window_cells int64 [T]: where a token's key goes in the
-    flat rings, -1 for nowhere. rotations: complex64 [T, .] by ratio. compress: by ratio.
+    row of each sequence's final token. window_index int64 [T, window]: rows of the window's keys (window_rows in all)
+    that a token sees, oldest first, then -1. With in_rings these keys are the flat rings, which take the step's keys
+    first; else they are [rings of the step's sequences as they were, fresh rows]. window_columns int64 [T]: how many of
+    its columns come before compressed entries in a token's list; window_cells int64 [T]: where a token's key goes in
+    the flat rings, -1 for nowhere. rotations: complex64 [T, .] by ratio. compress: by ratio.
     """
 
     ids: torch.Tensor
@@ -56,6 +57,7 @@ class Batch:
     sequence: torch.Tensor
     slots: torch.Tensor
     last: torch.Tensor
+    in_rings: bool
     window_index: torch.Tensor
     window_columns: torch.Tensor
     window_rows: int
@@ -84,72 +86,125 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """What a step is made of: for each sequence its slot, its first position and its token count, int64 [B]; the ids of
+    all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block where it has fewer."""
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    ids: torch.Tensor
+    blocks: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large a step is, which the host knows. groups: the entries of each ratio that the chunks can complete,
+    wherever they begin; entries: the most that a sequence has afterwards, or more."""
+
+    longest: int
+    groups: dict[int, int]
+    entries: dict[int, int]
+
+
+@dataclass(frozen=True)
 class _Spans:
-    """The chunk of each sequence: its first position, its token count, its first row, its slot; all int64 [B]."""
+    """The chunk of each sequence: its first position, its token count, its first row, its slot; all int64 [B].
+
+    capacity: of the rings. in_rings: as in Batch."""
 
     starts: torch.Tensor
     counts: torch.Tensor
     offsets: torch.Tensor
     slots: torch.Tensor
+    capacity: int
+    in_rings: bool
 
-    def rows_of(self, sequence: torch.Tensor, positions: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Rows in [rings of B sequences, fresh rows] of these positions, which may be before the chunk or in it."""
-        fresh = self.slots.numel() * capacity + self.offsets[sequence] + positions - self.starts[sequence]
-        return torch.where(positions >= self.starts[sequence], fresh, sequence * capacity + positions % capacity)
+    def rows_of(self, sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of the window's keys that hold these positions, which may be before the chunk or in it."""
+        cells = positions % self.capacity
+        if self.in_rings:
+            return self.slots[sequence] * self.capacity + cells
+        fresh = self.slots.numel() * self.capacity + self.offsets[sequence] + positions - self.starts[sequence]
+        return torch.where(positions >= self.starts[sequence], fresh, sequence * self.capacity + cells)
 
 
 def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
-    """The batch of a step: for each sequence its next tokens (at least one). Reserves their blocks."""
+    """The batch of a step: for each sequence its next tokens (at least one). Reserves their blocks.
+
+    Nothing here waits for the device.
+    """
     for one, ids in work:
         cache.reserve(one, len(ids))
-    device = cache.device
-    table = [[one.slot, one.length, len(ids)] for one, ids in work]
-    slots, starts, counts = torch.tensor(table, dtype=torch.int64, device=device).unbind(1)
-    spans = _Spans(starts, counts, counts.cumsum(0) - counts, slots)
-    sequence = torch.arange(len(work), device=device).repeat_interleave(counts)
-    total = sequence.numel()
-    positions = torch.arange(total, device=device) - spans.offsets[sequence] + starts[sequence]
+    counts = [len(ids) for _, ids in work]
+    ends = [one.length + count for (one, _), count in zip(work, counts, strict=True)]
+    ratios = [ratio for ratio in (4, 128) if ratio in cache.config.compress_ratios]
+    extent = Extent(
+        longest=max(counts),
+        groups={ratio: sum(-(-count // ratio) for count in counts) for ratio in ratios},
+        entries={ratio: max(ends) // ratio for ratio in ratios},
+    )
+    columns = [
+        [one.slot for one, _ in work],
+        [one.length for one, _ in work],
+        counts,
+        [token for _, ids in work for token in ids],
+    ]
+    longest = max(len(one.blocks) for one, _ in work)
+    columns += [[*one.blocks, *([0] * (longest - len(one.blocks)))] for one, _ in work]
+    flat = torch.tensor([number for column in columns for number in column], dtype=torch.int64)
+    slots, starts, sizes, ids, blocks = flat.to(cache.device).split(
+        [len(work), len(work), len(work), sum(counts), len(work) * longest]
+    )
+    return place(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest)), extent)
+
+
+def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
+    """The batch of numbers that lie on the device; shapes depend on the extent and on theirs only."""
+    starts, counts, slots = numbers.starts, numbers.counts, numbers.slots
     window = cache.config.sliding_window
-    capacity = window + cache.rollback
+    # a ring has room for the tokens of a step beside all rows that the first of them sees
+    in_rings = extent.longest <= cache.rollback + 1
+    spans = _Spans(starts, counts, counts.cumsum(0) - counts, slots, window + cache.rollback, in_rings)
+    sequence = _owners(counts, numbers.ids.numel())
+    positions = torch.arange(sequence.numel(), device=cache.device) - spans.offsets[sequence] + starts[sequence]
     # the official code lists as many window rows as a prompt is long, and a full window when it decodes
     columns = torch.where(starts == 0, counts.clamp_max(window), window)
+    rings = cache.slots if in_rings else slots.numel()
     ratios = sorted(set(cache.config.compress_ratios))
-    blocks = _block_table([one.blocks for one, _ in work], device)
     return Batch(
-        ids=torch.tensor([token for _, ids in work for token in ids], dtype=torch.int64, device=device),
+        ids=numbers.ids,
         positions=positions,
         sequence=sequence,
         slots=slots,
         last=spans.offsets + counts - 1,
-        window_index=_window_index(spans, sequence, positions, window, capacity),
+        in_rings=in_rings,
+        window_index=_window_index(spans, sequence, positions, window),
         window_columns=columns[sequence],
-        window_rows=len(work) * capacity + total,
-        window_cells=_kept(spans, sequence, positions, capacity),
+        window_rows=rings * spans.capacity + (0 if in_rings else sequence.numel()),
+        window_cells=_kept(spans, sequence, positions),
         rotations={ratio: rotation(positions, cache.frequencies[ratio]) for ratio in ratios},
-        compress={r: _compress_step(cache, spans, sequence, positions, blocks, r) for r in ratios if r},
+        compress={r: _compress_step(cache, spans, sequence, positions, numbers.blocks, extent, r) for r in ratios if r},
     )
 
 
-def _block_table(blocks: list[list[int]], device: torch.device) -> torch.Tensor:
-    longest = max(map(len, blocks))
-    rows = [[*row, *([0] * (longest - len(row)))] for row in blocks]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+def _owners(counts: torch.Tensor, total: int) -> torch.Tensor:
+    """0 counts[0] times, then 1 counts[1] times and so on: int64 [total]."""
+    return torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts, output_size=total)
 
 
-def _window_index(
-    spans: _Spans, sequence: torch.Tensor, positions: torch.Tensor, window: int, capacity: int
-) -> torch.Tensor:
+def _window_index(spans: _Spans, sequence: torch.Tensor, positions: torch.Tensor, window: int) -> torch.Tensor:
     first = (positions - window + 1).clamp_min(0)
     listed = first[:, None] + torch.arange(window, device=positions.device)
-    rows = spans.rows_of(sequence[:, None].expand_as(listed), listed, capacity)
+    rows = spans.rows_of(sequence[:, None].expand_as(listed), listed)
     return rows.masked_fill(listed > positions[:, None], -1)
 
 
-def _kept(spans: _Spans, sequence: torch.Tensor, positions: torch.Tensor, capacity: int) -> torch.Tensor:
+def _kept(spans: _Spans, sequence: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The cell of each token in flat rings, -1 before the last `capacity` of a chunk: no two rows meet in a cell."""
     ends = spans.starts + spans.counts
-    cells = spans.slots[sequence] * capacity + positions % capacity
-    return cells.masked_fill(positions < (ends - capacity)[sequence], -1)
+    cells = spans.slots[sequence] * spans.capacity + positions % spans.capacity
+    return cells.masked_fill(positions < (ends - spans.capacity)[sequence], -1)
 
 
 def _compress_step(
@@ -158,20 +213,19 @@ def _compress_step(
     sequence: torch.Tensor,
     positions: torch.Tensor,
     blocks: torch.Tensor,
+    extent: Extent,
     ratio: int,
 ) -> CompressStep:
     device, per_block = positions.device, BLOCK_TOKENS // ratio
     before = ratio if ratio == 4 else 0  # overlap: the previous group's tokens join
     ends = (spans.starts + spans.counts) // ratio
-    # as many as the tokens of a chunk can complete, wherever it begins
     new = (spans.counts + ratio - 1) // ratio
-    owner = torch.arange(new.numel(), device=device).repeat_interleave(new)
+    owner = _owners(new, extent.groups[ratio])
     group = torch.arange(owner.numel(), device=device) - (new.cumsum(0) - new)[owner] + (spans.starts // ratio)[owner]
     starts = spans.starts[owner]
     groups = (spans.slots[owner], group * ratio - before, starts, starts + spans.counts[owner], spans.offsets[owner])
     entry = torch.arange(blocks.shape[1] * per_block, device=device)
     table = blocks.repeat_interleave(per_block, 1) * per_block + entry % per_block
-    most = int(ends.max())
     return CompressStep(
         plan=Plan(
             groups=torch.stack(groups, 1),
@@ -180,6 +234,6 @@ def _compress_step(
             positions=positions,
         ),
         visible=(positions + 1) // ratio,
-        table=table[:, :most],
+        table=table[:, : extent.entries[ratio]],
         sequence=sequence,
     )

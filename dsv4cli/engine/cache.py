@@ -130,6 +130,7 @@ class Cache:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
+        self.slots = slots
         self.rollback = rollback
         self.frequencies = {ratio: frequencies(config, ratio).to(self.device) for ratio in (0, 4, 128)}
         self.layers = [self._layer(ratio, numerics, slots) for ratio in config.compress_ratios]

@@ -109,6 +109,8 @@ class DSpark(nn.ModuleList):
         index = torch.cat((ring, block), 1)
         return replace(
             batch,
+            in_rings=False,
+            window_rows=len(work) * (capacity + self.block_size),
             window_index=index.repeat_interleave(self.block_size, 0),
             window_cells=torch.full_like(batch.window_cells, -1),
         )

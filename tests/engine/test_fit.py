@@ -157,7 +157,7 @@ STEPS = {
     "sorting the scores": ({}, 32, 65536, 1),
     "decoding": ({}, 1, 4096, 1),
     "many sequences": ({}, 64, 512, 8),
-    "rings of many": ({}, 8, 4096, 8),
+    "rings of many": ({}, 80, 4096, 8),
     "many heads": ({"num_attention_heads": 64}, 128, 256, 1),
     "hyper-connections": ({"hidden_size": 2048}, 64, 128, 1),
     "head": ({"vocab_size": 32768}, 16, 64, 1),

@@ -62,8 +62,8 @@ def changed_step(change):
     """What a batch knows about compressed entries, with the fields that change(step, cache, positions, ratio) gives."""
 
     def wrong(right):
-        def step(cache, spans, sequence, positions, blocks, ratio):
-            step = right(cache, spans, sequence, positions, blocks, ratio)
+        def step(cache, spans, sequence, positions, blocks, extent, ratio):
+            step = right(cache, spans, sequence, positions, blocks, extent, ratio)
             return replace(step, **change(step, cache, positions, ratio))
 
         return step
@@ -114,12 +114,16 @@ def written_before_read(right):
 
 
 def window_one_short(right):
-    def index(spans, sequence, positions, window, capacity):
-        rows = right(spans, sequence, positions, window, capacity)
+    def index(spans, sequence, positions, window):
+        rows = right(spans, sequence, positions, window)
         rows[positions >= window - 1, 0] = -1
         return rows
 
     return index
+
+
+def always_in_rings(right):
+    return lambda cache, numbers, extent: right(cache, numbers, replace(extent, longest=1))
 
 
 def sink_ignored(right):
@@ -162,6 +166,7 @@ MUTATIONS = {
     ),
     "overlap dropped at chunk borders": Mutation(Compressor, "forward", overlap_dropped, in_prefill=False),
     "ring written before read": Mutation(Attention, "forward", written_before_read, in_prefill=False),
+    "long chunks read in the rings": Mutation(engine_batch, "place", always_in_rings),
     "window one short": Mutation(engine_batch, "_window_index", window_one_short),
     "HC matrix transposed": Mutation(
         hyper, "connect_post", lambda right: lambda x, streams, post, comb: right(x, streams, post, comb.mT)
