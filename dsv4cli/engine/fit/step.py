@@ -121,7 +121,7 @@ class Step:
         return before + max(places)
 
     def window(self) -> int:
-        """The window rings of the sequences behind each other, then the step's own keys, which short chunks read there."""
+        """The window rings of the sequences behind each other, then the step's own keys; short chunks are in the rings."""
         if self.tokens <= self.batch * (ROLLBACK + 1):
             return ACTIVATION * self.tokens * self.config.head_dim
         ring = self.config.sliding_window + ROLLBACK
