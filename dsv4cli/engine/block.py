@@ -1,5 +1,7 @@
 """One block: hyper-connections around attention, hyper-connections around the experts."""
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -12,6 +14,22 @@ from dsv4cli.engine.moe import MoE
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import World
 from dsv4cli.kernels import hyper_connections
+
+
+class Unjoined(NamedTuple):
+    """What a block gives: the output x [T, D] of its last sublayer, not yet joined with the streams [T, N, D].
+
+    post [T, N] and comb [T, N, N] say how; the next block joins them in the same step that makes its input.
+    """
+
+    x: torch.Tensor
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+    def joined(self) -> torch.Tensor:
+        """The streams after the block: [T, N, D]."""
+        return hyper_connections.connect_post(*self)
 
 
 class Block(nn.Module):
@@ -28,16 +46,17 @@ class Block(nn.Module):
         self.attn = Attention(config, numerics, config.compress_ratios[layer], world)
         self.ffn = MoE(config, numerics, config.is_hash_layer(layer), world)
 
-    def forward(self, streams: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
-        """streams: [T, N, D] -> the same shape."""
-        config = self.config
-        numbers = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
-        x, post, comb = self.connect(streams, "attn")
-        x = self.attn(self.attn_norm(x), batch, cache)
-        streams, x, post, comb = hyper_connections.connect_step(
-            x, streams, post, comb, *self.connection("ffn"), self.ffn_norm.weight, *numbers
-        )
-        return hyper_connections.connect_post(self.ffn(x, batch), streams, post, comb)
+    def forward(self, before: torch.Tensor | Unjoined, batch: Batch, cache: LayerCache) -> Unjoined:
+        """before: the streams [T, N, D], or what the block before gives."""
+        if isinstance(before, Unjoined):
+            streams, x, post, comb = self.step(before, "attn", self.attn_norm)
+        else:
+            streams = before
+            x, post, comb = self.connect(streams, "attn")
+            x = self.attn_norm(x)
+        output = Unjoined(self.attn(x, batch, cache), streams, post, comb)
+        streams, x, post, comb = self.step(output, "ffn", self.ffn_norm)
+        return Unjoined(self.ffn(x, batch), streams, post, comb)
 
     def connection(self, part: str) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
         """fn, scale and base of a sublayer's hyper-connection, 'attn' or 'ffn'."""
@@ -46,6 +65,16 @@ class Block(nn.Module):
             self.get_parameter(f"hc_{part}_scale"),
             self.get_parameter(f"hc_{part}_base"),
         )
+
+    def step(
+        self, before: Unjoined, part: str, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The streams joined, and of the sublayer `part` ('attn' or 'ffn') what `connect` gives, its input normed."""
+        config = self.config
+        return hyper_connections.connect_step(
+            *before, *self.connection(part), norm.weight,
+            config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps,
+        )  # fmt: skip
 
     def connect(self, streams: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The input [T, D] of a sublayer ('attn' or 'ffn') and its post [T, N] and comb [T, N, N] weights."""

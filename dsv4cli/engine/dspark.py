@@ -131,7 +131,7 @@ class DSpark(nn.ModuleList):
         """
         streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
         for number, stage in enumerate(self.stages()):
-            streams = stage(streams, batch, cache.layers[self.config.num_hidden_layers + number])
+            streams = stage(streams, batch, cache.layers[self.config.num_hidden_layers + number]).joined()
         last = self.stages()[-1]
         x = collapse(last, self.config, streams)
         logits = vocabulary(last.norm(x)).unflatten(0, (-1, self.block_size))

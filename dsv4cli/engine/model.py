@@ -55,14 +55,15 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: Cache) -> Trunk:
         """Runs the blocks over the step's tokens; their state goes into the cache, lengths do not change."""
         config = self.config
-        streams = self.embed(batch.ids)[:, None].expand(-1, config.hc_mult, -1)
+        state = self.embed(batch.ids)[:, None].expand(-1, config.hc_mult, -1)
         targets = config.dspark.target_layer_ids if config.dspark else ()
         means = []
         for number, layer in enumerate(self.layers):
-            streams = layer(streams, batch, cache.layers[number])
+            state = layer(state, batch, cache.layers[number])
             if number in targets:
+                streams = state.joined()
                 means.append(streams.float().mean(1).to(streams.dtype))
-        return Trunk(streams, torch.cat(means, -1) if means else None)
+        return Trunk(state.joined(), torch.cat(means, -1) if means else None)
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         """Streams of the wanted rows [R, N, D] -> fp32 [R, V], never rounded."""

@@ -33,7 +33,7 @@ class MTP(Block):
         """
         hidden = self.h_proj(self.hnorm(streams).flatten(0, 1)).view(streams.shape)
         joined = self.e_proj(self.enorm(embedded))[:, None] + hidden
-        return self(joined, batch, cache)
+        return self(joined, batch, cache).joined()
 
     def normed(self, streams: torch.Tensor) -> torch.Tensor:
         """The stage's streams [R, N, D] -> the input of the shared head [R, D]."""

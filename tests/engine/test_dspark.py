@@ -112,7 +112,7 @@ def test_context_is_the_mean_of_the_streams_of_the_target_layers(model):
     cache = Cache(model.config, model.numerics)
     batch = make_batch(cache, [(cache.allocate(), [5, 6, 7])])
     outputs = []
-    hooks = [model.layers[n].register_forward_hook(lambda _m, _i, out: outputs.append(out)) for n in (2, 3, 4)]
+    hooks = [model.layers[n].register_forward_hook(lambda _m, _i, out: outputs.append(out.joined())) for n in (2, 3, 4)]
     context = model(batch, cache).context
     for hook in hooks:
         hook.remove()

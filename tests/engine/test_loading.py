@@ -144,7 +144,7 @@ def test_random_models_are_well_scaled(values):
     batch = make_batch(cache, [(cache.allocate(), torch.randint(config.vocab_size, (140,)).tolist())])
     streams = model.embed(batch.ids)[:, None].expand(-1, config.hc_mult, -1)
     for number, layer in enumerate(model.layers):
-        streams = layer(streams, batch, cache.layers[number])
+        streams = layer(streams, batch, cache.layers[number]).joined()
         assert 1e-2 < streams.float().square().mean().sqrt() < 1e2, f"block {number}"
     logits = model.logits(streams)
     assert logits.isfinite().all()

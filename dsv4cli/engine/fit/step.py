@@ -51,9 +51,10 @@ class Step:
         return INDEX * (self.tokens * (rows + rotations) + self.batch * sum(self.entries.values()))
 
     def base(self) -> int:
-        """The streams before and after a sublayer, its input before and after the norm, the weights of the streams."""
+        """What a block is given and what it makes: streams, their weights, the output of the block before; its input
+        before and after the norm."""
         streams = self.config.hc_mult
-        return ACTIVATION * self.hidden * (2 * streams + 2) + FP32 * self.tokens * streams * (streams + 1)
+        return ACTIVATION * self.hidden * (2 * streams + 3) + 2 * FP32 * self.tokens * streams * (streams + 1)
 
     def connections(self) -> float:
         """connect_post: the streams, the sum and the product [T, N, N, D], all in fp32."""
@@ -121,7 +122,7 @@ class Step:
         return before + max(places)
 
     def window(self) -> int:
-        """The window rings of the sequences behind each other, then the step's own keys; short chunks are in the rings."""
+        """Short chunks read their keys in the rings; else the rings of the sequences, then the step's own keys."""
         if self.tokens <= self.batch * (ROLLBACK + 1):
             return ACTIVATION * self.tokens * self.config.head_dim
         ring = self.config.sliding_window + ROLLBACK
