@@ -44,17 +44,17 @@ class Step:
         )
 
     def lists(self) -> float:
-        """Ids, positions, window rows, rotations, the table of entries, the lists of HCA layers."""
+        """Ids, positions, blocks, window rows, rotations, the table of entries, the lists of HCA layers."""
         c, listed = self.config, self.entries[128]
         rows = 8 + c.sliding_window + (c.sliding_window + 2 * listed if listed else 0)
         rotations = 3 * c.qk_rope_head_dim // 2  # complex64
-        return INDEX * (self.tokens * (rows + rotations) + self.batch * sum(self.entries.values()))
+        blocks = self.entries[128] + 4
+        return INDEX * (self.tokens * (rows + rotations) + self.batch * (blocks + sum(self.entries.values())))
 
     def base(self) -> int:
-        """What a block is given and what it makes: streams, their weights, the output of the block before; its input
-        before and after the norm."""
+        """The streams before a block, in it and after it, their weights; a sublayer's input and output."""
         streams = self.config.hc_mult
-        return ACTIVATION * self.hidden * (2 * streams + 3) + 2 * FP32 * self.tokens * streams * (streams + 1)
+        return ACTIVATION * self.hidden * (3 * streams + 2) + 3 * FP32 * self.tokens * streams * (streams + 1)
 
     def connections(self) -> float:
         """connect_post: the streams, the sum and the product [T, N, N, D], all in fp32."""
