@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 
 from dsv4cli.errors import UnsupportedHardware
-from dsv4cli.kernels.dispatch import Backend, use
+from dsv4cli.kernels.dispatch import Backend, chosen, use
 
-__all__ = ["Backend", "resolve_backend", "use"]
+__all__ = ["Backend", "captures", "resolve_backend", "use"]
 
 
 def resolve_backend(name: Backend, device: torch.device) -> Literal["triton", "torch"]:
@@ -18,3 +18,8 @@ def resolve_backend(name: Backend, device: torch.device) -> Literal["triton", "t
             f"--backend triton needs a GPU, and the device is {device}", "use --backend auto, which is torch here"
         )
     return "triton" if on_gpu and name != "torch" else "torch"
+
+
+def captures(device: torch.device) -> bool:
+    """Whether CUDA graphs can hold a step: on a GPU, with Triton's kernels, which never wait for the host."""
+    return device.type == "cuda" and chosen() != "torch"

@@ -9,7 +9,8 @@ from functools import cached_property
 
 import torch
 
-from dsv4cli.engine.cache import BLOCK_TOKENS, Cache, Sequence
+from dsv4cli.engine.cache import Cache, Sequence
+from dsv4cli.engine.capacity import BLOCK_TOKENS
 from dsv4cli.engine.rope import rotation
 from dsv4cli.kernels.compressor import Plan
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsv4cli.engine.capacity import BLOCK_TOKENS, ROLLBACK
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.rope import frequencies
@@ -17,9 +18,8 @@ from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.compressor import State
 from dsv4cli.kernels.formats import FP4_BLOCK
 
-BLOCK_TOKENS = 128
-# how many tokens can be taken back at once: a verification step of a drafter is at most this long
-ROLLBACK = 8
+# blocks that are made when the first is taken
+FEWEST_BLOCKS = 8
 
 
 class Ring:
@@ -98,12 +98,14 @@ class LayerCache:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sequence: its slot, how many tokens it has, the most it ever had since they were written, its blocks."""
+    """One sequence: its slot, how many tokens it has, the most it ever had since they were written, its blocks, and how
+    often these were changed."""
 
     slot: int
     length: int = 0
     high: int = 0
     blocks: list[int] = field(default_factory=list)
+    changes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +176,11 @@ class Cache:
         return len(self._free_slots)
 
     @property
+    def blocks(self) -> int:
+        """Blocks that the pools have room for. They lie elsewhere when it has changed."""
+        return len(self._shares)
+
+    @property
     def used_blocks(self) -> int:
         """Blocks held by sequences or snapshots."""
         return len(self._shares) - len(self._free_blocks)
@@ -194,6 +201,15 @@ class Cache:
         self._release(sequence.blocks)
         self._free_slots.append(sequence.slot)
 
+    def provide(self, blocks: int) -> None:
+        """Makes room for `blocks` blocks in all, so that the pools need not grow until these are taken."""
+        missing = blocks - self.blocks
+        if missing > 0:
+            for pool in self._pools():
+                pool.grow(blocks)
+            self._free_blocks = [*range(blocks - 1, self.blocks - 1, -1), *self._free_blocks]
+            self._shares += [0] * missing
+
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Blocks for the next `tokens` tokens, none of them shared with a snapshot."""
         first, end = sequence.length // BLOCK_TOKENS, -(-(sequence.length + tokens) // BLOCK_TOKENS)
@@ -201,11 +217,13 @@ class Cache:
             block = sequence.blocks[number]
             if self._shares[block] > 1:
                 sequence.blocks[number] = self._take_block()
+                sequence.changes += 1
                 for pool in self._pools():
                     pool.copy_block(block, sequence.blocks[number])
                 self._release([block])
         while len(sequence.blocks) < end:
             sequence.blocks.append(self._take_block())
+            sequence.changes += 1
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """Counts `tokens` tokens that a step has stored."""
@@ -232,6 +250,7 @@ class Cache:
             self._shares[block] += 1
         self._release(sequence.blocks)
         sequence.length, sequence.high, sequence.blocks = snapshot.length, snapshot.high, list(snapshot.blocks)
+        sequence.changes += 1
         for ring, rows in zip(self._rings(), snapshot.rings, strict=True):
             ring.data[sequence.slot] = rows
 
@@ -247,12 +266,7 @@ class Cache:
 
     def _take_block(self) -> int:
         if not self._free_blocks:
-            old = len(self._shares)
-            new = max(2 * old, 8)
-            for pool in self._pools():
-                pool.grow(new)
-            self._shares += [0] * (new - old)
-            self._free_blocks = list(range(new - 1, old - 1, -1))
+            self.provide(max(2 * self.blocks, FEWEST_BLOCKS))
         block = self._free_blocks.pop()
         self._shares[block] = 1
         return block

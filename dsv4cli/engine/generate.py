@@ -9,7 +9,7 @@ import torch
 from dsv4cli.engine.device import step_memory
 from dsv4cli.engine.dialogue import rooms
 from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.sampler import check_finite, sample
+from dsv4cli.engine.sampler import finite, not_finite, sample
 from dsv4cli.engine.schedule import Schedule, Stream
 from dsv4cli.engine.settings import Limits, Sampling
 
@@ -46,7 +46,13 @@ class Generator:
         self.sampling = sampling
         self.logprobs = limits.logprobs
         self.ends = [len(prompt) + count for prompt, count in zip(prompts, room, strict=True)]
-        self.schedule = Schedule(model, streams=len(prompts), prefill_chunk=limits.prefill_chunk, device=device)
+        self.schedule = Schedule(
+            model,
+            streams=len(prompts),
+            prefill_chunk=limits.prefill_chunk,
+            device=device,
+            longest=max(self.ends, default=1),
+        )
         self.random = [torch.Generator().manual_seed(sampling.seed + number) for number in range(len(prompts))]
         self._streams = [Stream(number, list(prompt)) for number, prompt in enumerate(prompts)]
         for stream in self._streams:
@@ -57,10 +63,8 @@ class Generator:
         NotEnoughMemory."""
         while self.schedule.busy:
             with step_memory(self.schedule.cache.device):
-                chunks, streams = self.schedule.step()
-                ready = [chunk for chunk in chunks if chunk.stream.caught_up]
-                rows = torch.tensor([chunk.last_row for chunk in ready], dtype=torch.int64, device=streams.device)
-                drawn = self._draw([chunk.stream for chunk in ready], streams[rows]) if ready else []
+                ready, logits = self.schedule.logits()
+                drawn = [] if logits is None else self._draw(ready, logits)
             for stream, token, logprob, top in drawn:
                 stream.ids.append(token)
                 finish = self._finish(stream, token)
@@ -75,15 +79,25 @@ class Generator:
             self.schedule.remove(stream)
 
     @torch.no_grad()
-    def _draw(self, ready: list[Stream], streams: torch.Tensor) -> list[tuple[Stream, int, float, Alternatives]]:
-        """A token for each stream with its log-probability and the alternatives; streams [R, N, D]."""
-        logits = self.model.logits(streams)
-        check_finite(logits)
-        drawn = sample(logits, self.sampling, [self.random[stream.number] for stream in ready])
-        logprobs = logits.log_softmax(-1)
-        tokens, chosen = drawn.tolist(), logprobs.gather(-1, drawn[:, None])[:, 0].tolist()
-        tops = top_logprobs(logprobs, self.logprobs)
-        return list(zip(ready, tokens, chosen, tops, strict=True))
+    def _draw(self, ready: list[Stream], logits: torch.Tensor) -> list[tuple[Stream, int, float, Alternatives]]:
+        """A token for each stream with its log-probability and the alternatives; logits fp32 [R, V].
+
+        The one place of a step that waits for the device.
+        """
+        tokens = sample(logits, self.sampling, [self.random[stream.number] for stream in ready])
+        total = logits.logsumexp(-1, keepdim=True)
+        best = logits.topk(min(self.logprobs, logits.shape[-1]), -1)
+        # fp64 holds all of it exactly
+        columns = [tokens[:, None], logits.gather(-1, tokens[:, None]) - total, finite(logits)[:, None]]
+        columns += [best.indices, best.values - total]
+        table = torch.cat([column.double() for column in columns], 1).tolist()
+        if not all(row[2] for row in table):
+            raise not_finite()
+        pairs = [row[3:] for row in table]
+        tops = [
+            [(int(one), value) for one, value in zip(p[: len(p) // 2], p[len(p) // 2 :], strict=True)] for p in pairs
+        ]
+        return [(stream, int(row[0]), row[1], top) for stream, row, top in zip(ready, table, tops, strict=True)]
 
     def _finish(self, stream: Stream, token: int) -> Literal["stop", "length"] | None:
         if token == self.model.config.eos_token_id:

@@ -12,7 +12,7 @@ from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.random_weights import random_tensors
 from dsv4cli.engine.source import FolderSource, RandomSource
-from dsv4cli.engine.weights import Progress, fill, read_tensors
+from dsv4cli.engine.weights import Progress, fill, local_slice, read_tensors
 from dsv4cli.errors import NotEnoughMemory
 
 
@@ -55,7 +55,8 @@ def build_random(
 ) -> Transformer:
     """A model of random weights in the given formats; with `bf16` or `f32` throughout, one that can be trained."""
     specs = expected_tensors(config, formats)
-    tensors = random_tensors(specs.values(), seed, config.n_routed_experts)
+    whole = random_tensors(specs.values(), seed, config.n_routed_experts, device)
+    tensors = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in whole)
     return _filled(config, numerics, specs, tensors, device, world, progress)
 
 

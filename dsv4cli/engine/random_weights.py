@@ -3,7 +3,8 @@
 A tensor depends on its name and the seed only, so that two models share the tensors that they have in common.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from zlib import crc32
 
 import torch
@@ -19,41 +20,56 @@ E2M1_STD = (sum(value * value for value in E2M1_VALUES) / len(E2M1_VALUES)) ** 0
 E4M3_STD = 32.0
 
 
-def random_tensors(specs: Iterable[TensorSpec], seed: int, experts: int) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+def random_tensors(
+    specs: Iterable[TensorSpec], seed: int, experts: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
     """A tensor for each spec, in its stored dtype and shape. experts: how many a hash table chooses from."""
+    source = _Source(seed, torch.device(device))
     for spec in specs:
-        generator = torch.Generator().manual_seed(crc32(spec.name.encode()) ^ seed)
-        yield spec, _draw(spec, generator, experts)
+        yield spec, source.draw(spec, experts)
 
 
-def _draw(spec: TensorSpec, generator: torch.Generator, experts: int) -> torch.Tensor:
-    if spec.is_scale:
-        return _scale(spec, generator)
-    if spec.dtype == "I8":
-        return _tiled(spec.shape, lambda n: torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8)).view(
-            torch.int8
-        )
-    if spec.dtype == "I64":
-        first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator)
-        return (first + torch.arange(spec.shape[1])) % experts  # distinct experts in a row
-    mean, deviation = _moments(spec)
-    values = _tiled(spec.shape, lambda n: torch.randn(n, generator=generator)) * deviation + mean
-    return values.to(TORCH_DTYPES[spec.dtype])
+class _Source:
+    """Values on a device. All tensors of a kind are one pattern from a place on that the tensor's name gives."""
 
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.device = device
 
-def _tiled(shape: tuple[int, ...], draw: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    count = torch.Size(shape).numel()
-    pattern = draw(min(count, PATTERN))
-    return pattern.repeat(-(-count // PATTERN))[:count].view(shape)
+    def draw(self, spec: TensorSpec, experts: int) -> torch.Tensor:
+        """The tensor of a spec."""
+        if spec.is_scale:
+            return self._scale(spec)
+        if spec.dtype == "I8":
+            return self._tiled(spec, self._bytes).view(torch.int8)
+        if spec.dtype == "I64":
+            generator = torch.Generator().manual_seed(crc32(spec.name.encode()) ^ self.seed)
+            first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator)
+            return (first + torch.arange(spec.shape[1])) % experts  # distinct experts in a row
+        mean, deviation = _moments(spec)
+        values = self._tiled(spec, self._normal) * deviation + mean
+        return values.to(TORCH_DTYPES[spec.dtype])
 
+    def _scale(self, spec: TensorSpec) -> torch.Tensor:
+        """Exponents that give a matrix rows of unit length, one step up or down from block to block."""
+        is_fp4 = spec.shape[-1] * FP4_BLOCK == spec.columns
+        deviation = (E2M1_STD if is_fp4 else E4M3_STD) * spec.columns**0.5
+        exponent = -round(torch.tensor(deviation).log2().item()) + E8M0_BIAS
+        return (self._tiled(spec, self._bytes) % 3 + (exponent - 1)).view(torch.float8_e8m0fnu)
 
-def _scale(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
-    """Exponents that give a matrix rows of unit length, one step up or down from block to block."""
-    is_fp4 = spec.shape[-1] * FP4_BLOCK == spec.columns
-    deviation = (E2M1_STD if is_fp4 else E4M3_STD) * spec.columns**0.5
-    exponent = -round(torch.tensor(deviation).log2().item())
-    steps = _tiled(spec.shape, lambda n: torch.randint(-1, 2, (n,), generator=generator))
-    return (steps + exponent + E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
+    def _tiled(self, spec: TensorSpec, pattern: torch.Tensor) -> torch.Tensor:
+        count = torch.Size(spec.shape).numel()
+        start = crc32(spec.name.encode()) % PATTERN
+        return pattern.roll(-start).repeat(-(-count // PATTERN))[:count].view(spec.shape)
+
+    @cached_property
+    def _bytes(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(0, 256, (PATTERN,), generator=generator, dtype=torch.uint8).to(self.device)
+
+    @cached_property
+    def _normal(self) -> torch.Tensor:
+        return torch.randn(PATTERN, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
 
 
 def _moments(spec: TensorSpec) -> tuple[float, float]:

@@ -8,12 +8,22 @@ from dsv4cli.kernels.sampling import draw, greedy
 
 
 def check_finite(logits: torch.Tensor) -> None:
-    """Raises UnsoundResult when a logit is not a finite number: fp32 [R, V]."""
-    if not bool(logits.isfinite().all()):
-        raise UnsoundResult(
-            "the model's logits are not finite: its weights or this machine's arithmetic are wrong",
-            "compare the checksums of the weight files with the publisher's, or try another --device or --dtype",
-        )
+    """Raises UnsoundResult when a logit is not a finite number: fp32 [R, V]. Waits for the device."""
+    if not bool(finite(logits).all()):
+        raise not_finite()
+
+
+def finite(logits: torch.Tensor) -> torch.Tensor:
+    """Whether all logits of a row are finite numbers: fp32 [R, V] -> bool [R]."""
+    return logits.isfinite().all(-1)
+
+
+def not_finite() -> UnsoundResult:
+    """What to raise about logits that are not."""
+    return UnsoundResult(
+        "the model's logits are not finite: its weights or this machine's arithmetic are wrong",
+        "compare the checksums of the weight files with the publisher's, or try another --device or --dtype",
+    )
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:

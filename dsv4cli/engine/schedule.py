@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4cli.engine.backend import captures
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache, Sequence
+from dsv4cli.engine.capacity import BLOCK_TOKENS, MAX_SLOTS, MAX_STEP_TOKENS
+from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.model import Transformer
 
-# sequences in flight, and tokens in one step: bounds of the memory that a step takes
-MAX_SLOTS = 64
-MAX_STEP_TOKENS = 8192
+# the most blocks that are made before a token comes: 131,072 tokens, 0.8 GB for Flash
+BLOCKS_AT_ONCE = 1024
 
 
 @dataclass(eq=False)
@@ -47,10 +49,26 @@ class Chunk:
 class Schedule:
     """Runs many streams through one model; a stream's tokens are appended by whoever reads the results."""
 
-    def __init__(self, model: Transformer, *, streams: int, prefill_chunk: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        streams: int,
+        prefill_chunk: int,
+        device: torch.device | str,
+        longest: int | None = None,
+    ) -> None:
+        """longest: the most tokens of a stream; where it is given, steps of one token of each are made by a decoder on
+        a GPU whose kernels are Triton's."""
         self.model = model
         self.prefill_chunk = prefill_chunk
-        self.cache = Cache(model.config, model.numerics, slots=max(1, min(streams, MAX_SLOTS)), device=device)
+        slots = max(1, min(streams, MAX_SLOTS))
+        decodes = longest is not None and captures(torch.device(device))
+        self.cache = Cache(model.config, model.numerics, slots=slots + decodes, device=device)
+        self._decoder: Decoder | None = None
+        if longest is not None and decodes:
+            self.cache.provide(min(slots * -(-longest // BLOCK_TOKENS), BLOCKS_AT_ONCE))
+            self._decoder = Decoder(model, self.cache, longest)
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream] = []
 
@@ -73,21 +91,30 @@ class Schedule:
     @torch.no_grad()
     def step(self) -> tuple[list[Chunk], torch.Tensor]:
         """Runs the next chunks: what ran, and the streams [T, N, D] after the last layer."""
+        chunks = self._next_chunks()
+        return chunks, self._streams_of(chunks)
+
+    @torch.no_grad()
+    def logits(self) -> tuple[list[Stream], torch.Tensor | None]:
+        """Runs the next chunks: the streams that have caught up, and the logits after them fp32 [R, V], if any.
+
+        The next call may overwrite them.
+        """
+        chunks = self._next_chunks()
+        ready = [chunk.stream for chunk in chunks if chunk.end == len(chunk.stream.ids)]
+        rows = torch.tensor([chunk.last_row for chunk in chunks if chunk.stream in ready], dtype=torch.int64)
+        if self._decoder is not None and all(chunk.end - chunk.first == 1 for chunk in chunks):
+            logits = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)])
+            self._advance(chunks)
+            return ready, logits if len(ready) == len(chunks) else logits[rows.to(logits.device)]
+        streams = self._streams_of(chunks)
+        return ready, self.model.logits(streams[rows.to(streams.device)]) if ready else None
+
+    def _next_chunks(self) -> list[Chunk]:
         while self._waiting and self.cache.free_slots:
             stream = self._waiting.popleft()
             stream.sequence = self.cache.allocate()
             self._active.append(stream)
-        chunks = self._next_chunks()
-        work = [(chunk.stream.sequence, chunk.stream.ids[chunk.first : chunk.end]) for chunk in chunks]
-        batch = make_batch(self.cache, [(sequence, ids) for sequence, ids in work if sequence is not None])
-        trunk = self.model(batch, self.cache)
-        for chunk, (sequence, ids) in zip(chunks, work, strict=True):
-            assert sequence is not None
-            self.cache.advance(sequence, len(ids))
-            chunk.stream.done = chunk.end
-        return chunks, trunk.streams
-
-    def _next_chunks(self) -> list[Chunk]:
         chunks, row = [], 0
         for stream in self._active:
             count = min(len(stream.ids) - stream.done, self.prefill_chunk, MAX_STEP_TOKENS - row)
@@ -95,3 +122,20 @@ class Schedule:
                 chunks.append(Chunk(stream, stream.done, stream.done + count, row))
                 row += count
         return chunks
+
+    def _streams_of(self, chunks: list[Chunk]) -> torch.Tensor:
+        batch = make_batch(self.cache, _work(chunks))
+        streams = self.model(batch, self.cache).streams
+        self._advance(chunks)
+        return streams
+
+    def _advance(self, chunks: list[Chunk]) -> None:
+        for chunk, (sequence, ids) in zip(chunks, _work(chunks), strict=True):
+            self.cache.advance(sequence, len(ids))
+            chunk.stream.done = chunk.end
+
+
+def _work(chunks: list[Chunk]) -> list[tuple[Sequence, list[int]]]:
+    """The sequence of each chunk and its tokens."""
+    sequences = [(chunk.stream.sequence, chunk.stream.ids[chunk.first : chunk.end]) for chunk in chunks]
+    return [(sequence, ids) for sequence, ids in sequences if sequence is not None]

@@ -41,6 +41,11 @@ def use(backend: Backend) -> Iterator[None]:
         _setting.backend = before
 
 
+def chosen() -> Backend:
+    """What `use` has set."""
+    return _setting.backend
+
+
 def choose(x: torch.Tensor, reference: ModuleType) -> ModuleType:
     """The module that computes on x: a family's `ref`, or the `kernel` beside it, which has the same functions.
 

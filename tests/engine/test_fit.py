@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4cli.cli import app
 from dsv4cli.commands.inspect_fit import show_fit
-from dsv4cli.engine import cache as engine_cache
-from dsv4cli.engine import capacity, schedule, weights
+from dsv4cli.engine import capacity, weights
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
 from dsv4cli.engine.config import parse_config
@@ -65,10 +64,6 @@ def with_ram(machine: Machine, free: float) -> Machine:
 
 
 def test_the_constants_are_the_engine_s():
-    assert engine_cache.BLOCK_TOKENS == capacity.BLOCK_TOKENS
-    assert engine_cache.ROLLBACK == capacity.ROLLBACK
-    assert schedule.MAX_SLOTS == capacity.MAX_SLOTS
-    assert schedule.MAX_STEP_TOKENS == capacity.MAX_STEP_TOKENS
     assert attention_ref.BLOCK == indexer_ref.BLOCK == capacity.LIST_BLOCK
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import ROLLBACK, Cache, Sequence
+from dsv4cli.engine.cache import Cache, Sequence
+from dsv4cli.engine.capacity import ROLLBACK
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.loading import build_random

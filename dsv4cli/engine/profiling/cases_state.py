@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from dsv4cli.engine.cache import ROLLBACK
+from dsv4cli.engine.capacity import ROLLBACK
 from dsv4cli.engine.profiling.bounds import ENTRIES, EXACT, FOUR_ROUNDINGS
 from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
 from dsv4cli.engine.profiling.scene import Scene

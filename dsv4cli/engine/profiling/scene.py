@@ -96,7 +96,7 @@ class Scene:
     def weight(self, name: str) -> torch.Tensor:
         """A tensor of the table, random and well scaled, as this rank holds it."""
         spec = self.shapes.spec(name)
-        ((_, values),) = random_tensors([spec], 0, self.config.n_routed_experts)
+        ((_, values),) = random_tensors([spec], 0, self.config.n_routed_experts, self.device)
         return values.to(self.device)
 
     def matrix(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:

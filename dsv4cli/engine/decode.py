@@ -1,0 +1,120 @@
+"""Decoding: a step of one token of each sequence, captured in a CUDA graph for some numbers of sequences and replayed.
+
+A graph reads its numbers from memory that stays where it is. Rows that no sequence fills belong to one that has no
+tokens, so that capturing and padding touch no live state.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import torch
+
+from dsv4cli.engine.batch import Extent, Numbers, place
+from dsv4cli.engine.cache import Cache, Sequence
+from dsv4cli.engine.capacity import BLOCK_TOKENS, MAX_SLOTS
+from dsv4cli.engine.model import Transformer
+
+SIZES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
+# how often a step runs before it is captured: compiles kernels, and finds the memory that they share
+WARM = 2
+
+
+class Decoder:
+    """Decodes the sequences of one cache, which must have a slot to spare; on a CPU without graphs."""
+
+    def __init__(self, model: Transformer, cache: Cache, tokens: int) -> None:
+        """tokens: the most that a sequence has, its next one included."""
+        self.model = model
+        self.cache = cache
+        self.columns = -(-tokens // BLOCK_TOKENS)
+        self._nobody = cache.allocate()
+        self._steps: dict[int, _Step] = {}
+        self._blocks = 0
+        self._memory = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+
+    def logits(self, work: Items[tuple[Sequence, int]]) -> torch.Tensor:
+        """What follows each sequence's next token: fp32 [B, V], overwritten by the next call. Reserves their blocks.
+
+        work: up to MAX_SLOTS sequences. Lengths do not change. Raises NotEnoughMemory.
+        """
+        for sequence, _ in work:
+            self.cache.reserve(sequence, 1)
+        if self._blocks != self.cache.blocks:  # the pools lie elsewhere now
+            self._steps.clear()
+            self._blocks = self.cache.blocks
+        size = next(size for size in SIZES if size >= len(work))
+        if size not in self._steps:
+            self._steps[size] = self._prepared(size)
+        return self._steps[size](work)
+
+    def _prepared(self, size: int) -> "_Step":
+        step = _Step(self.cache, size, self.columns, self._nobody.slot)
+        if self._memory is None:
+            step.run = lambda: self._run(step.numbers)
+            return step
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM):
+                self._run(step.numbers)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = self._run(step.numbers)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return logits
+
+        step.run = replay
+        return step
+
+    @torch.no_grad()
+    def _run(self, numbers: Numbers) -> torch.Tensor:
+        size, columns = numbers.blocks.shape
+        ratios = [ratio for ratio in (4, 128) if ratio in self.model.config.compress_ratios]
+        extent = Extent(
+            longest=1,
+            groups=dict.fromkeys(ratios, size),
+            entries={ratio: columns * (BLOCK_TOKENS // ratio) for ratio in ratios},
+        )
+        batch = place(self.cache, numbers, extent)
+        return self.model.logits(self.model(batch, self.cache).streams)
+
+
+class _Step:
+    """The step of `size` sequences: its numbers on the host and on the device, and what computes logits from them."""
+
+    run: Callable[[], torch.Tensor]
+
+    def __init__(self, cache: Cache, size: int, columns: int, nobody: int) -> None:
+        self._nobody = nobody
+        on_gpu = cache.device.type == "cuda"
+        # slots, starts and ids; the blocks have their own, they change seldom
+        self._few = torch.zeros(3, size, dtype=torch.int64, pin_memory=on_gpu)
+        self._blocks = torch.zeros(size, columns, dtype=torch.int64, pin_memory=on_gpu)
+        self._few[0] = nobody
+        self._rows: list[tuple[Sequence, int] | None] = [None] * size  # whose blocks lie in each row, which of them
+        few, blocks = self._few.to(cache.device), self._blocks.to(cache.device)
+        self._on_device = few, blocks
+        self.numbers = Numbers(few[0], few[1], torch.ones_like(few[0]), few[2], blocks)
+
+    def __call__(self, work: Items[tuple[Sequence, int]]) -> torch.Tensor:
+        """The logits [B, V] of these sequences. What the last call has copied must have arrived on the device."""
+        few = self._few.numpy()
+        few[:, len(work) :] = [[self._nobody], [0], [0]]
+        few[:, : len(work)] = list(zip(*((one.slot, one.length, token) for one, token in work), strict=True))
+        self._on_device[0].copy_(self._few, non_blocking=True)
+        if self._fill_blocks([one for one, _ in work]):
+            self._on_device[1].copy_(self._blocks, non_blocking=True)
+        return self.run()[: len(work)]
+
+    def _fill_blocks(self, sequences: list[Sequence]) -> bool:
+        """Whether the blocks of a row are others than before."""
+        changed = False
+        for row, sequence in enumerate(sequences):
+            if self._rows[row] != (sequence, sequence.changes):
+                self._rows[row] = sequence, sequence.changes
+                self._blocks[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks)
+                changed = True
+        return changed
