@@ -48,7 +48,7 @@ def show_step(out: Output, document: Document) -> None:
     rows = [
         ("step", f"{what}: {sequences}, {tokens} of each after {document['context']:,}"),
         ("time", f"{_time(seconds['median'])} ({_time(seconds['low'])} to {_time(seconds['high'])})"),
-        ("", f"{document['tokens_per_second']:,.1f} tokens/s"),
+        ("", f"{document['tokens_per_second']:,.1f} tokens/s" + (", in a CUDA graph" if document["captured"] else "")),
         ("weights", f"{size_text(weights['bytes'])} read, which alone takes {_time(weights['floor_seconds'])}"),
         ("", f"{weights['of_bandwidth']:.1%} of the bandwidth measured"),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 
 import torch
 
-from dsv4cli.engine.batch import Extent, Numbers, place
+from dsv4cli.engine.batch import Batch, Extent, Numbers, place
 from dsv4cli.engine.cache import Cache, Sequence
 from dsv4cli.engine.capacity import BLOCK_TOKENS, MAX_SLOTS
 from dsv4cli.engine.model import Transformer
@@ -28,7 +28,7 @@ class Decoder:
         self.cache = cache
         self.columns = -(-tokens // BLOCK_TOKENS)
         self._nobody = cache.allocate()
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, DecodeStep] = {}
         self._blocks = 0
         self._memory = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
 
@@ -37,6 +37,10 @@ class Decoder:
 
         work: up to MAX_SLOTS sequences. Lengths do not change. Raises NotEnoughMemory.
         """
+        return self.filled(work).run()[: len(work)]
+
+    def filled(self, work: Items[tuple[Sequence, int]]) -> "DecodeStep":
+        """The step for these sequences, with their numbers in it."""
         for sequence, _ in work:
             self.cache.reserve(sequence, 1)
         if self._blocks != self.cache.blocks:  # the pools lie elsewhere now
@@ -45,22 +49,38 @@ class Decoder:
         size = next(size for size in SIZES if size >= len(work))
         if size not in self._steps:
             self._steps[size] = self._prepared(size)
-        return self._steps[size](work)
+        self._steps[size].fill(work)
+        return self._steps[size]
 
-    def _prepared(self, size: int) -> "_Step":
-        step = _Step(self.cache, size, self.columns, self._nobody.slot)
+    def batch(self, numbers: Numbers) -> Batch:
+        """The batch of a step of one token of each sequence, as large for every context."""
+        size, columns = numbers.blocks.shape
+        ratios = [ratio for ratio in (4, 128) if ratio in self.model.config.compress_ratios]
+        extent = Extent(
+            longest=1,
+            groups=dict.fromkeys(ratios, size),
+            entries={ratio: columns * (BLOCK_TOKENS // ratio) for ratio in ratios},
+        )
+        return place(self.cache, numbers, extent)
+
+    @torch.no_grad()
+    def _compute(self, numbers: Numbers) -> torch.Tensor:
+        return self.model.logits(self.model(self.batch(numbers), self.cache).streams)
+
+    def _prepared(self, size: int) -> "DecodeStep":
+        step = DecodeStep(self.cache, size, self.columns, self._nobody.slot)
         if self._memory is None:
-            step.run = lambda: self._run(step.numbers)
+            step.run = lambda: self._compute(step.numbers)
             return step
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
-                self._run(step.numbers)
+                self._compute(step.numbers)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._run(step.numbers)
+            logits = self._compute(step.numbers)
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -69,21 +89,10 @@ class Decoder:
         step.run = replay
         return step
 
-    @torch.no_grad()
-    def _run(self, numbers: Numbers) -> torch.Tensor:
-        size, columns = numbers.blocks.shape
-        ratios = [ratio for ratio in (4, 128) if ratio in self.model.config.compress_ratios]
-        extent = Extent(
-            longest=1,
-            groups=dict.fromkeys(ratios, size),
-            entries={ratio: columns * (BLOCK_TOKENS // ratio) for ratio in ratios},
-        )
-        batch = place(self.cache, numbers, extent)
-        return self.model.logits(self.model(batch, self.cache).streams)
 
-
-class _Step:
-    """The step of `size` sequences: its numbers on the host and on the device, and what computes logits from them."""
+class DecodeStep:
+    """The step of `size` sequences: its numbers on the host and on the device; `run` computes logits [size, V] from
+    these."""
 
     run: Callable[[], torch.Tensor]
 
@@ -99,15 +108,14 @@ class _Step:
         self._on_device = few, blocks
         self.numbers = Numbers(few[0], few[1], torch.ones_like(few[0]), few[2], blocks)
 
-    def __call__(self, work: Items[tuple[Sequence, int]]) -> torch.Tensor:
-        """The logits [B, V] of these sequences. What the last call has copied must have arrived on the device."""
+    def fill(self, work: Items[tuple[Sequence, int]]) -> None:
+        """Takes the numbers of these sequences. What the last call has copied must have arrived on the device."""
         few = self._few.numpy()
         few[:, len(work) :] = [[self._nobody], [0], [0]]
         few[:, : len(work)] = list(zip(*((one.slot, one.length, token) for one, token in work), strict=True))
         self._on_device[0].copy_(self._few, non_blocking=True)
         if self._fill_blocks([one for one, _ in work]):
             self._on_device[1].copy_(self._blocks, non_blocking=True)
-        return self.run()[: len(work)]
 
     def _fill_blocks(self, sequences: list[Sequence]) -> bool:
         """Whether the blocks of a row are others than before."""

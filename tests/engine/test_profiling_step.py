@@ -17,8 +17,8 @@ from dsv4cli.engine.presets import TINY
 from dsv4cli.engine.profiling import step
 from dsv4cli.engine.profiling.clock import Timing, _waits_for_host
 from dsv4cli.engine.profiling.compiling import nothing_compiles
-from dsv4cli.engine.profiling.launches import count_launches
-from dsv4cli.engine.profiling.ranges import OTHER, Ranges, expected_counts
+from dsv4cli.engine.profiling.launches import classes_of, count_launches
+from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, Ranges, expected_counts
 from dsv4cli.engine.profiling.step import Load, _check_schedule, choose_load, profile_step
 from dsv4cli.errors import UnsoundResult
 
@@ -81,6 +81,11 @@ def traced(*trace):
     ]  # fmt: skip
 
 
+def counted(*trace):
+    events = traced(*trace)
+    return count_launches(events, classes_of(events))
+
+
 # a block with attention and MoE inside: 901 and on are numbers of ranges and operators, 1 and on those of CUDA's calls
 STEP = (
     ("user_annotation", "dsv4: block", 100, 100, 901),
@@ -113,15 +118,15 @@ STEP = (
 
 
 def test_every_launch_belongs_to_the_innermost_range_around_its_call():
-    found = count_launches(traced(*STEP))
+    found = counted(*STEP)
     assert found.by_class == {
-        "hyper-connections": 2, "CSA attention": 3, "MoE, hash": 2, "head": 0, "between them": 2
+        "hyper-connections": 2, "CSA attention": 3, "MoE, hash": 2, "between them": 2
     }  # fmt: skip
     assert found.count == sum(found.by_class.values()) == 9
 
 
 def test_a_gpu_is_busy_while_anything_runs():
-    found = count_launches(traced(*STEP))
+    found = counted(*STEP)
     # some overlap, some lie inside others: 300 to 320 and 330 to 360
     assert found.busy == pytest.approx(50e-6)
     record = found.record(120e-6, 2)
@@ -175,5 +180,7 @@ def test_a_step_on_a_gpu(backend):
     found = profile_step(model, Load(1, 300, 2), device, backend)
     assert found.launches is not None
     assert found.launches.count == sum(found.launches.by_class.values())
-    assert all(count or name == OTHER for name, count in found.launches.by_class.items())
+    classes = {CONNECTIONS if name == BLOCK else name for name in expected_counts(model.config)}
+    assert found.launches.by_class.keys() - {OTHER} == classes
+    assert found.captured == (backend == "triton")
     assert 0 < found.launches.busy < found.total.high

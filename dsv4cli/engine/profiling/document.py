@@ -39,6 +39,7 @@ def step_document(
         "context": load.context,
         "batch": load.batch,
         "ceilings": ceilings.record(),
+        "captured": profile.captured,
         "tokens_per_second": load.total / seconds,
         "weights": {"bytes": profile.weight_bytes, "floor_seconds": floor, "of_bandwidth": floor / seconds},
         "results": [{"name": "step", "count": 1, "seconds": profile.total.record(), "share": None}, *classes],

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity
 
 from dsv4cli.engine.profiling.clock import Call, wait
 from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, PREFIX
+from dsv4cli.errors import UnsoundResult
 
 # how calls of CUDA's runtime (cudaLaunchKernel, cudaMemcpyAsync) and driver (cuLaunchKernelEx, by Triton) begin
 CALLS = "cu"
@@ -24,11 +25,13 @@ NEVER = float("-inf")
 @dataclass(frozen=True)
 class Launches:
     """count: kernels and copies of a step; busy: seconds in which at least one ran; by_class: how many of them each
-    class launched, and what runs between them: `count` in all."""
+    class launched, and what runs between them: `count` in all; seconds: of `busy`, those of each class, where several
+    run at once those of the first."""
 
     count: int
     busy: float
     by_class: dict[str, int]
+    seconds: dict[str, float]
 
     def record(self, seconds: float, tokens: int) -> dict[str, Any]:
         """For JSON: `seconds` is what the step takes outside the profiler, for `tokens` tokens."""
@@ -42,15 +45,27 @@ class Launches:
         }
 
 
-def trace_step(step: Call, device: torch.device, file: Path | None) -> Launches | None:
-    """Runs a step under torch's profiler and, where a file is named, writes a Chrome trace; None on a CPU."""
+def trace_step(step: Call, device: torch.device, file: Path | None, replay: Call | None = None) -> Launches | None:
+    """Runs a step with ranges under torch's profiler and, where a file is named, writes a Chrome trace; None on a CPU.
+
+    replay: the same step captured, where there is one: it is what is written and timed, and its kernels belong to the
+    classes of those that `step` launches. Raises UnsoundResult when they are not as many.
+    """
+    ranged = _trace(step, device, file if replay is None else None)
+    if device.type != "cuda":
+        return None
+    owners = classes_of(ranged)
+    return count_launches(ranged if replay is None else _trace(replay, device, file), owners)
+
+
+def _trace(step: Call, device: torch.device, file: Path | None) -> list[FunctionEvent]:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with _quiet(), torch.profiler.profile(activities=activities) as profiler:
+    with _quiet(), torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         step()
         wait(device)
     if file is not None:
         profiler.export_chrome_trace(str(file))
-    return count_launches(list(profiler.events() or ())) if device.type == "cuda" else None
+    return list(profiler.events() or ())
 
 
 @contextmanager
@@ -66,16 +81,35 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def count_launches(events: list[FunctionEvent]) -> Launches:
-    """Adds up what the profiler saw. Ranges also appear among the device's events; they are no kernels."""
-    work = [event for event in events if event.device_type.name == "CUDA" and not event.name.startswith(PREFIX)]
+def classes_of(events: list[FunctionEvent]) -> list[str]:
+    """The class of each kernel and copy in the order in which they were launched."""
     host = [event for event in events if event.device_type.name == "CPU"]
     ranges = [(*_span(event), _class(event)) for event in host if event.name.startswith(PREFIX)]
     # a kernel has the number of the call that launched it; torch's operators have numbers too, from another count
     calls = {event.id: event.time_range.start for event in host if event.name.startswith(CALLS)}
-    by_class = Counter(dict.fromkeys([*(name for _, _, name in ranges), OTHER], 0))
-    by_class.update(_innermost(ranges, calls.get(event.id, NEVER)) for event in work)
-    return Launches(len(work), _covered([_span(event) for event in work]) / 1e6, dict(by_class))
+    return [_innermost(ranges, calls.get(event.id, NEVER)) for event in _work(events)]
+
+
+def count_launches(events: list[FunctionEvent], owners: list[str]) -> Launches:
+    """Adds up what the profiler saw, by the class of each kernel and copy in their order."""
+    spans = [_span(event) for event in _work(events)]
+    if len(spans) != len(owners):
+        raise UnsoundResult(
+            f"the captured step runs {len(spans)} kernels and copies, the same step launched one by one {len(owners)}",
+            "report it: the profile cannot tell whose they are",
+        )
+    seconds = dict.fromkeys(owners, 0.0)
+    until = float("-inf")
+    for (start, end), owner in zip(spans, owners, strict=True):
+        seconds[owner] += max(end - max(start, until), 0.0) / 1e6
+        until = max(until, end)
+    return Launches(len(spans), sum(seconds.values()), dict(Counter(owners)), seconds)
+
+
+def _work(events: list[FunctionEvent]) -> list[FunctionEvent]:
+    """Kernels and copies as they ran. Ranges also appear among the device's events; they are no kernels."""
+    found = [event for event in events if event.device_type.name == "CUDA" and not event.name.startswith(PREFIX)]
+    return sorted(found, key=_span)
 
 
 def _span(event: FunctionEvent) -> tuple[float, float]:
@@ -91,12 +125,3 @@ def _class(event: FunctionEvent) -> str:
 def _innermost(ranges: list[tuple[float, float, str]], moment: float) -> str:
     """The class of the shortest range (start, end, class) that holds the moment."""
     return min(((end - start, name) for start, end, name in ranges if start <= moment < end), default=(0.0, OTHER))[1]
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of some spans of time."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(end - max(start, until), 0.0)
-        until = max(until, end)
-    return total

@@ -8,14 +8,16 @@ from time import perf_counter
 
 import torch
 
+from dsv4cli.engine.backend import captures
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache, Sequence
 from dsv4cli.engine.capacity import MAX_STEP_TOKENS
 from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.device import step_memory
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.moe import Experts, MoE
-from dsv4cli.engine.profiling.clock import Timing, wait
+from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.ranges import BATCH, HEAD, OTHER, Ranges, expected_counts
@@ -47,10 +49,15 @@ class Load:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """total: the step as it runs; classes: seconds of each part in a step with ranges around it, `ranged` seconds long;
-    counts: ranges seen; launches: None on a CPU; weight_bytes: weights that the step reads, each once."""
+    """total: the step as it runs, captured or not; classes: seconds of each part, of `ranged` seconds in all; counts:
+    ranges seen; launches: None on a CPU; weight_bytes: weights that the step reads, each once.
+
+    On a GPU a part's seconds are those in which its kernels run, and what is between them is its waiting. On a CPU they
+    are those of its calls.
+    """
 
     total: Timing
+    captured: bool
     ranged: float
     classes: dict[str, float]
     counts: dict[str, int]
@@ -90,21 +97,24 @@ def profile_step(
     """
     with use(backend), step_memory(device):
         step = _Step(model, load, device)
-        ranges = Ranges(device)
         with _count_experts(model) as hit:
-            check_finite(step.run(ranges))
+            check_finite(step.run(Ranges(device)))
         for _ in range(WARM):
-            step.run(Ranges(device))
+            step.whole()
         with nothing_compiles():
-            total = _time(lambda: step.run(Ranges(device)), device)
+            total = _time(step.whole, device)
             seconds, spans = _time_parts(model, step, device)
         counts = _check_schedule(model.config, spans)
-        traced = Ranges(device)
-        with traced.around(model):
-            launches = trace_step(lambda: step.run(traced), device, trace) if trace or device.type == "cuda" else None
+        ranges, launches = Ranges(device), None
+        if trace or device.type == "cuda":
+            with ranges.around(model):
+                launches = trace_step(lambda: step.run(ranges), device, trace, step.replay)
     classes = spans.seconds()
-    classes[OTHER] = max(seconds - sum(classes.values()), 0.0)
-    return StepProfile(total, seconds, classes, counts, launches, _weight_bytes(model, hit, load))
+    if launches is not None:
+        seconds, classes = max(total.median, launches.busy), launches.seconds
+    classes[OTHER] = max(seconds - sum(time for name, time in classes.items() if name != OTHER), 0.0)
+    weights = _weight_bytes(model, hit, load)
+    return StepProfile(total, step.replay is not None, seconds, classes, counts, launches, weights)
 
 
 class _Step:
@@ -113,7 +123,9 @@ class _Step:
     def __init__(self, model: Transformer, load: Load, device: torch.device) -> None:
         self.model = model
         self.device = device
-        self.cache = Cache(model.config, model.numerics, slots=load.batch, device=device)
+        decodes = load.tokens == 1 and captures(device)
+        self.cache = Cache(model.config, model.numerics, slots=load.batch + decodes, device=device)
+        self.decoder = Decoder(model, self.cache, load.context + 1) if decodes else None
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(model.config.vocab_size, (load.batch, load.tokens), generator=generator)
         self.work: list[tuple[Sequence, list[int]]] = []
@@ -139,11 +151,29 @@ class _Step:
 
     def run(self, ranges: Ranges) -> torch.Tensor:
         """The logits of each sequence's last token; the parts outside the blocks are marked in `ranges`."""
+        numbers = None if self.decoder is None else self.decoder.filled(self.next).numbers
         with ranges.range(BATCH):
-            batch = make_batch(self.cache, self.work)
+            if self.decoder is None or numbers is None:
+                batch = make_batch(self.cache, self.work)
+            else:
+                batch = self.decoder.batch(numbers)
         streams = self.model(batch, self.cache).streams
         with ranges.range(HEAD):
-            return self.model.logits(streams[batch.last])
+            return self.model.logits(streams if numbers is not None else streams[batch.last])
+
+    @property
+    def next(self) -> list[tuple[Sequence, int]]:
+        """The one token of each sequence."""
+        return [(sequence, ids[0]) for sequence, ids in self.work]
+
+    @property
+    def replay(self) -> Call | None:
+        """The captured step, its numbers being there."""
+        return None if self.decoder is None else self.decoder.filled(self.next).run
+
+    def whole(self) -> torch.Tensor:
+        """The step as it runs in use: captured where it can be."""
+        return self.run(Ranges(self.device)) if self.decoder is None else self.decoder.logits(self.next)
 
 
 def _time(step: Callable[[], object], device: torch.device) -> Timing:
