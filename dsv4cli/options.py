@@ -22,6 +22,14 @@ BackendOpt = Annotated[
     Literal["auto", "triton", "torch"],
     typer.Option(help="Which kernels compute: auto takes Triton on a GPU and plain PyTorch elsewhere."),
 ]
+TpOpt = Annotated[
+    int | None,
+    typer.Option(
+        "--tp", min=1, help="Processes that share the model, one GPU each; torchrun starts them elsewhere too."
+    ),
+]
+# set in the processes that torchrun starts, and those of --tp
+TorchrunOpt = Annotated[str | None, typer.Option(envvar="TORCHELASTIC_RUN_ID", hidden=True)]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
 
 LayersOpt = Annotated[

@@ -65,7 +65,7 @@ class Program:
     def model_says(self, text: str, *, ends: bool = True) -> None:
         """The next run of one prompt is answered with `text`, a byte a token, and the end token if it `ends`."""
         ids = iter([*BYTES.encode(text), *([BYTES.eos_id] if ends else [])])
-        self.patch.setattr(generate, "sample", lambda logits, sampling, generators: torch.tensor([next(ids)]))
+        self.patch.setattr(generate, "sample", lambda *_: torch.tensor([next(ids)]))
 
 
 def save_tokenizer(folder: Path) -> None:

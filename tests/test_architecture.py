@@ -116,15 +116,10 @@ def test_a_reference_needs_nothing_but_torch():
     ] == []
 
 
-def test_only_parallel_talks_to_other_ranks():
-    parallel = "dsv4cli/engine/parallel.py"
-    imported = [
-        f"{file}:{line} {name}"
-        for file in trees()
-        for line, name in imports(file)
-        if file != parallel and name.startswith("torch.distributed")
-    ]
-    assert imported + found(r"torch\.distributed$", ast.Attribute, outside=parallel) == []
+def test_only_parallel_and_ranks_talk_to_other_ranks():
+    talkers = {"dsv4cli/engine/parallel.py", "dsv4cli/engine/ranks.py"}
+    names = {file for file in trees() for _, name in imports(file) if name.startswith("torch.distributed")}
+    assert names | {place.partition(":")[0] for place in found(r"torch\.distributed$", ast.Attribute)} == talkers
 
 
 def test_only_output_prints():

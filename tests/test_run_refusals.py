@@ -73,10 +73,10 @@ def test_logits_that_are_not_finite(dsv4, tmp_path):
 
 
 def test_an_answer_that_becomes_unsound_keeps_what_was_printed(dsv4, monkeypatch):
-    dsv4.model_says("so far", ends=False)
+    dsv4.model_says("so far!", ends=False)  # its last token is drawn, and not printed
     checks = iter(range(9))
-    whole = generate.check_finite
-    monkeypatch.setattr(generate, "check_finite", lambda x: whole(x if next(checks) < 6 else x * torch.nan))
+    whole = generate.finite
+    monkeypatch.setattr(generate, "finite", lambda x: whole(x if next(checks) < 6 else x * torch.nan))
     done = dsv4("run", "hi", "--model", SMALL)
     assert (done.code, done.out) == (7, "so far\n")
     assert "error: the model's logits are not finite" in done.err

@@ -14,8 +14,9 @@ from dsv4cli.commands.run_modes import (
     show_prompt,
     show_prompts,
 )
+from dsv4cli.commands.run_ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
-from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt
+from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, TorchrunOpt, TpOpt
 from dsv4cli.output import Output
 
 PromptArg = Annotated[
@@ -88,6 +89,8 @@ def run(
     device: DeviceOpt = "auto",
     dtype: DtypeOpt = "auto",
     backend: BackendOpt = "auto",
+    tp: TpOpt = None,
+    torchrun: TorchrunOpt = None,
     only_show: ShowPromptOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
@@ -110,12 +113,11 @@ def run(
     sampling = source.sampling.chosen(temperature, top_p, seed)
     check_device(device)
     _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
-    if score is not None and only_show:
-        raise UsageError("--score and --show-prompt cannot be combined", "give one of them")
-    if logprobs and not (as_json or prompts or score):
-        raise UsageError("--logprobs shows in JSON output only", "add --json")
+    _check_output(only_show, score, logprobs, as_json or prompts is not None)
     job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling)
-    _carry_out(job, Inputs(prompt, messages, prompts, score, system), only_show)
+    given = Inputs(prompt, messages, prompts, score, system)
+    ranks = (None, False) if only_show else (tp, torchrun is not None)
+    in_ranks(job, *ranks, lambda: _work(given, only_show))
 
 
 class Inputs(NamedTuple):
@@ -128,16 +130,23 @@ class Inputs(NamedTuple):
     system: str | None
 
 
-def _carry_out(job: Job, given: Inputs, only_show: bool) -> None:
+def _work(given: Inputs, only_show: bool) -> Work:
+    """The mode, and the inputs read for it."""
     from dsv4cli.engine.inputs import read_prompts, read_scores
 
     if given.score is not None:
-        score_texts(job, read_scores(given.score))
-    elif given.prompts is not None:
-        (show_prompts if only_show else answer_many)(job, read_prompts(given.prompts, given.system))
-    else:
-        talk = conversation(given.prompt, given.messages, given.system)
-        (show_prompt if only_show else answer_one)(job, talk)
+        return score_texts, read_scores(given.score)
+    if given.prompts is not None:
+        return show_prompts if only_show else answer_many, read_prompts(given.prompts, given.system)
+    talk = conversation(given.prompt, given.messages, given.system)
+    return show_prompt if only_show else answer_one, talk
+
+
+def _check_output(only_show: bool, score: Path | None, logprobs: int, as_json: bool) -> None:
+    if score is not None and only_show:
+        raise UsageError("--score and --show-prompt cannot be combined", "give one of them")
+    if logprobs and not (as_json or score):
+        raise UsageError("--logprobs shows in JSON output only", "add --json")
 
 
 def _check_modes(given: dict[str, object], system: str | None) -> None:

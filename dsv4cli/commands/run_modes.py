@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.dialogue import Dialogue
     from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
+    from dsv4cli.engine.parallel import World
     from dsv4cli.engine.prompt import Message
     from dsv4cli.engine.settings import Limits, Sampling
     from dsv4cli.engine.source import FolderSource, RandomSource
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every mode needs; `device`, `dtype` and `backend` are the options' words."""
+    """What every mode needs; `device`, `dtype` and `backend` are the options' words; world is None in one process."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -40,6 +41,7 @@ class Job:
     backend: "Backend"
     limits: "Limits"
     sampling: "Sampling"
+    world: "World | None" = None
 
     @cached_property
     def dialogue(self) -> "Dialogue":
@@ -68,20 +70,26 @@ class Job:
         from dsv4cli.engine.backend import use
 
         with use(self.kernels):
-            yield self._load()
+            model = self._load()
+            if self.world is not None:
+                from dsv4cli.engine.ranks import interruptible
+
+                interruptible()
+            yield model
 
     def _load(self) -> "Transformer":
         import torch
 
         from dsv4cli.engine.loading import load_model
         from dsv4cli.engine.numerics import Numerics
+        from dsv4cli.engine.parallel import SINGLE
         from dsv4cli.engine.source import BUILT_IN, RandomSource
 
-        device = self.place
+        device, world = self.place, self.world or SINGLE
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
         start = perf_counter()
         with self.out.progress("loading") as progress:
-            model = load_model(self.source, numerics, device=device, progress=progress)
+            model = load_model(self.source, numerics, device=device, world=world, progress=progress)
         seconds = perf_counter() - start
         size = sum(parameter.nbytes for parameter in model.parameters())
         loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"

@@ -9,10 +9,10 @@ from torch import nn
 
 from dsv4cli.engine.batch import Batch
 from dsv4cli.engine.cache import LayerCache, Ring
-from dsv4cli.engine.compressor import Compressor
+from dsv4cli.engine.compressor import Compressor, compress_both
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.indexer import Indexer
-from dsv4cli.engine.linear import GroupedLinear, Linear, RMSNorm, unfilled
+from dsv4cli.engine.linear import Fp32Linear, GroupedLinear, Linear, RMSNorm, project, project_normed, unfilled
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import World
 from dsv4cli.kernels import attention, keys
@@ -38,52 +38,76 @@ class Attention(nn.Module):
         if ratio:
             self.compressor = Compressor(config, numerics, ratio)
         if ratio == 4:
-            self.indexer = Indexer(config, numerics, world)
+            self.indexer = Indexer(config, numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """x: normed hidden state [T, D] -> [T, D]; the step's keys and entries go into the cache."""
-        rotation = batch.rotations[self.ratio]
-        latent = self.q_norm(self.wq_a(x))
-        q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
-        q, window = self.window(q, x, batch, cache.window)
-        entries, index = self.entries(x, latent, batch, cache)
-        scale = self.config.head_dim**-0.5
-        return self.output(attention.sparse_attention(q, window, entries, index, self.attn_sink, scale, rotation))
+        latent, kv, *rows = project(x, self.linears())
+        rings = None if batch.in_rings else cache.window.data[batch.slots].flatten(0, 1)
+        q, kv, index_q = self.queries_and_keys(latent, kv, batch, cache.window)
+        window = cache.window.data.flatten(0, 1) if rings is None else torch.cat((rings, kv))
+        entries, lists = self.entries(rows, index_q, batch, cache)
+        scale, rotation = self.config.head_dim**-0.5, batch.rotations[self.ratio]
+        return self.output(attention.sparse_attention(q, window, entries, lists, self.attn_sink, scale, rotation))
 
-    def window(self, q: torch.Tensor, x: torch.Tensor, batch: Batch, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries that `prepare` gives, and the window's keys [window_rows, d], as the batch counts them."""
-        if batch.in_rings:
-            return self.prepare(q, x, batch, ring)[0], ring.data.flatten(0, 1)
-        rings = ring.data[batch.slots].flatten(0, 1)
-        q, kv = self.prepare(q, x, batch, ring)
-        return q, torch.cat((rings, kv))
+    def linears(self) -> list[Linear | Fp32Linear]:
+        """What reads the hidden state: latent queries, keys; raw rows of the compressor; the indexer's likewise, and
+        its weights."""
+        own: list[Linear | Fp32Linear] = [self.wq_a, self.wkv]
+        if self.ratio:
+            own += [self.compressor.wkv, self.compressor.wgate]
+        if self.ratio == 4:
+            own += [self.indexer.compressor.wkv, self.indexer.compressor.wgate, self.indexer.weights_proj]
+        return own
 
-    def prepare(
-        self, q: torch.Tensor, x: torch.Tensor, batch: Batch, window: Ring
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [T, H, d] normed and rotated, and keys [T, d] of the state x [T, D], which the ring takes too."""
-        q, kv, stored = keys.queries_and_keys(
-            q, self.wkv(x), self.kv_norm.weight, batch.rotations[self.ratio], window.data.flatten(0, 1),
-            batch.window_cells, self.config.rms_norm_eps, self.numerics.simulate,
+    def queries_and_keys(
+        self, latent: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries [T, H, d] and keys [T, d], normed and rotated, which the ring takes; in a CSA layer the indexer's
+        queries [T, Hi, di] as well."""
+        if self.ratio != 4:
+            (q,) = project_normed(latent, self.q_norm, [self.wq_b])
+            return *self.prepare(self._heads(q), kv, batch, ring), None
+        q, index_q = project_normed(latent, self.q_norm, [self.wq_b, self.indexer.wq_b])
+        q, kv, stored, index_q = keys.queries_keys_and_index(
+            self._heads(q), kv, self.indexer.heads(index_q), self.kv_norm.weight, batch.rotations[self.ratio],
+            ring.data.flatten(0, 1), batch.window_cells, self.config.rms_norm_eps, self.numerics.simulate,
         )  # fmt: skip
-        window.data = stored.view(window.data.shape)
+        ring.data = stored.view(ring.data.shape)
+        return q, kv, index_q
+
+    def prepare(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H, d] and keys [T, d] normed and rotated; the ring takes the keys."""
+        q, kv, stored = keys.queries_and_keys(
+            q, kv, self.kv_norm.weight, batch.rotations[self.ratio], ring.data.flatten(0, 1), batch.window_cells,
+            self.config.rms_norm_eps, self.numerics.simulate,
+        )  # fmt: skip
+        ring.data = stored.view(ring.data.shape)
         return q, kv
 
+    def _heads(self, q: torch.Tensor) -> torch.Tensor:
+        return q.unflatten(-1, (-1, self.config.head_dim))
+
     def entries(
-        self, x: torch.Tensor, latent: torch.Tensor, batch: Batch, cache: LayerCache
+        self, rows: list[torch.Tensor], index_q: torch.Tensor | None, batch: Batch, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool of compressed entries [cells, d] and each token's list of window rows and entries, int64 [T, L]."""
+        """The pool of compressed entries [cells, d] and each token's list of window rows and entries, int64 [T, L].
+
+        rows: what the linears behind the first two give."""
         if cache.compressed is None:
-            return x.new_zeros(0, self.config.head_dim), batch.window_index
-        self.compressor(x, batch, cache.compressed)
-        pool = cache.compressed.entries
-        if cache.index is None:
-            return pool.data, batch.every_entry
-        return pool.data, batch.listed(self.indexer(x, latent, batch, cache.index))
+            return self.attn_sink.new_zeros(0, self.config.head_dim, dtype=self.numerics.dtype), batch.window_index
+        if cache.index is None or index_q is None:
+            self.compressor(*rows, batch, cache.compressed)
+            return cache.compressed.entries.data, batch.every_entry
+        *rows, weights = rows
+        compress_both((self.compressor, self.indexer.compressor), rows, batch, (cache.compressed, cache.index))
+        return cache.compressed.entries.data, self.indexer(index_q, weights, batch, cache.index)
 
     def output(self, o: torch.Tensor) -> torch.Tensor:
         """Un-rotated heads [T, H, d] through the grouped projection -> [T, D]."""
         groups = self.config.o_groups // self.world.size
         inner = self.wo_a(o.flatten(1).unflatten(1, (groups, -1))).flatten(1)
+        if self.world.size == 1:
+            return self.wo_b(inner)
         # the official code sums the ranks' parts in fp32
         return self.world.all_reduce(self.wo_b(inner).float()).to(o.dtype)

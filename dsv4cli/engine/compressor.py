@@ -1,5 +1,7 @@
 """Every `ratio` tokens to one compressed entry; with ratio 4 the previous group's tokens join (overlap)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -23,26 +25,29 @@ class Compressor(nn.Module):
         self.ape = unfilled()
         self.norm = RMSNorm(config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, batch: Batch, state: CompressorState) -> None:
-        """Takes the step's hidden states x [T, D] into the state and adds the entries that they complete."""
+    def forward(self, kv: torch.Tensor, score: torch.Tensor, batch: Batch, state: CompressorState) -> None:
+        """Takes the raw rows of the step's tokens, fp32 [T, C] each, into the state and adds the entries that they
+        complete."""
         plan = batch.compress[self.ratio].plan
-        state.keep(self.compress(self.wkv(x), self.wgate(x), state.tensors(), plan))
-
-    def compress(
-        self, kv: torch.Tensor, score: torch.Tensor, state: compressor.State, plan: compressor.Plan
-    ) -> compressor.State:
-        """The state after a step's raw rows; entries as attention reads them."""
         norm, rounded = self.norm, self.numerics.simulate
-        return compressor.compress_keys(kv, score, self.ape, state, plan, norm.weight, norm.eps, rounded)
+        state.keep(compressor.compress_keys(kv, score, self.ape, state.tensors(), plan, norm.weight, norm.eps, rounded))
 
 
-class IndexCompressor(Compressor):
-    """The same for the indexer's keys. Without simulation q . k needs neither Hadamard nor FP4."""
+def compress_both(
+    compressors: tuple[Compressor, Compressor],
+    rows: Sequence[torch.Tensor],
+    batch: Batch,
+    states: tuple[CompressorState, CompressorState],
+) -> None:
+    """The same for the two of a CSA layer, attention's and the indexer's: rows are kv and score of each.
 
-    def compress(
-        self, kv: torch.Tensor, score: torch.Tensor, state: compressor.State, plan: compressor.Plan
-    ) -> compressor.State:
-        """The state after a step's raw rows; entries as the indexer reads them."""
-        if not self.numerics.simulate:
-            return super().compress(kv, score, state, plan)
-        return compressor.compress_index_keys(kv, score, self.ape, state, plan, self.norm.weight, self.norm.eps)
+    Without simulation the indexer's q . k needs neither Hadamard nor FP4.
+    """
+    (one, other), (kv, score, index_kv, index_score), (state, index_state) = compressors, rows, states
+    made = compressor.compress_both(
+        kv, score, one.ape, state.tensors(), one.norm.weight,
+        index_kv, index_score, other.ape, index_state.tensors(), other.norm.weight,
+        batch.compress[one.ratio].plan, one.norm.eps, one.numerics.simulate,
+    )  # fmt: skip
+    for cached, tensors in zip(states, made, strict=True):
+        cached.keep(tensors)

@@ -25,9 +25,9 @@ from dsv4cli.engine.parallel import World
 class MarkovHead(nn.Module):
     """A low-rank bias of the next draft's logits by the draft before it."""
 
-    def __init__(self, numerics: Numerics, world: World) -> None:
+    def __init__(self, numerics: Numerics) -> None:
         super().__init__()
-        self.markov_w1 = Embedding(numerics, world)
+        self.markov_w1 = Embedding(numerics)
         self.markov_w2 = Fp32Linear()
 
 
@@ -51,12 +51,13 @@ class Stage(Block):
             self.main_norm = RMSNorm(config.rms_norm_eps)
         if layer == len(config.compress_ratios) - 1:
             add_head(self, config)
-            self.markov_head = MarkovHead(numerics, world)
+            self.markov_head = MarkovHead(numerics)
             self.confidence_head = ConfidenceHead()
 
     def absorb(self, main: torch.Tensor, batch: Batch, cache: LayerCache) -> None:
         """Stores the stage's keys of the context [T, D] of a step's tokens in its ring."""
-        self.attn.prepare(main.new_empty(len(main), 0, self.attn.config.head_dim), main, batch, cache.window)
+        nothing = main.new_empty(len(main), 0, self.attn.config.head_dim)
+        self.attn.prepare(nothing, self.attn.wkv(main), batch, cache.window)
 
 
 @dataclass(frozen=True)

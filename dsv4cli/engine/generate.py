@@ -53,7 +53,6 @@ class Generator:
             device=device,
             longest=max(self.ends, default=1),
         )
-        self.random = [torch.Generator().manual_seed(sampling.seed + number) for number in range(len(prompts))]
         self._streams = [Stream(number, list(prompt)) for number, prompt in enumerate(prompts)]
         for stream in self._streams:
             self.schedule.add(stream)
@@ -84,7 +83,9 @@ class Generator:
 
         The one place of a step that waits for the device.
         """
-        tokens = sample(logits, self.sampling, [self.random[stream.number] for stream in ready])
+        seeds = [self.sampling.seed + stream.number for stream in ready]
+        drawn = sample(logits, self.sampling, seeds, [len(stream.ids) for stream in ready])
+        tokens = self.model.world.first(drawn)  # ranks that go on with different tokens would wait for ever
         total = logits.logsumexp(-1, keepdim=True)
         best = logits.topk(min(self.logprobs, logits.shape[-1]), -1)
         # fp64 holds all of it exactly
@@ -93,10 +94,8 @@ class Generator:
         table = torch.cat([column.double() for column in columns], 1).tolist()
         if not all(row[2] for row in table):
             raise not_finite()
-        pairs = [row[3:] for row in table]
-        tops = [
-            [(int(one), value) for one, value in zip(p[: len(p) // 2], p[len(p) // 2 :], strict=True)] for p in pairs
-        ]
+        middle = 3 + best.indices.shape[1]
+        tops = [list(zip(map(int, row[3:middle]), row[middle:], strict=True)) for row in table]
         return [(stream, int(row[0]), row[1], top) for stream, row, top in zip(ready, table, tops, strict=True)]
 
     def _finish(self, stream: Stream, token: int) -> Literal["stop", "length"] | None:

@@ -159,7 +159,7 @@ class _Table:
     def top(self) -> Iterator[TensorSpec]:
         """The tensors outside the blocks."""
         config = self.config
-        yield self._dense("embed.weight", (config.vocab_size, config.hidden_size), "embedding", shard=0)
+        yield self._dense("embed.weight", (config.vocab_size, config.hidden_size), "embedding")
         yield self._dense("head.weight", (config.vocab_size, config.hidden_size), "head", shard=0)
         yield self._dense("norm.weight", (config.hidden_size,), "norms")
         yield from self.hc_head("")
@@ -200,10 +200,9 @@ class _Table:
             yield from self._compressor(prefix + "compressor.", ratio, width, "compressor")
         if ratio == 4:
             rows = c.index_n_heads * c.index_head_dim
-            yield from self._matrix(prefix + "indexer.wq_b", rows, c.q_lora_rank, "indexer", shard=0)
-            yield self._dense(
-                prefix + "indexer.weights_proj.weight", (c.index_n_heads, c.hidden_size), "indexer", shard=0
-            )
+            # whole on every rank: reading it all takes less time than adding up the scores of parts
+            yield from self._matrix(prefix + "indexer.wq_b", rows, c.q_lora_rank, "indexer")
+            yield self._dense(prefix + "indexer.weights_proj.weight", (c.index_n_heads, c.hidden_size), "indexer")
             yield from self._compressor(prefix + "indexer.compressor.", ratio, c.index_head_dim, "indexer")
 
     def _compressor(self, prefix: str, ratio: int, width: int, family: str) -> Iterator[TensorSpec]:
@@ -252,6 +251,6 @@ class _Table:
         if stage == c.draft_stages - 1:
             yield self._dense(prefix + "norm.weight", (c.hidden_size,), "norms")
             yield from self.hc_head(prefix)
-            for name in ("markov_w1", "markov_w2"):
-                yield self._dense(f"{prefix}markov_head.{name}.weight", (c.vocab_size, rank), family, shard=0)
+            for name, shard in (("markov_w1", None), ("markov_w2", 0)):
+                yield self._dense(f"{prefix}markov_head.{name}.weight", (c.vocab_size, rank), family, shard=shard)
             yield self._dense(prefix + "confidence_head.proj.weight", (1, c.hidden_size + rank), family)

@@ -42,7 +42,7 @@ class Transformer(nn.Module):
         self.numerics = numerics
         self.world = world
         count = config.num_hidden_layers
-        self.embed = Embedding(numerics, world)
+        self.embed = Embedding(numerics)
         self.layers = nn.ModuleList(Block(config, numerics, layer, world) for layer in range(count))
         add_head(self, config)
         self.head = Fp32Linear()

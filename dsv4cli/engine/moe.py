@@ -72,9 +72,7 @@ class MoE(nn.Module):
         routed, shared = matrices(self.experts), matrices(self.shared_experts)
         if self.world.size == 1:
             return experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate)
-        rounded = self.simulate and routed.w1_scale is not None
-        part = experts.routed_experts(x, routed, chosen, weights, self.limit, rounded)
-        whole = experts.shared_expert(x, shared, self.limit, self.simulate)
+        part, whole = experts.mixture_parts(x, routed, shared, chosen, weights, self.limit, self.simulate)
         return (self.world.all_reduce(part) + whole.float()).to(x.dtype)
 
 

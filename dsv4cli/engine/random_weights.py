@@ -44,8 +44,8 @@ class _Source:
             return self._tiled(spec, self._bytes).view(torch.int8)
         if spec.dtype == "I64":
             generator = torch.Generator().manual_seed(crc32(spec.name.encode()) ^ self.seed)
-            first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator)
-            return (first + torch.arange(spec.shape[1])) % experts  # distinct experts in a row
+            first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator, device="cpu")
+            return (first + torch.arange(spec.shape[1], device="cpu")) % experts  # distinct experts in a row
         mean, deviation = _moments(spec)
         values = self._tiled(spec, self._normal) * deviation + mean
         return values.to(TORCH_DTYPES[spec.dtype])
@@ -65,11 +65,12 @@ class _Source:
     @cached_property
     def _bytes(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(0, 256, (PATTERN,), generator=generator, dtype=torch.uint8).to(self.device)
+        return torch.randint(0, 256, (PATTERN,), generator=generator, dtype=torch.uint8, device="cpu").to(self.device)
 
     @cached_property
     def _normal(self) -> torch.Tensor:
-        return torch.randn(PATTERN, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(PATTERN, generator=generator, device="cpu").to(self.device)
 
 
 def _moments(spec: TensorSpec) -> tuple[float, float]:

@@ -8,6 +8,9 @@ import math
 import torch
 
 from dsv4cli.engine.config import ModelConfig
+from dsv4cli.kernels.places.ref import rotation
+
+__all__ = ["correction_range", "frequencies", "rotation"]
 
 
 def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:
@@ -32,9 +35,3 @@ def correction_range(config: ModelConfig, theta: float) -> tuple[float, float]:
 
     low, high = max(math.floor(pair(yarn.beta_fast)), 0), min(math.ceil(pair(yarn.beta_slow)), dims - 1)
     return low, high if high > low else low + 0.001
-
-
-def rotation(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """exp(i * position * frequency) in complex64: int64 [n], fp32 [R] -> [n, R]; the angle is rounded to fp32."""
-    angles = positions.float()[:, None] * table
-    return torch.polar(torch.ones_like(angles), angles)

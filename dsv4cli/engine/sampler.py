@@ -1,10 +1,12 @@
 """From logits to a token: greedy, or drawn at a temperature from the nucleus of probability top_p."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.errors import UnsoundResult
-from dsv4cli.kernels.sampling import draw, greedy
+from dsv4cli.kernels.sampling import draw, greedy, noise
 
 
 def check_finite(logits: torch.Tensor) -> None:
@@ -26,13 +28,13 @@ def not_finite() -> UnsoundResult:
     )
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
-    """One token per row: fp32 [R, V], a CPU generator per row -> int64 [R].
+def sample(logits: torch.Tensor, sampling: Sampling, seeds: Sequence[int], places: Sequence[int]) -> torch.Tensor:
+    """One token per row: fp32 [R, V], a seed per row and how many tokens its sequence has -> int64 [R].
 
     Gumbel-max as in the official generate.py: argmax(probability / exponential noise). A row's choice depends on its
-    own generator only, not on the other rows.
+    own logits, seed and place only, not on the other rows and not on the device.
     """
     if sampling.temperature == 0:
         return greedy(logits)
-    noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=generator) for generator in generators])
-    return draw(logits, noise.to(logits.device), sampling.temperature, sampling.top_p)
+    numbers = torch.tensor([[*seeds], [*places]]).to(logits.device, non_blocking=True)
+    return draw(logits, noise(numbers[0], numbers[1], logits.shape[1]), sampling.temperature, sampling.top_p)

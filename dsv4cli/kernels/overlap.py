@@ -26,8 +26,13 @@ def _can_overlap(device: torch.device) -> bool:
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):
-    """Returns when the kernels before have ended. Every program calls it once, before it loads what an earlier kernel
-    may have written and before it stores anything."""
+    """Returns when the kernels before have ended. Every program calls it once, before it stores anything and before it
+    loads what the kernel just before may have written.
+
+    The next kernel starts when all programs have returned from here: what was written before the kernel just before it
+    is there for it, if it is not taken from a cache that may be older (`.cg`). Were it started earlier, its programs
+    would take the places of some that are still to start.
+    """
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()

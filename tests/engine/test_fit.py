@@ -92,8 +92,8 @@ def test_the_parts_that_are_whole_on_every_rank():
     assert one.whole == two.whole
     # each tensor is whole or halved
     assert 2 * (two.nbytes - sum(two.whole.values())) == one.nbytes - sum(one.whole.values())
-    assert {"norms", "router", "shared experts", "compressor", "hyper-connections"} <= one.whole.keys()
-    assert "embedding" not in one.whole
+    assert {"norms", "router", "shared experts", "compressor", "indexer", "embedding"} <= one.whole.keys()
+    assert "head" not in one.whole
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 1), (1, 128), (1, 129), (3, 500), (2, 4096), (9, 130)])
@@ -465,7 +465,7 @@ def test_the_table_fits_a_terminal(capsys, gpus, model):
 
 
 def test_the_answer_of_the_command(capsys):
-    answer, text = shown(capsys, SHORT, "8x4GB")
+    answer, text = shown(capsys, SHORT, "8x5GB")
     assert answer is False
     assert f"{SHORT} does not fit one GPU\nfor 8,192 tokens\n" in text
     assert re.search(r"fits +no +yes", text)

@@ -73,8 +73,8 @@ def test_the_end_token_ends_a_sequence_and_its_slot_is_used_again(monkeypatch):
     monkeypatch.setattr(schedule, "MAX_SLOTS", 2)
     whole, draws = generate.sample, iter(range(100))
 
-    def sample(logits, sampling, generators):
-        drawn = whole(logits, sampling, generators)
+    def sample(logits, *rest):
+        drawn = whole(logits, *rest)
         drawn[-1] = 1 if next(draws) == 2 else 5  # the third draw ends the second sequence
         return drawn
 

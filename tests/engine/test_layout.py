@@ -82,7 +82,7 @@ def test_one_expert_has_the_published_size():
 @pytest.mark.parametrize(
     ("key", "dtype", "shape", "shard"),
     [
-        ("embed.weight", "BF16", (129280, 4096), 0),
+        ("embed.weight", "BF16", (129280, 4096), None),
         ("head.weight", "BF16", (129280, 4096), 0),
         ("norm.weight", "BF16", (4096,), None),
         ("hc_head_fn", "F32", (4, 16384), None),
@@ -97,8 +97,8 @@ def test_one_expert_has_the_published_size():
         ("layers.2.attn.compressor.ape", "F32", (4, 1024), None),
         ("layers.3.attn.compressor.ape", "F32", (128, 512), None),
         ("layers.2.attn.compressor.wkv.weight", "BF16", (1024, 4096), None),
-        ("layers.2.attn.indexer.wq_b.weight", "F8_E4M3", (8192, 1024), 0),
-        ("layers.2.attn.indexer.weights_proj.weight", "BF16", (64, 4096), 0),
+        ("layers.2.attn.indexer.wq_b.weight", "F8_E4M3", (8192, 1024), None),
+        ("layers.2.attn.indexer.weights_proj.weight", "BF16", (64, 4096), None),
         ("layers.2.attn.indexer.compressor.ape", "F32", (4, 256), None),
         ("layers.2.ffn.gate.tid2eid", "I64", (129280, 6), None),
         ("layers.3.ffn.gate.bias", "F32", (256,), None),

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dsv4cli.engine import attention as engine_attention
 from dsv4cli.engine import batch as engine_batch
 from dsv4cli.engine import cache as engine_cache
 from dsv4cli.engine.attention import Attention
-from dsv4cli.engine.compressor import Compressor
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.source import FolderSource
@@ -28,6 +28,7 @@ from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.hyper_connections import ref as hyper
 from dsv4cli.kernels.indexer import ref as indexer
 from dsv4cli.kernels.keys import ref as keys
+from dsv4cli.kernels.places import ref as places
 from dsv4cli.kernels.rope import ref as rope
 from dsv4cli.kernels.routing import ref as routing
 from tests import oracle
@@ -59,25 +60,25 @@ class Mutation:
 
 
 def changed_step(change):
-    """What a batch knows about compressed entries, with the fields that change(step, cache, positions, ratio) gives."""
+    """What a step knows of compressed entries, with the fields that change(entries, frequencies, positions, ratio)
+    gives."""
 
     def wrong(right):
-        def step(cache, spans, sequence, positions, blocks, extent, ratio):
-            step = right(cache, spans, sequence, positions, blocks, extent, ratio)
-            return replace(step, **change(step, cache, positions, ratio))
+        def entries_of(chunks, layout, tokens, frequencies, ratio):
+            entries = right(chunks, layout, tokens, frequencies, ratio)
+            return replace(entries, **change(entries, frequencies, tokens.positions, ratio))
 
-        return step
+        return entries_of
 
-    return Mutation(engine_batch, "_compress_step", wrong)
+    return Mutation(places, "entries_of", wrong)
 
 
 def rotated_at(place):
     """Entries rotated at place(number of the group, ratio); of one sequence."""
 
-    def change(step, cache, positions, ratio):
-        groups = int(positions[0]) // ratio + torch.arange(len(step.plan.entries))
-        rotation = engine_batch.rotation(place(groups, ratio), cache.frequencies[ratio])
-        return {"plan": replace(step.plan, rotation=rotation)}
+    def change(entries, frequencies, positions, ratio):
+        groups = int(positions[0]) // ratio + torch.arange(len(entries.cells))
+        return {"rotation": places.rotation(place(groups, ratio), frequencies)}
 
     return changed_step(change)
 
@@ -96,27 +97,27 @@ def halves_swapped(right):
 
 
 def overlap_dropped(right):
-    def forward(self, x, batch, state):
-        if self.ratio == 4:  # forget the group before the open one
-            start = int(batch.positions[0]) // 4 * 4
+    def compress_both(compressors, rows, batch, states):
+        start = int(batch.positions[0]) // 4 * 4
+        for state in states:  # forget the group before the open one
             state.score.data[:, torch.arange(start - 4, start) % state.score.capacity] = float("-inf")
-        right(self, x, batch, state)
+        right(compressors, rows, batch, states)
 
-    return forward
+    return compress_both
 
 
 def written_before_read(right):
     def forward(self, x, batch, cache):
-        self.prepare(x.new_empty(len(x), 0, self.config.head_dim), x, batch, cache.window)
+        self.prepare(x.new_empty(len(x), 0, self.config.head_dim), self.wkv(x), batch, cache.window)
         return right(self, x, batch, cache)
 
     return forward
 
 
 def window_one_short(right):
-    def index(spans, sequence, positions, window):
-        rows = right(spans, sequence, positions, window)
-        rows[positions >= window - 1, 0] = -1
+    def index(chunks, layout, tokens):
+        rows = right(chunks, layout, tokens)
+        rows[tokens.positions >= layout.window - 1, 0] = -1
         return rows
 
     return index
@@ -132,8 +133,8 @@ def sink_ignored(right):
 
 def relu_after_sum(_):
     dots = "thd,ted,th->te"
-    return lambda q, weights, keys, scale, table, sequence, visible: torch.einsum(
-        dots, q, keys[table[sequence]], weights
+    return lambda q, weights, factor, keys, scale, table, sequence, visible: torch.einsum(
+        dots, q, keys[table[sequence]], weights * factor
     ).relu()
 
 
@@ -164,10 +165,10 @@ MUTATIONS = {
     "ape missing": Mutation(
         compressor, "_pooled", lambda right: lambda kv, score, ape, state, plan: right(kv, score, 0 * ape, state, plan)
     ),
-    "overlap dropped at chunk borders": Mutation(Compressor, "forward", overlap_dropped, in_prefill=False),
+    "overlap dropped at chunk borders": Mutation(engine_attention, "compress_both", overlap_dropped, in_prefill=False),
     "ring written before read": Mutation(Attention, "forward", written_before_read, in_prefill=False),
     "long chunks read in the rings": Mutation(engine_batch, "place", always_in_rings),
-    "window one short": Mutation(engine_batch, "_window_index", window_one_short),
+    "window one short": Mutation(places, "window_index", window_one_short),
     "HC matrix transposed": Mutation(
         hyper, "connect_post", lambda right: lambda x, streams, post, comb: right(x, streams, post, comb.mT)
     ),
@@ -263,7 +264,7 @@ ROUNDING_MUTATIONS = {
     "input of linears not rounded": Mutation(gemm, "rounded_linear", lambda _: gemm.linear),
     "keys not rounded": Mutation(keys, "rounded", lambda _: lambda kv, turned: kv),
     "Hadamard of queries only": Mutation(block_scale, "hadamard", hadamard_of_queries_only),
-    "no FP4 in the indexer": Mutation(block_scale, "fp4_round", lambda _: lambda x, block: x),
+    "no FP4 in the indexer": Mutation(keys, "fp4_round", lambda _: lambda x, block: x),
     "routing weight after w2": Mutation(experts_ref, "_expert", weight_after_w2),
     "input of w2 not rounded": Mutation(experts_ref, "_expert", no_rounding_before_w2),
     "e2m1 ties to the lower code": Mutation(block_scale, "round_e2m1", ties_to_lower_code),

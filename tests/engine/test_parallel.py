@@ -1,39 +1,75 @@
-"""Tensor parallel over gloo: two processes, each with its part of every cut tensor, give the logits of one."""
+"""Tensor parallel over gloo: processes, each with its part of every cut tensor, give the logits of one."""
 
+import os
 import socket
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import distributed, multiprocessing
 
+from dsv4cli.engine import ranks
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
 from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.dialogue import open_dialogue
 from dsv4cli.engine.layout import Formats, expected_tensors
+from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
-from dsv4cli.engine.presets import TINY
+from dsv4cli.engine.presets import TINY, shortened
 from dsv4cli.engine.random_weights import random_tensors
+from dsv4cli.engine.ranks import check_degree, check_devices, joined
+from dsv4cli.engine.source import resolve_model
 from dsv4cli.engine.weights import fill, local_slice
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import CheckpointError, NotEnoughMemory, UnsupportedHardware, UsageError
 
-CONFIG = parse_config(TINY, "test")
-RANKS = 2
+NANO = resolve_model("nano")
+# layers of ratio 0, 0, 4, 128
+CONFIG = parse_config(shortened(TINY, 4, 4) | {"o_groups": 4}, "test")
+SPECS = expected_tensors(CONFIG, Formats("f32", "f32", "f32"))
+# with threads of pytest's about, Python 3.12 warns of a fork
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+# two chunks of a prompt, then single tokens
+CUTS = (0, 131, 148, 149, 150)
 
 
-def logits_of(world):
-    """Logits of 150 tokens in two chunks and of the MTP block, fp32, from this rank's part of random weights."""
-    specs = expected_tensors(CONFIG, Formats("f32", "f32", "f32"))
+def enter(rank, size, work, path):
+    distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=size)
+    torch.save(work(World(rank, size)), path / str(rank))
+    distributed.destroy_process_group()
+
+
+def in_ranks(size, work, path):
+    """What work(world) gives in each of `size` processes."""
+    # fork: torch is there already, and none of the forked touches a GPU
+    multiprocessing.start_processes(enter, (size, work, path), nprocs=size, start_method="fork")
+    return [torch.load(path / str(rank)) for rank in range(size)]
+
+
+def from_random(tensors, world):
+    """A model of this rank's part of the tensors."""
     model = Transformer(CONFIG, Numerics.plain(), world)
-    tensors = random_tensors(specs.values(), 0, CONFIG.n_routed_experts)
     parts = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in tensors)
-    fill(model, specs, parts, device="cpu", world=world)
-    cache = Cache(CONFIG, model.numerics)
+    fill(model, SPECS, parts, device="cpu", world=world)
+    return model
+
+
+def from_folder(world):
+    """nano, with every rounding of the official code."""
+    return load_model(NANO, Numerics.reference(), world=world)
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    """Logits of 150 tokens and of the MTP block."""
+    cache = Cache(model.config, model.numerics)
     sequence = cache.allocate()
     rows = []
-    for start, end in ((0, 131), (131, 150)):
-        batch = make_batch(cache, [(sequence, [(5 * i) % 512 for i in range(start, end)])])
+    for start, end in pairwise(CUTS):
+        batch = make_batch(cache, [(sequence, ids[start:end])])
         streams = model(batch, cache).streams
         everything = torch.arange(end - start)
         rows += [model.logits(streams), model.mtp_logits(streams, batch.ids, batch, cache, everything)]
@@ -41,26 +77,99 @@ def logits_of(world):
     return torch.cat(rows)
 
 
-def work(rank, address, path):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
-    torch.save(logits_of(World(rank, RANKS)), f"{path}/{rank}")
-    distributed.destroy_process_group()
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_ranks_give_the_logits_of_one(size, tmp_path):
+    tensors = list(random_tensors(SPECS.values(), 0, CONFIG.n_routed_experts))
 
+    def work(world):
+        return logits_of(from_random(tensors, world), [(5 * i) % 512 for i in range(150)])
 
-def test_two_ranks_give_the_logits_of_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    multiprocessing.spawn(work, (address, str(tmp_path)), nprocs=RANKS)
-    alone = logits_of(SINGLE)
-    for rank in range(RANKS):
-        ours = torch.load(tmp_path / str(rank))
-        # fp32 sums cut in two
+    parts, alone = in_ranks(size, work, tmp_path), work(SINGLE)
+    for ours in parts:
+        # fp32 sums cut into parts
         torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
+        assert torch.equal(ours, parts[0])
+
+
+def test_two_ranks_of_a_checkpoint_give_the_logits_of_one(tmp_path):
+    text = "What is 17 + 25? The capital of Italy is Rome. " * 12
+    ids = open_dialogue(NANO, "off").tokenizer.encode(text)[:150]
+    parts = in_ranks(2, lambda world: logits_of(from_folder(world), ids), tmp_path)
+    alone, moved = from_folder(SINGLE), from_folder(SINGLE)
+    row = moved.embed.weight.data[ids[3]]
+    row.copy_(torch.nextafter(row, torch.full_like(row, torch.inf)))
+    expected, nearby = logits_of(alone, ids), logits_of(moved, ids)
+    assert torch.equal(parts[0], parts[1])
+    # sums cut in two round elsewhere: about what one ulp of bf16 in the embedding of one token does
+    assert (parts[0] - expected).abs().mean() < 2 * (nearby - expected).abs().mean()
+
+
+def test_what_rank_0_says_reaches_all(tmp_path):
+    def work(world):
+        mine = torch.tensor([world.rank + 5, world.rank])
+        columns = torch.arange(6).view(3, 2) + 10 * world.rank
+        gaps = torch.arange(12.0).view(3, 4)[:, 1:3] + world.rank
+        return (
+            world.first(mine),
+            world.share(["words", world.rank]),
+            world.gather_columns(columns),
+            world.all_reduce(gaps),
+        )
+
+    for first, shared, columns, total in in_ranks(2, work, tmp_path):
+        assert first.tolist() == [5, 0]
+        assert shared == ["words", 0]
+        assert columns.tolist() == [[0, 1, 10, 11], [2, 3, 12, 13], [4, 5, 14, 15]]
+        assert total.tolist() == [[3.0, 5.0], [11.0, 13.0], [19.0, 21.0]]
 
 
 @pytest.mark.parametrize("size", [3, 5, 16])
 def test_a_number_of_ranks_that_does_not_divide_is_refused(size):
     with pytest.raises(UsageError, match=f"{size} ranks do not divide"):
         Transformer(CONFIG, Numerics.plain(), World(0, size))
+
+
+def test_ranks_that_would_cut_through_a_block_are_refused():
+    with pytest.raises(UsageError, match=r"would have 64 of the 128 columns of layers\.0\.ffn\.experts\.0\.w2"):
+        check_degree(2, CONFIG, Formats(), rounds=True)
+    check_degree(2, CONFIG, Formats(), rounds=False)
+    with pytest.raises(CheckpointError, match="cannot be cut for 4 ranks"):
+        check_degree(4, replace(CONFIG, num_attention_heads=8, head_dim=32), Formats(), rounds=False)
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices(2, torch.device("cuda"))
+    check_devices(9, torch.device("cpu"))
+    with pytest.raises(UnsupportedHardware, match="4 ranks need 4 GPUs, and PyTorch sees 2"):
+        check_devices(4, torch.device("cuda"))
+    with pytest.raises(UsageError, match="cuda:1 is one GPU"):
+        check_devices(2, torch.device("cuda:1"))
+
+
+def fail(rank, port, path):
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        with joined(torch.device("cpu")) as (world, _):
+            if rank == 1:
+                raise NotEnoughMemory("rank 1 has no room")
+            world.all_reduce(torch.ones(3))
+    except BaseException as error:  # noqa: BLE001 - SystemExit is among what is looked at
+        (path / str(rank)).write_text(repr(error))
+
+
+def test_only_the_first_rank_to_fail_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        multiprocessing.get_context("fork").Process(target=fail, args=(rank, port, tmp_path)) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    said = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
+    assert said == ["SystemExit(1)", "NotEnoughMemory('rank 1 has no room')"]

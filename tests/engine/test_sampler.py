@@ -11,8 +11,9 @@ from dsv4cli.kernels.sampling.ref import nucleus
 ROWS, VOCABULARY = 2000, 7
 
 
-def generators(count: int, first: int = 0) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(first + number) for number in range(count)]
+def origins(count: int, first: int = 0) -> tuple[list[int], list[int]]:
+    """A seed of its own for each row, and places."""
+    return [first + number for number in range(count)], [7 + number // 3 for number in range(first, first + count)]
 
 
 def slow_nucleus(chances: list[float], top_p: float) -> list[float]:
@@ -48,9 +49,9 @@ def test_the_nucleus_is_that_of_the_definition(vocabulary, top_p):
 def test_greedy_is_the_first_of_the_best():
     logits = torch.randn(50, VOCABULARY)
     logits[0] = 1.0
-    assert torch.equal(sample(logits, Sampling(temperature=0), generators(50)), logits.argmax(-1))
+    assert torch.equal(sample(logits, Sampling(temperature=0), *origins(50)), logits.argmax(-1))
     for sampling in (Sampling(temperature=MIN_TEMPERATURE), Sampling(top_p=1e-9)):
-        assert torch.equal(sample(logits[1:] * 50, sampling, generators(49)), logits[1:].argmax(-1))
+        assert torch.equal(sample(logits[1:] * 50, sampling, *origins(49)), logits[1:].argmax(-1))
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.6)])
@@ -60,18 +61,19 @@ def test_draws_follow_the_probabilities(temperature, top_p):
     if top_p < 1:
         chances = torch.tensor(slow_nucleus(chances.tolist(), top_p))
         chances /= chances.sum()
-    drawn = sample(logits.expand(ROWS, -1), Sampling(temperature, top_p), generators(ROWS))
+    drawn = sample(logits.expand(ROWS, -1), Sampling(temperature, top_p), *origins(ROWS))
     frequencies = drawn.bincount(minlength=VOCABULARY) / ROWS
     # four standard deviations of a frequency
     assert ((frequencies - chances).abs() <= 4 * (chances * (1 - chances) / ROWS).sqrt()).all()
 
 
-def test_a_row_depends_on_its_own_generator_only():
+def test_a_row_depends_on_its_own_seed_and_place_only():
     logits, sampling = torch.randn(6, 300), Sampling(0.9, 0.95)
-    together = sample(logits, sampling, generators(6))
-    alone = [sample(logits[row : row + 1], sampling, generators(1, row)).item() for row in range(6)]
-    assert together.tolist() == alone
-    assert sample(logits, sampling, generators(6, 50)).tolist() != alone
+    seeds, places = origins(6)
+    together = sample(logits, sampling, seeds, places).tolist()
+    assert together == [sample(logits[row : row + 1], sampling, *origins(1, row)).item() for row in range(6)]
+    assert sample(logits, sampling, [seed + 50 for seed in seeds], places).tolist() != together
+    assert sample(logits, sampling, seeds, [place + 1 for place in places]).tolist() != together
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -43,11 +43,13 @@ SHAPES = [
 REAL = [(1, 64, 512, 65, 50), (1, 128, 512, 20, 3)]
 
 
-@pytest.fixture(params=["parts", "whole"])
+@pytest.fixture(params=["spread", "parts", "whole"])
 def cut(request, triton_backend, monkeypatch):
-    """Lists in as many parts as there are programs for, however short they are, or each in one."""
-    name = "PROGRAMS" if request.param == "whole" else "SHORT"
-    monkeypatch.setattr(f"dsv4cli.kernels.attention.kernel.{name}", 1)
+    """Lists spread over programs, in as many parts as there are programs for, however short they are, or in one."""
+    if request.param != "spread":
+        monkeypatch.setattr("dsv4cli.kernels.attention.spread.MOST", 0)
+        name = "PROGRAMS" if request.param == "whole" else "SHORT"
+        monkeypatch.setattr(f"dsv4cli.kernels.attention.kernel.{name}", 1)
     return request.param
 
 
@@ -68,10 +70,11 @@ def test_softmax_over_listed_rows(shape, dtype):
     check_against_softmax(shape, dtype)
 
 
-@pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("shape", [*SHAPES[-2:], *REAL], ids=str)
-def test_lists_in_parts_and_whole(shape):
-    check_against_softmax(shape, torch.bfloat16)
+def test_lists_in_parts_and_whole(shape, cut):
+    tokens, heads, *others = shape
+    # interpreted, more programs of many heads would take long
+    check_against_softmax((tokens, min(heads, 17 if cut == "spread" else heads), *others), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("cut")
@@ -200,7 +203,7 @@ def test_empty_blocks_change_nothing():
 
 
 # a block; less than one, with holes; several, the last one short; more heads than a program has; whole blocks of holes
-BLOCKS = [(1, 16, 64, 0.0), (2, 4, 40, 0.3), (1, 8, 190, 0.0), (1, 17, 140, 0.3), (1, 4, 300, 0.99)]
+BLOCKS = [(1, 16, 64, 0.0), (2, 4, 40, 0.3), (1, 8, 190, 0.0), (1, 17, 140, 0.3), (1, 4, 300, 0.99), (1, 4, 600, 0.3)]
 
 
 @pytest.mark.usefixtures("cut")
@@ -215,9 +218,10 @@ def test_rounds_relative_to_the_maximum_of_the_blocks_so_far(tokens, heads, leng
         holed = index.masked_fill(torch.rand(tokens, length) < holes, -1)
         # scores within a few units: no row makes up most of a result, which would change with its one rounding
         inputs = (q, rows[:150], rows[150:], holed, sink, 0.125, turns)
-        same = sparse_attention(*inputs) == ref.sparse_attention(*inputs)
-        # fp32 sums in another order, and the last bit of exp, seldom reach the 8 bits that are kept
-        assert same.double().mean() >= 0.99
+        same = (sparse_attention(*inputs) == ref.sparse_attention(*inputs)).double().mean(-1)
+        # fp32 sums in another order, and the last bit of exp, seldom reach the 8 bits that are kept: of a probability,
+        # once in some 10,000, which shows in many dims of its head; other maxima would show in every head
+        assert (same < 0.99).sum() <= 1
 
 
 @pytest.mark.usefixtures("triton_backend")

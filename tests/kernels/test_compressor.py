@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.block_scale.ref import dequantise, fp4_round, hadamard
-from dsv4cli.kernels.compressor import Plan, State, compress_index_keys, compress_keys, ref
+from dsv4cli.kernels.compressor import Plan, State, compress_both, compress_index_keys, compress_keys, ref
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.keys.ref import rounded
 from dsv4cli.kernels.norm.ref import rms_norm
@@ -202,6 +202,30 @@ def test_index_entries_as_values_and_packed(kind):
         assert torch.equal(unpacked.view(torch.int32), values.entries[cells].float().view(torch.int32))
     assert again is not None
     assert torch.equal(packed.kv, values.kv)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("packed", "round_keys"), [(False, False), (False, True), (True, True)])
+def test_both_compressors_of_a_layer(packed, round_keys):
+    split = [[9, 2], [1, 1], [1, 1], [1, 1], [3, 5]]
+    texts, index = (Texts(lengths(split), 4, 2, width, pairs) for width, pairs in ((80, 8), (32, 8)))
+    states = [texts.state(torch.bfloat16), index.state(torch.bfloat16, packed)]
+    alone = [texts.state(torch.bfloat16), index.state(torch.bfloat16, packed)]
+    for counts in split:
+        kv, score, plan = texts.step(counts)
+        index_kv, index_score, _ = index.step(counts)
+        main, others = (kv, score, texts.ape), (index_kv, index_score, index.ape)
+        end = plan, EPS, round_keys
+        after = compress_both(*main, states[0], texts.weight, *others, states[1], index.weight, *end)
+        assert [one.kv.data_ptr() for one in after] == [one.kv.data_ptr() for one in states]
+        compress_keys(*main, alone[0], plan, texts.weight, EPS, round_keys)
+        if round_keys:
+            compress_index_keys(*others, alone[1], plan, index.weight, EPS)
+        else:
+            compress_keys(*others, alone[1], plan, index.weight, EPS, False)
+    for state, expected in zip(states, alone, strict=True):
+        for ours, theirs in zip(vars(state).values(), vars(expected).values(), strict=True):
+            assert ours is theirs or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.usefixtures("backend")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.block_scale import dequantise, fp8_round
-from dsv4cli.kernels.experts import ExpertWeights, mixture, ref, routed_experts, shared_expert
+from dsv4cli.kernels.experts import ExpertWeights, mixture, mixture_parts, ref, routed_experts, shared_expert
 
 # tokens, hidden width, inner width, experts, experts of a token
 SHAPES = [(0, 128, 128, 4, 2), (1, 128, 128, 1, 1), (7, 256, 128, 5, 3), (65, 128, 256, 3, 3)]
@@ -23,8 +23,8 @@ GPU_ONLY = [
 # and whether inputs are rounded; what the interpreter takes seconds for is slow
 ROUNDED = [
     ((0, 128, 128, 4, 2), True),
-    ((1, 256, 256, 5, 2), True),
-    pytest.param((1, 256, 256, 5, 2), False, marks=pytest.mark.slow),
+    ((1, 128, 128, 5, 2), True),
+    *(pytest.param((1, 256, 256, 5, 2), rounded, marks=pytest.mark.slow) for rounded in (False, True)),
     *(pytest.param((3, 128, 128, 3, 2), rounded, marks=pytest.mark.slow) for rounded in (False, True)),
     *(pytest.param(shape, rounded, marks=pytest.mark.gpu) for shape in GPU_ONLY for rounded in (False, True)),
 ]
@@ -41,7 +41,9 @@ def large_programs(backend, monkeypatch):
     if backend == "interpreter":
         from dsv4cli.kernels.experts import stream
 
-        monkeypatch.setattr(stream, "_blocks", lambda tokens: (2 if tokens <= 2 else 4, 64, 128, 2, 2, 2))
+        monkeypatch.setattr(stream, "_blocks", lambda tokens: (2 if tokens <= 2 else 4, (64, 2, 1, 2), (128, 2, 1, 2)))
+        monkeypatch.setattr(stream, "SINGLE_DOWN", (128, 1, 2, 2, 2))
+        monkeypatch.setattr(stream, "ALONE_EACH", 2)
 
 
 def stored(form: str, experts: int, inner: int, hidden: int) -> ExpertWeights:
@@ -210,6 +212,8 @@ def test_shared_expert_rounds_the_inputs_of_scaled_matrices_only(scaled):
     [  # a sum of one routed expert would be in bf16 already
         ((0, 128, 128, 4, 2), "fp4", "fp8", torch.bfloat16),
         ((1, 128, 128, 2, 2), "fp4", "fp8", torch.bfloat16),
+        ((1, 256, 256, 4, 2), "fp4", "fp8", torch.bfloat16),  # one token, whose experts a program has together
+        pytest.param((1, 4096, 2048, 9, 6), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
         pytest.param((3, 128, 128, 3, 2), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
         pytest.param((9, 4096, 2048, 9, 6), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
         pytest.param((65, 256, 128, 5, 3), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
@@ -233,6 +237,40 @@ def test_mixture_is_the_sum_rounded_once(shape, routed, shared, dtype, round_inp
     if tokens and not round_inputs and dtype == torch.bfloat16:
         # parts that are summed in another order differ in few values, sums that are rounded twice in a fifth
         assert (y == total.to(dtype)).double().mean() > 0.9
+
+
+@pytest.mark.usefixtures("large_programs")
+@pytest.mark.parametrize(
+    ("shape", "shared_width"),
+    [
+        ((1, 256, 128, 3, 2), 256),
+        pytest.param((3, 128, 128, 3, 2), 256, marks=pytest.mark.slow),
+        *(pytest.param((tokens, 4096, 1024, 9, 6), 2048, marks=pytest.mark.gpu) for tokens in (1, 2, 9, 65)),
+    ],
+    ids=str,
+)
+def test_parts_of_a_mixture_of_one_rank_of_two(shape, shared_width):
+    # a part of the routed experts' inner width, the shared expert whole
+    tokens, hidden, inner, count, k = shape
+    weights, one = stored("fp4", count, inner, hidden), stored_once("fp8", shared_width, hidden)
+    (experts, routing), x = routes(tokens, count, k), torch.randn(tokens, hidden).bfloat16()
+    routed, whole = mixture_parts(x, weights, one, experts, routing, 1.0, True)
+    assert (routed.shape, routed.dtype, whole.shape, whole.dtype) == (x.shape, torch.float32, x.shape, x.dtype)
+    assert_close(routed, ref.routed_experts(x, weights, experts, routing, 1.0, True).double(), True)
+    assert_close(whole, ref.shared_expert(x, one, 1.0, True).double(), True)
+
+
+@pytest.mark.usefixtures("large_programs")
+def test_one_token_adds_its_experts_in_ascending_order():
+    # outputs 2 ** 30 v, -2 ** 30 v and v: only in ascending order v is not lost
+    weights, x = stored("fp4", 3, 128, 128), torch.randn(1, 128).bfloat16()
+    for tensor in vars(weights).values():
+        tensor.view(torch.uint8)[1:] = tensor.view(torch.uint8)[0].clone()
+    weights.w2.view(torch.uint8)[1] ^= 0x88
+    weights.w2_scale.view(torch.uint8)[:2] += 30
+    y = routed_experts(x, weights, torch.tensor([[2, 0, 1]]), torch.ones(1, 3), 10.0, True)
+    assert y.any()
+    assert torch.equal(y, routed_experts(x, weights, torch.tensor([[2]]), torch.ones(1, 1), 10.0, True))
 
 
 @pytest.mark.usefixtures("large_programs")

@@ -6,11 +6,12 @@ import torch
 from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.gemm import grouped_linear, linear, linear_fp32, linears, rounded_linear
+from dsv4cli.kernels.gemm import grouped_linear, linear, linear_fp32, linears, normed_linears, rounded_linear
 from tests.kernels.rounding import FP32, assert_rounded_once
 
-# tokens, inputs, outputs: none, one, primes, one more than a tile; columns for several programs; tokens for wide tiles
-SHAPES = [(0, 128, 5), (1, 128, 1), (2, 384, 7), (3, 256, 65), (5, 1024, 3), (17, 128, 67)]
+# tokens, inputs, outputs: none, one, primes, one more than a tile; columns for several programs; tokens for wide tiles,
+# for the widest of few rows, for many
+SHAPES = [(0, 128, 5), (1, 128, 1), (2, 384, 7), (3, 256, 65), (5, 1024, 3), (17, 128, 67), (64, 128, 9), (65, 128, 9)]
 # columns that are no multiple of what a program takes
 WIDTHS = [65, 320, 1536]
 
@@ -104,7 +105,8 @@ def test_columns_of_any_number(columns, form, tokens):
 @pytest.mark.parametrize("form", ["fp8", "bf16"])
 # groups of 96 rows do not align with the blocks of the scale, those of 5 not with a program's rows
 @pytest.mark.parametrize(
-    ("tokens", "groups", "rows"), [(0, 2, 96), (1, 2, 96), (1, 5, 3), (2, 3, 5), (5, 2, 6), (3, 2, 128), (17, 2, 96)]
+    ("tokens", "groups", "rows"),
+    [(0, 2, 96), (1, 2, 96), (1, 5, 3), (2, 3, 5), (5, 2, 6), (3, 2, 128), (17, 2, 96), (33, 2, 128)],
 )
 def test_grouped_linear(tokens, groups, rows, form):
     x = inputs(tokens, groups, 128).bfloat16()
@@ -118,7 +120,7 @@ def test_grouped_linear(tokens, groups, rows, form):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 17])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 17, 65])
 def test_linears_are_the_single_ones(tokens):
     x = inputs(tokens, 256).bfloat16()
     rounded = [weights("fp8", 66, 256), weights("fp8", 5, 256)]
@@ -137,7 +139,25 @@ def test_linears_are_the_single_ones(tokens):
 
 
 @pytest.mark.usefixtures("triton_backend")
-@pytest.mark.parametrize(("tokens", "form"), [(17, "fp8"), (3, "fp4")])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_program_may_take_rows_several_times(tokens, monkeypatch):
+    from dsv4cli.kernels.gemm import stream
+
+    # three times 4 rows of 256 columns in FP8, once in bf16 and fp32; of FP4 six times
+    monkeypatch.setattr(stream, "_shape", lambda x, products: (4, 4, tokens, 3 * 4 * 256))
+    x, forms = inputs(tokens, 256).bfloat16(), ["fp8", "bf16", "fp4", "f32"]
+    for form, rows in [*((form, 29) for form in forms), ("fp8", 13), ("fp8", 4)]:
+        weight, scale = weights(form, rows, 256)
+        assert torch.equal(linear(x, weight, scale), exactly(x, weight, scale).float().bfloat16())
+    weight, scale = weights("fp8", 3 * 20, 256)
+    exact = dequantise(weight, scale).double().unflatten(0, (3, 20))
+    x = inputs(tokens, 3, 256).bfloat16()
+    y = grouped_linear(x, weight, scale)
+    assert torch.equal(y, torch.einsum("tgk,gnk->tgn", x.double(), exact).float().bfloat16())
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(("tokens", "form"), [(17, "fp8"), (65, "fp8"), (3, "fp4")])
 def test_linears_of_many_rows_round_their_input_once(tokens, form, monkeypatch):
     from dsv4cli.kernels.block_scale import kernel
 
@@ -145,6 +165,34 @@ def test_linears_of_many_rows_round_their_input_once(tokens, form, monkeypatch):
     monkeypatch.setattr(kernel, "fp8_round", lambda *given: calls.append(given) or rounded(*given))
     linears(inputs(tokens, 128).bfloat16(), [weights(form, 4, 128), weights(form, 5, 128)])
     assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 17])
+def test_normed_linears_are_those_of_the_norm(tokens, dtype):
+    # rows of a wider matrix; three threes and five ones have a mean square of 4
+    x = torch.tensor([3.0, 3, 3, 1, 1, 1, 1, 1]).repeat(tokens, 96) * (2 * torch.randint(0, 2, (tokens, 768)) - 1)
+    x = (x * 2.0 ** (torch.arange(tokens)[:, None] % 3)).to(dtype)[:, 128:384]
+    # times 1.5 none of these is exact in bf16
+    factor = torch.randint(64, 128, (256,)).mul(2).add(1).bfloat16()
+    normed = x.double() / x.double().square().mean(1, keepdim=True).sqrt() * factor.double()
+    rounded = [weights("fp8", 66, 256), weights("fp8", 5, 256)]
+    plain = [weights("bf16", 3, 256), weights("fp8", 4, 256)]
+    ours = normed_linears(x, factor, 1e-9, rounded, plain)
+    expected = linears(normed.to(dtype), rounded, plain)
+    for got, wanted in zip(ours, expected, strict=False):
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_norm_is_rounded_once(tokens):
+    x, factor = torch.randn(tokens, 320).bfloat16(), torch.randn(320).bfloat16()
+    ((y,),) = normed_linears(x, factor, 0.1, plain=[(torch.eye(320).bfloat16(), None)])[1:]
+    exact = factor.double() * x.double() / (x.double().square().mean(1, keepdim=True) + 0.1).sqrt()
+    # the sum of squares, the root and two products
+    assert_rounded_once(y, exact, exact.abs() * 16 * FP32)
 
 
 @pytest.mark.usefixtures("backend")
@@ -158,7 +206,7 @@ def test_linears_of_each_kind_alone():
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 4, 17])
 def test_tokens_may_lie_apart(tokens):
     wide, (weight, scale) = inputs(tokens, 384).bfloat16(), weights("fp8", 3, 128)
     x = wide[:, 128:256]

@@ -183,14 +183,19 @@ def test_connect_step(case):
     assert_rounded_once(y, (low + high) / 2, (high - low) / 2 + high.abs() * 16 * FP32)
 
 
-# tokens, columns, columns in a step; 0: one token and one stream; from 64 tokens on the weights are split beforehand
+# in two launches: tokens, columns, columns in a step; from 64 tokens on the weights are split beforehand;
+# in one: tokens, columns; 0: one token and one stream
 @pytest.fixture(
-    params=[(0, 16, 16), (16, 16, 16), pytest.param((32, 32, 16), marks=pytest.mark.slow), (64, 96, 32)], ids=str
+    params=[(16, 16, 16), pytest.param((32, 32, 16), marks=pytest.mark.slow), (64, 96, 32), (0, 16), (16, 16)], ids=str
 )
 def tile(request, triton_backend, monkeypatch):
     from dsv4cli.kernels.hyper_connections import kernel
 
-    monkeypatch.setattr(kernel, "tiles", lambda *_: kernel.Tiles(*request.param, warps=4, stages=1))
+    if len(request.param) == 2:
+        monkeypatch.setattr(kernel, "few", lambda _: kernel.Few(*request.param, warps=4))
+    else:
+        monkeypatch.setattr(kernel, "FEW", 0)
+        monkeypatch.setattr(kernel, "tiles", lambda *_: kernel.Tiles(*request.param, warps=4, stages=1))
 
 
 @pytest.mark.usefixtures("tile")
@@ -213,7 +218,9 @@ def test_projection_weights_keep_their_24_bits():
 
 
 @pytest.mark.usefixtures("triton_backend")
-@pytest.mark.parametrize("shape", [(1, 4, 64), (9, 4, 32)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 64), (5, 4, 32), pytest.param((16, 4, 1024), marks=pytest.mark.slow)], ids=str
+)
 def test_a_step_is_post_pre_and_norm(shape):
     tokens, count, width = shape
     streams, x = torch.randn(shape).bfloat16(), torch.randn(tokens, width).bfloat16()
@@ -226,6 +233,31 @@ def test_a_step_is_post_pre_and_norm(shape):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert (found != expected).float().mean() < 0.05 or found.dtype == torch.float32
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_one_launch_repeats_and_leaves_nothing(tokens):
+    from dsv4cli.kernels.hyper_connections import kernel
+
+    streams, weights = torch.randn(tokens, 4, 40).bfloat16(), parameters(4, 40)
+    block = kernel.few(tokens).block
+    left = kernel._left(streams.device, -(-40 // block) * (1 if kernel.few(tokens).tokens else 4) * 32)
+    first = connect_pre(streams, *weights, 20, 1e-6, 1e-6)
+    assert not left.any()
+    for found, again in zip(first, connect_pre(streams, *weights, 20, 1e-6, 1e-6), strict=True):
+        assert torch.equal(found, again)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_one_launch_ends_whatever_it_is_given():
+    streams, (fn, scale, base) = torch.randn(2, 4, 8), parameters(4, 8)
+    fn.view(torch.int32)[3] = -1  # of all NaN the one whose inverted bits are 0
+    streams[0] = torch.inf
+    for values in connect_pre(streams, fn, scale, base, 20, 1e-6, 1e-6):
+        assert values[0].isnan().any()
+    streams[0] = 0
+    assert not connect_pre(streams, *parameters(4, 8), 20, 1e-6, 1e-6)[0][0].any()
 
 
 @pytest.mark.usefixtures("backend")

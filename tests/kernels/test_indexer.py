@@ -5,9 +5,10 @@ import torch
 
 from dsv4cli.kernels.block_scale import dequantise, fp4_codes, fp4_round
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.indexer import index_scores, ref, top_entries
+from dsv4cli.kernels.indexer import choose_entries, index_scores, ref, top_entries
 
 INF = float("inf")
+SCALE = 7 / 64  # products with bf16 are exact in fp32
 
 
 def rounded(value: float) -> float:
@@ -16,7 +17,7 @@ def rounded(value: float) -> float:
 
 def slow_score(q: list[list[float]], weights: list[float], key: list[float]) -> float:
     total = 0.0
-    for head, weight in zip(q, weights, strict=True):
+    for head, weight in zip(q, [rounded(SCALE * weight) for weight in weights], strict=True):
         dot = rounded(sum(a * b for a, b in zip(head, key, strict=True)))
         total += rounded(max(dot, 0.0) * weight)
     return rounded(total)
@@ -41,7 +42,7 @@ def test_scores_round_each_step(shape, stored):
     sequence = torch.arange(tokens) // 3 % 2  # which takes turns
     visible = torch.randint(0, entries + 1, (tokens,)).index_fill(0, torch.arange(min(tokens, 1)), entries)
     codes, scale = fp4_codes(keys, 32) if stored == "fp4" else (keys, None)
-    scores = index_scores(q, weights, codes, scale, table, sequence, visible)
+    scores = index_scores(q, weights, SCALE, codes, scale, table, sequence, visible)
     assert (scores.shape, scores.dtype) == ((tokens, entries), torch.bfloat16)
     for token in range(tokens):
         for entry, cell in enumerate(table[sequence[token]].tolist()):
@@ -70,7 +71,7 @@ def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entr
     table = torch.randint(0, 300, (sequences, entries))
     sequence = torch.arange(tokens) * sequences // tokens
     visible = torch.randint(entries // 2, entries + 1, (tokens,))
-    inputs = (q, weights, codes, scale, table, sequence, visible)
+    inputs = (q, weights, SCALE, codes, scale, table, sequence, visible)
     # dots are exact; the sum over heads may round to the other neighbour where its fp32 sum has another order
     torch.testing.assert_close(index_scores(*inputs), ref.index_scores(*inputs), rtol=2**-7, atol=0)
 
@@ -83,7 +84,8 @@ def test_a_program_takes_several_tiles_of_keys(splits, monkeypatch):
     monkeypatch.setattr(kernel, "_stream", lambda tokens, entries: (16, splits, 4))
     codes, scale = fp4_codes(torch.randn(200, 32).bfloat16(), 32)
     table, zero = torch.randint(0, 200, (1, 110)), torch.zeros(1, dtype=torch.int64)
-    inputs = (fp4_round(torch.randn(1, 1, 32).bfloat16(), 32), torch.ones(1, 1).bfloat16(), codes, scale, table, zero)
+    q, weights = fp4_round(torch.randn(1, 1, 32).bfloat16(), 32), torch.ones(1, 1).bfloat16()
+    inputs = (q, weights, SCALE, codes, scale, table, zero)
     assert torch.equal(index_scores(*inputs, zero + 90), ref.index_scores(*inputs, zero + 90))
 
 
@@ -93,7 +95,7 @@ def test_blocks_of_a_key_may_differ_by_120_powers_of_two():
     scale = torch.tensor([[10, 60, 127, 130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     q = torch.eye(128).bfloat16()[::32, None]  # a token for each block
     zero = torch.zeros(4, dtype=torch.int64)
-    scores = index_scores(q, torch.ones(4, 1).bfloat16(), codes, scale, zero[None, :1], zero, zero + 1)
+    scores = index_scores(q, torch.ones(4, 1).bfloat16(), 1.0, codes, scale, zero[None, :1], zero, zero + 1)
     assert torch.equal(scores.float(), dequantise(codes, scale)[:, ::32].T)
 
 
@@ -102,17 +104,17 @@ def test_blocks_of_a_key_may_differ_by_120_powers_of_two():
 def test_scores_in_fp32_are_not_rounded(tokens):
     q, weights, keys = torch.randn(tokens, 4, 32), torch.randn(tokens, 4), torch.randn(70, 32)
     zero = torch.zeros(tokens, dtype=torch.int64)
-    scores = index_scores(q, weights, keys, None, torch.arange(70)[None], zero, zero + 70)
+    scores = index_scores(q, weights, 0.5, keys, None, torch.arange(70)[None], zero, zero + 70)
     dots = torch.einsum("thd,ed->the", q.double(), keys.double())
     # sums of 32 products of normal numbers in fp32
-    torch.testing.assert_close(scores.double(), (dots.relu() * weights[..., None]).sum(1), rtol=0, atol=5e-5)
+    torch.testing.assert_close(scores.double(), (dots.relu() * weights[..., None] / 2).sum(1), rtol=0, atol=5e-5)
 
 
 @pytest.mark.usefixtures("backend")
 def test_negative_heads_do_not_cancel_positive_ones():
     # relu stands before the sum over heads
     q, zero = torch.tensor([[[1.0], [-1.0]]]), torch.zeros(1).long()
-    assert index_scores(q, torch.ones(1, 2), torch.ones(1, 1), None, zero[None], zero, zero + 1) == 1
+    assert index_scores(q, torch.ones(1, 2), 1.0, torch.ones(1, 1), None, zero[None], zero, zero + 1) == 1
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -120,9 +122,9 @@ def test_what_the_kernel_does_not_take():
     q, zero = torch.zeros(1, 2, 32), torch.zeros(1).long()
     codes, scale = fp4_codes(torch.zeros(3, 32).bfloat16(), 32)
     with pytest.raises(KernelUnsupported, match="keys like the queries"):
-        index_scores(q, torch.ones(1, 2), torch.ones(3, 32).bfloat16(), None, zero[None], zero, zero)
+        index_scores(q, torch.ones(1, 2), 1.0, torch.ones(3, 32).bfloat16(), None, zero[None], zero, zero)
     with pytest.raises(KernelUnsupported, match="FP4 keys with bf16 queries"):
-        index_scores(q, torch.ones(1, 2), codes, scale, zero[None], zero, zero)
+        index_scores(q, torch.ones(1, 2), 1.0, codes, scale, zero[None], zero, zero)
     with pytest.raises(KernelUnsupported, match="consecutive columns"):
         top_entries(torch.zeros(3, 4).T, torch.zeros(4).long(), 2)
 
@@ -140,13 +142,31 @@ def check_top(scores: torch.Tensor, visible: torch.Tensor, k: int) -> None:
         assert row[len(expected) :] == [-1] * (len(row) - len(expected))
 
 
+@pytest.fixture
+def few_parts(backend, monkeypatch):
+    """Fewer programs where they are interpreted: of up to 64 visible entries each is ranked, of more some are found."""
+    if backend == "interpreter":
+        from dsv4cli.kernels.indexer import choice
+
+        monkeypatch.setattr(choice, "_parts", lambda rows: (2, 64, 2))
+
+
+@pytest.fixture
+def many_rows(backend, monkeypatch):
+    """As if there were so many rows that a program takes a whole one."""
+    if backend in ("interpreter", "triton-cuda"):
+        from dsv4cli.kernels.indexer import choice
+
+        monkeypatch.setattr(choice, "FEW", 0)
+
+
 # none, one, fewer than k, more; more than a program takes at once
 TOP = [
-    (0, 5, 2), (1, 0, 3), (3, 1, 1), (7, 67, 8), (3, 8, 8), (3, 3, 8), (2, 1025, 512), (1, 2100, 1100), (2, 32_771, 99),
+    (0, 5, 2), (1, 0, 3), (3, 1, 1), (7, 67, 8), (3, 8, 8), (3, 3, 8), (2, 1025, 512), (1, 2100, 1100), (1, 8200, 99),
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("few_parts")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "entries", "k"), TOP)
 def test_top_entries_breaks_ties_by_number(tokens, entries, k, dtype):
@@ -154,7 +174,15 @@ def test_top_entries_breaks_ties_by_number(tokens, entries, k, dtype):
     check_top(scores, torch.randint(0, entries + 1, (tokens,)), k)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "entries", "k"), [(7, 67, 8), (3, 3, 8), (2, 1025, 512), (2, 32_771, 99)])
+def test_top_entries_of_whole_rows(tokens, entries, k, dtype):
+    scores = torch.randint(-3, 4, (tokens, entries)).to(dtype)
+    check_top(scores, torch.randint(0, entries + 1, (tokens,)), k)
+
+
+@pytest.mark.usefixtures("few_parts")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [1, 63, 64, 200])
 def test_top_entries_of_scores_of_every_size(k, dtype):
@@ -163,21 +191,63 @@ def test_top_entries_of_scores_of_every_size(k, dtype):
     check_top(scores[:, :251], torch.tensor([251, 150, 251, 250]), k)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("few_parts")
 def test_zeros_of_either_sign_are_equal():
     scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1.0]])
     check_top(scores, torch.tensor([5]), 2)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize("visible", [32_768, 40_000, 32_770, 16, 0])
 def test_the_last_part_of_a_long_row(visible):
     scores = torch.randn(1, 40_000).bfloat16()
     check_top(scores, torch.tensor([visible]), 16)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("few_parts")
+@pytest.mark.parametrize("visible", [40_000, 8_193, 8_192, 50, 0])
+def test_a_long_row_of_which_little_is_visible(visible):
+    scores = torch.randn(1, 40_000).bfloat16()
+    check_top(scores, torch.tensor([visible]), 16)
+
+
+@pytest.mark.usefixtures("few_parts")
 def test_hidden_entries_never_win():
     scores = torch.tensor([[-1.0, -2.0, 9.0, 9.0]])
     assert top_entries(scores, torch.tensor([2]), 3).tolist() == [[0, 1, -1]]
     assert top_entries(scores, torch.tensor([0]), 3).tolist() == [[-1, -1, -1]]
+
+
+# tokens, entries, k, columns of the window: none, fewer entries than k, more; ranked, found, of more than one pass
+LISTS = [(0, 5, 2, 4), (2, 0, 3, 4), (3, 1, 1, 0), (4, 30, 40, 7), (3, 90, 12, 16), (2, 9000, 40, 5)]
+
+
+def check_lists(tokens, entries, k, window):
+    scores = torch.randn(tokens, entries).mul(3).round().bfloat16()
+    visible = torch.randint(0, entries + 1, (tokens,)).index_fill(0, torch.arange(min(tokens, 2)), entries)
+    table, sequence = torch.randperm(3 * entries)[: 2 * entries].view(2, entries), torch.arange(tokens) % 2
+    index = torch.randint(-1, 50, (tokens, window))
+    columns = torch.randint(0, window + 1, (tokens,))
+    lists = choose_entries(scores, visible, k, table, sequence, index, columns, 50)
+    assert (lists.shape, lists.dtype) == ((tokens, window + min(k, entries)), torch.int64)
+    for row in range(tokens):
+        cells = (table[sequence[row]] + 50).tolist()
+        chosen = {cells[entry] for entry in slow_top(scores[row].tolist(), int(visible[row]), k)}
+        first, listed = int(columns[row]), lists[row].tolist()
+        assert set(listed[first : first + len(chosen)]) == chosen
+        expected = index[row].tolist() + [-1] * min(k, entries)
+        expected[first : first + min(k, entries)] = [-1] * min(k, entries)
+        expected[first : first + len(chosen)] = listed[first : first + len(chosen)]
+        assert listed == expected
+
+
+@pytest.mark.usefixtures("few_parts")
+@pytest.mark.parametrize(("tokens", "entries", "k", "window"), LISTS)
+def test_lists_of_chosen_entries(tokens, entries, k, window):
+    check_lists(tokens, entries, k, window)
+
+
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize(("tokens", "entries", "k", "window"), LISTS[3:])
+def test_lists_of_whole_rows(tokens, entries, k, window):
+    check_lists(tokens, entries, k, window)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from dsv4cli.kernels.block_scale import fp4_round, hadamard
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.keys import queries_and_keys, ref
+from dsv4cli.kernels.keys import queries_and_keys, queries_keys_and_index, ref
+from dsv4cli.kernels.rope import rotate
 
 EPS = 1e-6
 # tokens, heads, width, rotated pairs; keys without queries; last the width of Flash and Pro
@@ -72,6 +74,27 @@ def test_slices_of_wider_rows():
         assert torch.equal(ours, theirs)
 
 
+# tokens, heads, width, those of the indexer, rotated pairs; last Flash's widths
+INDEX_SHAPES = [(0, 2, 128, 4, 32, 8), (3, 1, 128, 9, 32, 16), (2, 0, 192, 5, 64, 32), (1, 2, 512, 7, 128, 32)]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("round_keys", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", INDEX_SHAPES, ids=str)
+def test_queries_of_the_indexer_in_the_same_launch(shape, dtype, round_keys):
+    tokens, heads, width, index_heads, index_width, pairs = shape
+    q, kv, weight, rotation, ring, cells = inputs(tokens, heads, width, pairs, dtype)
+    round_keys = round_keys and (width - 2 * pairs) % 64 == 0
+    wide = torch.randn(tokens, index_heads * index_width + 24).to(dtype)  # the other columns belong to others
+    index_q = wide[:, 8:-16].unflatten(1, (index_heads, index_width))
+    others = (weight, rotation, ring.clone(), cells, EPS, round_keys)
+    *ours, index = queries_keys_and_index(q, kv, index_q, weight, rotation, ring, cells, EPS, round_keys)
+    assert all(torch.equal(*pair) for pair in zip(ours, queries_and_keys(q, kv, *others), strict=True))
+    expected = rotate(index_q.contiguous(), rotation)
+    assert torch.equal(index, fp4_round(hadamard(expected), 32) if round_keys else expected)
+
+
 def test_a_gradient_flows_through_a_new_ring():
     q, kv, weight, rotation, ring, cells = inputs(4, 2, 128, 32, torch.float32)
     kv.requires_grad_()
@@ -89,3 +112,5 @@ def test_what_the_kernel_does_not_take():
         queries_and_keys(q, kv, weight, rotation, ring, cells, EPS, True)
     with pytest.raises(KernelUnsupported, match="one dtype"):
         queries_and_keys(q, kv, weight, rotation, ring.float(), cells, EPS, False)
+    with pytest.raises(KernelUnsupported, match="power of two"):
+        queries_keys_and_index(q, kv, q[..., :96], weight, rotation, ring, cells, EPS, False)

@@ -112,6 +112,17 @@ def test_each_way_to_tile(tile, monkeypatch):
 
 
 @pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tile", [(1, 1, 64), (16, 16, 64)], ids=str)
+def test_each_way_to_tile_one_launch(tile, dtype, monkeypatch):
+    from dsv4cli.kernels.routing import kernel
+
+    monkeypatch.setattr(kernel, "few", lambda _: kernel.Few(*tile, warps=1))
+    test_logits_are_fp32_sums_of_exact_products((1, 20, 130), dtype)
+    assert not kernel._left(torch.empty(0).device, 3 * 20).any()
+
+
+@pytest.mark.usefixtures("triton_backend")
 def test_of_equal_scores_the_lower_expert_is_first():
     x, weight = given(torch.tensor([[0.5, 1.0, 0.5, 1.0, 0.25]]))
     chosen, _ = route(x, weight, torch.zeros(5), 4, 1.0)

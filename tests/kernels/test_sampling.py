@@ -1,12 +1,13 @@
 """Sampling against its definition, written out in pure Python with exact fractions."""
 
+import math
 from fractions import Fraction
 
 import pytest
 import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.sampling import draw, greedy, ref
+from dsv4cli.kernels.sampling import draw, greedy, noise, ref
 
 # rows, vocabulary; the last is that of the model, in more than a hundred parts
 SHAPES = [(0, 7), (1, 1), (3, 7), (5, 1024), (2, 1025), (2, 5003), (1, 129_280)]
@@ -96,9 +97,81 @@ def test_noise_and_logits_of_wider_rows():
     assert torch.equal(draw(*parts, 0.8, 0.9), draw(*(part.clone() for part in parts), 0.8, 0.9))
 
 
+def splitmix(state: int) -> int:
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def test_the_generator_is_splitmix64():
+    # the first numbers of seed 0, published with the generator of java.util.SplittableRandom
+    assert [splitmix(n * 0x9E3779B97F4A7C15) for n in range(2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (3, 1025)], ids=str)
+def test_noise_is_that_of_its_definition(shape):
+    rows, width = shape
+    seeds, places = [2**32 + 1, 0, 17][:rows], [0, 1_048_576, 5][:rows]
+    made = noise(torch.tensor(seeds, dtype=torch.int64), torch.tensor(places, dtype=torch.int64), width)
+    step, expected = 0x9E3779B97F4A7C15, torch.zeros(shape, dtype=torch.float64)
+    for row, (seed, place) in enumerate(zip(seeds, places, strict=True)):
+        state = splitmix(splitmix(seed) + step * place)
+        bits = [splitmix(state + step * column) for column in range(width)]
+        expected[row] = torch.tensor([-math.log(((k >> 12) + 0.5) / 2**52) for k in bits], dtype=torch.float64)
+    assert (made.dtype, made.shape) == (torch.float32, shape)
+    # rounded once, from a logarithm that may be off by a few units of fp64
+    assert (
+        torch.equal(made, expected.to(made.device).float())
+        or ((made.double() - expected.to(made.device)).abs() <= 2.0**-24 * 1.0001 * made).all()
+    )
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack((a.flatten(), b.flatten()))).abs()[0, 1])
+
+
+def uneven(share: torch.Tensor, bins: int = 64) -> float:
+    """Chi-square of evenness of numbers between 0 and 1, in standard deviations."""
+    counts = (share * bins).long().flatten().bincount(minlength=bins).double()
+    mean = share.numel() / bins
+    return float(((counts - mean) ** 2 / mean).sum() - (bins - 1)) / math.sqrt(2 * (bins - 1))
+
+
+# seeds and places of rows that must have nothing in common: a batch of prompts, the places of one, and both at once
+ROWS = {
+    "seeds": (torch.arange(200), torch.full((200,), 12)),
+    "places": (torch.full((200,), 3), torch.arange(200)),
+    "both": (torch.arange(200), torch.arange(200)),
+    "against": (torch.arange(200), 200 - torch.arange(200)),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_noise_is_exponential_and_independent(rows):
+    made = noise(*ROWS[rows], 1000).double()
+    count, share = made.numel(), torch.exp(-made)
+    # five standard deviations: of a mean, of a variance (the fourth moment about the mean is 9), of a correlation
+    assert abs(made.mean() - 1) < 5 / math.sqrt(count)
+    assert abs(made.var() - 1) < 5 * math.sqrt(8 / count)
+    assert abs(uneven(share)) < 5
+    # across columns, and across rows, of which the worst of a few hundred
+    assert max(abs(uneven(column, 10)) for column in share.T[:200]) < 7
+    assert max(abs(uneven(row)) for row in share) < 7
+    for apart in (1, 2, 3, 64):
+        assert correlation(share[apart:], share[:-apart]) < 5 / math.sqrt(count)
+        assert correlation(share[:, apart:], share[:, :-apart]) < 5 / math.sqrt(count)
+        assert correlation(share[apart:, apart:], share[:-apart, :-apart]) < 5 / math.sqrt(count)
+        assert correlation(share[apart:, :-apart], share[:-apart, apart:]) < 5 / math.sqrt(count)
+    assert made.unique().numel() > 0.98 * count  # nothing comes again but numbers that fp32 rounds together
+
+
 @pytest.mark.usefixtures("triton_backend")
 def test_what_the_kernel_does_not_take():
     with pytest.raises(KernelUnsupported, match="fp32"):
         greedy(torch.zeros(2, 3).bfloat16())
     with pytest.raises(KernelUnsupported, match="consecutive"):
         draw(torch.zeros(2, 3), torch.ones(3, 2).T, 1.0, 0.5)
+    with pytest.raises(KernelUnsupported, match="int64"):
+        noise(torch.zeros(2), torch.zeros(2, dtype=torch.int64), 5)

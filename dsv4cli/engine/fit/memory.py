@@ -46,7 +46,6 @@ def refused_by(config: ModelConfig, specs: Collection[TensorSpec], ranks: int) -
     dimensions = {
         "num_attention_heads": config.num_attention_heads,
         "o_groups": config.o_groups,
-        "index_n_heads": config.index_n_heads,
         "moe_intermediate_size": config.moe_intermediate_size,
         "vocab_size": config.vocab_size,
     }
@@ -123,7 +122,6 @@ def workspace_bytes(config: ModelConfig, formats: Formats, load: Load, ranks: in
             config,
             num_attention_heads=config.num_attention_heads // ranks,
             o_groups=config.o_groups // ranks,
-            index_n_heads=config.index_n_heads // ranks,
             moe_intermediate_size=config.moe_intermediate_size // ranks,
             vocab_size=config.vocab_size // ranks,
         )

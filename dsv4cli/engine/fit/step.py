@@ -82,7 +82,7 @@ class Step:
         rotated = 3 * ACTIVATION * self.queries
         return (
             self.base()
-            + self.window()
+            + self.inputs()
             + max(
                 ACTIVATION * self.tokens * c.q_lora_rank + self.linear(width, c.q_lora_rank, form.linear),
                 (2 * FP32 + 2 * ACTIVATION) * self.queries,
@@ -103,7 +103,7 @@ class Step:
     def indexer(self) -> float:
         """The compressors; then queries of the indexer, scores of all entries, their order, the chosen ones."""
         c, entries, tokens = self.config, self.entries[4], self.tokens
-        before = self.base() + self.window() + ACTIVATION * (self.queries + tokens * c.q_lora_rank)
+        before = self.base() + self.inputs() + ACTIVATION * (self.queries + tokens * c.q_lora_rank)
         pools = [self.compressor(ratio, c.head_dim) for ratio in (4, 128) if ratio in c.compress_ratios]
         if 4 not in c.compress_ratios:
             return before + max(pools, default=0)
@@ -121,12 +121,19 @@ class Step:
         ]
         return before + max(places)
 
-    def window(self) -> int:
-        """Short chunks read their keys in the rings; else the rings of the sequences, then the step's own keys."""
+    def inputs(self) -> int:
+        """What attention holds to its end: latent queries, keys, raw rows of compressors, queries of the indexer; for
+        long chunks the rings of the sequences with the step's keys behind them."""
+        c, wide = self.config, 0
+        if 4 in c.compress_ratios:
+            wide = 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads * c.index_head_dim // 2
+        elif 128 in c.compress_ratios:
+            wide = 2 * c.head_dim
+        made = self.tokens * (ACTIVATION * (c.q_lora_rank + 2 * c.head_dim) + FP32 * wide)
         if self.tokens <= self.batch * (ROLLBACK + 1):
-            return ACTIVATION * self.tokens * self.config.head_dim
-        ring = self.config.sliding_window + ROLLBACK
-        return ACTIVATION * (2 * self.batch * ring + self.tokens) * self.config.head_dim
+            return made
+        ring = c.sliding_window + ROLLBACK
+        return made + ACTIVATION * (2 * self.batch * ring + self.tokens) * c.head_dim
 
     def attention(self) -> float:
         """One block of rows beside the block before it; then the running sums in fp32 with the block added."""
@@ -136,7 +143,7 @@ class Step:
         scores = FP32 * LIST_BLOCK * self.tokens * c.num_attention_heads
         reading = 2 * FP32 * self.queries + (FP32 + 3 * ACTIVATION) * rows + 2 * scores
         adding = 5 * FP32 * self.queries + FP32 * rows + 4 * scores
-        return self.base() + self.window() + lists + ACTIVATION * self.queries + max(reading, adding)
+        return self.base() + self.inputs() + lists + ACTIVATION * self.queries + max(reading, adding)
 
     def experts(self) -> float:
         """One expert over its tokens beside the outputs of those before it, the input and the rows of it that are its;

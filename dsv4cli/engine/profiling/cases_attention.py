@@ -27,7 +27,12 @@ def index(scene: Scene) -> Iterator[Case]:
         q = block_scale_ref.fp4_round(scene.randn(tokens, heads, width), FP4_BLOCK)
         keys, scale = block_scale_ref.fp4_codes(scene.randn(scene.cells(4), width), FP4_BLOCK)
         inputs = (q, scene.randn(tokens, heads), keys, scale, step.table, step.sequence, step.visible)
-        return Work(inputs, indexer.index_scores, indexer_ref.index_scores, flops, compared=_finite)
+        factor = (width * heads) ** -0.5
+
+        def scaled(operation: Operation) -> Operation:
+            return lambda q, weights, *rest: operation(q, weights, factor, *rest)
+
+        return Work(inputs, scaled(indexer.index_scores), scaled(indexer_ref.index_scores), flops, compared=_finite)
 
     def choice(scene: Scene) -> Work:
         inputs = (scene.randn(tokens, entries), scene.batch.compress[4].visible)

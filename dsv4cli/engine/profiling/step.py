@@ -136,6 +136,8 @@ class _Step:
             self.work.append((sequence, row))
         if load.context:
             self._fill()
+        if self.decoder is not None:
+            self.decoder.filled(self.next)  # captured now, before anything is hooked into the model
 
     def _fill(self) -> None:
         """Random state, as if the context had gone through the model."""

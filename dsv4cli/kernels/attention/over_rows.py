@@ -1,5 +1,7 @@
 """What the programs of attention share: reading a part of a list, and the rotation back."""
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -7,6 +9,7 @@ import triton.language as tl
 FLOOR = tl.constexpr(-1e30)
 # maxima of blocks that are read at a time
 AT_ONCE = tl.constexpr(32)
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -85,12 +88,12 @@ def queries(q, token, head, q_stride, TOTAL: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def places(row, window, entries, window_rows, WINDOW_STRIDE: tl.constexpr, ENTRIES_STRIDE: tl.constexpr):
-    """Where the rows that a list names begin, [ROWS, 1]."""
+    """Where the rows that a list names begin: [ROWS, 1], or with one more dim in front."""
     entry = row - window_rows
     place = tl.where(
         entry < 0, window + row.to(tl.int64) * WINDOW_STRIDE, entries + entry.to(tl.int64) * ENTRIES_STRIDE
     )
-    return place[:, None]
+    return tl.expand_dims(place, len(place.shape))
 
 
 @triton.jit
@@ -105,16 +108,31 @@ def scored(query_left, query_right, keys_left, keys_right, row, scale):
 @triton.jit
 def unrotated(values, turns, token, first, TURNED: tl.constexpr, WIDTH: tl.constexpr):
     """values [N, M], rounded, columns `first` on of heads: the last TURNED pairs rotated by the conjugate of turns."""
-    PAIRS: tl.constexpr = values.shape[1] // 2
+    cosine, sine = turned(turns, token, first, values.shape[1], TURNED, WIDTH)
+    return rotated(values, cosine, sine, first, TURNED, WIDTH)
+
+
+@triton.jit
+def turned(turns, token, first, COLUMNS: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr):
+    """Cosine and sine [COLUMNS // 2] for columns `first` on of heads; 1 and 0 where they are not rotated."""
     # numbered in one dimension: cosine and sine, and not all values, then change places between threads
-    pair = first // 2 + tl.arange(0, PAIRS) - (WIDTH // 2 - TURNED)
-    turned = (pair >= 0) & (pair < TURNED)
+    pair = first // 2 + tl.arange(0, COLUMNS // 2) - (WIDTH // 2 - TURNED)
+    some = (pair >= 0) & (pair < TURNED)
     turn = turns + token * (2 * TURNED) + pair * 2
-    cosine = tl.load(turn, turned, other=1.0)[None]
-    sine = tl.load(turn + 1, turned, other=0.0)[None]
+    # past the nearest cache, for those that read ahead of the launch before
+    cosine = tl.load(turn, some, other=1.0, cache_modifier=".cg")
+    return cosine, tl.load(turn + 1, some, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def rotated(values, cosine, sine, first, TURNED: tl.constexpr, WIDTH: tl.constexpr):
+    """values [N, M] with pairs rotated by the conjugate of these turns [M // 2]."""
+    PAIRS: tl.constexpr = values.shape[1] // 2
+    pair = first // 2 + tl.arange(0, PAIRS) - (WIDTH // 2 - TURNED)
+    some, cosine, sine = ((pair >= 0) & (pair < TURNED))[None], cosine[None], sine[None]
     real, imaginary = tl.split(tl.reshape(values, [values.shape[0], PAIRS, 2]))
     real, imaginary = real.to(tl.float32), imaginary.to(tl.float32)
     # chosen, not multiplied by one: what is not turned keeps the sign of its zeros, and its infinities
-    turned_real = tl.where(turned[None], real * cosine + imaginary * sine, real)
-    turned_imaginary = tl.where(turned[None], imaginary * cosine - real * sine, imaginary)
+    turned_real = tl.where(some, real * cosine + imaginary * sine, real)
+    turned_imaginary = tl.where(some, imaginary * cosine - real * sine, imaginary)
     return tl.interleave(turned_real.to(values.dtype), turned_imaginary.to(values.dtype))

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
+from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
 
@@ -53,7 +54,7 @@ def _launch(
     if count:
         kernel[(triton.cdiv(count, per_program),)](
             given, *results, count, given.stride(0), x.shape[-1] // block, *constants, block, per_program,
-            num_warps=warps,
+            num_warps=warps, **overlap(x),
         )  # fmt: skip
 
 
@@ -135,7 +136,9 @@ def _round_blocks(
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     number, values = _load_blocks(x, count, stride, GROUPS, BLOCK, BLOCKS)
     codes, scale = code_blocks(values, FLOOR, LARGEST, MANTISSA, LOWEST)
     rounded = codes * scale.to(tl.float32, bitcast=True)
@@ -154,7 +157,9 @@ def _fp8_codes(
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     number, values = _load_blocks(x, count, stride, GROUPS, BLOCK, BLOCKS)
     codes, scale = code_blocks(values, FLOOR, LARGEST, 3, -6)
     tl.store(y + number * BLOCK + tl.arange(0, BLOCK)[None], e4m3_bits(codes), number < count)
@@ -183,7 +188,9 @@ def _fp4_codes(
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     number, values = _load_blocks(x, count, stride, GROUPS, BLOCK, BLOCKS)
     codes, scale = code_blocks(values, FLOOR, LARGEST, 1, 0)
     tl.store(y + number * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None], e2m1_pairs(codes), number < count)

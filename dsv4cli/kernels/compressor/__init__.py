@@ -82,3 +82,39 @@ def compress_index_keys(
     Packed entries (int8 with scales) are the codes and scales of fp4_round; before that the values are bf16.
     """
     return choose(kv, ref).compress_index_keys(kv, score, ape, state, plan, weight, eps)
+
+
+def compress_both(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: State,
+    weight: torch.Tensor,
+    index_kv: torch.Tensor,
+    index_score: torch.Tensor,
+    index_ape: torch.Tensor,
+    index_state: State,
+    index_weight: torch.Tensor,
+    plan: Plan,
+    eps: float,
+    round_keys: bool,
+) -> tuple[State, State]:
+    """`compress_keys`, and for the indexer `compress_index_keys`: both of one plan, each with its own rows and state.
+
+    Without round_keys both are compress_keys. Returns the state and the indexer's.
+    """
+    return choose(kv, ref).compress_both(
+        kv,
+        score,
+        ape,
+        state,
+        weight,
+        index_kv,
+        index_score,
+        index_ape,
+        index_state,
+        index_weight,
+        plan,
+        eps,
+        round_keys,
+    )

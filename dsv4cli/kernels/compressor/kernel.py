@@ -5,27 +5,51 @@ other reads or writes the sequence's rings. Of groups with many members that are
 few channels, and a second launch makes the entries.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import butterflies, code_blocks, e2m1_pairs
+from dsv4cli.kernels.compressor.finish import FP4, FP8, NOTHING, PACKED, finish_entries, make_entries
 from dsv4cli.kernels.compressor.pooling import keep_rows, plan_of, pooled_of
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.formats import E2M1_MAX, FP4_AMAX_FLOOR, FP4_BLOCK, KV_BLOCK
-from dsv4cli.kernels.keys.kernel import rounded_key
-from dsv4cli.kernels.norm.kernel import normed
-from dsv4cli.kernels.rope.kernel import turned, turns_of
+from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
+from dsv4cli.kernels.overlap import overlap
 from dsv4cli.kernels.rows import rows, tile
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.compressor import Plan, State
 
-# what an entry goes through after norm and rotation
-NOTHING, FP8, FP4, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-FLOOR, LARGEST, FP4_COLUMNS = tl.constexpr(FP4_AMAX_FLOOR), tl.constexpr(E2M1_MAX), tl.constexpr(FP4_BLOCK)
+
+@dataclass(frozen=True)
+class Job:
+    """What one compressor does in a step; width and form are those of its entries."""
+
+    kv: torch.Tensor
+    score: torch.Tensor
+    ape: torch.Tensor
+    state: "State"
+    weight: torch.Tensor
+    width: int
+    form: tl.constexpr
+
+    @property
+    def members(self) -> int:
+        return len(self.ape) * self.state.kv.shape[2] // self.width
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order in which the kernels take them."""
+        state = self.state
+        scale = state.entries if state.scale is None else state.scale
+        inputs = rows(self.kv), rows(self.score), self.ape.contiguous(), state.kv, state.score
+        return *inputs, self.weight.contiguous(), state.entries, scale.view(torch.uint8)
+
+    def shape(self) -> tuple[int, ...]:
+        """The strides of the raw rows, their channels, the width of an entry, its form, columns with room for it."""
+        strides = rows(self.kv).stride(0), rows(self.score).stride(0)
+        return *strides, self.state.kv.shape[2], self.width, self.form, tile(self.width)[1]
 
 
 def compress_keys(
@@ -38,10 +62,9 @@ def compress_keys(
     eps: float,
     round_keys: bool,
 ) -> "State":
-    width, pairs = state.entries.shape[1], plan.rotation.shape[1]
-    if width % 2 or (round_keys and (width - 2 * pairs) % KV_BLOCK):
-        raise KernelUnsupported(f"the Triton kernel rounds {KV_BLOCK} columns at once, not {width - 2 * pairs}")
-    return _compress(kv, score, ape, state, plan, weight, eps, width, FP8 if round_keys else NOTHING)
+    job = _of_keys(kv, score, ape, state, plan, weight, round_keys)
+    _compress(job, plan, eps)
+    return state
 
 
 def compress_index_keys(
@@ -53,48 +76,100 @@ def compress_index_keys(
     weight: torch.Tensor,
     eps: float,
 ) -> "State":
-    width = state.entries.shape[1] * (1 if state.scale is None else 2)
-    if width & (width - 1) or width < FP4_BLOCK:
-        raise KernelUnsupported(f"a Hadamard rotation takes a power of two from {FP4_BLOCK} on, not {width} columns")
-    return _compress(kv, score, ape, state, plan, weight, eps, width, FP4 if state.scale is None else PACKED)
+    _compress(_of_index_keys(kv, score, ape, state, plan, weight), plan, eps)
+    return state
 
 
-def _compress(
+def compress_both(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: "State",
+    weight: torch.Tensor,
+    index_kv: torch.Tensor,
+    index_score: torch.Tensor,
+    index_ape: torch.Tensor,
+    index_state: "State",
+    index_weight: torch.Tensor,
+    plan: "Plan",
+    eps: float,
+    round_keys: bool,
+) -> tuple["State", "State"]:
+    job = _of_keys(kv, score, ape, state, plan, weight, round_keys)
+    if round_keys:
+        other = _of_index_keys(index_kv, index_score, index_ape, index_state, plan, index_weight)
+    else:
+        other = _of_keys(index_kv, index_score, index_ape, index_state, plan, index_weight, round_keys)
+    if len(kv) <= len(plan.entries) and job.members == other.members < MANY:
+        _launch(job, other, plan, eps)
+    else:
+        _compress(job, plan, eps)
+        _compress(other, plan, eps)
+    return state, index_state
+
+
+def _of_keys(
     kv: torch.Tensor,
     score: torch.Tensor,
     ape: torch.Tensor,
     state: "State",
     plan: "Plan",
     weight: torch.Tensor,
-    eps: float,
-    width: int,
-    form: tl.constexpr,
-) -> "State":
-    capacity, channels = state.kv.shape[1:]
-    members, groups, tokens = len(ape) * channels // width, len(plan.entries), len(kv)
-    turns, scale = torch.view_as_real(plan.rotation), state.entries if state.scale is None else state.scale
-    fresh = rows(kv), rows(score)
-    check(*fresh, state, plan, width)
-    if not groups:
-        return state
-    inputs = (*fresh, ape.contiguous(), state.kv, state.score, plan.groups, plan.entries)
-    entry = (weight.contiguous(), turns, state.entries, scale.view(torch.uint8))
-    shape = {"KV_STRIDE": fresh[0].stride(0), "SCORE_STRIDE": fresh[1].stride(0), "CAPACITY": capacity}
-    shape |= {"RATIO": len(ape), "MEMBERS": members, "CHANNELS": channels, "WIDTH": width}
-    entry_shape = {"WIDTH": width, "TURNED": turns.shape[1], "FORM": form, "COLUMNS": tile(width)[1]}
-    if members >= MANY and tokens >= groups * MANY // 2:
-        part, kept, warps = SLICE
-        pooled = torch.empty(groups, width, dtype=torch.float32, device=kv.device)
-        _pool[(triton.cdiv(width, part), groups)](
-            *inputs, pooled, **shape, COLUMNS=part, ROWS=triton.next_power_of_2(members), KEPT=kept, num_warps=warps,
-        )  # fmt: skip
-        _finish[(groups,)](pooled, plan.entries, *entry, turns.stride(0), eps, **entry_shape, num_warps=4)
+    round_keys: bool,
+) -> Job:
+    width = state.entries.shape[1]
+    rounded = width - 2 * plan.rotation.shape[1]
+    if width % 2 or (round_keys and rounded % KV_BLOCK):
+        raise KernelUnsupported(f"the Triton kernel rounds {KV_BLOCK} columns at once, not {rounded}")
+    check(kv, score, state, plan, width)
+    return Job(kv, score, ape, state, weight, width, FP8 if round_keys else NOTHING)
+
+
+def _of_index_keys(
+    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, state: "State", plan: "Plan", weight: torch.Tensor
+) -> Job:
+    width = state.entries.shape[1] * (1 if state.scale is None else 2)
+    if width & (width - 1) or width < FP4_BLOCK:
+        raise KernelUnsupported(f"a Hadamard rotation takes a power of two from {FP4_BLOCK} on, not {width} columns")
+    check(kv, score, state, plan, width)
+    return Job(kv, score, ape, state, weight, width, FP4 if state.scale is None else PACKED)
+
+
+def _compress(job: Job, plan: "Plan", eps: float) -> None:
+    groups = len(plan.entries)
+    if groups and job.members >= MANY and len(job.kv) >= groups * MANY // 2:
+        _compress_in_parts(job, plan, eps)
     else:
-        at_once, kept, warps = rows_at_once(members, width, tokens // groups)
-        _entries[(groups,)](
-            *inputs, *entry, turns.stride(0), eps, **shape | entry_shape, ROWS=at_once, KEPT=kept, num_warps=warps,
-        )  # fmt: skip
-    return state
+        _launch(job, None, plan, eps)
+
+
+def _launch(job: Job, other: Job | None, plan: "Plan", eps: float) -> None:
+    """The entries of one compressor or of two, whose groups have as many members."""
+    groups, turns = len(plan.entries), torch.view_as_real(plan.rotation)
+    if not groups:
+        return
+    second = other or job
+    at_once, kept, warps = rows_at_once(job.members, job.width, len(job.kv) // groups)
+    make_entries[(groups, 1 if other is None else 2)](
+        *job.tensors(), *second.tensors(), plan.groups, plan.entries, turns, turns.stride(0), eps, *job.shape(),
+        *second.shape(), other is not None, job.state.kv.shape[1], second.state.kv.shape[1], len(job.ape), job.members,
+        turns.shape[1], at_once, kept, **overlap(job.kv), num_warps=warps,
+    )  # fmt: skip
+
+
+def _compress_in_parts(job: Job, plan: "Plan", eps: float) -> None:
+    groups, turns, (part, kept, warps) = len(plan.entries), torch.view_as_real(plan.rotation), SLICE
+    *inputs, weight, results, scales = job.tensors()
+    *strides, channels, width, form, columns = job.shape()
+    pooled = torch.empty(groups, width, dtype=torch.float32, device=job.kv.device)
+    _pool[(triton.cdiv(width, part), groups)](
+        *inputs, plan.groups, plan.entries, pooled, *strides, job.state.kv.shape[1], len(job.ape), job.members,
+        channels, width, part, triton.next_power_of_2(job.members), kept, num_warps=warps,
+    )  # fmt: skip
+    finish_entries[(groups,)](
+        pooled, plan.entries, weight, turns, results, scales, turns.stride(0), eps, width, turns.shape[1], form,
+        columns, num_warps=4,
+    )  # fmt: skip
 
 
 # from how many members on a group's channels are divided among programs where most groups are complete
@@ -128,73 +203,8 @@ def check(kv: torch.Tensor, score: torch.Tensor, state: "State", plan: "Plan", w
 
 
 @triton.jit
-def _entries(
-    kv,  # [T, CHANNELS]
-    score,
-    ape,  # [RATIO, CHANNELS]
-    ring_kv,  # [slots, CAPACITY, CHANNELS]
-    ring_score,
-    groups,  # int64 [G, 5]
-    entries,  # int64 [G]
-    weight,  # [WIDTH]
-    turns,  # [G, TURNED, 2]: cosine, sine
-    results,  # [cells, WIDTH], or e2m1 codes [cells, WIDTH / 2]
-    scales,  # e8m0 [cells, WIDTH / 32]
-    turn_stride,
-    eps,
-    KV_STRIDE: tl.constexpr,
-    SCORE_STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    RATIO: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
-    FORM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
-):
-    group = tl.program_id(0).to(tl.int64)
-    cell = tl.load(entries + group)
-    slot, first, start, end, row = plan_of(groups, group)
-    own = first + MEMBERS - RATIO  # the group's own first position
-    leads = own <= start  # the sequence's first group
-    column = tl.arange(0, COLUMNS)
-    fresh_kv, fresh_score = kv + (row - start) * KV_STRIDE, score + (row - start) * SCORE_STRIDE
-    old_kv, old_score = ring_kv + slot * CAPACITY * CHANNELS, ring_score + slot * CAPACITY * CHANNELS
-    if leads | (first >= start):
-        # the second group reads the rings too where overlap reaches behind the first token
-        second = leads & (own < start) & (MEMBERS > RATIO) & (own + 2 * RATIO <= end)
-        for extra in range(1 + second.to(tl.int32)):
-            if cell >= 0:
-                factor = tl.load(weight + column, column < WIDTH, other=0.0).to(tl.float32)
-                turn = turns + (group + extra) * turn_stride
-                cosine, sine = turns_of(turn, tl.full([1, 1], True, tl.int1), 1.0, TURNED, WIDTH, COLUMNS)
-                if first + extra * RATIO >= start:
-                    values = pooled_of(
-                        fresh_kv, fresh_score, ape, old_kv, old_score, first + extra * RATIO, start, column, KV_STRIDE,
-                        SCORE_STRIDE, CAPACITY, RATIO, MEMBERS, CHANNELS, WIDTH, True, ROWS,
-                    )  # fmt: skip
-                else:
-                    values = pooled_of(
-                        fresh_kv, fresh_score, ape, old_kv, old_score, first + extra * RATIO, start, column, KV_STRIDE,
-                        SCORE_STRIDE, CAPACITY, RATIO, MEMBERS, CHANNELS, WIDTH, False, ROWS,
-                    )  # fmt: skip
-                values = tl.where(column < WIDTH, values, 0.0)[None]
-                store_entry(values, factor[None], cosine, sine, results, scales, cell, eps, WIDTH, TURNED, FORM)
-            cell = tl.load(entries + group + extra + 1, extra < second.to(tl.int32), other=-1)
-        if leads:
-            channel = tl.arange(0, COLUMNS * (CHANNELS // WIDTH))
-            keep_rows(
-                fresh_kv, fresh_score, ape, old_kv, old_score, start, end, channel, KV_STRIDE, SCORE_STRIDE,
-                CAPACITY, RATIO, CHANNELS, KEPT,
-            )  # fmt: skip
-
-
-@triton.jit
 def _pool(
-    kv,  # these seven as in _entries
+    kv,  # these seven as in `make_entries`
     score,
     ape,
     ring_kv,
@@ -237,64 +247,3 @@ def _pool(
             fresh_kv, fresh_score, ape, old_kv, old_score, start, end, column, KV_STRIDE, SCORE_STRIDE,
             CAPACITY, RATIO, CHANNELS, KEPT,
         )  # fmt: skip
-
-
-@triton.jit
-def _finish(
-    pooled,
-    entries,  # these five as in _entries
-    weight,
-    turns,
-    results,
-    scales,
-    turn_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
-    FORM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    group = tl.program_id(0).to(tl.int64)
-    cell, column = tl.load(entries + group), tl.arange(0, COLUMNS)[None]
-    factor = tl.load(weight + column, column < WIDTH, other=0.0).to(tl.float32)
-    turn = turns + group * turn_stride
-    cosine, sine = turns_of(turn, tl.full([1, 1], True, tl.int1), 1.0, TURNED, WIDTH, COLUMNS)
-    values = tl.load(pooled + group * WIDTH + column, column < WIDTH, other=0.0)
-    if cell >= 0:
-        store_entry(values, factor, cosine, sine, results, scales, cell, eps, WIDTH, TURNED, FORM)
-
-
-@triton.jit
-def store_entry(
-    values,  # [1, columns], 0 behind WIDTH
-    factor,
-    cosine,
-    sine,
-    results,
-    scales,
-    cell,
-    eps,
-    WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Norm, rotation and rounding of a pooled entry, which goes to its cell."""
-    COLUMNS: tl.constexpr = values.shape[1]
-    dtype: tl.constexpr = tl.bfloat16 if FORM == PACKED else results.dtype.element_ty
-    column = tl.arange(0, COLUMNS)[None]
-    values = normed(values.to(dtype).to(tl.float32), factor, eps, WIDTH).to(dtype).to(tl.float32)
-    values = turned(values, cosine, sine, TURNED, WIDTH).to(dtype).to(tl.float32)
-    if FORM == FP8:
-        values = rounded_key(values, TURNED, WIDTH)
-    if FORM >= FP4:
-        values = (butterflies(values, WIDTH.bit_length() - 1) * WIDTH**-0.5).to(dtype).to(tl.float32)
-        blocks = tl.reshape(values, [COLUMNS // FP4_COLUMNS, FP4_COLUMNS])
-        codes, scale = code_blocks(blocks, FLOOR, LARGEST, 1, 0)
-        if FORM == PACKED:
-            place = results + cell * (WIDTH // 2) + tl.arange(0, COLUMNS // 2)[None]
-            tl.store(place, e2m1_pairs(tl.reshape(codes, [1, COLUMNS])).to(tl.int8))
-            place = scales + cell * (WIDTH // FP4_COLUMNS) + tl.arange(0, COLUMNS // FP4_COLUMNS)[:, None]
-            tl.store(place, (scale >> 23).to(tl.uint8))
-        values = tl.reshape(codes * scale.to(tl.float32, bitcast=True), [1, COLUMNS])
-    if FORM != PACKED:
-        tl.store(results + cell * WIDTH + column, values.to(dtype), column < WIDTH)

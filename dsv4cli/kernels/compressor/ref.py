@@ -52,6 +52,26 @@ def compress_index_keys(
     return replace(state, entries=key_ref.placed(state.entries, cells, codes))
 
 
+def compress_both(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: "State",
+    weight: torch.Tensor,
+    index_kv: torch.Tensor,
+    index_score: torch.Tensor,
+    index_ape: torch.Tensor,
+    index_state: "State",
+    index_weight: torch.Tensor,
+    plan: "Plan",
+    eps: float,
+    round_keys: bool,
+) -> tuple["State", "State"]:
+    state = compress_keys(kv, score, ape, state, plan, weight, eps, round_keys)
+    index = index_kv, index_score, index_ape, index_state, plan, index_weight, eps
+    return state, compress_index_keys(*index) if round_keys else compress_keys(*index, round_keys)
+
+
 def _pooled(
     kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, state: "State", plan: "Plan"
 ) -> tuple["State", torch.Tensor]:

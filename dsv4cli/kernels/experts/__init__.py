@@ -60,7 +60,22 @@ def mixture(
 ) -> torch.Tensor:
     """routed_experts + shared_expert, added in fp32 and rounded once to x's dtype: [T, D].
 
-    For one rank: with several, the routed sum is reduced over the ranks before the shared expert is added.
-    round_inputs: as shared_expert, of the routed experts as well.
+    For one rank: with several, `mixture_parts`. round_inputs: as shared_expert, of the routed experts as well.
     """
     return choose(x, ref).mixture(x, weights, shared, experts, routing, limit, round_inputs)
+
+
+def mixture_parts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    shared: ExpertWeights,
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """routed_experts, fp32 [T, D], and shared_expert, [T, D] in x's dtype.
+
+    For several ranks, which add the first up over the ranks before the second comes to it. round_inputs: as mixture.
+    """
+    return choose(x, ref).mixture_parts(x, weights, shared, experts, routing, limit, round_inputs)

@@ -5,7 +5,10 @@ columns are taken in another order. Of each word of 2H codes (8 of FP4, 4 of FP8
 bf16. `prepare.arranged` puts the inputs in the same order: of the 8H columns of 4 words, place [j, v, u, h] holds
 column [u, v, h, j] (H x 2 x 2 x 2, the last counted fastest; word 2u + v, code j or j + H).
 
-Each warp of a program takes a part of the columns; their sums are added at the end.
+Each warp of a program takes a part of the columns; their sums are added at the end. Weights go from memory to the
+registers that decode them, those of further steps while these are multiplied; `first_steps` begins, even before the
+inputs are there. (The compiler loads ahead within a pass of the loop, hardly from one pass to the next.) The order of
+a tensor's dimensions decides which thread loads what: the last one first, then from the left, lanes before warps.
 Four threads that share a row hold four blocks of 32 columns, each with its own scale. Their sums are kept apart: every
 token stands in four columns of the other operand, in each with only one of the blocks.
 """
@@ -20,24 +23,11 @@ _FP8_FACTOR = tl.constexpr(2.0 ** (120 - 64))  # e4m3 one of 7
 
 
 @triton.jit
-def row_in_load_order(ROWS: tl.constexpr):
-    """[ROWS] the row that is loaded at each place, such that a thread loads what it multiplies: 8 and 8 of 16."""
-    place = tl.arange(0, ROWS)
-    return place % 8 + place // 8 % 2 * 8 + place // 16 * 16
-
-
-@triton.jit
 def _fp4_pairs(words, J: tl.constexpr):
     """Codes J and J + 4 of each word as bf16 * 2 ** -126 in its halves: sign to bit 15, the rest to bits 8..6."""
-    if J == 3:
-        bits = ((words >> 6) & 0x01C001C0) | (words & -0x7FFF8000)
-    elif J == 2:
-        bits = ((words >> 8) & 0x000F000F) * 0x1040 & -0x7E3F7E40
-    elif J == 1:
-        bits = (words & 0x00F000F0) * 0x0104 & -0x7E3F7E40
-    else:
-        bits = (words & 0x000F000F) * 0x1040 & -0x7E3F7E40
-    return bits
+    given = words >> 8 if J >= 2 else words  # one shift for two pairs
+    bits = (given & 0x00F000F0) * 0x0104 if J % 2 else (given & 0x000F000F) * 0x1040
+    return bits & -0x7E3F7E40
 
 
 @triton.jit
@@ -62,98 +52,108 @@ def _operand(words, J: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _inputs(place, inside, J: tl.constexpr, H: tl.constexpr):
+def row_numbers(ROWS: tl.constexpr):
+    """0 .. ROWS - 1 in the order of pointers to rows: [8, 1, ROWS / 8]."""
+    return tl.arange(0, 8)[:, None, None] + tl.arange(0, ROWS // 8)[None, None] * 8
+
+
+@triton.jit
+def parts_of(K: tl.constexpr, SPLITS: tl.constexpr):
+    """Where each split's part of K columns begins: [1, SPLITS, 1]."""
+    return tl.arange(0, SPLITS)[None, :, None] * (K // SPLITS)
+
+
+@triton.jit
+def fp4_rows(w, scale, row, part, K: tl.constexpr, EACH: tl.constexpr):
+    """Pointers to rows of all matrices [N, K], from the column where a split's part begins.
+
+    row: int64 [8, 1 or S, R]; part: [1, S, 1]. Words of codes, of the first step of 128 columns: [8, S, R, 16]. Words
+    of four scales, of the first EACH steps and each 4 times: [4, 8, S, R, EACH].
+    """
+    words = (w + row * (K // 8) + part // 8)[:, :, :, None] + tl.arange(0, 16)[None, None, None]
+    scales = (scale + row * (K // 128) + part // 128)[None, :, :, :, None] + tl.arange(0, EACH)[None, None, None, None]
+    return words, tl.broadcast_to(scales, (4, words.shape[0], words.shape[1], words.shape[2], EACH))
+
+
+@triton.jit
+def fp8_rows(w, scale, first, K: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+    """The same of rows first .. first + ROWS - 1 of a single matrix, within one block of 128, for steps of 64 columns.
+
+    Its scales (uint8): [S].
+    """
+    words = w + (first + row_numbers(ROWS)).to(tl.int64) * (K // 4) + parts_of(K // 4, SPLITS)
+    scales = scale + first // 128 * (K // 128) + tl.arange(0, SPLITS) * (K // 128 // SPLITS)
+    return words[:, :, :, None] + tl.arange(0, 16)[None, None, None], scales
+
+
+@triton.jit
+def _load(place, more):
+    """What stands at pointers; more: whether there is anything, which may be known in advance."""
+    return tl.load(place) if isinstance(more, tl.constexpr) else tl.load(place, more, other=0)
+
+
+@triton.jit
+def _load_step(words, step, more):
+    """The words of a step: a tuple, of each matrix."""
+    loaded = ()
+    for m in tl.static_range(len(words)):
+        loaded += (_load(words[m] + 16 * step, more),)
+    return loaded
+
+
+@triton.jit
+def _load_scales(scales, step, more, EACH: tl.constexpr, H: tl.constexpr):
+    """The scales of EACH steps: of FP4 a tensor of each matrix, of FP8 one of each step and matrix."""
+    loaded = ()
+    if H == 4:
+        for m in tl.static_range(len(scales)):
+            loaded += (_load(scales[m] + step, more),)
+    else:
+        for j in tl.static_range(EACH):
+            for m in tl.static_range(len(scales)):
+                loaded += (_load(scales[m] + (step + j) // 2, more),)
+    return loaded
+
+
+@triton.jit
+def first_steps(words, scales, AHEAD: tl.constexpr, EACH: tl.constexpr):
+    """Codes of AHEAD steps, scales of EACH, of each matrix (tuples of pointers as above), for the products below."""
+    H: tl.constexpr = 4 if len(scales[0].shape) == 5 else 2
+    loaded = ()
+    for j in tl.static_range(AHEAD):
+        loaded += _load_step(words, j, tl.constexpr(True))
+    return loaded, _load_scales(scales, 0, tl.constexpr(True), EACH, H)
+
+
+@triton.jit
+def _inputs(place, inside, J: tl.constexpr):
     """place: pointers [4 * N, S, 8] to the inputs of a step, four threads a column -> bf16 [S, 32, N]."""
     N: tl.constexpr = place.shape[0] // 4
     S: tl.constexpr = place.shape[1]
-    if H == 4:
-        # three of four threads load nothing: cheap from the L1 cache, not so through shared memory, to which the
-        # compiler would copy ahead what a loop loads for a product; from within a branch it does not
-        loaded = tl.zeros(place.shape, tl.bfloat16)
-        if tl.num_programs(0) > 0:
-            loaded = tl.load(place + 8 * J, inside, other=0.0)
-    else:
-        loaded = tl.load(place + 8 * J, inside, other=0.0)
+    loaded = tl.load(place + 8 * J, inside, other=0.0)
     # [N, thread, S, word of 2, half of the words, 2]
     return tl.reshape(tl.permute(tl.reshape(loaded, (N, 4, S, 2, 2, 2)), (2, 4, 1, 3, 5, 0)), (S, 32, N))
 
 
 @triton.jit
-def _steps(tile):
-    """The columns of a tile [S, ROWS, 1, 2 or 4]."""
-    S: tl.constexpr = tile.shape[0]
-    ROWS: tl.constexpr = tile.shape[1]
-    if tile.shape[2] == 4:
-        even, odd = tl.split(tl.reshape(tile, (S, ROWS, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        steps = (first, second, third, fourth)
-    elif tile.shape[2] == 2:
-        first, second = tl.split(tile)
-        steps = (first, second)
-    else:
-        steps = (tl.reshape(tile, (S, ROWS)),)
-    return steps
-
-
-@triton.jit
-def _add_step(sums, words, scales, place, inside, step, H: tl.constexpr):
-    """sums fp32 [S, ROWS, N] of each matrix and one more step of 32 * H columns, of each of S parts of a row."""
-    loaded, products, done = (), (), ()
-    for m in tl.static_range(len(words)):
-        loaded += (tl.load(words[m] + 16 * step),)
-        products += (tl.zeros(sums[m].shape, tl.float32),)
-    for j in tl.static_range(H):
-        given = _inputs(place + 32 * H * step, inside, j, H)
-        further = ()
-        for m in tl.static_range(len(words)):
-            further += (tl.dot(_operand(loaded[m], j, H), given, products[m]),)
-        products = further
-    for m in tl.static_range(len(words)):
-        if H == 4:
-            done += (sums[m] + _scaled(products[m], scales[m]),)
-        else:
-            scale = tl.load(scales[m] + step // 2).to(tl.int32)
-            done += (sums[m] + products[m] * (scale << 23).to(tl.float32, bitcast=True),)
-    return done
-
-
-@triton.jit
-def _products(
-    words,  # tuple of pointers [S, ROWS, 16] to the words of step 0
-    scales,  # tuple of pointers to their scales: of FP4 [S, ROWS, EACH], of the first steps; of FP8 [S, 1, 1]
-    place,  # as _inputs takes it
-    inside,
-    STEPS: tl.constexpr,
-    EACH: tl.constexpr,
-    STAGES: tl.constexpr,
-    H: tl.constexpr,
-):
-    """Sums [S, ROWS, N] of each matrix over all steps, EACH of them at a time."""
-    sums = ()
-    for m in tl.static_range(len(words)):
-        sums += (tl.zeros((place.shape[1], words[m].shape[1], place.shape[0] // 4), tl.float32),)
-    for start in tl.range(0, STEPS, EACH, num_stages=STAGES):
-        loaded = ()
-        if H == 4:
-            for m in tl.static_range(len(words)):
-                loaded += (_steps(tl.load(scales[m] + start)),)
-        for step in tl.static_range(EACH):
-            of_step = scales
-            if H == 4:
-                of_step = ()
-                for m in tl.static_range(len(words)):
-                    of_step += (loaded[m][step],)
-            sums = _add_step(sums, words, of_step, place, inside, start + step, H)
-    return sums
+def _scale_of(scales, J: tl.constexpr):
+    """Of scales [4, 8, S, R, up to 8] those of one step: [S, 8 * R, 4]."""
+    S: tl.constexpr = scales.shape[2]
+    R: tl.constexpr = scales.shape[3]
+    for _ in tl.static_range(3):
+        if scales.shape[4] > 1:
+            halves = tl.reshape(scales, (4, 8, S, R, 2, scales.shape[4] // 2))
+            first, second = tl.split(tl.permute(halves, (0, 1, 2, 3, 5, 4)))
+            scales = second if J // first.shape[4] % 2 else first
+    return tl.reshape(tl.permute(tl.reshape(scales, (4, 8, S, R)), (2, 3, 1, 0)), (S, 8 * R, 4))
 
 
 @triton.jit
 def _scaled(products, scales):
-    """products fp32 [S, ROWS, 4 * TOKENS] times the four scales of each row, the bytes of an int32 [S, ROWS]."""
+    """products fp32 [S, ROWS, 4 * TOKENS] times the four scales of each row, the bytes of an int32 (4 times)."""
     S: tl.constexpr = products.shape[0]
     ROWS: tl.constexpr = products.shape[1]
-    bits = scales[:, :, None] >> (tl.arange(0, 4) % 2 * 16)[None, None]
+    bits = scales >> (tl.arange(0, 4) % 2 * 16)[None, None]
     low, high = (bits << 23) & 0x7F800000, (bits << 15) & 0x7F800000
     factor = tl.join(low, high).to(tl.float32, bitcast=True)  # [S, ROWS, 4, 2]: scales 0 to 3, and again
     by_pair = tl.reshape(products, (S, ROWS, products.shape[2] // 8, 4, 2))
@@ -161,60 +161,104 @@ def _scaled(products, scales):
 
 
 @triton.jit
+def _step(tile, given, scale, shape: tl.constexpr, H: tl.constexpr):
+    """The product of one matrix in a step of 32 * H columns: fp32 [S, ROWS, N], of each of S parts of a row."""
+    words = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), (shape[0], shape[1], 16))
+    product = tl.zeros(shape, tl.float32)
+    for j in tl.static_range(H):
+        product = tl.dot(_operand(words, j, H), given[j], product)
+    if H == 4:
+        product = _scaled(product, scale)
+    else:
+        product *= (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None, None]
+    return product
+
+
+@triton.jit
+def _products(
+    words,  # tuple of pointers, as fp4_rows or fp8_rows has them
+    scales,
+    tiles,  # what first_steps has loaded
+    factors,
+    place,  # as _inputs takes it, of the first step
+    inside,
+    STEPS: tl.constexpr,
+    EACH: tl.constexpr,  # steps in a pass of the loop
+    H: tl.constexpr,
+):
+    """Sums [S, ROWS, N] of each matrix over all steps."""
+    MATRICES: tl.constexpr = len(words)
+    AHEAD: tl.constexpr = len(tiles) // len(words)
+    sums = ()
+    for m in tl.static_range(MATRICES):
+        sums += (tl.zeros((place.shape[1], words[m].shape[2] * 8, place.shape[0] // 4), tl.float32),)
+    for start in tl.range(0, STEPS, EACH, num_stages=1):
+        next_pass = start + EACH < STEPS
+        next_factors = _load_scales(scales, start + EACH, next_pass, EACH, H)
+        for j in tl.static_range(EACH):
+            given, done, waiting = (), (), ()
+            coming = start + j + AHEAD  # if there is such a step: where all are of the next pass, asked once for them
+            for i in tl.static_range(len(tiles) - MATRICES):
+                waiting += (tiles[i + MATRICES],)
+            for i in tl.static_range(H):
+                given += (_inputs(place + 32 * H * (start + j), inside, i),)
+            for m in tl.static_range(MATRICES):
+                scale = _scale_of(factors[m], j) if H == 4 else factors[j * MATRICES + m]
+                done += (sums[m] + _step(tiles[m], given, scale, sums[m].shape, H),)
+                waiting += (_load(words[m] + 16 * coming, next_pass if AHEAD == EACH else coming < STEPS),)
+            sums, tiles = done, waiting
+        factors = next_factors
+    return sums
+
+
+@triton.jit
 def fp4_products(
-    words,  # tuple of pointers [ROWS, 16] to the int32 words of some rows of a matrix, in load order
-    scales,  # tuple of pointers [ROWS] to the int32 words of four scales of these rows, in order
+    words,  # tuple of pointers, as fp4_rows has them
+    scales,
+    tiles,  # what first_steps has loaded
+    factors,
     inputs,  # arranged, * INPUT_FACTOR
     offset,  # int64 [16 * TOKENS] where each token's row of inputs begins, for four threads of four columns
+    part,  # [1, SPLITS, 1] where those of each split begin
     real,  # bool [16 * TOKENS] whether there is such a token
-    K: tl.constexpr,
+    K: tl.constexpr,  # columns of a split
     TOKENS: tl.constexpr,  # even
-    SPLITS: tl.constexpr,  # warps of the program: each takes a part of the columns
-    EACH: tl.constexpr,  # steps of 128 columns that are loaded together: 1, 2 or 4
-    STAGES: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    """Tuple of fp32 [ROWS, TOKENS]: the product of each matrix's rows with each token."""
-    split = tl.arange(0, SPLITS)[:, None, None]
+    """Tuple of fp32 [SPLITS, ROWS, TOKENS]: the product of each matrix's rows with each token."""
+    SPLITS: tl.constexpr = words[0].shape[1]
     number = tl.arange(0, 16 * TOKENS)
-    part = tl.arange(0, SPLITS)[None, :, None] * (K // SPLITS)
     place = inputs + (offset + number % 4 * 32)[:, None, None] + part + tl.arange(0, 8)[None, None]
     # of the four columns, each thread's inputs stand in its own
     inside = tl.broadcast_to((real & (number // 4 % 4 == number % 4))[:, None, None], (16 * TOKENS, SPLITS, 8))
-    split_words, split_scales, results = (), (), ()
+    sums = _products(words, scales, tiles, factors, place, inside, K // 128, EACH, 4)
+    results = ()
     for m in tl.static_range(len(words)):
-        split_words += (words[m][None] + split * (K // 8 // SPLITS),)
-        split_scales += (scales[m][None, :, None] + split * (K // 128 // SPLITS) + tl.arange(0, EACH)[None, None],)
-    sums = _products(split_words, split_scales, place, inside, K // 128 // SPLITS, EACH, STAGES, 4)
-    for m in tl.static_range(len(words)):
-        by_block = tl.reshape(tl.sum(sums[m], 0), (sums[m].shape[1], TOKENS, 4))
-        results += (tl.sum(by_block, 2) * _FP4_FACTOR,)
+        by_block = tl.reshape(sums[m], (SPLITS, sums[m].shape[1], TOKENS, 4))
+        results += (tl.sum(by_block, 3) * _FP4_FACTOR,)
     return results
 
 
 @triton.jit
 def fp8_products(
-    words,  # as above, of rows within one block of 128
-    scales,  # tuple of pointers to the first scale (uint8) of that block
-    inputs,  # arranged, * INPUT_FACTOR
+    words,  # tuple of pointers, as fp8_rows has them
+    scales,
+    tiles,
+    factors,
+    inputs,
     offset,  # int64 [4 * TOKENS] for four threads of one column
     real,  # bool [4 * TOKENS]
     K: tl.constexpr,
     TOKENS: tl.constexpr,  # a multiple of 8
-    SPLITS: tl.constexpr,
     EACH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """As fp4_products, of FP8 rows."""
-    split = tl.arange(0, SPLITS)[:, None, None]
+    """As fp4_products, of FP8 rows in equal parts: fp32 [ROWS, TOKENS]."""
+    SPLITS: tl.constexpr = words[0].shape[1]
     thread = tl.arange(0, 4 * TOKENS) % 4
-    part = tl.arange(0, SPLITS)[None, :, None] * (K // SPLITS)
-    place = inputs + (offset + 16 * thread)[:, None, None] + part + tl.arange(0, 8)[None, None]
+    place = inputs + (offset + 16 * thread)[:, None, None] + parts_of(K, SPLITS) + tl.arange(0, 8)[None, None]
     inside = tl.broadcast_to(real[:, None, None], (4 * TOKENS, SPLITS, 8))
-    split_words, split_scales, results = (), (), ()
-    for m in tl.static_range(len(words)):
-        split_words += (words[m][None] + split * (K // 4 // SPLITS),)
-        split_scales += (scales[m] + split * (K // 128 // SPLITS),)
-    sums = _products(split_words, split_scales, place, inside, K // 64 // SPLITS, EACH, STAGES, 2)
+    sums = _products(words, scales, tiles, factors, place, inside, K // 64 // SPLITS, EACH, 2)
+    results = ()
     for m in tl.static_range(len(words)):
         results += (tl.sum(sums[m], 0) * _FP8_FACTOR,)
     return results

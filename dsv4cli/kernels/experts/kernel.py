@@ -30,7 +30,7 @@ def routed_experts(
     round_inputs: bool,
 ) -> torch.Tensor:
     if _streams(x, weights, torch.int8):
-        return stream.mixture(rows(x), weights, None, experts.contiguous(), routing.contiguous(), limit, round_inputs)
+        return stream.routed_experts(rows(x), weights, experts.contiguous(), routing.contiguous(), limit, round_inputs)
     return tiles.routed_experts(x, weights, experts, routing, limit, round_inputs)
 
 
@@ -49,12 +49,31 @@ def mixture(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
-    if _streams(x, weights, torch.int8) and _streams(x, shared, torch.float8_e4m3fn):
+    if _all_stream(x, weights, shared):
         return stream.mixture(rows(x), weights, shared, experts.contiguous(), routing.contiguous(), limit, round_inputs)
-    routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
+    routed, whole = mixture_parts(x, weights, shared, experts, routing, limit, round_inputs)
     # a sum in fp32, which the same launch rounds
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
+    return torch.add(routed, whole, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+
+
+def mixture_parts(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    shared: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if _all_stream(x, weights, shared):
+        chosen = experts.contiguous(), routing.contiguous()
+        return stream.mixture_parts(rows(x), weights, shared, *chosen, limit, round_inputs)
+    routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
+    return routed, shared_expert(x, shared, limit, round_inputs)
+
+
+def _all_stream(x: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeights") -> bool:
+    return _streams(x, weights, torch.int8) and _streams(x, shared, torch.float8_e4m3fn)
 
 
 def _streams(x: torch.Tensor, weights: "ExpertWeights", dtype: torch.dtype) -> bool:

@@ -1,11 +1,16 @@
-"""What precedes the products of a few tokens, in one launch: inputs arranged, pairs sorted, counters set to zero."""
+"""What precedes the products of a few tokens, in one launch: inputs arranged, pairs sorted, counters set to zero.
+
+And the same for the second product: its inputs from the results of the first.
+"""
 
 import triton
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale.kernel import code_blocks
 from dsv4cli.kernels.experts.codes import INPUT_FACTOR
+from dsv4cli.kernels.experts.products import gated_values
 from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
+from dsv4cli.kernels.overlap import wait_for_inputs
 
 # columns that a program arranges; pairs that a program places, and those it compares them with at once
 COLUMNS, PAIRS, OTHERS = 1024, 16, 128
@@ -30,6 +35,40 @@ def as_input(values, ROUND: tl.constexpr):
         codes, scale = code_blocks(values, _FLOOR, _LARGEST, 3, -6)
         values = codes * scale.to(tl.float32, bitcast=True)
     return (values * _FACTOR).to(tl.bfloat16)
+
+
+@triton.jit
+def store_inner(
+    gate,  # fp32 [ROWS, TOKENS] w1 x
+    up,  # w3 x
+    factor,  # fp32 [TOKENS]
+    position,  # int64 [TOKENS] of inner, >= 0
+    real,  # bool [TOKENS]
+    inner,  # bf16 [INNER] at each position: inputs of products
+    raw,  # the same before rounding
+    counter,  # of programs that have stored their part of 128 inner values
+    first,
+    limit,
+    INNER: tl.constexpr,
+    ROUND: tl.constexpr,
+    H: tl.constexpr,  # of the products
+):
+    ROWS: tl.constexpr = gate.shape[0]
+    gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
+    values = (factor[None] * gated_values(gate, up, limit)).to(tl.bfloat16)
+    row = first + tl.arange(0, ROWS)
+    if not ROUND:
+        place = position[None] * INNER + arranged(row, H)[:, None]
+        tl.store(inner + place, as_input(values.to(tl.float32), False), real[None])
+    else:
+        tl.store(raw + position[None] * INNER + row[:, None], values, real[None])
+        tl.debug_barrier()  # before the counter says that the values are there
+        if tl.atomic_add(counter, 1, sem="acq_rel") == 128 // ROWS - 1:
+            column = first // 128 * 128 + tl.arange(0, 128)
+            place = position[:, None] * INNER + column[None]
+            block = tl.load(raw + place, real[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+            place = position[:, None] * INNER + arranged(column, H)[None]
+            tl.store(inner + place, as_input(block, True), real[:, None])
 
 
 @triton.jit
@@ -82,8 +121,10 @@ def prepare(
     PAIRS: tl.constexpr,
     OTHERS: tl.constexpr,
     COUNTERS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     program = tl.program_id(0)
+    wait_for_inputs(OVERLAP)
     parts: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
     if program < tokens * parts:
         token = (program // parts).to(tl.int64)

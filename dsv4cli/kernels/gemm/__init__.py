@@ -46,9 +46,23 @@ def linears(
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = (),
     fp32: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Several linears over one input x [T, K], of a few tokens in one launch, of many with x rounded once.
+    """Several linears over one input x [T, K], of few tokens in one or two launches, of many with x rounded once.
 
     Returns rounded_linear of each weight and scale of `rounded`, linear of each of `plain`, linear_fp32 of each weight
     of `fp32`.
     """
     return choose(x, ref).linears(x, rounded, plain, fp32)
+
+
+def normed_linears(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = (),
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Several linears over norm.rms_norm(x, norm_weight, eps), x [T, K], of one token in one launch.
+
+    Returns rounded_linear of each weight and scale of `rounded` and linear of each of `plain`.
+    """
+    return choose(x, ref).normed_linears(x, norm_weight, eps, rounded, plain)

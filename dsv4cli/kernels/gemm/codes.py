@@ -19,6 +19,14 @@ class Product:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Norm:
+    """The RMS norm that a launch's input goes through first."""
+
+    weight: torch.Tensor
+    eps: float
+
+
 def has_fp8(x: torch.Tensor) -> bool:
     """Whether the device of x converts and multiplies FP8; the interpreter does."""
     return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (8, 9)
@@ -59,3 +67,10 @@ def e2m1_values(code):
     """The fp32 values of the e2m1 codes in the low four bits."""
     low = code.to(tl.int32)
     return (((low & 8) << 28) | ((low & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def read_once(matrix, place, inside, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of a matrix, 0 beyond its WIDTH; what else is in the cache shall stay there."""
+    column = tl.arange(0, COLUMNS)[None]
+    return tl.load(matrix + place * WIDTH + column, inside & (column < WIDTH), other=0, eviction_policy="evict_first")

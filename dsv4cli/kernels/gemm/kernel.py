@@ -5,13 +5,18 @@ from types import ModuleType
 
 import torch
 
-from dsv4cli.kernels.gemm import stream, tiles
+from dsv4cli.kernels.gemm import stream, swapped, tiles
+from dsv4cli.kernels.gemm.codes import Norm
+from dsv4cli.kernels.norm import kernel as norm
 
-# the most rows that stream; of FP4, which is decoded anew for every two
+# the most rows that stream without tensor cores; of FP4, which is decoded anew for every two
 FEW, FEW_FP4 = 16, 2
 
 
 def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
+    """Of x [T, K] or [T, G, K]."""
+    if swapped.takes(x[:, None] if x.ndim == 2 else x, weight):
+        return stream
     return stream if x.shape[0] <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiles
 
 
@@ -45,3 +50,16 @@ def linears(
         [linear(x, weight, scale) for weight, scale in plain],
         [linear_fp32(x, weight) for weight in fp32],
     )
+
+
+def normed_linears(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    # of more tokens each program would norm too much again: 35 us for wq_b at 16 instead of 13 and a launch
+    if x.shape[0] == 1 and all(_way(x, weight) is stream for weight, _ in (*rounded, *plain)):
+        return stream.linears(x, rounded, plain, (), Norm(norm_weight.contiguous(), eps))[:2]
+    return linears(norm.rms_norm(x, norm_weight, eps), rounded, plain, ())[:2]

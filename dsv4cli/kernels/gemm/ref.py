@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.norm import ref as norm
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -38,3 +39,13 @@ def linears(
         [linear(x, weight, scale) for weight, scale in plain],
         [linear_fp32(x, weight) for weight in fp32],
     )
+
+
+def normed_linears(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return linears(norm.rms_norm(x, norm_weight, eps), rounded, plain, ())[:2]

@@ -1,9 +1,8 @@
-"""Linears of a few rows in Triton on tensor cores, operands swapped: rows of the weight are the rows of the product.
+"""Linears of up to 64 rows in Triton on tensor cores, operands swapped: rows of the weight are the rows of the product.
 
-FP8 weights and the codes of a rounded input multiply as bf16, which holds them exactly, over 128 columns and then in
-fp32. FP8 tensor cores would be 3 to 10 % faster, but keep only about 13 bits of their sums (H200: 1.25e-4 of the
-result's size instead of 1e-6), and the recorded nets of the tests come out three times as far from their recordings
-as rounding explains.
+FP8 codes multiply as fp16 or bf16, which hold them exactly, over 128 columns and then in fp32. FP8 tensor cores would
+be 3 to 10 % faster, but keep only about 13 bits of their sums (H200: 1.25e-4 of the result's size instead of 1e-6),
+and the recorded nets of the tests come out three times as far from their recordings as rounding explains.
 """
 
 from collections.abc import Sequence
@@ -13,12 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.block_scale import kernel as block_scale
 from dsv4cli.kernels.block_scale.kernel import scaled_blocks
-from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
+from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR, FP8_BLOCK
 from dsv4cli.kernels.gemm.codes import Product, bits, e8m0_values, has_fp8
+from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 
-# a tile of the result has this many tokens
-TOKENS = 16
+# the most tokens: those of one tile
+MOST = 64
+# up to so many tokens each program rounds its input itself
+OWN = 16
 # columns of a step, which is one block of FP8 scales
 _STEP = tl.constexpr(128)
 _FLOOR, _LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
@@ -26,14 +29,13 @@ _FLOOR, _LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
 _MOST_SHARED = 1024
 
 
-def takes(x: torch.Tensor, products: Sequence[Product]) -> bool:
-    """Whether tensor cores multiply all of these: bf16 with bf16 or FP8 weights, whole tiles of each group."""
-    if x.dtype != torch.bfloat16 or x.shape[0] > TOKENS:
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether tensor cores multiply x [T, G, K] with the matrices of `weight`: bf16 with bf16 or FP8, whole tiles."""
+    if x.dtype != torch.bfloat16 or x.shape[0] > MOST:
         return False
-    known = (torch.bfloat16, torch.float8_e4m3fn) if has_fp8(x) else (torch.bfloat16,)
-    if any(p.weight.dtype not in known for p in products):
+    if weight.dtype not in ((torch.bfloat16, torch.float8_e4m3fn) if has_fp8(x) else (torch.bfloat16,)):
         return False
-    return x.shape[1] == 1 or all(p.weight.shape[0] // x.shape[1] % 128 == 0 for p in products)
+    return x.shape[1] == 1 or weight.shape[0] // x.shape[1] % 128 == 0
 
 
 def multiply(
@@ -46,24 +48,36 @@ def multiply(
     starts = [0]
     for n in numbers:
         starts.append(starts[-1] + triton.cdiv(n, rows))
-    parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, TOKENS, device=x.device)
+    columns = max(16, triton.next_power_of_2(tokens))
+    parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, columns, device=x.device)
+    coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
     _swapped[(starts[-1], groups, splits)](
-        x, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
+        x, coded, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
         _arrived(x.device), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
-        tuple(p.rounded for p in products), triton.cdiv(triton.cdiv(width, _STEP.value), splits), rows, TOKENS, splits,
-        stages, num_warps=warps,
+        tuple(p.rounded for p in products), triton.cdiv(triton.cdiv(width, _STEP.value), splits), rows, columns, splits,
+        stages, num_warps=warps, **overlap(x),
     )  # fmt: skip
 
 
 def tile_shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, int, int]:
     """Rows of a tile, programs that share one, stages and warps: the fastest of those measured on an H200."""
-    steps, rows = triton.cdiv(x.shape[2], _STEP.value), sum(p.weight.shape[0] for p in products)
-    if rows >= 32768:
-        return 64, 1, 3, 4
-    tiles, splits = triton.cdiv(rows, 64), 1
-    while steps >= 8 * splits and tiles * splits < (512 if steps >= 16 * splits else 256):
+    tokens, steps = x.shape[0], triton.cdiv(x.shape[2], _STEP.value)
+    coded = [p.scale is not None for p in products]
+    tiles = sum(triton.cdiv(p.weight.shape[0], 128) for p in products)
+    if tokens <= OWN and any(coded) and tiles * steps >= 1024:
+        return 128, _splits(tiles, 256, steps // 4), 3 if all(coded) else 2, 8
+    if tokens > 32 and coded == [True] and tiles * steps >= 1024:
+        return 128, _splits(tiles, 128, steps // 4), 3, 8
+    splits = _splits(2 * tiles, 512, steps // 8)
+    return 64, splits if 2 * tiles * splits >= 256 else _splits(2 * tiles, 256, steps // 4), 3, 4
+
+
+def _splits(tiles: int, programs: int, most: int) -> int:
+    """The smallest power of two that gives so many programs, or the largest that is allowed."""
+    splits = 1
+    while tiles * splits < programs and 2 * splits <= most:
         splits *= 2
-    return 64, splits, 3, 4
+    return splits
 
 
 @cache
@@ -75,6 +89,7 @@ def _arrived(device: torch.device) -> torch.Tensor:
 @triton.jit(do_not_specialize=["tokens"])
 def _swapped(
     x,  # [tokens, G, K]
+    coded,  # contiguous [tokens, K]: x rounded, where programs do not round it
     weights,  # of each product [G * N, K]
     scales,
     ys,  # [tokens, G, N]
@@ -92,11 +107,13 @@ def _swapped(
     BT: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.arange(0, BT)
-    x += token[:, None] * x_row + group * x_group
+    given = x + token[:, None] * x_row + group * x_group
     shared = group * tl.num_programs(0) + tile
+    wait_for_inputs(OVERLAP)
     parts += shared.to(tl.int64) * (SPLITS * BN * BT) + tl.arange(0, BN)[:, None] * BT + token[None]
     for i in tl.static_range(len(NS)):
         if (tile >= STARTS[i]) & (tile < STARTS[i + 1]):
@@ -105,7 +122,11 @@ def _swapped(
             # all rows lie in one block of 128
             block = (group * NS[i] + (tile - STARTS[i]) * BN) // 128 * ((K + 127) // 128)
             scale = None if scales[i] is None else scales[i] + block
-            total = _sums(x, weight, scale, split * STEPS, token < tokens, row < NS[i], K, ROUNDED[i], STEPS, STAGES)
+            OWN: tl.constexpr = coded is None
+            source = given if OWN or not ROUNDED[i] else coded + token[:, None] * K
+            total = _sums(
+                source, weight, scale, split * STEPS, token < tokens, row < NS[i], K, ROUNDED[i] and OWN, STEPS, STAGES,
+            )  # fmt: skip
             y = ys[i] + (token[None] * tl.num_programs(1) + group).to(tl.int64) * NS[i] + row[:, None]
             inside = (token < tokens)[None] & (row < NS[i])[:, None]
             if SPLITS == 1:
@@ -144,11 +165,10 @@ def _sums(
             total += tl.dot(values, tl.trans(given))
         elif ROUND:
             given, power = scaled_blocks(given.to(tl.float32), _FLOOR, _LARGEST)
-            codes = given.to(tl.float8e4nv)
             factor = power.to(tl.float32, bitcast=True) * e8m0_values(tl.load(scale + step))
-            # through fp32, for which there are fast instructions
-            values, codes = values.to(tl.float32).to(tl.bfloat16), codes.to(tl.float32).to(tl.bfloat16)
-            total += tl.dot(values, tl.trans(codes)) * tl.trans(factor)
+            # fp16 has all values of e4m3, and the GPU an instruction that gives them
+            codes = tl.trans(given.to(tl.float8e4nv).to(tl.float16))
+            total += tl.dot(values.to(tl.float16), codes) * tl.trans(factor)
         else:
             # through fp32, for which there are fast instructions
             values = values.to(tl.float32).to(tl.bfloat16)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.overlap import wait_for_inputs
+
 
 @triton.jit
 def split_weights(
@@ -18,37 +20,6 @@ def split_weights(
         rounded = rest.to(tl.bfloat16)
         tl.store(parts + part * count + place, rounded, place < count)
         rest -= rounded.to(tl.float32)
-
-
-@triton.jit
-def columns_of_one(
-    x, streams, post, comb, fn, mixed, parts, count, x_stride, token_stride, stream_stride,  # as for `columns`
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MIX: tl.constexpr,
-):  # fmt: skip
-    """BLOCK columns of one stream of one token: the weights are spread over as many programs as can be."""
-    split, token, k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, column = tl.arange(0, SLOTS)[:, None], split * BLOCK + tl.arange(0, BLOCK)[None]
-    inside = column < WIDTH
-    # asked for before anything is used: one latency
-    factors = tl.load(fn + row * (N * WIDTH) + k * WIDTH + column, (row < ROWS) & inside, other=0.0)
-    if MIX:
-        total = tl.load(x + token * x_stride + column, inside, other=0.0).to(tl.float32) * tl.load(post + token * N + k)
-        for j in tl.static_range(N):
-            source = tl.load(streams + token * token_stride + j * stream_stride + column, inside, other=0.0)
-            total += tl.load(comb + (token * N + j) * N + k) * source.to(tl.float32)
-        values = total.to(mixed.dtype.element_ty)  # [1, BLOCK]
-        tl.store(mixed + (token * N + k) * WIDTH + column, values, inside)
-    else:
-        values = tl.load(streams + token * token_stride + k * stream_stride + column, inside, other=0.0)
-    wide, slot = values.to(tl.float32), tl.arange(0, SLOTS)[None]
-    sums = tl.where(slot == ROWS, tl.sum(wide * wide, 1)[:, None], tl.sum(factors * wide, 1)[None])
-    place = (k * tl.num_programs(0) + split) * count + token
-    tl.store(parts + place * SLOTS + slot, sums)
 
 
 @triton.jit
@@ -69,7 +40,7 @@ def _project(fn, values, sums):
 
 
 @triton.jit
-def _weights(
+def load_weights(
     fn, column, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """For each stream the weights of its columns, [PARTS * SLOTS, BLOCK]; fn [1 or 3, ROWS, N * WIDTH]."""
@@ -83,7 +54,7 @@ def _weights(
 
 
 @triton.jit
-def _shares(post, comb, token, count, N: tl.constexpr):
+def load_shares(post, comb, token, count, N: tl.constexpr):
     """post and comb of the tokens [TOKENS, 1], each number [TOKENS, 1]."""
     posts, combs = (), ()
     for k in tl.static_range(N):
@@ -94,15 +65,46 @@ def _shares(post, comb, token, count, N: tl.constexpr):
 
 
 @triton.jit
-def _mix(sources, added, posts, combs, N: tl.constexpr):
+def mix(sources, added, posts, combs, N: tl.constexpr):
     """The streams after a sublayer's output `added`, fp32, in the dtype of the sources."""
     mixed = ()
     for k in tl.static_range(N):
         total = posts[k] * added
         for j in tl.static_range(N):
-            total += combs[j * N + k] * sources[j].to(tl.float32)
+            # explicit, or compilers choose which of the first two products is rounded, and steps differ from posts
+            total = tl.fma(tl.broadcast_to(combs[j * N + k], total.shape), sources[j].to(tl.float32), total)
         mixed += (total.to(sources[k].dtype),)
     return mixed
+
+
+@triton.jit
+def load_sources(
+    x, streams, token, column, inside, x_stride, token_stride, stream_stride, N: tl.constexpr, MIX: tl.constexpr,
+):  # fmt: skip
+    """Of tokens [TOKENS, 1], at these columns: each stream, and in fp32 a sublayer's output that is to be mixed in."""
+    sources = ()
+    for j in tl.static_range(N):
+        source = streams + token * token_stride + j * stream_stride + column
+        sources += (tl.load(source, inside, other=0.0),)  # [TOKENS, BLOCK]
+    added = tl.load(x + token * x_stride + column, inside, other=0.0).to(tl.float32) if MIX else 0.0
+    return sources, added
+
+
+@triton.jit
+def project(weights, sources, sums, squares, N: tl.constexpr):
+    """sums [M, TOKENS] and squares [TOKENS, BLOCK] with what these columns of each stream add."""
+    for k in tl.static_range(N):
+        squares += sources[k].to(tl.float32) * sources[k].to(tl.float32)
+        sums = _project(weights[k], sources[k], sums)
+    return sums, squares
+
+
+@triton.jit
+def as_parts(sums, squares, ROWS: tl.constexpr, SLOTS: tl.constexpr):
+    """[TOKENS, SLOTS]: the sums of the rows of fn, then that of the squares."""
+    M: tl.constexpr = sums.shape[0]
+    sums = tl.trans(tl.sum(tl.reshape(sums, [M // SLOTS, SLOTS, sums.shape[1]]), 0))
+    return tl.where(tl.arange(0, SLOTS)[None] == ROWS, tl.sum(squares, 1)[:, None], sums)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -127,34 +129,28 @@ def columns(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     MIX: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     first = tl.program_id(1) * COLUMNS
+    wait_for_inputs(OVERLAP)
     if MIX:
-        posts, combs = _shares(post, comb, token, count, N)
+        posts, combs = load_shares(post, comb, token, count, N)
     M: tl.constexpr = 4 * SLOTS if streams.dtype.element_ty == tl.bfloat16 else SLOTS
     sums, squares = tl.zeros([M, TOKENS], tl.float32), tl.zeros([TOKENS, BLOCK], tl.float32)
     for start in range(0, COLUMNS, BLOCK):
         column = first + start + tl.arange(0, BLOCK)[None]
-        inside, sources = (token < count) & (column < WIDTH), ()
+        inside = (token < count) & (column < WIDTH)
         # all that a step needs is asked for before anything is used
-        for j in tl.static_range(N):
-            source = streams + token * token_stride + j * stream_stride + column
-            sources += (tl.load(source, inside, other=0.0),)  # [TOKENS, BLOCK]
-        if MIX:
-            added = tl.load(x + token * x_stride + column, inside, other=0.0).to(tl.float32)
+        sources, added = load_sources(x, streams, token, column, inside, x_stride, token_stride, stream_stride, N, MIX)
         if ROWS > 0:
-            weights = _weights(fn, column, N, WIDTH, ROWS, SLOTS, PARTS)
+            weights = load_weights(fn, column, N, WIDTH, ROWS, SLOTS, PARTS)
         if MIX:
-            sources = _mix(sources, added, posts, combs, N)
+            sources = mix(sources, added, posts, combs, N)
             for k in tl.static_range(N):
                 tl.store(mixed + (token * N + k) * WIDTH + column, sources[k], inside)
-        for k in tl.static_range(N if ROWS > 0 else 0):
-            squares += sources[k].to(tl.float32) * sources[k].to(tl.float32)
-            sums = _project(weights[k], sources[k], sums)
+        if ROWS > 0:
+            sums, squares = project(weights, sources, sums, squares, N)
     if ROWS > 0:
-        slot = tl.arange(0, SLOTS)[None]
-        sums = tl.trans(tl.sum(tl.reshape(sums, [M // SLOTS, SLOTS, TOKENS]), 0))  # [TOKENS, SLOTS]
-        sums = tl.where(slot == ROWS, tl.sum(squares, 1)[:, None], sums)
-        place = parts + (tl.program_id(1) * count.to(tl.int64) + token) * SLOTS + slot
-        tl.store(place, sums, token < count)
+        place = parts + (tl.program_id(1) * count.to(tl.int64) + token) * SLOTS + tl.arange(0, SLOTS)[None]
+        tl.store(place, as_parts(sums, squares, ROWS, SLOTS), token < count)

@@ -3,100 +3,178 @@
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.hyper_connections.columns import load_sources
+from dsv4cli.kernels.norm.kernel import normed
+from dsv4cli.kernels.overlap import wait_for_inputs
+
 
 @triton.jit
-def _logits(
-    parts, scale, base, token, count, norm_eps,
-    N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, TOKENS: tl.constexpr,
+def load_scales(scale, base, N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """The factors of rows FIRST to LAST - 1 of the projection, and what is added."""
+    factors, added = (), ()
+    for i in tl.static_range(FIRST, LAST):
+        # a number for pre, for post and for comb
+        factors += (tl.load(scale + (i // N if i < 2 * N else 2)),)
+        added += (tl.load(base + i),)
+    return factors, added
+
+
+@triton.jit
+def logits_of(
+    sums, scales, norm_eps, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr
 ):  # fmt: skip
-    """The logits of TOKENS tokens, [TOKENS, SLOTS / N, N]: the rows pre and post and N of comb, then nothing of use."""
-    split, slot = tl.arange(0, PARTS)[:, None, None], tl.arange(0, SLOTS)
-    place = parts + (split * count.to(tl.int64) + token[None, :, None]) * SLOTS + slot[None, None]
-    inside = (split < SPLITS) & (token < count)[None, :, None]
-    sums = tl.sum(tl.load(place, inside, other=0.0), 0)  # [TOKENS, SLOTS]
-    squares = tl.sum(tl.where((slot == ROWS)[None], sums, 0.0), 1, keep_dims=True)
-    squares = tl.where((token < count)[:, None], squares, 1.0)
-    mixes = sums * tl.rsqrt(squares * (1.0 / (N * WIDTH)) + norm_eps)
-    # scale has a number for pre, for post and for comb
-    scales = tl.load(scale + tl.minimum(slot // N, 2), slot < ROWS, other=0.0)
-    mixes = mixes * scales[None] + tl.load(base + slot, slot < ROWS, other=0.0)[None]
-    return tl.reshape(mixes, [TOKENS, SLOTS // N, N])
+    """The logits of tokens, each [TOKENS, 1], from the sums [TOKENS, SLOTS], for the rows that the scales belong to."""
+    numbers, result = _columns_of(sums), ()
+    inverse = tl.rsqrt(numbers[ROWS] * (1.0 / (N * WIDTH)) + norm_eps)
+    for i in tl.static_range(len(scales[0])):
+        result += (numbers[FIRST + i] * inverse * scales[0][i] + scales[1][i],)
+    return result
+
+
+@triton.jit
+def _columns_of(values):
+    """The columns of values [n, a power of two], each [n, 1]: a thread has all of a row."""
+    columns = (values,)
+    for _ in tl.static_range(16):
+        if columns[0].shape[1] > 1:
+            halves = ()
+            for i in tl.static_range(len(columns)):
+                half = tl.reshape(columns[i], [columns[i].shape[0], 2, columns[i].shape[1] // 2])
+                first, second = tl.split(tl.permute(half, [0, 2, 1]))
+                halves += (first, second)
+            columns = halves
+    return columns
+
+
+@triton.jit
+def _softmax(logits, eps, N: tl.constexpr):
+    """Rows of N of these numbers: exp(x) / sum + eps."""
+    result = ()
+    for j in tl.static_range(N):
+        largest, powers = logits[j * N], ()
+        for k in tl.static_range(1, N):
+            largest = tl.maximum(largest, logits[j * N + k])
+        total = tl.zeros_like(largest)
+        for k in tl.static_range(N):
+            powers += (tl.exp(logits[j * N + k] - largest),)
+            total += powers[k]
+        for k in tl.static_range(N):
+            result += (powers[k] / total + eps,)
+    return result
+
+
+@triton.jit
+def _inverses(numbers):
+    """1 / x of positive numbers, of two at once: inverse roots take one instruction where divisions take ten."""
+    result = ()
+    if len(numbers) == 1:
+        result = (1.0 / numbers[0],)
+    for i in tl.static_range(0, len(numbers) - 1, 2):
+        root = tl.rsqrt(numbers[i] * numbers[i + 1])
+        inverse = root * root
+        result += (numbers[i + 1] * inverse, numbers[i] * inverse)
+    return result
+
+
+@triton.jit
+def _pass(matrix, factors, before, eps, LINE: tl.constexpr, PLACE: tl.constexpr):
+    """Sums over a row or a column of the matrix times factors, and eps times the sums before."""
+    sums = ()
+    for j in tl.static_range(len(factors)):
+        total = before[j] * eps
+        for k in tl.static_range(len(factors)):
+            total += matrix[j * LINE + k * PLACE] * factors[k]
+        sums += (total,)
+    return sums
 
 
 @triton.jit
 def _sinkhorn(matrix, eps, ITERATIONS: tl.constexpr, N: tl.constexpr):
-    """The rows [TOKENS, N] of a matrix M with normed rows, their columns and rows normed in turn, columns last.
+    """The numbers, row by row, of a matrix M with normed rows; its columns and rows normed in turn, columns last.
 
     What comes out is u_j * M_jk * v_k. A pass over rows divides u_j by u_j * sum_k(M_jk * v_k) + eps: it takes the
     inverse 1 / u_j to sum_k(M_jk * v_k) + eps / u_j. So each pass is N sums of products and N reciprocals.
     """
-    columns, rows, factors = matrix[0] + eps, (), ()  # 1 / v [TOKENS, N]; 1 / u_j and u_j [TOKENS, 1]
-    for j in tl.static_range(1, N):
-        columns += matrix[j]
+    rows, result = (), ()
     for _ in tl.static_range(N):
-        rows += (tl.full([matrix[0].shape[0], 1], 1.0, tl.float32),)
-    factors = rows
+        rows += (tl.full(matrix[0].shape, 1.0, tl.float32),)  # 1 / u_j
+    factors = rows  # u_j
+    columns = _pass(matrix, factors, rows, eps, 1, N)  # 1 / v_k
     for _ in range(ITERATIONS - 1):
-        inverse, sums = 1.0 / columns, ()
-        for j in tl.static_range(N):
-            sums += (tl.sum(matrix[j] * inverse, 1, keep_dims=True) + rows[j] * eps,)
-        rows, factors = sums, ()
-        columns = columns * eps
-        for j in tl.static_range(N):
-            factors += (1.0 / rows[j],)
-            columns += matrix[j] * factors[j]
-    result, inverse = (), 1.0 / columns
+        rows = _pass(matrix, _inverses(columns), rows, eps, N, 1)
+        factors = _inverses(rows)
+        columns = _pass(matrix, factors, columns, eps, 1, N)
+    inverses = _inverses(columns)
     for j in tl.static_range(N):
-        result += (matrix[j] * factors[j] * inverse,)
+        for k in tl.static_range(N):
+            result += (matrix[j * N + k] * factors[j] * inverses[k],)
     return result
+
+
+@triton.jit
+def store_weights(logits, token, post, comb, count, hc_eps, ITERATIONS: tl.constexpr, N: tl.constexpr):
+    """post and comb of tokens [TOKENS, 1] from their logits."""
+    combs = ()
+    for k in tl.static_range(N):
+        tl.store(post + token * N + k, 2 * tl.sigmoid(logits[k]), token < count)
+    for i in tl.static_range(N * N):
+        combs += (logits[N + i],)
+    combs = _sinkhorn(_softmax(combs, hc_eps, N), hc_eps, ITERATIONS, N)
+    for i in tl.static_range(N * N):
+        tl.store(comb + token * (N * N) + i, combs[i], token < count)
+
+
+@triton.jit
+def collapsed(
+    streams, logits, factor, hc_eps, norm_eps, N: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The sum over a token's streams, each [1, COLUMNS], with the weights pre, and its norm, times factor."""
+    x = tl.zeros(streams[0].shape, tl.float32)
+    for k in tl.static_range(N):
+        x += (tl.sigmoid(logits[k]) + hc_eps) * streams[k].to(tl.float32)
+    x = x.to(streams[0].dtype)
+    if NORM:
+        x = normed(x.to(tl.float32), factor, norm_eps, WIDTH).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _added_up(parts, token, count, SLOTS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr):
+    """The sums of tokens [TOKENS, 1] over their parts: [TOKENS, SLOTS]."""
+    split = tl.arange(0, PARTS)[:, None, None]
+    place = parts + (split * count.to(tl.int64) + token[None]) * SLOTS + tl.arange(0, SLOTS)[None, None]
+    return tl.sum(tl.load(place, (split < SPLITS) & (token < count)[None], other=0.0), 0)
 
 
 @triton.jit
 def _weigh(
     program, parts, scale, base, post, comb, count, hc_eps, norm_eps,
-    ITERATIONS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    ITERATIONS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """post and comb of TOKENS tokens."""
-    token = program * TOKENS + tl.arange(0, TOKENS)
-    logits = _logits(parts, scale, base, token, count, norm_eps, N, WIDTH, (2 + N) * N, SLOTS, SPLITS, PARTS, TOKENS)
-    token, row = token[:, None, None], tl.arange(0, SLOTS // N)[None, :, None]
-    stream, inside = tl.arange(0, N)[None, None], token < count
-    tl.store(post + token * N + stream + 0 * row, 2 * tl.sigmoid(logits), inside & (row == 1))
-    powers = tl.exp(logits - tl.max(logits, 2, keep_dims=True))
-    powers = powers / tl.sum(powers, 2, keep_dims=True) + hc_eps
-    combs = ()
-    for j in tl.static_range(N):
-        combs += (tl.sum(tl.where(row == 2 + j, powers, 0.0), 1),)  # [TOKENS, N]
-    combs = _sinkhorn(combs, hc_eps, ITERATIONS, N)
-    result = powers
-    for j in tl.static_range(N):
-        result = tl.where(row == 2 + j, combs[j][:, None], result)
-    tl.store(comb + (token * N + row - 2) * N + stream, result, inside & (row >= 2) & (row < 2 + N))
+    token = program * TOKENS + tl.arange(0, TOKENS)[:, None]
+    scales = load_scales(scale, base, N, N, ROWS)
+    wait_for_inputs(OVERLAP)
+    sums = _added_up(parts, token, count, SLOTS, SPLITS, PARTS)
+    logits = logits_of(sums, scales, norm_eps, N, WIDTH, ROWS, N)
+    store_weights(logits, token, post, comb, count, hc_eps, ITERATIONS, N)
 
 
 @triton.jit
 def _collapse(
     token, streams, parts, scale, base, weight, y, count, token_stride, stream_stride, hc_eps, norm_eps,
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The sum over a token's streams, with the weights pre, and its norm."""
-    stream, column = tl.arange(0, N), tl.arange(0, COLUMNS)
-    place = streams + token * token_stride + stream[:, None] * stream_stride + column[None]
-    values = tl.load(place, (column < WIDTH)[None], other=0.0).to(tl.float32)  # [N, COLUMNS]
-    one = token + tl.arange(0, 1)
-    logits = _logits(parts, scale, base, one, count, norm_eps, N, WIDTH, ROWS, SLOTS, SPLITS, PARTS, 1)
-    row = tl.arange(0, SLOTS // N)[:, None]
-    pre = tl.sum(tl.where(row == 0, tl.sigmoid(tl.reshape(logits, [SLOTS // N, N])) + hc_eps, 0.0), 0)  # [N]
-    x = tl.sum(pre[:, None] * values, 0).to(y.dtype.element_ty)
-    if NORM:
-        wide = x.to(tl.float32)
-        wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + norm_eps)
-        factor = tl.load(weight + column, column < WIDTH, other=0.0).to(tl.float32)
-        x = (factor * wide).to(y.dtype.element_ty)
-    tl.store(y + token * WIDTH + column, x, column < WIDTH)
+    """One token's streams collapsed and normed."""
+    token, column = token + tl.arange(0, 1)[:, None], tl.arange(0, COLUMNS)[None]
+    inside, scales = column < WIDTH, load_scales(scale, base, N, 0, N)
+    factor = tl.load(weight + column, inside, other=0.0).to(tl.float32) if NORM else 1.0
+    wait_for_inputs(OVERLAP)
+    values, _ = load_sources(streams, streams, token, column, inside, 0, token_stride, stream_stride, N, False)
+    logits = logits_of(_added_up(parts, token, count, SLOTS, SPLITS, PARTS), scales, norm_eps, N, WIDTH, ROWS, 0)
+    tl.store(y + token * WIDTH + column, collapsed(values, logits, factor, hc_eps, norm_eps, N, WIDTH, NORM), inside)
 
 
 @triton.jit(do_not_specialize=["count", "weighers"])
@@ -125,16 +203,17 @@ def finish(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,  # WIDTH, rounded up
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     if program < weighers:
-        if ROWS > N:
+        if ITERATIONS > 0:
             _weigh(
                 program, parts, scale, base, post, comb, count, hc_eps, norm_eps,
-                ITERATIONS, N, WIDTH, SLOTS, SPLITS, PARTS, TOKENS,
+                ITERATIONS, N, WIDTH, ROWS, SLOTS, SPLITS, PARTS, TOKENS, OVERLAP,
             )  # fmt: skip
     else:
         _collapse(
             program - weighers, streams, parts, scale, base, weight, y, count, token_stride, stream_stride,
-            hc_eps, norm_eps, N, WIDTH, ROWS, SLOTS, SPLITS, PARTS, COLUMNS, NORM,
+            hc_eps, norm_eps, N, WIDTH, ROWS, SLOTS, SPLITS, PARTS, COLUMNS, NORM, OVERLAP,
         )  # fmt: skip

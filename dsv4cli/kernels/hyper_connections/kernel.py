@@ -2,16 +2,20 @@
 
 The projection of all streams is a sum over N * D columns. The first launch spreads it over programs, each of which
 leaves its part of the sums and of the squares; the second adds the parts in a fixed order, so that results repeat.
+A few tokens take one launch, in which some programs do the work of the second.
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.hyper_connections.columns import columns, columns_of_one, split_weights
+from dsv4cli.kernels.hyper_connections.at_once import FEW, at_once
+from dsv4cli.kernels.hyper_connections.columns import columns, split_weights
 from dsv4cli.kernels.hyper_connections.finish import finish
+from dsv4cli.kernels.overlap import overlap
 from dsv4cli.kernels.rows import LONGEST, rows
 
 # tokens whose post and comb one program of `finish` computes, where their projections have few parts
@@ -20,8 +24,25 @@ WEIGHED_TOKENS = 8
 SPLIT_TOKENS = 64
 
 
+# tokens up to which overlapping launches are faster
+OVERLAPPED_TOKENS = 64
+
+
+class Few(NamedTuple):
+    """What a program that projects takes where there is one launch: tokens, 0 for one and one stream; columns."""
+
+    tokens: int
+    block: int
+    warps: int
+
+
+def few(count: int) -> Few:
+    """Measured on an H200 at a width of 4096."""
+    return Few(0, 128, 8) if count <= 4 else Few(16, 32, 8)
+
+
 class Tiles(NamedTuple):
-    """What a program of the first launch takes: tokens, 0 for one and one stream; columns, in all and in a step."""
+    """What a program of the first launch of two takes: tokens; columns, in all and in a step."""
 
     tokens: int
     columns: int
@@ -35,8 +56,6 @@ def tiles(count: int, width: int, projected: bool, device: torch.device) -> Tile
     if not projected:
         return Tiles(1, 1024, 1024, 4, 1)
     for most, tile in (
-        (4, Tiles(0, 128, 128, 8, 1)),
-        (16, Tiles(16, 32, 32, 4, 1)),
         (64, Tiles(32, 32, 32, 4, 1)),
         (128, Tiles(32, 64, 32, 4, 1)),
         (256, Tiles(64, 128, 32, 4, 2)),
@@ -62,8 +81,8 @@ def connect_pre(
     hc_eps: float,
     norm_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    parts = _sweep(streams, fn, None, streams)
-    return _collapsed(streams, parts, scale, base, None, (iterations, hc_eps, norm_eps))
+    numbers = iterations, hc_eps, norm_eps
+    return _connected(streams, None, (fn, scale, base), None, numbers)[1:]
 
 
 def connect_step(
@@ -79,12 +98,11 @@ def connect_step(
     hc_eps: float,
     norm_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
-    parts = _sweep(streams, fn, (x, post, comb), mixed)
-    return mixed, *_collapsed(mixed, parts, scale, base, weight, (iterations, hc_eps, norm_eps))
+    return _connected(streams, (x, post, comb), (fn, scale, base), weight, (iterations, hc_eps, norm_eps))
 
 
 def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    _check(streams)
     mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     _sweep(streams, None, (x, post, comb), mixed)
     return mixed
@@ -93,8 +111,76 @@ def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
 def connect_head(
     streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_eps: float, norm_eps: float
 ) -> torch.Tensor:
-    parts = _sweep(streams, fn, None, streams)
-    return _collapsed(streams, parts, scale, base, None, (0, hc_eps, norm_eps))[0]
+    return _connected(streams, None, (fn, scale, base), None, (0, hc_eps, norm_eps))[1]
+
+
+def _connected(
+    streams: torch.Tensor,
+    output: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norm: torch.Tensor | None,
+    numbers: tuple[int, float, float],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The streams, mixed with a sublayer's output (x, post, comb) or as they are; collapsed, and normed; post and comb.
+
+    weights: fn, scale, base; norm: the weight of the norm, None without one; numbers: iterations, hc_eps, norm_eps.
+    """
+    _check(streams)
+    mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device) if output else streams
+    if len(streams) <= FEW:
+        return mixed, *_at_once(streams, output, weights, norm, numbers, mixed)
+    fn, scale, base = weights
+    parts = _sweep(streams, fn, output, mixed)
+    return mixed, *_collapsed(mixed, parts, scale, base, norm, numbers)
+
+
+def _options(streams: torch.Tensor) -> dict[str, Any]:
+    return overlap(streams) if len(streams) <= OVERLAPPED_TOKENS else {"OVERLAP": False}
+
+
+def _at_once(
+    streams: torch.Tensor,
+    output: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norm: torch.Tensor | None,
+    numbers: tuple[int, float, float],
+    mixed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (count, number, width), (fn, scale, base), (iterations, hc_eps, norm_eps) = streams.shape, weights, numbers
+    y, post, comb = _results(streams, iterations)
+    tile, slots = few(count), triton.next_power_of_2(len(fn) + 1)
+    splits = triton.cdiv(width, tile.block) * (1 if tile.tokens else number)
+    x, old_post, old_comb = output or (streams[:, 0], base, base)
+    given, options = rows(x), _options(streams)
+    parts = max(triton.next_power_of_2(splits), 32 * tile.warps // slots)  # a word of `take` for each thread
+    if options["OVERLAP"] and tile.tokens == 0 and count > 1 and width <= 4096:
+        options["maxnreg"] = 128  # two programs a multiprocessor; wider streams would spill
+    if count:
+        projecting, weighing = splits * (1 if tile.tokens else count), count if iterations else 0
+        at_once[(projecting + weighing + count,)](
+            given, streams, old_post.contiguous(), old_comb.contiguous(), fn.contiguous(), scale, base,
+            y if norm is None else norm.contiguous(), mixed, y, post, comb, _left(streams.device, splits * slots),
+            count, given.stride(0), *streams.stride()[:2], hc_eps, norm_eps,
+            iterations, number, width, len(fn), slots, splits, parts, tile.tokens, tile.block,
+            triton.next_power_of_2(width), bool(output), norm is not None,
+            num_warps=tile.warps, **options,
+        )  # fmt: skip
+    return y, post, comb
+
+
+@cache
+def _left(device: torch.device, places: int) -> torch.Tensor:
+    """What programs of a launch leave for others: 0 between launches, which follow one another."""
+    return torch.zeros(2, FEW, places, dtype=torch.int32, device=device)
+
+
+def _results(streams: torch.Tensor, iterations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For the collapsed streams, post and comb; the latter empty without iterations."""
+    count, number, width = streams.shape
+    weighed = count if iterations else 0
+    post = streams.new_empty(weighed, number, dtype=torch.float32)
+    comb = streams.new_empty(weighed, number, number, dtype=torch.float32)
+    return torch.empty(count, width, dtype=streams.dtype, device=streams.device), post, comb
 
 
 def _sweep(
@@ -108,22 +194,19 @@ def _sweep(
     Returns fp32 [splits, T, S]: rows of fn, then the sum of squares, in S >= rows + 1 places.
     """
     count, number, width = streams.shape
-    _check(streams)
     lines = 0 if fn is None else len(fn)
     tile, slots = tiles(count, width, bool(lines), streams.device), triton.next_power_of_2(lines + 1)
     splits = triton.cdiv(width, tile.columns)
-    parts = streams.new_empty(lines and splits * (number if tile.tokens == 0 else 1), count, slots, dtype=torch.float32)
+    parts = streams.new_empty(splits if lines else 0, count, slots, dtype=torch.float32)
     x, post, comb = output or (streams, parts, parts)
     given, weights = rows(x) if output else streams, parts if fn is None else fn.contiguous()
     split = tile.tokens >= SPLIT_TOKENS and bool(lines) and streams.dtype == torch.bfloat16
     tensors = given, streams, post.contiguous(), comb.contiguous(), _split(weights) if split else weights, mixed, parts
-    numbers = count, given.stride(0), *streams.stride()[:2], number, width, lines, slots
-    if count and tile.tokens == 0:
-        columns_of_one[(splits, count, number)](*tensors, *numbers, tile.block, bool(output), num_warps=tile.warps)
-    elif count:
+    if count:
         columns[(triton.cdiv(count, tile.tokens), splits)](
-            *tensors, *numbers, 4 if split else 1, tile.columns, tile.tokens, tile.block, bool(output),
-            num_warps=tile.warps, num_stages=tile.stages,
+            *tensors, count, given.stride(0), *streams.stride()[:2], number, width, lines, slots,
+            4 if split else 1, tile.columns, tile.tokens, tile.block, bool(output),
+            num_warps=tile.warps, num_stages=tile.stages, **_options(streams),
         )  # fmt: skip
     return parts
 
@@ -152,19 +235,17 @@ def _collapsed(
     weight: torch.Tensor | None,
     numbers: tuple[int, float, float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The collapsed streams, normed where there is a weight; post and comb, empty without iterations."""
-    count, number, width = streams.shape
-    iterations, hc_eps, norm_eps = numbers
-    x = torch.empty(count, width, dtype=streams.dtype, device=streams.device)
-    weighed = count if iterations else 0
-    post, comb = parts.new_empty(weighed, number), parts.new_empty(weighed, number, number)
+    """The collapsed streams, normed where there is a weight; post and comb."""
+    (count, number, width), (iterations, hc_eps, norm_eps) = streams.shape, numbers
+    x, post, comb = _results(streams, iterations)
     tokens = 1 if len(parts) > 8 else WEIGHED_TOKENS
-    weighers = triton.cdiv(weighed, tokens)
+    weighers = triton.cdiv(len(post), tokens)
     if count:
         finish[(weighers + count,)](
             streams, parts, scale, base, x if weight is None else weight.contiguous(), x, post, comb,
             count, weighers, *streams.stride()[:2], hc_eps, norm_eps,
             iterations, number, width, len(base), parts.shape[2], len(parts), triton.next_power_of_2(len(parts)),
             tokens, triton.next_power_of_2(width), weight is not None, num_warps=4,
+            **_options(streams),
         )  # fmt: skip
     return x, post, comb

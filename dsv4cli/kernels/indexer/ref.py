@@ -12,6 +12,7 @@ BLOCK = 64
 def index_scores(
     q: torch.Tensor,
     weights: torch.Tensor,
+    weight_scale: float,
     keys: torch.Tensor,
     key_scale: torch.Tensor | None,
     table: torch.Tensor,
@@ -21,7 +22,7 @@ def index_scores(
     entries = table.shape[1]
     cells = F.pad(table, (0, -entries % BLOCK))[sequence]  # [T, E]
     numbers = torch.arange(cells.shape[1], device=q.device)
-    queries, weights = q.float(), weights.float()
+    queries, weights = q.float(), (weights.float() * weight_scale).to(q.dtype).float()
 
     def scored(block: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         values = dequantise(keys[block], None if key_scale is None else key_scale[block])
@@ -37,3 +38,20 @@ def top_entries(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Te
     hidden = torch.arange(scores.shape[1], device=scores.device) >= visible[:, None]
     order = scores.masked_fill(hidden, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return torch.where(order < visible[:, None], order, -1)
+
+
+def choose_entries(
+    scores: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+    table: torch.Tensor,
+    sequence: torch.Tensor,
+    window_index: torch.Tensor,
+    window_columns: torch.Tensor,
+    window_rows: int,
+) -> torch.Tensor:
+    numbers = top_entries(scores, visible, k)  # [T, K]
+    cells = torch.where(numbers >= 0, table[sequence[:, None], numbers.clamp_min(0)] + window_rows, -1)
+    lists = torch.cat((window_index, torch.full_like(cells, -1)), 1)
+    columns = window_columns[:, None] + torch.arange(cells.shape[1], device=cells.device)
+    return lists.scatter(1, columns, cells)

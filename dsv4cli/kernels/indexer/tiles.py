@@ -10,6 +10,7 @@ from dsv4cli.kernels.indexer.fp4 import as_keys, key_tile, twice_sum
 def prepare_queries(
     q,  # bf16 [T, H, D]
     weights,  # bf16 [T, H]
+    weight_scale,
     out,  # bf16 or e4m3 [T, HEADS, D]
     out_weights,  # bf16 [T, HEADS]
     q_stride,
@@ -26,6 +27,7 @@ def prepare_queries(
     place = q + token * q_stride + head[:, None] * D + column
     query = as_keys(tl.load(place, head[:, None] < H, other=0.0)).to(tl.float32)
     weight = tl.load(weights + token * weight_stride + head, head < H, other=0.0).to(tl.float32)
+    weight = (weight * weight_scale).to(tl.bfloat16).to(tl.float32)
     exponent = tl.maximum(tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) >> 23, 9)
     factor = ((262 - exponent) << 23).to(tl.float32, bitcast=True)
     inverse = ((exponent - 8) << 23).to(tl.float32, bitcast=True)

@@ -1,7 +1,8 @@
 """Queries and keys made ready for attention: norm, rotation and FP8 rounding at once, keys stored in the window ring.
 
-Source: official model.py (`Attention.forward`).
-Triton: consecutive columns, an even width with the FP8 part in whole blocks of 64; results are contiguous.
+Those of the indexer at the same time. Source: official model.py (`Attention.forward`, `Indexer.forward`).
+Triton: consecutive columns, an even width with the FP8 part in whole blocks of 64, for the indexer a power of two from
+32 on; results are contiguous.
 """
 
 import torch
@@ -30,3 +31,22 @@ def queries_and_keys(
     recorded.
     """
     return choose(kv, ref).queries_and_keys(q, kv, weight, rotation, ring, cells, eps, round_keys)
+
+
+def queries_keys_and_index(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    index_q: torch.Tensor,
+    weight: torch.Tensor,
+    rotation: torch.Tensor,
+    ring: torch.Tensor,
+    cells: torch.Tensor,
+    eps: float,
+    round_keys: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same, and the indexer's queries through rotate and, with round_keys, hadamard and fp4_round with 32 columns.
+
+    index_q: [T, Hi, D] in kv's dtype, rows of any spacing; the other arguments as in queries_and_keys.
+    Returns what queries_and_keys does and the indexer's queries [T, Hi, D].
+    """
+    return choose(kv, ref).queries_keys_and_index(q, kv, index_q, weight, rotation, ring, cells, eps, round_keys)

@@ -2,8 +2,8 @@
 
 import torch
 
-from dsv4cli.kernels.block_scale.ref import fp8_round
-from dsv4cli.kernels.formats import KV_BLOCK
+from dsv4cli.kernels.block_scale.ref import fp4_round, fp8_round, hadamard
+from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
 from dsv4cli.kernels.norm.ref import head_norm, rms_norm
 from dsv4cli.kernels.rope.ref import rotate
 
@@ -23,6 +23,23 @@ def queries_and_keys(
         keys = rounded(keys, 2 * rotation.shape[-1])
     stored = cells >= 0
     return rotate(head_norm(q, eps), rotation), keys, placed(ring, cells[stored], keys[stored])
+
+
+def queries_keys_and_index(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    index_q: torch.Tensor,
+    weight: torch.Tensor,
+    rotation: torch.Tensor,
+    ring: torch.Tensor,
+    cells: torch.Tensor,
+    eps: float,
+    round_keys: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    index_q = rotate(index_q, rotation)
+    if round_keys:
+        index_q = fp4_round(hadamard(index_q), FP4_BLOCK)
+    return *queries_and_keys(q, kv, weight, rotation, ring, cells, eps, round_keys), index_q
 
 
 def rounded(keys: torch.Tensor, turned: int) -> torch.Tensor:

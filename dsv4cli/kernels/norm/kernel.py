@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
 
@@ -13,8 +14,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     per_program, columns, warps = tile(width)
     if count:
         _rms_norm[(triton.cdiv(count, per_program),)](
-            given, weight.contiguous(), y, count, given.stride(0), eps, width, per_program, columns, num_warps=warps
-        )
+            given, weight.contiguous(), y, count, given.stride(0), eps, width, per_program, columns,
+            num_warps=warps, **overlap(x),
+        )  # fmt: skip
     return y
 
 
@@ -44,12 +46,14 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None]
     inside = (row < count) & (column < WIDTH)
-    values = tl.load(x + row * stride + column, inside, other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
     factor = tl.load(weight + column, column < WIDTH, other=0.0).to(tl.float32)
+    wait_for_inputs(OVERLAP)
+    values = tl.load(x + row * stride + column, inside, other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
     tl.store(y + row * WIDTH + column, normed(values, factor, eps, WIDTH).to(y.dtype.element_ty), inside)
 
 
@@ -59,7 +63,7 @@ def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
     per_program, columns, warps = tile(width)
     if count:
         _head_norm[(triton.cdiv(count, per_program),)](
-            given, y, count, given.stride(0), eps, width, per_program, columns, num_warps=warps
+            given, y, count, given.stride(0), eps, width, per_program, columns, num_warps=warps, **overlap(q)
         )
     return y
 
@@ -74,10 +78,12 @@ def _head_norm(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None]
     inside = (row < count) & (column < WIDTH)
+    wait_for_inputs(OVERLAP)
     values = tl.load(q + row * stride + column, inside, other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
     dtype = y.dtype.element_ty
     tl.store(y + row * WIDTH + column, normed_head(values, eps, WIDTH, dtype).to(dtype), inside)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
 
@@ -22,6 +23,7 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         _rotate[(triton.cdiv(count, per_program),)](
             given, turns, y, count, given.stride(0), turns.stride(0), -1.0 if rotation.is_conj() else 1.0,
             count // len(rotation), rotation.shape[1], width, per_program, columns, num_warps=warps,
+            **(overlap(x) if len(rotation) <= 64 else {"OVERLAP": False}),  # it costs where there are many programs
         )  # fmt: skip
     return y
 
@@ -65,10 +67,12 @@ def _rotate(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None]
     inside = (row < count) & (column < WIDTH)
+    wait_for_inputs(OVERLAP)
     values = tl.load(x + row * stride + column, inside, other=0.0).to(tl.float32)
     turn = turns + row // HEADS * turn_stride
     cosine, sine = turns_of(turn, row < count, DIRECTION, TURNED, WIDTH, COLUMNS)

@@ -1,15 +1,36 @@
-"""The router in Triton: logits over experts and columns in one launch, the choice and the weights in a second."""
+"""The router in Triton: logits over experts and columns in one launch, the choice and the weights in a second.
 
+A few tokens take one launch, in which some programs do the work of the second.
+"""
+
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.overlap import overlap, wait_for_inputs
+from dsv4cli.kernels.routing.at_once import FEW, at_once
+from dsv4cli.kernels.routing.choice import best_of, score_of, store_choice
 from dsv4cli.kernels.rows import rows
 
 # tokens up to which a hash layer reads the rows of its chosen experts only, one token at a time
 GATHERED_TOKENS = 512
+
+
+class Few(NamedTuple):
+    """What a program that adds up logits takes where there is one launch: tokens, experts, columns."""
+
+    tokens: int
+    experts: int
+    block: int
+    warps: int
+
+
+def few(count: int) -> Few:
+    """Measured on an H200 with 256 experts and a width of 4096."""
+    return Few(1, 1, 1024, 1) if count == 1 else Few(16, 16, 512, 1)
 
 
 class Tiles(NamedTuple):
@@ -40,9 +61,10 @@ def tiles(count: int) -> Tiles:
 def route(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, route_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(x) <= FEW:
+        return _routed(x, weight, bias, k, route_scale)
     experts = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
-    parts = _scored(x, weight, bias) if len(x) == 1 else _parts(x, weight)
-    return experts, _select(parts, bias, experts, None, route_scale)
+    return experts, _select(_parts(x, weight), bias, experts, None, route_scale)
 
 
 def route_by_id(
@@ -58,41 +80,34 @@ def route_by_id(
             given, weight.contiguous(), table.contiguous(), ids.contiguous(), experts, weights,
             given.stride(0), route_scale,
             given.shape[1], k, triton.next_power_of_2(k), min(4096, triton.next_power_of_2(given.shape[1])),
-            num_warps=8,
+            num_warps=8, **overlap(x),
         )  # fmt: skip
     return experts, weights
 
 
-def _scored(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The scores of one token and the same with bias: fp32 [2, 1, E]."""
-    given, (number, width) = rows(x), weight.shape
-    parts = torch.empty(2, 1, number, device=x.device)
-    _scores[(number,)](
-        given, weight.contiguous(), bias, parts, number, width, min(4096, triton.next_power_of_2(width)), num_warps=8
-    )
-    return parts
+def _routed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, route_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given, (count, width), number, tile = rows(x), x.shape, len(weight), few(len(x))
+    experts = torch.empty(count, k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(count, k, device=x.device)
+    block = min(tile.block, max(16, triton.next_power_of_2(width)))
+    splits = triton.cdiv(width, block)
+    every = max(triton.next_power_of_2(number), 32 * tile.warps)  # a word of `take` for each thread
+    if count:
+        at_once[(triton.cdiv(number, tile.experts) * splits + count,)](
+            given, weight.contiguous(), bias, _left(x.device, splits * number), experts, weights,
+            count, given.stride(0), route_scale,
+            number, width, splits, triton.next_power_of_2(splits), k, every, triton.next_power_of_2(k),
+            tile.tokens, tile.experts, block, num_warps=tile.warps, **overlap(x),
+        )  # fmt: skip
+    return experts, weights
 
 
-@triton.jit
-def _scores(
-    x,  # [WIDTH]
-    weight,  # [NUMBER, WIDTH]
-    bias,  # [NUMBER]
-    parts,  # [2, NUMBER]
-    NUMBER: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    expert = tl.program_id(0)
-    extra, sums = tl.load(bias + expert), tl.zeros([BLOCK], tl.float32)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        factors = tl.load(weight + expert * WIDTH + column, column < WIDTH, other=0.0)
-        values = tl.load(x + column, column < WIDTH, other=0.0)
-        sums += factors.to(tl.float32) * values.to(tl.float32)
-    score = _score(tl.sum(sums, 0))
-    tl.store(parts + expert, score)
-    tl.store(parts + NUMBER + expert, score + extra)
+@cache
+def _left(device: torch.device, places: int) -> torch.Tensor:
+    """What programs of a launch leave for others: 0 between launches, which follow one another."""
+    return torch.zeros(FEW, places, dtype=torch.int32, device=device)
 
 
 def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -105,7 +120,7 @@ def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         _logits[(triton.cdiv(number, tile.experts), triton.cdiv(count, tile.tokens), len(parts))](
             given, weight.contiguous(), parts, count, given.stride(0),
             number, width, columns, tile.tokens, tile.experts, tile.block,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **overlap(x),
         )  # fmt: skip
     return parts
 
@@ -123,10 +138,12 @@ def _logits(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[:, None]
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
     first = tl.program_id(2) * COLUMNS
+    wait_for_inputs(OVERLAP)
     sums = tl.zeros([EXPERTS, TOKENS], tl.float32)
     for start in range(0, COLUMNS, BLOCK):
         column = first + start + tl.arange(0, BLOCK)[None]
@@ -156,28 +173,9 @@ def _select(
         _choose[(count,)](
             parts, parts if bias is None else bias, table, ids, experts, weights, count, route_scale,
             number, splits, k, triton.next_power_of_2(number), triton.next_power_of_2(k),
-            by_id is not None, count == 1 and by_id is None,
-            num_warps=1,
+            by_id is not None, num_warps=1, **overlap(parts),
         )  # fmt: skip
     return weights
-
-
-@triton.jit
-def _score(logits):
-    """sqrt(softplus(logits)); softplus is linear above 20, as torch's."""
-    small = tl.minimum(logits, 20.0)
-    # log(1 + u) = u * log(w) / (w - 1) with w the rounded sum: the rounding cancels (W. Kahan)
-    power = tl.exp(small)
-    above = 1.0 + power
-    soft = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
-    return tl.sqrt(tl.where(logits > 20.0, logits, soft))
-
-
-@triton.jit
-def _ordered(x):
-    """int32 that compare as the floats do."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -196,36 +194,25 @@ def _choose(
     EXPERTS: tl.constexpr,  # NUMBER, rounded up
     PLACES: tl.constexpr,  # K, rounded up
     BY_ID: tl.constexpr,
-    SCORED: tl.constexpr,  # the parts are a score and the same with bias
+    OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
-    if SCORED:
-        scores = tl.load(parts + expert, expert < NUMBER, other=0.0)
-        biased = tl.load(parts + NUMBER + expert, expert < NUMBER, other=0.0)
-    else:
-        logits = tl.zeros([EXPERTS], tl.float32)
-        for split in tl.static_range(SPLITS):
-            row = parts + (split * count.to(tl.int64) + token) * NUMBER
-            logits += tl.load(row + expert, expert < NUMBER, other=0.0)
-        scores = _score(logits)
-        biased = scores if BY_ID else scores + tl.load(bias + expert, expert < NUMBER, other=0.0)
-    chosen, values = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.int32)
+    wait_for_inputs(OVERLAP)
+    logits = tl.zeros([EXPERTS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        row = parts + (split * count.to(tl.int64) + token) * NUMBER
+        logits += tl.load(row + expert, expert < NUMBER, other=0.0)
+    scores = score_of(logits)
     if BY_ID:
         row = table + tl.load(ids + token) * K + place
         chosen = tl.load(row, place < K, other=0).to(tl.int32)
-        values = tl.sum(tl.where(chosen[:, None] == expert[None], scores.to(tl.int32, bitcast=True)[None], 0), 1)
+        bits = tl.where(chosen[:, None] == expert[None], scores.to(tl.int32, bitcast=True)[None], 0)
+        values = tl.sum(bits, 1).to(tl.float32, bitcast=True)
     else:
-        order = tl.where(expert < NUMBER, _ordered(biased), -0x80000000)
-        for taken in tl.static_range(K):
-            best = tl.min(tl.where(order == tl.max(order, 0), expert, EXPERTS), 0)
-            # as integers, which a warp compares in one instruction; no score is negative
-            value = tl.max(tl.where(expert == best, scores.to(tl.int32, bitcast=True), 0), 0)
-            chosen, values = tl.where(place == taken, best, chosen), tl.where(place == taken, value, values)
-            order = tl.where(expert == best, -0x80000000, order)
-    values = tl.where(place < K, values.to(tl.float32, bitcast=True), 0.0)
-    tl.store(experts + token * K + place, chosen.to(tl.int64), place < K)
-    tl.store(weights + token * K + place, values / tl.sum(values, 0) * route_scale, place < K)
+        biased = scores + tl.load(bias + expert, expert < NUMBER, other=0.0)
+        chosen, values = best_of(scores, biased, NUMBER, K, PLACES)
+    store_choice(experts, weights, token, chosen, values, route_scale, K)
 
 
 @triton.jit
@@ -242,8 +229,10 @@ def _gathered(
     K: tl.constexpr,
     PLACES: tl.constexpr,  # K, rounded up
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     token, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
+    wait_for_inputs(OVERLAP)
     chosen = tl.load(table + tl.load(ids + token) * K + place, place < K, other=0)
     sums = tl.zeros([PLACES, BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -252,6 +241,4 @@ def _gathered(
         place_inside = (place < K)[:, None] & (column < WIDTH)[None]
         factors = tl.load(weight + chosen[:, None] * WIDTH + column[None], place_inside, other=0.0)
         sums += factors.to(tl.float32) * values[None]
-    scores = tl.where(place < K, _score(tl.sum(sums, 1)), 0.0)
-    tl.store(experts + token * K + place, chosen, place < K)
-    tl.store(weights + token * K + place, scores / tl.sum(scores, 0) * route_scale, place < K)
+    store_choice(experts, weights, token, chosen, score_of(tl.sum(sums, 1)), route_scale, K)

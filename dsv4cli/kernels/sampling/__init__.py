@@ -1,7 +1,7 @@
 """From logits to tokens: the likeliest, or one drawn at a temperature from the nucleus of probability top_p.
 
 Source: official generate.py (`sample`: Gumbel-max). Nothing waits for the device.
-Triton: fp32 with consecutive columns.
+Triton: fp32 with consecutive columns, seeds and places one behind the other.
 """
 
 import torch
@@ -24,3 +24,14 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: f
     The sum: exact in Triton, a running one of fp32 in the reference. Returns int64 [R].
     """
     return choose(logits, ref).draw(logits, noise, temperature, top_p)
+
+
+def noise(seeds: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
+    """Exponential noise of mean 1 that depends on seed, place and column only, on every device the same.
+
+    seeds, places: int64 [R]. The bits of column c are m(m(m(seed) + s * place) + s * c) modulo 2 ** 64, where m(x) is
+    what splitmix64 gives in state x and s its step; the value is -log((k + 0.5) / 2 ** 52) of their first 52, k, taken
+    in fp64 and rounded once.
+    Returns fp32 [R, width], above 0.
+    """
+    return choose(seeds, ref).noise(seeds, places, width)

@@ -7,20 +7,26 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.sampling.nucleus import (
     BINS,
-    BITS,
+    CHUNK,
+    COPIES,
     LEVELS,
     UNIT,
     add_mass,
     find_smallest,
     first_of_nucleus,
+    key_of,
     race_of_nucleus,
 )
-from dsv4cli.kernels.sampling.parts import NOWHERE, best_of, divided, partial
+from dsv4cli.kernels.sampling.parts import NOWHERE, STEP, best_of, divided, mixed, partial
 
-# of a program that works on a part
-WARPS = 4
+
+def warps(rows: int) -> int:
+    """Of a program that works on a part."""
+    # H200, a nucleus: one row 24.6 us with eight and 32.6 with four, 16 rows 143 and 136
+    return 8 if rows <= 4 else 4
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -29,7 +35,9 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     part, parts = divided(width)
     best, places = partial(rows, parts, logits.device)
     if rows:
-        _largest[(parts, rows)](logits, best, places, logits.stride(0), width, part, num_warps=WARPS)
+        _largest[(parts, rows)](
+            logits, best, places, logits.stride(0), width, part, num_warps=warps(rows), **overlap(logits)
+        )
     return first_of_best(best, places)
 
 
@@ -42,34 +50,41 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: f
     best, places = partial(rows, parts, device)
     if not rows:
         return first_of_best(best, places)
+    options = {"num_warps": warps(rows), **overlap(logits)}
     chances = torch.empty(rows, width, dtype=torch.float32, device=device)
     tops, sums = partial(rows, parts, device)[0], partial(rows, parts, device)[0]
-    # of each level: the bins of a row; what the level before has found, a prefix of bits and the sum of all above it
-    mass = torch.empty(LEVELS.value, rows, BINS.value, dtype=torch.int64, device=device)
+    # the histograms of a row; what each level has found, some digits of a key and the sum of all above them
+    mass = torch.empty(rows, LEVELS.value, COPIES.value, BINS.value, dtype=torch.int64, device=device)
     found = torch.empty(LEVELS.value + 1, rows, 2, dtype=torch.int64, device=device)
-    cleared = triton.next_power_of_2(triton.cdiv(BINS.value, parts))
-    _scaled[grid](
-        logits, chances, tops, sums, mass, logits.stride(0), temperature, rows, width, part, cleared, num_warps=WARPS
-    )
+    cleared = triton.next_power_of_2(triton.cdiv(mass[:1].numel(), parts))
+    _scaled[grid](logits, chances, tops, sums, mass, logits.stride(0), temperature, width, part, cleared, **options)
     within, limit = top_p < 1, int(fp32(top_p) * UNIT.value)
     # all that is less likely holds half of what the nucleus leaves out, at most; no such bound near 1, for fp32 errs
     least = (1 - top_p) / (2 * width) if top_p < 0.9999 else 0.0
-    _chances[grid](chances, tops, sums, mass, least, parts, width, part, padded, within, num_warps=WARPS)
+    _chances[grid](chances, tops, sums, mass, least, parts, width, part, padded, within, **options)
     if not within:
-        _race[grid](chances, noise, best, places, noise.stride(0), width, part, num_warps=WARPS)
+        _race[grid](chances, noise, best, places, noise.stride(0), width, part, **options)
         return first_of_best(best, places)
     for level in range(1, LEVELS.value):
-        find_smallest[grid](chances, mass, found, limit, least, rows, width, part, level, num_warps=WARPS)
+        find_smallest[grid](chances, mass, found, limit, least, rows, width, part, level, **options)
     ties, (tied, tie_places) = partial(rows, parts, device)[1], partial(rows, parts, device)
     outcome = (best, places, tied, tie_places, ties)
-    race_of_nucleus[grid](
-        chances, noise, mass, found, *outcome, noise.stride(0), limit, rows, width, part, num_warps=WARPS
-    )
+    race_of_nucleus[grid](chances, noise, mass, found, *outcome, noise.stride(0), limit, rows, width, part, **options)
     chosen = torch.empty(rows, dtype=torch.int64, device=device)
     first_of_nucleus[(rows,)](
-        chances, noise, found, *outcome, chosen, noise.stride(0), rows, parts, width, part, padded, num_warps=WARPS
+        chances, noise, found, *outcome, chosen, noise.stride(0), rows, parts, width, part, padded, **options
     )
     return chosen
+
+
+def noise(seeds: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
+    if any(x.dtype != torch.int64 or (x.stride(0) != 1 and len(x) > 1) for x in (seeds, places)):
+        raise KernelUnsupported("Triton makes noise from seeds and places in int64, one behind the other")
+    made = torch.empty(len(seeds), width, dtype=torch.float32, device=seeds.device)
+    part, parts = divided(width)
+    if len(seeds):
+        _noise[(parts, len(seeds))](seeds, places, made, width, part, num_warps=4, **overlap(seeds))
+    return made
 
 
 def check(x: torch.Tensor) -> None:
@@ -88,14 +103,16 @@ def first_of_best(best: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     rows, parts = best.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=best.device)
     if rows:
-        _first_of_best[(rows,)](best, places, chosen, parts, triton.next_power_of_2(parts), num_warps=1)
+        padded = triton.next_power_of_2(parts)
+        _first_of_best[(rows,)](best, places, chosen, parts, padded, num_warps=1, **overlap(best))
     return chosen
 
 
 @triton.jit
-def _largest(logits, best, places, stride, WIDTH: tl.constexpr, PART: tl.constexpr):
+def _largest(logits, best, places, stride, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * PART + tl.arange(0, PART)
+    wait_for_inputs(OVERLAP)
     values = tl.load(logits + row * stride + column, column < WIDTH, other=float("-inf"))
     top, place = best_of(values, column, column < WIDTH)
     tl.store(best + row * tl.num_programs(0) + part, top)
@@ -103,35 +120,37 @@ def _largest(logits, best, places, stride, WIDTH: tl.constexpr, PART: tl.constex
 
 
 @triton.jit
-def _first_of_best(best, places, chosen, PARTS: tl.constexpr, PADDED: tl.constexpr):
+def _first_of_best(best, places, chosen, PARTS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    wait_for_inputs(OVERLAP)
     values = tl.load(best + row * PARTS + part, part < PARTS, other=float("-inf"))
     place = tl.load(places + row * PARTS + part, part < PARTS, other=NOWHERE)
     tl.store(chosen + row, best_of(values, place, part < PARTS)[1].to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _scaled(
-    logits,  # [count, WIDTH]
-    scaled,  # [count, WIDTH]: logits / temperature
-    tops,  # [count, parts]: the largest of a part
-    sums,  # [count, parts]: of exp(scaled - top)
-    mass,  # int64 [LEVELS, count, BINS], cleared
+    logits,  # [rows, WIDTH]
+    scaled,  # [rows, WIDTH]: logits / temperature
+    tops,  # [rows, parts]: the largest of a part
+    sums,  # [rows, parts]: of exp(scaled - top)
+    mass,  # int64 [rows, LEVELS, COPIES, BINS], cleared
     stride,
     temperature,
-    count,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     CLEARED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * PART + tl.arange(0, PART)
+    wait_for_inputs(OVERLAP)
     values = tl.load(logits + row * stride + column, column < WIDTH, other=float("-inf"))
     values = tl.div_rn(values, temperature)
     tl.store(scaled + row * WIDTH + column, values, column < WIDTH)
     number = part * CLEARED + tl.arange(0, CLEARED)
-    for level in tl.static_range(LEVELS):
-        tl.store(mass + (level * count + row) * BINS + number, tl.zeros([CLEARED], tl.int64), number < BINS)
+    total: tl.constexpr = LEVELS * COPIES * BINS
+    tl.store(mass + row * total + number, tl.zeros([CLEARED], tl.int64), number < total)
     top = tl.max(values, 0)
     tl.store(tops + row * tl.num_programs(0) + part, top)
     tl.store(sums + row * tl.num_programs(0) + part, tl.sum(tl.exp(values - top), 0))
@@ -142,34 +161,49 @@ def _chances(
     chances,  # [rows, WIDTH]: logits / temperature, made chances
     tops,
     sums,
-    mass,  # int64 [rows, BINS], of the first level
+    mass,
     least,  # what is less likely is not in the nucleus
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PADDED: tl.constexpr,
     NUCLEUS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    part, column = tl.arange(0, PADDED), tl.program_id(0) * PART + tl.arange(0, PART)
-    values = tl.load(chances + row * WIDTH + column, column < WIDTH, other=float("-inf"))
+    row, part = tl.program_id(1).to(tl.int64), tl.arange(0, PADDED)
+    wait_for_inputs(OVERLAP)
     highs = tl.load(tops + row * PARTS + part, part < PARTS, other=float("-inf"))
     parts = tl.load(sums + row * PARTS + part, part < PARTS, other=0.0)
     top = tl.max(highs, 0)
     share = 1.0 / tl.sum(parts * tl.exp(highs - top), 0)
-    chance = tl.exp(values - top) * share
-    tl.store(chances + row * WIDTH + column, chance, column < WIDTH)
-    if NUCLEUS:
-        bits = chance.to(tl.int32, bitcast=True)
-        add_mass(mass + row * BINS, bits >> (LEVELS - 1) * BITS, chance, (column < WIDTH) & (chance > least))
+    for chunk in tl.static_range(PART // CHUNK):
+        column = tl.program_id(0) * PART + chunk * CHUNK + tl.arange(0, CHUNK)
+        values = tl.load(chances + row * WIDTH + column, column < WIDTH, other=float("-inf"))
+        chance = tl.exp(values - top) * share
+        tl.store(chances + row * WIDTH + column, chance, column < WIDTH)
+        if NUCLEUS:
+            known = (column < WIDTH) & (chance > least)
+            add_mass(mass + row * LEVELS * COPIES * BINS, key_of(chance), known, 0, 1)
 
 
 @triton.jit
-def _race(chances, noise, best, places, stride, WIDTH: tl.constexpr, PART: tl.constexpr):
+def _race(chances, noise, best, places, stride, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * PART + tl.arange(0, PART)
+    wait_for_inputs(OVERLAP)
     chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
     race = chance / tl.load(noise + row * stride + column, column < WIDTH, other=1.0)
     top, place = best_of(race, column, column < WIDTH)
     tl.store(best + row * tl.num_programs(0) + part, top)
     tl.store(places + row * tl.num_programs(0) + part, place)
+
+
+@triton.jit
+def _noise(seeds, places, noise, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
+    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * PART + tl.arange(0, PART)
+    wait_for_inputs(OVERLAP)
+    state = mixed(mixed(tl.load(seeds + row).to(tl.uint64)) + tl.load(places + row).to(tl.uint64) * STEP)
+    bits = mixed(state + column.to(tl.uint64) * STEP) >> 12
+    # exact in fp64
+    share = (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.0**-52
+    tl.store(noise + row * WIDTH + column, (-tl.log(share)).to(tl.float32), column < WIDTH)

@@ -1,41 +1,80 @@
 """The nucleus without sorting: the smallest chance that has a place in it, and the best of what is in it.
 
-Three histograms of chances, ten bits of their pattern each, lead to the smallest chance. Their sums are integers,
-2 ** -62 the unit: exact, so that no order of adding matters.
+Histograms of chances lead to the smallest chance, six bits of it each. Their sums are integers, 2 ** -62 the unit:
+exact, so that no order of adding matters.
 """
 
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.overlap import wait_for_inputs
 from dsv4cli.kernels.sampling.parts import NOWHERE, best_of
 
-# the bits of a chance from 0 to 1 in as many levels
-LEVELS, BITS = tl.constexpr(3), tl.constexpr(10)
-BINS, UNIT = tl.constexpr(1 << BITS.value), tl.constexpr(2.0**62)
+LEVELS, BINS, UNIT = tl.constexpr(5), tl.constexpr(64), tl.constexpr(2.0**62)
+# so many histograms of each level are added up, lest all programs add to the same few numbers
+COPIES = tl.constexpr(8)
+# so many mantissas of 24 bits have a sum of 32; from how many known ones on a program adds them up first, which takes
+# as long for few as for all; the levels where there may be so many
+CHUNK, MANY, CROWDED = tl.constexpr(256), tl.constexpr(96), tl.constexpr(2)
 
 
 @triton.jit
-def add_mass(bins, number, chance, known):
-    """Adds chances to the bins of these numbers."""
-    tl.atomic_add(bins + number, (chance * UNIT).to(tl.int64), known, sem="relaxed")
+def key_of(chance):
+    """A number of five digits of six bits that grows with the chance, int32: first its exponent, 0 below the unit."""
+    bits = chance.to(tl.int32, bitcast=True)
+    return (tl.maximum((bits >> 23) - 64, 0) << 24) | ((bits & 0x7FFFFF) << 1)
+
+
+@triton.jit
+def in_units(mantissas, exponent):
+    """A sum of mantissas that share the first digit of their keys; int64."""
+    up = (exponent - 24).to(tl.int64)
+    sums = tl.where(up >= 0, mantissas << tl.maximum(up, 0), mantissas >> tl.maximum(-up, 0))
+    return tl.where(exponent > 0, sums, 0)
+
+
+@triton.jit
+def mantissa_of(key):
+    return (((key >> 1) & 0x7FFFFF) | 0x800000).to(tl.uint32)
+
+
+@triton.jit
+def add_mass(bins, key, known, first, LEVEL: tl.constexpr):
+    """Adds the chances of these keys (int32 [CHUNK]) to a level's bins.
+
+    first: the first digit that all known keys have, unless the level is that of this digit.
+    """
+    number, digit = tl.arange(0, BINS), (key >> (LEVELS - LEVEL) * 6) & (BINS - 1)
+    mantissa, crowded = mantissa_of(key), False
+    if LEVEL <= CROWDED:
+        crowded = tl.sum(known.to(tl.int32), 0) > MANY
+    if crowded:
+        inside = tl.where(known, digit, -1)[:, None] == number[None]
+        sums = tl.sum(tl.where(inside, mantissa[:, None], 0), 0).to(tl.int64)
+        units = in_units(sums, number if LEVEL == 1 else first)
+        tl.atomic_add(bins + tl.program_id(0) % COPIES * BINS + number, units, sums > 0, sem="relaxed")
+    else:
+        each = in_units(mantissa.to(tl.int64), key >> (LEVELS - 1) * 6)
+        tl.atomic_add(bins + tl.arange(0, CHUNK) % COPIES * BINS + digit, each, known, sem="relaxed")
 
 
 @triton.jit
 def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
-    """The lowest bin of a level above which lies less than limit: all bits known with it, and what lies above.
+    """The digits of the smallest chance's key that are known after a level, and what lies above all that have them.
 
     first: whether this program writes down what it has found.
     """
-    prefix, above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    prefix, above = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
     if LEVEL > 1:
-        prefix = tl.load(found + ((LEVEL - 1) * count + row) * 2)
+        prefix = tl.load(found + ((LEVEL - 1) * count + row) * 2).to(tl.int32)
         above = tl.load(found + ((LEVEL - 1) * count + row) * 2 + 1)
-    inside = tl.load(mass + ((LEVEL - 1) * count + row) * BINS + tl.arange(0, BINS))
+    copy, number = tl.arange(0, COPIES)[:, None], tl.arange(0, BINS)[None]
+    inside = tl.sum(tl.load(mass + ((row * LEVELS + LEVEL - 1) * COPIES + copy) * BINS + number), 0)
     higher = above + tl.sum(inside, 0) - tl.cumsum(inside, 0)
     # the higher the bin, the less is above
-    prefix = (prefix << BITS) | tl.sum((higher >= limit).to(tl.int32), 0)
+    prefix = prefix * BINS + tl.sum((higher >= limit).to(tl.int32), 0)
     above = tl.max(tl.where(higher < limit, higher, 0), 0)
-    tl.store(found + (LEVEL * count + row) * 2, prefix, first)
+    tl.store(found + (LEVEL * count + row) * 2, prefix.to(tl.int64), first)
     tl.store(found + (LEVEL * count + row) * 2 + 1, above, first)
     return prefix, above
 
@@ -43,23 +82,25 @@ def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
 @triton.jit(do_not_specialize=["limit", "count"])
 def find_smallest(
     chances,
-    mass,
-    found,  # int64 [LEVELS + 1, count, 2]: bits known of the smallest chance of the nucleus, sum of all above these
+    mass,  # int64 [count, LEVELS, COPIES, BINS]
+    found,  # int64 [LEVELS + 1, count, 2]: digits known of the smallest chance of the nucleus, sum of all above these
     limit,  # top_p in units
     least,
     count,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
-    LEVEL: tl.constexpr,  # histograms that are complete
+    LEVEL: tl.constexpr,  # those that are complete
+    OVERLAP: tl.constexpr,
 ):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    column = part * PART + tl.arange(0, PART)
-    chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
+    wait_for_inputs(OVERLAP)
     prefix, _ = lowest_bin(mass, found, row, count, limit, part == 0, LEVEL)
-    bits = chance.to(tl.int32, bitcast=True)
-    same = ((bits >> (LEVELS - LEVEL) * BITS) == prefix) & (chance > least)
-    number = (bits >> (LEVELS - 1 - LEVEL) * BITS) & (BINS - 1)
-    add_mass(mass + (LEVEL * count + row) * BINS, number, chance, same)
+    for chunk in tl.static_range(PART // CHUNK):
+        column = part * PART + chunk * CHUNK + tl.arange(0, CHUNK)
+        chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
+        key = key_of(chance)
+        same = ((key >> (LEVELS - LEVEL) * 6) == prefix) & (chance > least)
+        add_mass(mass + (row * LEVELS + LEVEL) * COPIES * BINS, key, same, prefix >> (LEVEL - 1) * 6, LEVEL + 1)
 
 
 @triton.jit(do_not_specialize=["limit", "count"])
@@ -78,26 +119,28 @@ def race_of_nucleus(
     count,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * PART + tl.arange(0, PART)
     inside = column < WIDTH
+    wait_for_inputs(OVERLAP)
     chance = tl.load(chances + row * WIDTH + column, inside, other=0.0)
     race = chance / tl.load(noise + row * stride + column, inside, other=1.0)
     smallest, above = lowest_bin(mass, found, row, count, limit, False, LEVELS)
-    bits = chance.to(tl.int32, bitcast=True)
+    key = key_of(chance)
     slot = row * tl.num_programs(0) + part
-    top, place = best_of(race, column, inside & (bits > smallest))
+    top, place = best_of(race, column, inside & (key > smallest))
     tl.store(best + slot, top)
     tl.store(places + slot, place)
-    tie = inside & (bits == smallest)
+    tie = inside & (key == smallest)
     top, place = best_of(race, column, tie)
     tl.store(tied + slot, top)
     tl.store(tie_places + slot, place)
     tl.store(ties + slot, tl.sum(tie.to(tl.int32), 0))
     # as many of equals as there are with less than top_p before them
-    weight = tl.maximum((smallest.to(tl.int32).to(tl.float32, bitcast=True) * UNIT).to(tl.int64), 1)
-    tl.store(found + (LEVELS * count + row) * 2, smallest, part == 0)
+    weight = tl.maximum(in_units(mantissa_of(smallest).to(tl.int64), smallest >> (LEVELS - 1) * 6), 1)
+    tl.store(found + (LEVELS * count + row) * 2, smallest.to(tl.int64), part == 0)
     tl.store(found + (LEVELS * count + row) * 2 + 1, (limit - above + weight - 1) // weight, part == 0)
 
 
@@ -118,9 +161,11 @@ def first_of_nucleus(
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     known, slot = part < PARTS, row * PARTS + part
+    wait_for_inputs(OVERLAP)
     smallest = tl.load(found + (LEVELS * count + row) * 2)
     room = tl.load(found + (LEVELS * count + row) * 2 + 1)
     top, place = best_of(tl.load(best + slot, known, other=0.0), tl.load(places + slot, known, other=0), known)
@@ -135,7 +180,7 @@ def first_of_nucleus(
     column = split * PART + tl.arange(0, PART)
     chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
     race = chance / tl.load(noise + row * stride + column, column < WIDTH, other=1.0)
-    equal = (column < WIDTH) & (chance.to(tl.int32, bitcast=True) == smallest)
+    equal = (column < WIDTH) & (key_of(chance) == smallest)
     last, last_place = best_of(race, column, equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
     largest = tl.maximum(tl.maximum(top, tie), last)
     place = tl.minimum(tl.where(top == largest, place, NOWHERE), tl.where(tie == largest, tie_place, NOWHERE))

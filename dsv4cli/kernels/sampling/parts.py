@@ -4,9 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.sampling import ref
+
 # parts of a row; the values of a part where the row is short enough
 PARTS, PART = 128, 1024
 NOWHERE = tl.constexpr(0x7FFFFFFF)
+STEP, FIRST, SECOND = tl.constexpr(ref.STEP), tl.constexpr(ref.FACTORS[0]), tl.constexpr(ref.FACTORS[1])
 
 
 def divided(width: int) -> tuple[int, int]:
@@ -26,3 +29,12 @@ def best_of(values, column, known):
     """The largest of values (fp32 [n]) where known, and its lowest column."""
     top = tl.max(tl.where(known, values, float("-inf")), 0)
     return top, tl.min(tl.where(known & (values == top), column, NOWHERE), 0)
+
+
+@triton.jit
+def mixed(x):
+    """What splitmix64 gives in each state, uint64."""
+    x += STEP
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)

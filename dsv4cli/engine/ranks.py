@@ -1,0 +1,174 @@
+"""The processes of a tensor-parallel run: started by torch's launcher, joined by each of them, and how they end."""
+
+import atexit
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import sleep
+from uuid import uuid4
+
+import torch
+from torch import distributed
+from torch.distributed.rendezvous import rendezvous
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.layout import Formats, expected_tensors
+from dsv4cli.engine.parallel import SMALL_BYTES, PeerMemory, World
+from dsv4cli.engine.weights import local_shape
+from dsv4cli.errors import Dsv4Error, UnsupportedHardware, UsageError
+from dsv4cli.kernels.formats import FP8_BLOCK
+
+# how long a rank that fails because of another waits to be ended by the launcher, which sees that other first
+PATIENCE_SECONDS = 10
+
+
+class RankLost(Dsv4Error):
+    """A rank has ended, and the others cannot go on."""
+
+
+def check_degree(size: int, config: ModelConfig, formats: Formats, *, rounds: bool) -> None:
+    """Raises UsageError or CheckpointError when `size` ranks do not divide the model; rounds: whether what comes into
+    its FP4 matrices is rounded, in blocks."""
+    world = World(0, size)
+    world.check_divides(config)
+    for spec in expected_tensors(config, formats).values():
+        local_shape(spec, world)
+        inner = spec.columns // size
+        if rounds and spec.dtype == "I8" and spec.shard == 1 and inner % FP8_BLOCK:
+            raise UsageError(
+                f"{size} ranks would have {inner} of the {spec.columns} columns of {spec.name} each, and what it is "
+                f"multiplied with is rounded in blocks of {FP8_BLOCK}",
+                "use fewer ranks",
+            )
+
+
+def check_devices(size: int, device: torch.device) -> None:
+    """Raises UsageError for one GPU that is named for several ranks, UnsupportedHardware for too few of them."""
+    if device.index is not None:
+        raise UsageError(f"--device {device} is one GPU, and each rank takes its own", "use --device cuda")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and size > count:
+        raise UnsupportedHardware(
+            f"{size} ranks need {size} GPUs, and PyTorch sees {count}", f"use at most {count} ranks, or --device cpu"
+        )
+
+
+def launch(size: int, command: Sequence[str]) -> int:
+    """Runs `python command…` in `size` processes of this machine as torchrun does; 0, or how the first to fail ended.
+
+    It has said why. When one ends badly the others are ended, and so are all when this process is interrupted. Raises
+    RankLost for one that a signal has killed.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="",  # ours end the launcher, which then ends the ranks
+    )
+    # it logs what it does, and each failure with a traceback
+    logging.disable()
+    try:
+        # the launcher replaces ${local_rank}, and $$ by $
+        elastic_launch(config, sys.executable)(*(word.replace("$", "$$") for word in command))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        raise RankLost(f"rank {rank} was killed: {failure.signal_name()}", "see whether memory ran out") from None
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[tuple[World, torch.device]]:
+    """Joins the ranks that torchrun or `launch` has started: this one's place, and its own GPU where device is CUDA.
+
+    A rank that fails inside leaves at once, and only the first to fail says why.
+    """
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # a rank does not outlive its launcher
+    local = distributed.get_node_local_rank()
+    if device.type == "cuda":
+        check_devices(local + 1, device)
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    store, rank, size = next(rendezvous("env://"))
+    try:
+        backend, gpu = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
+        yield _world(local, device), device
+        distributed.destroy_process_group()
+    except BaseException as error:
+        code = getattr(error, "exit_code", 1)
+        # an orderly end of the interpreter may wait for what the other ranks still owe this one
+        atexit.register(os._exit, code)
+        lost = _lost_others(error)
+        if lost:
+            sleep(PATIENCE_SECONDS)
+        if store.add("failed", 1) > 1:
+            sleep(PATIENCE_SECONDS)  # until the first has spoken and left
+            sys.exit(code)
+        if lost:
+            raise RankLost(f"rank {rank} has lost another: {error}", "see how the others ended") from None
+        raise
+
+
+def _lost_others(error: BaseException) -> bool:
+    # gloo has no class of its own for a rank that is gone
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
+
+
+def interruptible() -> None:
+    """From here on a signal ends this rank at once, also where it waits for the others; nothing is left to tidy up."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _world(local: int, device: torch.device) -> World:
+    """This process's place; local: its number on this machine."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    numbers = _said(local)
+    if device.type == "cuda":
+        return World(rank, size, _peer_memory(numbers, device))
+    torch.set_num_threads(max(1, torch.get_num_threads() // (max(numbers) + 1)))
+    return World(rank, size)
+
+
+def _peer_memory(numbers: list[int], device: torch.device) -> PeerMemory | None:
+    """The short way of small sums, decided alike by all ranks: None with several machines or GPUs that do not see each
+    other's memory."""
+    from torch.distributed import _symmetric_memory
+
+    one_machine = numbers == list(range(len(numbers)))
+    others = [number for number in numbers if number != device.index]
+    if not one_machine or not all(_said(all(torch.cuda.can_device_access_peer(device, other) for other in others))):
+        return None
+    assert distributed.group.WORLD is not None
+    group = distributed.group.WORLD.group_name
+    try:
+        buffer = _symmetric_memory.empty(SMALL_BYTES, dtype=torch.uint8, device=device)
+        mapped = _symmetric_memory.rendezvous(buffer, group) is not None
+    except RuntimeError:  # memory that the driver does not share
+        mapped = False
+    return PeerMemory(buffer, group) if all(_said(mapped)) else None
+
+
+def _said(mine: int) -> list[int]:
+    """What each rank gives, in their order."""
+    said = [0] * distributed.get_world_size()
+    distributed.all_gather_object(said, mine)
+    return said
