@@ -79,7 +79,8 @@ class Decoder:
                 self._compute(step.numbers)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # NCCL asks for its events from a thread of its own
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits = self._compute(step.numbers)
 
         def replay() -> torch.Tensor:
