@@ -92,7 +92,9 @@ def test_queries_of_the_indexer_in_the_same_launch(shape, dtype, round_keys):
     *ours, index = queries_keys_and_index(q, kv, index_q, weight, rotation, ring, cells, EPS, round_keys)
     assert all(torch.equal(*pair) for pair in zip(ours, queries_and_keys(q, kv, *others), strict=True))
     expected = rotate(index_q.contiguous(), rotation)
-    assert torch.equal(index, fp4_round(hadamard(expected), 32) if round_keys else expected)
+    expected = fp4_round(hadamard(expected), 32) if round_keys else expected
+    # two kernels may fuse another product of a rotation with its sum, which shows in fp32 and not in bf16's 8 bits
+    torch.testing.assert_close(index, expected, rtol=0, atol=0 if dtype == torch.bfloat16 else 2e-6)
 
 
 def test_a_gradient_flows_through_a_new_ring():

@@ -136,8 +136,8 @@ class _Step:
             self.work.append((sequence, row))
         if load.context:
             self._fill()
-        if self.decoder is not None:
-            self.decoder.filled(self.next)  # captured now, before anything is hooked into the model
+        # captured now, before anything is hooked into the model
+        self.captured = None if self.decoder is None else self.decoder.filled(self.next)
 
     def _fill(self) -> None:
         """Random state, as if the context had gone through the model."""
@@ -153,15 +153,14 @@ class _Step:
 
     def run(self, ranges: Ranges) -> torch.Tensor:
         """The logits of each sequence's last token; the parts outside the blocks are marked in `ranges`."""
-        numbers = None if self.decoder is None else self.decoder.filled(self.next).numbers
         with ranges.range(BATCH):
-            if self.decoder is None or numbers is None:
+            if self.decoder is None or self.captured is None:
                 batch = make_batch(self.cache, self.work)
             else:
-                batch = self.decoder.batch(numbers)
+                batch = self.decoder.batch(self.captured.numbers)
         streams = self.model(batch, self.cache).streams
         with ranges.range(HEAD):
-            return self.model.logits(streams if numbers is not None else streams[batch.last])
+            return self.model.logits(streams if self.captured else streams[batch.last])
 
     @property
     def next(self) -> list[tuple[Sequence, int]]:
@@ -171,7 +170,7 @@ class _Step:
     @property
     def replay(self) -> Call | None:
         """The captured step, its numbers being there."""
-        return None if self.decoder is None else self.decoder.filled(self.next).run
+        return None if self.captured is None else self.captured.run
 
     def whole(self) -> torch.Tensor:
         """The step as it runs in use: captured where it can be."""
