@@ -8,9 +8,6 @@ import math
 import torch
 
 from dsv4cli.engine.config import ModelConfig
-from dsv4cli.kernels.places.ref import rotation
-
-__all__ = ["correction_range", "frequencies", "rotation"]
 
 
 def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:

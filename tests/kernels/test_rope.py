@@ -8,7 +8,8 @@ import torch
 
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.presets import PRESETS
-from dsv4cli.engine.rope import correction_range, frequencies, rotation
+from dsv4cli.engine.rope import correction_range, frequencies
+from dsv4cli.kernels.places.ref import rotation
 from dsv4cli.kernels.rope import rotate
 from tests.kernels.rounding import FP32, assert_rounded_once
 

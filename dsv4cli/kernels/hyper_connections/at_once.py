@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.handover import leave, take
 from dsv4cli.kernels.hyper_connections.columns import (
     as_parts,
     load_shares,
@@ -12,7 +13,6 @@ from dsv4cli.kernels.hyper_connections.columns import (
     project,
 )
 from dsv4cli.kernels.hyper_connections.finish import collapsed, load_scales, logits_of, store_weights
-from dsv4cli.kernels.hyper_connections.handover import leave, take
 from dsv4cli.kernels.overlap import wait_for_inputs
 
 # tokens that one launch takes

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.hyper_connections.handover import leave, take
+from dsv4cli.kernels.handover import leave, take
 from dsv4cli.kernels.overlap import wait_for_inputs
 from dsv4cli.kernels.routing.choice import best_of, score_of, store_choice
 
