@@ -1,5 +1,8 @@
 """Decoding with numbers that stay in place: what a step of one token of each sequence gives anyway."""
 
+from itertools import count
+from random import Random
+
 import pytest
 import torch
 
@@ -91,3 +94,31 @@ def test_it_gives_what_any_step_gives_while_sequences_come_and_go(case):
     for name in list(live):
         ours.drop(name)
     assert (ours.cache.free_slots, ours.cache.used_blocks) == (len(LENGTHS), 0)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_two_thousand_steps_leave_nothing_behind(case):
+    """Sequences of random lengths join and leave; no slot, block or byte is lost."""
+    model, _ = case
+    slots, choice = 5, Random(0)
+    side = Side(model, slots + 1)
+    side.cache.provide(64)
+    decoder = Decoder(model, side.cache, 400)
+    held, names, taken = [], count(), set()
+    for step in range(2000):
+        if (len(side.sequences) < slots and choice.random() < 0.05) or not side.sequences:
+            side.read(next(names), [choice.randrange(3, 500) for _ in range(choice.randrange(1, 200))])
+        tokens = {name: choice.randrange(3, 500) for name in side.sequences}
+        decoder.logits([(side.sequences[name], token) for name, token in tokens.items()])
+        side.advance(tokens)
+        for name in [name for name in tokens if choice.random() < 0.02 or side.sequences[name].length == 400]:
+            side.drop(name)
+        taken.add(side.cache.used_blocks)
+        if step in (999, 1999) and side.cache.device.type == "cuda":
+            held.append(torch.cuda.memory_allocated())
+    assert max(taken) > 3 * slots // 2
+    for name in list(side.sequences):
+        side.drop(name)
+    assert (side.cache.free_slots, side.cache.used_blocks, side.cache.blocks) == (slots, 0, 64)
+    assert len(set(held)) <= 1

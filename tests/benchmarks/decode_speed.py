@@ -1,0 +1,146 @@
+"""How fast a model of random weights decodes and prefills on this machine's GPUs: the numbers of docs/performance.md.
+
+python -m tests.benchmarks.decode_speed --model random:flash,experts=192 --context 4096 --context 131072
+torchrun --nproc-per-node 2 -m tests.benchmarks.decode_speed --batch 1 --batch 16 --batch 64 --prefill 8192
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from dsv4cli.engine.batch import make_batch
+from dsv4cli.engine.cache import Cache
+from dsv4cli.engine.decode import Decoder
+from dsv4cli.engine.loading import load_model
+from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.parallel import SINGLE, World
+from dsv4cli.engine.ranks import joined
+from dsv4cli.engine.source import resolve_model
+from dsv4cli.kernels.formats import E8M0_BIAS
+
+# steps that are timed, after some that are not; prompts likewise
+STEPS, WARM, PROMPTS = 40, 5, 4
+
+
+@contextmanager
+def ranks() -> Iterator[tuple[World, torch.device]]:
+    """This process alone, or its place among those that torchrun has started."""
+    device = torch.device("cuda")
+    if "RANK" not in os.environ:
+        yield SINGLE, device
+    else:
+        with joined(device) as place:
+            yield place
+
+
+def say(world: World, *words: object) -> None:
+    """Prints once for all ranks."""
+    if world.rank == 0:
+        print(*words, flush=True)
+
+
+def filled(model: Transformer, device: torch.device, context: int, batch: int) -> tuple[Cache, list]:
+    """A cache of random values in place of `context` tokens of each sequence, and their next tokens."""
+    cache = Cache(model.config, model.numerics, slots=batch + 1, device=device)
+    work = []
+    for number in range(batch):
+        sequence = cache.allocate()
+        cache.reserve(sequence, context)
+        cache.advance(sequence, context - 1)
+        work.append((sequence, 17 * number + 5))
+    cache.provide(cache.blocks + 2 * batch)
+    generator = torch.Generator(device).manual_seed(0)
+    for layer in cache.layers:
+        for data in [ring.data for ring in layer.rings()] + [pool.data for pool in layer.pools()]:
+            if data.is_floating_point():
+                data.normal_(generator=generator)
+            elif data.dtype == torch.int8:
+                data.random_(-128, 128, generator=generator)
+            else:
+                data.fill_(E8M0_BIAS)
+    return cache, work
+
+
+def decode(model: Transformer, world: World, device: torch.device, context: int, batch: int) -> None:
+    """Prints the median of a step with its token drawn, and of the GPU's part of it."""
+    cache, work = filled(model, device, context, batch)
+    decoder = Decoder(model, cache, context + STEPS + 1)
+    assert bool(decoder.logits(work).isfinite().all())
+    wall, busy = [], []
+    for step in range(STEPS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin = perf_counter()
+        start.record()
+        logits = decoder.logits(work)
+        end.record()
+        logits.argmax(-1).tolist()
+        seconds = perf_counter() - begin
+        for sequence, _ in work:
+            cache.advance(sequence, 1)
+        if step >= WARM:
+            wall.append(seconds * 1e3)
+            busy.append(start.elapsed_time(end))
+    say(
+        world,
+        f"decode, context {context:,}, batch {batch}: {median(wall):.2f} ms ({min(wall):.2f} to {max(wall):.2f}), "
+        f"{batch / median(wall) * 1e3:,.0f} tokens/s; the GPU {median(busy):.2f} ms, "
+        f"the host's part {median(wall) - median(busy):.2f} ms",
+    )
+
+
+def prefill(model: Transformer, world: World, device: torch.device, tokens: int, chunk: int) -> None:
+    """Prints the median of prompts of `tokens` tokens, in chunks."""
+    cache = Cache(model.config, model.numerics, device=device)
+    cache.provide(tokens // 128 + 2)
+    seconds = []
+    for number in range(PROMPTS):
+        sequence = cache.allocate()
+        torch.cuda.synchronize()
+        begin = perf_counter()
+        for first in range(0, tokens, chunk):
+            ids = [(7 * place + number) % model.config.vocab_size for place in range(first, min(first + chunk, tokens))]
+            streams = model(make_batch(cache, [(sequence, ids)]), cache).streams
+            cache.advance(sequence, len(ids))
+        model.logits(streams[-1:])
+        torch.cuda.synchronize()
+        seconds.append(perf_counter() - begin)
+        cache.free(sequence)
+    middle = median(seconds[1:])
+    say(
+        world,
+        f"prefill of {tokens:,} tokens in chunks of {chunk:,}: {middle * 1e3:.0f} ms, {tokens / middle:,.0f} tokens/s",
+    )
+
+
+def main() -> None:
+    """Loads once, then measures everything that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random:flash")
+    parser.add_argument("--context", type=int, action="append", help="tokens before the step; 4096 if absent")
+    parser.add_argument("--batch", type=int, action="append", help="sequences; 1 if absent")
+    parser.add_argument("--prefill", type=int, action="append", default=[], help="tokens of a prompt")
+    parser.add_argument("--chunk", type=int, action="append", help="of a prompt; 2048 if absent")
+    asked = parser.parse_args()
+    with torch.no_grad(), ranks() as (world, device):
+        begin = perf_counter()
+        model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        say(world, f"{torch.cuda.get_device_name()}, {world.size} of it; torch {torch.__version__}")
+        say(world, f"{asked.model}: {size / 1e9:.1f} GB a GPU in {perf_counter() - begin:.1f} s")
+        for tokens in asked.prefill:
+            for chunk in asked.chunk or [2048]:
+                prefill(model, world, device, tokens, chunk)
+        for context in asked.context or [4096]:
+            for batch in asked.batch or [1]:
+                decode(model, world, device, context, batch)
+
+
+if __name__ == "__main__":
+    main()
