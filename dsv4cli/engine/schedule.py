@@ -101,14 +101,19 @@ class Schedule:
         The next call may overwrite them.
         """
         chunks = self._next_chunks()
-        ready = [chunk.stream for chunk in chunks if chunk.end == len(chunk.stream.ids)]
-        rows = torch.tensor([chunk.last_row for chunk in chunks if chunk.stream in ready], dtype=torch.int64)
+        ready = [chunk for chunk in chunks if chunk.end == len(chunk.stream.ids)]
+        rows = torch.tensor([chunk.last_row for chunk in ready], dtype=torch.int64)
+        logits = None
         if self._decoder is not None and all(chunk.end - chunk.first == 1 for chunk in chunks):
-            logits = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)])
+            every = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)])
             self._advance(chunks)
-            return ready, logits if len(ready) == len(chunks) else logits[rows.to(logits.device)]
-        streams = self._streams_of(chunks)
-        return ready, self.model.logits(streams[rows.to(streams.device)]) if ready else None
+            if ready:
+                logits = every if len(ready) == len(chunks) else every[rows.to(every.device)]
+        else:
+            streams = self._streams_of(chunks)
+            if ready:
+                logits = self.model.logits(streams[rows.to(streams.device)])
+        return [chunk.stream for chunk in ready], logits
 
     def _next_chunks(self) -> list[Chunk]:
         while self._waiting and self.cache.free_slots:

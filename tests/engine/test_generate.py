@@ -56,6 +56,23 @@ def test_a_sequence_does_not_depend_on_the_others(monkeypatch, slots, chunk):
             assert len(ours.top) == 2
 
 
+@pytest.mark.parametrize(("slots", "chunk"), [(64, 2048), (2, 30), (3, 1)])
+def test_a_decoder_draws_the_same_tokens(monkeypatch, slots, chunk):
+    """As on a GPU, but for the graphs: steps of one token of each sequence go through numbers that stay in place."""
+    sampling, limits = Sampling(1.3, 0.98, 7), {"max_tokens": 6, "prefill_chunk": chunk}
+    monkeypatch.setattr(schedule, "MAX_SLOTS", slots)
+    expected = tokens(generator(prompts(), sampling, **limits).steps())
+    monkeypatch.setattr(schedule, "captures", lambda device: True)
+    one = generator(prompts(), sampling, **limits)
+    decoded = one.schedule._decoder
+    asked = []
+    monkeypatch.setattr(decoded, "logits", lambda work: asked.append(len(work)) or type(decoded).logits(decoded, work))
+    assert tokens(one.steps()) == expected
+    assert max(asked) == min(slots, len(prompts()))
+    cache = one.schedule.cache
+    assert (cache.free_slots, cache.used_blocks) == (cache.slots - 1, 0)
+
+
 def test_seeds():
     texts, chosen = prompts()[2:], {"max_tokens": 5}
     first = tokens(generator(texts, Sampling(seed=3), **chosen).steps())
