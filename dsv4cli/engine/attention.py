@@ -107,7 +107,5 @@ class Attention(nn.Module):
         """Un-rotated heads [T, H, d] through the grouped projection -> [T, D]."""
         groups = self.config.o_groups // self.world.size
         inner = self.wo_a(o.flatten(1).unflatten(1, (groups, -1))).flatten(1)
-        if self.world.size == 1:
-            return self.wo_b(inner)
         # the official code sums the ranks' parts in fp32
-        return self.world.all_reduce(self.wo_b(inner).float()).to(o.dtype)
+        return self.world.sum_rounded(self.wo_b(inner))

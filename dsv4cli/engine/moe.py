@@ -73,7 +73,8 @@ class MoE(nn.Module):
         if self.world.size == 1:
             return experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate)
         part, whole = experts.mixture_parts(x, routed, shared, chosen, weights, self.limit, self.simulate)
-        return (self.world.all_reduce(part) + whole.float()).to(x.dtype)
+        # a sum in fp32, which the same launch rounds
+        return torch.add(self.world.all_reduce(part), whole, out=torch.empty_like(x))
 
 
 def matrices(module: Experts | SharedExpert) -> ExpertWeights:

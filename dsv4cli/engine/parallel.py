@@ -68,6 +68,11 @@ class World:
         torch.distributed.all_reduce(x)
         return x
 
+    def sum_rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over all ranks, added in fp32 and rounded once to x's dtype; x may be overwritten."""
+        # a sum of two is rounded once in any dtype
+        return self.all_reduce(x) if self.size <= 2 else self.all_reduce(x.float()).to(x.dtype)
+
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' [R, V / size] beside each other: [R, V] on every rank."""
         if self.size == 1:

@@ -123,6 +123,15 @@ def test_what_rank_0_says_reaches_all(tmp_path):
         assert total.tolist() == [[3.0, 5.0], [11.0, 13.0], [19.0, 21.0]]
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sums_are_rounded_once(size, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(size, 50, 40, generator=generator).bfloat16()
+    for total in in_ranks(size, lambda world: world.sum_rounded(parts[world.rank].clone()), tmp_path):
+        assert torch.equal(total, parts.float().sum(0).bfloat16())
+    assert torch.equal(SINGLE.sum_rounded(parts[0]), parts[0])
+
+
 @pytest.mark.parametrize("size", [3, 5, 16])
 def test_a_number_of_ranks_that_does_not_divide_is_refused(size):
     with pytest.raises(UsageError, match=f"{size} ranks do not divide"):
