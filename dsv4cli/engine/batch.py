@@ -28,11 +28,6 @@ class CompressStep:
     table: torch.Tensor
     sequence: torch.Tensor
 
-    def chosen_entries(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The cells of the entries `numbers` int64 [T, k] of each token's sequence; -1 stays -1."""
-        cells = self.table[self.sequence[:, None], numbers.clamp_min(0)]
-        return torch.where(numbers >= 0, cells, -1)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -60,16 +55,6 @@ class Batch:
     rotations: dict[int, torch.Tensor]
     compress: dict[int, CompressStep]
     every_entry: torch.Tensor
-
-    def listed(self, cells: torch.Tensor) -> torch.Tensor:
-        """The lists of window rows and then compressed entries (cells int64 [T, K], -1 for none): [T, window + K].
-
-        A cell counts from window_rows on. Entries start right behind the window's columns, as in the official lists.
-        """
-        tokens, count = cells.shape
-        lists = torch.cat((self.window_index, cells.new_full((tokens, count), -1)), 1)
-        columns = self.window_columns[:, None] + torch.arange(count, device=cells.device)
-        return lists.scatter(1, columns, torch.where(cells >= 0, cells + self.window_rows, -1))
 
     def with_ids(self, ids: torch.Tensor) -> "Batch":
         """The same places with other token ids int64 [T] (the drafter reads the token after each position)."""

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4cli.kernels.block_scale import fp4_round, hadamard
-from dsv4cli.kernels.formats import FP4_BLOCK
-
 
 @dataclass(frozen=True)
 class Numerics:
@@ -24,7 +21,3 @@ class Numerics:
     def plain(cls, dtype: torch.dtype = torch.float32) -> "Numerics":
         """No simulation: the model's formulas in one dtype, with the official fp32 islands."""
         return cls(dtype, simulate=False)
-
-    def index(self, x: torch.Tensor) -> torch.Tensor:
-        """Indexer queries: rotated by Hadamard, then through FP4. Without simulation q . k needs neither."""
-        return fp4_round(hadamard(x), FP4_BLOCK) if self.simulate else x

@@ -35,14 +35,16 @@ def case(of, name):
 @pytest.mark.parametrize("model", ["flash", "pro", "tiny"])
 def test_every_preset_has_every_operation(model):
     cases = select_cases(scene(model), [])
-    assert len({one.name for one in cases}) == len(cases) == 36 - (0 not in PRESETS[model]["compress_ratios"][:-1])
+    assert len({one.name for one in cases}) == len(cases) == 42 - (0 not in PRESETS[model]["compress_ratios"][:-1])
 
 
 @pytest.mark.parametrize(
     ("name", "whole", "half"),
     [("wq_b", "32768x1024", "16384x1024"), ("wo_b", "4096x8192", "4096x4096"), ("head", "129280x4096", "64640x4096"),
      ("wo_a", "8 groups of 1024x4096", "4 groups of 1024x4096"), ("routed_experts", "4096-2048", "4096-1024"),
-     ("wq_a", "1024x4096", "1024x4096"), ("attention_csa", "64 heads", "32 heads")],
+     ("wq_a", "1024x4096", "1024x4096"), ("attention_csa", "64 heads", "32 heads"),
+     ("index_scores", "64 heads", "64 heads"), ("normed_wq_b_index", "40960x1024", "24576x1024"),
+     ("inputs_csa", "4160x4096", "4160x4096"), ("noise", "129280", "129280")],
 )  # fmt: skip
 def test_shapes_of_a_rank(name, whole, half):
     assert whole in case(scene("flash"), name).shape
@@ -86,9 +88,14 @@ def test_a_rival_is_timed_beside_it():
 
 
 @pytest.mark.usefixtures("triton_backend")
-def test_the_reference_is_timed_beside_a_kernel():
-    here = Scene(shapes_of("tiny", 1), 2, 300, torch.get_default_device())
-    assert measure(case(here, "rms_norm"), here, "triton").reference.median > 0
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "places", "queries_keys_index", "compress_both", "choose_entries", "noise"]
+)
+def test_the_reference_is_timed_beside_a_kernel(name):
+    here = Scene(shapes_of("tiny", 1), 1, 300, torch.get_default_device())
+    found = measure(case(here, name), here, "triton")
+    assert found.reference is not None, (found.wrong, found.skipped)
+    assert found.reference.median > 0
 
 
 def test_experts_differ():
@@ -115,10 +122,45 @@ def test_an_opening_is_the_same_batch_unless_a_prompt_has_a_past(tokens, context
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 65, 127, 128, 129, 512])
-@pytest.mark.parametrize(("name", "ratio"), [("compress_csa", 4), ("compress_hca", 128), ("compress_index", 4)])
+@pytest.mark.parametrize(("name", "ratio"), [("compress_both", 4), ("compress_hca", 128)])
 def test_groups_of_a_compressor_are_those_of_its_plan(tokens, name, ratio):
     one = scene(tokens=tokens)
     assert case(one, name).shape.startswith(f"{len(one.opening.compress[ratio].plan.entries)} groups of ")
+
+
+def test_ranks_compute_experts_apart():
+    names = [{one.name for one in select_cases(scene(tp=tp), ["experts"])} for tp in (1, 2)]
+    alone = {"routed_experts", "shared_expert"}
+    assert names == [alone | {"mixture"}, alone | {"mixture_parts"}]
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(3, 300), (65, 300)])
+def test_places_are_those_of_the_engine(tokens, context):
+    one = scene(tokens=tokens, context=context)
+    made, batch = case(one, "places").build(one), one.batch
+    positions, sequence, last, *window, every_entry = made.run(*made.arguments)[:7]
+    for ours, theirs in zip(
+        (positions, sequence, last, *window),
+        (batch.positions, batch.sequence, batch.last, batch.window_index, batch.window_columns, batch.window_cells),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+    # the tables are as wide as the blocks, the engine's as a sequence is long
+    assert every_entry.shape[1] == 128 + -(-context // 128)
+    assert torch.equal(every_entry[:, : batch.every_entry.shape[1]], batch.every_entry)
+
+
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_lists_of_a_case_are_the_best_entries_behind_the_window(tokens):
+    one = scene(tokens=tokens, context=300)
+    made, batch = case(one, "choose_entries").build(one), one.batch
+    lists, visible = made.run(*made.arguments), batch.compress[4].visible
+    topk = min(one.config.index_topk, one.visible(4))
+    assert lists.shape == (tokens, 128 + topk)
+    assert ((lists >= batch.window_rows).sum(1) == visible.clamp_max(topk)).all()
+    # of the table only the cells that are listed
+    other = sum(tensor.nbytes for number, tensor in enumerate(made.arguments) if number != 2)
+    assert made.read == other + 8 * tokens * topk
 
 
 @pytest.mark.parametrize("tokens", [1, 65])
@@ -149,6 +191,9 @@ def test_deviation():
     assert deviation([x + torch.tensor([0.05, 0.0])], [x], ONE_ROUNDING) == pytest.approx(0.01, rel=1e-3)
     assert deviation([x, x * float("nan")], [x, x], ONE_ROUNDING) == float("inf")
     assert deviation([x[:1]], [x], ONE_ROUNDING) == float("inf")
+    far = torch.tensor([10**9])
+    assert deviation([far], [far], ONE_ROUNDING) == 0
+    assert deviation([far + 1], [far], ONE_ROUNDING) == float("inf")
 
 
 @pytest.mark.gpu

@@ -17,45 +17,77 @@ from dsv4cli.kernels.indexer import ref as indexer_ref
 def index(scene: Scene) -> Iterator[Case]:
     if scene.shapes.layer(ratio=4) is None or not scene.visible(4):
         return
+    yield _scores(scene)
+    tokens, entries, topk = scene.tokens, scene.visible(4), scene.config.index_topk
+    words, needs = f"{min(topk, entries)} of {entries}", 2 * tokens * entries
+    yield Case("top_entries", "indexer", words, needs, tokens * entries, EXACT, _choice, exact=True)
+    words = f"{words}, after {scene.config.sliding_window} rows"
+    yield Case("choose_entries", "indexer", words, needs, tokens * entries, EXACT, _choice_as_lists, exact=True)
+
+
+def _scores(scene: Scene) -> Case:
     config, tokens, entries = scene.config, scene.tokens, scene.visible(4)
     heads, width = config.index_n_heads, config.index_head_dim
     flops = 2 * tokens * heads * width * entries
+    factor = (width * heads) ** -0.5
 
-    def scores(scene: Scene) -> Work:
+    def through(operation: Operation) -> Operation:
+        return lambda q, weights, *rest: operation(q, weights, factor, *rest)
+
+    def build(scene: Scene) -> Work:
         step = scene.batch.compress[4]
         # queries and keys as the model has them, both rounded to FP4
         q = block_scale_ref.fp4_round(scene.randn(tokens, heads, width), FP4_BLOCK)
         keys, scale = block_scale_ref.fp4_codes(scene.randn(scene.cells(4), width), FP4_BLOCK)
         inputs = (q, scene.randn(tokens, heads), keys, scale, step.table, step.sequence, step.visible)
-        factor = (width * heads) ** -0.5
+        return Work(inputs, through(indexer.index_scores), through(indexer_ref.index_scores), flops, compared=_finite)
 
-        def scaled(operation: Operation) -> Operation:
-            return lambda q, weights, *rest: operation(q, weights, factor, *rest)
-
-        return Work(inputs, scaled(indexer.index_scores), scaled(indexer_ref.index_scores), flops, compared=_finite)
-
-    def choice(scene: Scene) -> Work:
-        inputs = (scene.randn(tokens, entries), scene.batch.compress[4].visible)
-        k = min(config.index_topk, entries)
-
-        def through(choose: Operation) -> Operation:
-            # any order will do
-            return lambda scores, visible: choose(scores, visible, k)
-
-        return Work(
-            inputs,
-            through(indexer.top_entries),
-            through(indexer_ref.top_entries),
-            0,
-            compared=lambda outputs: (outputs[0].sort(-1).values,),
-            rival=Rival("torch.topk", lambda scores, visible: (scores, k), torch.topk),
-        )
-
-    words, family = f"{heads} heads x {entries} entries", "indexer"
     needs = scene.cells(4) * (width // 2 + width // FP4_BLOCK)
-    yield Case("index_scores", family, words, needs, flops, SCORES, scores)
-    words = f"{min(config.index_topk, entries)} of {entries}"
-    yield Case("top_entries", family, words, 2 * tokens * entries, tokens * entries, EXACT, choice, exact=True)
+    return Case("index_scores", "indexer", f"{heads} heads x {entries} entries", needs, flops, SCORES, build)
+
+
+def _choice(scene: Scene) -> Work:
+    """The numbers of the best entries, which is what torch.topk finds."""
+    k = min(scene.config.index_topk, scene.visible(4))
+
+    def through(choose: Operation) -> Operation:
+        return lambda scores, visible: choose(scores, visible, k)
+
+    return Work(
+        (scene.randn(scene.tokens, scene.visible(4)), scene.batch.compress[4].visible),
+        through(indexer.top_entries),
+        through(indexer_ref.top_entries),
+        0,
+        compared=_in_order,
+        rival=Rival("torch.topk", lambda scores, visible: (scores, k), torch.topk),
+    )
+
+
+def _choice_as_lists(scene: Scene) -> Work:
+    """The cells of the best entries behind the window's rows, as the model chooses them."""
+    topk, rows = scene.config.index_topk, scene.batch.window_rows
+    scores, visible, *listing = _to_choose_from(scene)
+    # of the table, one cell for each entry that is listed
+    found = scene.tokens * min(topk, scene.visible(4)) * listing[0].element_size()
+    read = sum(tensor.nbytes for tensor in (scores, visible, *listing[1:])) + found
+
+    def through(choose: Operation) -> Operation:
+        return lambda scores, visible, *listing: choose(scores, visible, topk, *listing, rows)
+
+    run, reference = through(indexer.choose_entries), through(indexer_ref.choose_entries)
+    return Work((scores, visible, *listing), run, reference, 0, read, compared=_in_order)
+
+
+def _to_choose_from(scene: Scene) -> Tensors:
+    """Random scores, and where entries and the window's rows lie: what `choose_entries` takes, but for its numbers."""
+    batch, step = scene.batch, scene.batch.compress[4]
+    scores = scene.randn(scene.tokens, step.table.shape[1])
+    return scores, step.visible, step.table, step.sequence, batch.window_index, batch.window_columns
+
+
+def _in_order(outputs: Tensors) -> Tensors:
+    """Rows of indices sorted: the chosen come in any order."""
+    return tuple(rows.sort(-1).values for rows in outputs)
 
 
 def _finite(outputs: Tensors) -> Tensors:
@@ -73,6 +105,7 @@ def attentions(scene: Scene) -> Iterator[Case]:
         rows = config.sliding_window + entries
         flops = 4 * tokens * config.num_attention_heads * config.head_dim * rows
         needs = 2 * config.head_dim * (2 * tokens * config.num_attention_heads + (scene.cells(ratio) if ratio else 0))
+        needs += 2 * tokens * scene.visible(4) if ratio == 4 else 0  # the scores that its lists are chosen by
 
         def build(scene: Scene, ratio: int = ratio) -> Work:
             return _attend(scene, ratio)
@@ -104,10 +137,7 @@ def _attend(scene: Scene, ratio: int) -> Work:
 
 
 def _chosen(scene: Scene) -> torch.Tensor:
-    """The lists of a CSA layer whose indexer has chosen entries at even distances."""
-    step, most = scene.batch.compress[4], scene.config.index_topk
-    count = min(most, scene.visible(4))
-    order = torch.arange(count, device=scene.device)
-    visible = step.visible[:, None]
-    numbers = torch.where(visible >= count, order * visible // max(count, 1), order)
-    return scene.batch.listed(step.chosen_entries(numbers.masked_fill(order >= visible, -1)))
+    """The lists of a CSA layer whose indexer has chosen entries at random."""
+    scores, visible, table, sequence, index, columns = _to_choose_from(scene)
+    topk, rows = scene.config.index_topk, scene.batch.window_rows
+    return indexer_ref.choose_entries(scores, visible, topk, table, sequence, index, columns, rows)

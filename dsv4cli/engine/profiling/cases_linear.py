@@ -1,6 +1,7 @@
 """The linears over stored weights, as cases to measure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import torch
 
@@ -20,18 +21,33 @@ MATMUL = Rival(
 
 
 def linears(scene: Scene) -> Iterator[Case]:
-    shapes = scene.shapes
-    block, sparse = "layers.0.", shapes.layer(ratio=4)
-    names = [("wq_a", block), ("wq_b", block), ("wkv", block), ("wo_b", block)]
-    for name, prefix in names:
-        yield _linear(scene, name, f"{prefix}attn.{name}")
+    block, csa = "layers.0.", scene.shapes.layer(ratio=4)
+    for name in ("wq_a", "wq_b", "wkv", "wo_b"):
+        yield _linear(scene, name, f"{block}attn.{name}")
     yield _grouped(scene, f"{block}attn.wo_a")
-    if sparse:
-        yield _linear(scene, "index_wq_b", f"{sparse}attn.indexer.wq_b")
-        yield _linear(scene, "weights_proj", f"{sparse}attn.indexer.weights_proj")
-        yield _fp32_linear(scene, "compressor_wkv", f"{sparse}attn.compressor.wkv")
-        yield _together(scene, f"{sparse}attn.")
+    if csa:
+        yield _linear(scene, "index_wq_b", f"{csa}attn.indexer.wq_b")
+        yield _linear(scene, "weights_proj", f"{csa}attn.indexer.weights_proj")
+        yield _fp32_linear(scene, "compressor_wkv", f"{csa}attn.compressor.wkv")
+    yield from _joint(scene)
     yield _fp32_linear(scene, "head", "head")
+
+
+def _joint(scene: Scene) -> Iterator[Case]:
+    """What the model computes in one call: all linears over an attention's input, and over its latent queries."""
+    csa, hca = scene.shapes.layer(ratio=4), scene.shapes.layer(ratio=128)
+    if csa:
+        stored = [f"{csa}attn.{name}" for name in ("wq_a", "wkv", "indexer.weights_proj")]
+        rows = [f"{csa}attn.{part}compressor.{name}" for part in ("", "indexer.") for name in ("wkv", "wgate")]
+        yield _together(scene, "inputs_csa", stored, rows)
+    if hca:
+        stored = [f"{hca}attn.{name}" for name in ("wq_a", "wkv")]
+        rows = [f"{hca}attn.compressor.{name}" for name in ("wkv", "wgate")]
+        yield _together(scene, "inputs_hca", stored, rows)
+    yield _together(scene, "normed_wq_b", ["layers.0.attn.wq_b"], norm="layers.0.attn.q_norm.weight")
+    if csa:
+        stored = [f"{csa}attn.{name}" for name in ("wq_b", "indexer.wq_b")]
+        yield _together(scene, "normed_wq_b_index", stored, norm=f"{csa}attn.q_norm.weight")
 
 
 def _linear(scene: Scene, name: str, matrix: str) -> Case:
@@ -87,29 +103,38 @@ def _grouped(scene: Scene, matrix: str) -> Case:
     return Case("wo_a", "gemm", shape, needs, flops, ONE_ROUNDING, build, quantised=scale is not None)
 
 
-def _together(scene: Scene, prefix: str) -> Case:
-    """All linears over the input of a CSA layer's attention."""
-    shapes, tokens = scene.shapes, scene.tokens
-    rounded, plain = (f"{prefix}wq_a", f"{prefix}wkv"), f"{prefix}indexer.weights_proj"
-    fp32 = [f"{prefix}{part}compressor.{name}.weight" for part in ("", "indexer.") for name in ("wkv", "wgate")]
-    names = [*(name for matrix in (*rounded, plain) for name in shapes.parts(matrix) if name), *fp32]
-    rows = sum(shapes.spec(name).shape[0] for name in names if name.endswith("weight"))
-    columns = scene.config.hidden_size
+def _together(
+    scene: Scene, name: str, stored: Sequence[str], fp32: Sequence[str] = (), norm: str | None = None
+) -> Case:
+    """Several matrices over one input, or over its norm; fp32: those whose sums are not rounded."""
+    shapes, tokens, eps = scene.shapes, scene.tokens, scene.config.rms_norm_eps
+    others = [*(f"{matrix}.weight" for matrix in fp32), *([norm] if norm else [])]
+    weights, scales = zip(*(shapes.parts(matrix) for matrix in stored), strict=True)
+    rows = sum(shapes.spec(f"{matrix}.weight").shape[0] for matrix in (*stored, *fp32))
+    columns = shapes.spec(weights[0]).columns or shapes.spec(weights[0]).shape[1]
     flops = 2 * tokens * rows * columns
 
-    def through(linears: Operation) -> Operation:
-        def call(x: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
-            pairs = list(zip(matrices[0:6:2], matrices[1:6:2], strict=True))
-            own = [pair for pair in pairs[:2] if pair[1] is not None]
-            other = [pair for pair in pairs if not any(pair is one for one in own)]
-            return tuple(y for part in linears(x, own, other, matrices[6:]) for y in part)
+    def through(family: ModuleType) -> Operation:
+        def call(x: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+            matrices, rest = tensors[: 2 * len(stored)], tensors[2 * len(stored) :]
+            pairs = list(zip(matrices[::2], matrices[1::2], strict=True))
+            rounded = [pair for pair in pairs if pair[1] is not None]
+            plain = [pair for pair in pairs if pair[1] is None]
+            if norm:
+                parts = family.normed_linears(x, *rest, eps, rounded, plain)
+            else:
+                parts = family.linears(x, rounded, plain, rest)
+            return tuple(y for part in parts for y in part)
 
         return call
 
     def build(scene: Scene) -> Work:
-        pairs = [tensor for matrix in (*rounded, plain) for tensor in scene.matrix(matrix)]
-        inputs = (scene.randn(tokens, columns), *pairs, *(scene.weight(name) for name in fp32))
-        return Work(inputs, through(gemm.linears), through(gemm_ref.linears), flops)
+        pairs = [tensor for matrix in stored for tensor in scene.matrix(matrix)]
+        inputs = (scene.randn(tokens, columns), *pairs, *(scene.weight(other) for other in others))
+        return Work(inputs, through(gemm), through(gemm_ref), flops)
 
-    needs = shapes.nbytes(names)
-    return Case("attention_inputs", "gemm", f"{rows}x{columns}, seven matrices", needs, flops, ONE_ROUNDING, build)
+    count, needs = len(stored) + len(fp32), shapes.nbytes(filter(None, (*weights, *scales, *others)))
+    words = f"{'norm, ' if norm else ''}{rows}x{columns} in {count} {'matrices' if count > 1 else 'matrix'}"
+    # in fp32 a norm would not be rounded before the linears round it to FP8
+    quantised, exact = bool(scales[0]) and not fp32, norm is not None
+    return Case(name, "gemm", words, needs, flops, ONE_ROUNDING, build, quantised, exact)

@@ -124,8 +124,8 @@ def _shared(scene: Scene) -> Case:
 
 
 def _both(scene: Scene, routed: Case, shared: Case) -> Case:
-    """The routed experts and the shared one, as one rank computes them."""
-    limit = scene.config.swiglu_limit
+    """The routed experts and the shared one; of several ranks apart, since these add the first up in between."""
+    limit, alone = scene.config.swiglu_limit, scene.shapes.tp == 1
 
     def through(mixture: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
@@ -138,10 +138,9 @@ def _both(scene: Scene, routed: Case, shared: Case) -> Case:
         many, one = routed.build(scene), shared.build(scene)
         own = one.arguments[1:]
         read = (many.read or 0) + sum(tensor.nbytes for tensor in own if tensor is not None)
-        run, reference = through(experts.mixture), through(experts_ref.mixture)
+        run, reference = (through(of.mixture if alone else of.mixture_parts) for of in (experts, experts_ref))
         return Work((*many.arguments, *own), run, reference, many.flops + one.flops, read)
 
-    words, cost = f"{routed.shape}, and the shared expert", routed.cost + shared.cost
-    return Case(
-        "mixture", "experts", words, routed.needs + shared.needs, cost, EXPERTS, build, routed.quantised, exact=True
-    )
+    name, words = "mixture" if alone else "mixture_parts", f"{routed.shape}, and the shared expert"
+    needs, cost = routed.needs + shared.needs, routed.cost + shared.cost
+    return Case(name, "experts", words, needs, cost, EXPERTS, build, routed.quantised, exact=True)

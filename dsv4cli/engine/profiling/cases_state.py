@@ -1,101 +1,150 @@
-"""What writes the cache, and what chooses the next token, as cases to measure."""
+"""What writes the cache, as cases to measure."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
 from dsv4cli.engine.capacity import ROLLBACK
-from dsv4cli.engine.profiling.bounds import ENTRIES, EXACT, FOUR_ROUNDINGS
-from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
+from dsv4cli.engine.profiling.bounds import ENTRIES, FOUR_ROUNDINGS
+from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
 from dsv4cli.engine.profiling.scene import Scene
-from dsv4cli.kernels import compressor, sampling
+from dsv4cli.kernels import compressor
 from dsv4cli.kernels import keys as prepared
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.compressor import Plan, State
 from dsv4cli.kernels.compressor import ref as compressor_ref
 from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.keys import ref as prepared_ref
-from dsv4cli.kernels.sampling import ref as sampling_ref
 
-TEMPERATURE, TOP_P = 1.0, 0.95
+# how many arguments a compressor has in a case, and how many tensors of its state a case gives
+ARGUMENTS, OUTPUTS = 8, 4
 
 
 def keys(scene: Scene) -> Iterator[Case]:
-    """Queries and keys of a sliding layer, or of the first kind that the model has."""
+    """Queries and keys of a sliding layer, or of the first kind that the model has, and of a CSA layer."""
     config, tokens = scene.config, scene.tokens
     heads, width = config.num_attention_heads, config.head_dim
-    capacity = config.sliding_window + ROLLBACK
+    index_heads, index_width = config.index_n_heads, config.index_head_dim
+    words, needs = f"{heads} queries and a key of {width}", 2 * tokens * (heads + 1) * width
+
+    def plain(scene: Scene) -> Work:
+        return _prepare(scene, min(scene.batch.rotations), (), prepared.queries_and_keys, prepared_ref.queries_and_keys)
+
+    def indexed(scene: Scene) -> Work:
+        queries = (scene.randn(tokens, index_heads, index_width),)
+        return _prepare(scene, 4, queries, prepared.queries_keys_and_index, prepared_ref.queries_keys_and_index)
+
+    yield Case("queries_and_keys", "keys", words, needs, needs, FOUR_ROUNDINGS, plain, exact=True)
+    if scene.shapes.layer(ratio=4):
+        words, needs = f"{words}, {index_heads} of {index_width}", needs + 2 * tokens * index_heads * index_width
+        yield Case("queries_keys_index", "keys", words, needs, needs, ENTRIES, indexed, exact=True)
+
+
+def _prepare(scene: Scene, ratio: int, more: Tensors, run: Operation, reference: Operation) -> Work:
+    """more: queries beside those of attention."""
+    config, batch = scene.config, scene.batch
+    q = scene.randn(scene.tokens, config.num_attention_heads, config.head_dim)
+    kv, weight = scene.randn(scene.tokens, config.head_dim), scene.weight("layers.0.attn.kv_norm.weight")
+    ring = scene.randn(scene.sequences * (config.sliding_window + ROLLBACK), config.head_dim)
+    turns, cells = batch.rotations[ratio], batch.window_cells
+    changed = sum(tensor.nbytes for tensor in (q, kv, *more))
+    stored = int((cells >= 0).sum()) * ring[0].nbytes
 
     def through(operation: Operation) -> Operation:
-        def call(*inputs: torch.Tensor) -> Tensors:
-            q, kv, _ = operation(*inputs, config.rms_norm_eps, True)
-            return q, kv
+        return lambda *inputs: operation(*inputs, config.rms_norm_eps, True)
 
-        return call
+    return Work(
+        (q, kv, *more, weight, turns, ring, cells),
+        through(run),
+        through(reference),
+        0,
+        changed + weight.nbytes + turns.nbytes + cells.nbytes,
+        changed + stored,
+    )
 
-    def build(scene: Scene) -> Work:
-        batch = scene.batch
-        q, kv = scene.randn(tokens, heads, width), scene.randn(tokens, width)
-        ring, weight = scene.randn(scene.sequences * capacity, width), scene.weight("layers.0.attn.kv_norm.weight")
-        places = (batch.rotations[min(batch.rotations)], ring, batch.window_cells)
-        run, reference = through(prepared.queries_and_keys), through(prepared_ref.queries_and_keys)
-        read = q.nbytes + kv.nbytes + weight.nbytes + places[0].nbytes
-        stored = int((batch.window_cells >= 0).sum()) * width * ring.element_size()
-        return Work((q, kv, weight, *places), run, reference, 0, read, q.nbytes + kv.nbytes + stored)
 
-    words = f"{heads} queries and a key of {width}"
-    needs = 2 * tokens * (heads + 1) * width
-    yield Case("queries_and_keys", "keys", words, needs, needs, FOUR_ROUNDINGS, build, exact=True)
+@dataclass(frozen=True)
+class Compressor:
+    """prefix: of its weights; width: of its entries, which are stored in FP4 where packed."""
+
+    prefix: str
+    ratio: int
+    width: int
+    packed: bool = False
+
+    @property
+    def members(self) -> int:
+        """Tokens of a group: with ratio 4 those of the group before as well."""
+        return 2 * self.ratio if self.ratio == 4 else self.ratio
+
+    @property
+    def channels(self) -> int:
+        """Columns of a raw row."""
+        return self.width * self.members // self.ratio
 
 
 def compressors(scene: Scene) -> Iterator[Case]:
-    """Every compressor of the model. At a context that is a multiple of the ratio each sequence completes an entry."""
+    """What a layer compresses. At a context that is a multiple of the ratio each sequence completes an entry."""
+    csa, hca = scene.shapes.layer(ratio=4), scene.shapes.layer(ratio=128)
     wide, narrow = scene.config.head_dim, scene.config.index_head_dim
-    kinds = ((4, wide, "compress_csa", "compressor.", False), (128, wide, "compress_hca", "compressor.", False),
-             (4, narrow, "compress_index", "indexer.compressor.", True))  # fmt: skip
-    for ratio, width, name, part, packed in kinds:
-        layer = scene.shapes.layer(ratio=ratio)
-        if layer is not None:
-            yield _compressor(scene, name, f"{layer}attn.{part}", ratio, width, packed)
+    if csa:
+        own = Compressor(f"{csa}attn.compressor.", 4, wide)
+        yield _compress(scene, "compress_both", own, Compressor(f"{csa}attn.indexer.compressor.", 4, narrow, True))
+    if hca:
+        yield _compress(scene, "compress_hca", Compressor(f"{hca}attn.compressor.", 128, wide))
 
 
-def _compressor(scene: Scene, name: str, prefix: str, ratio: int, width: int, packed: bool) -> Case:
-    """packed: entries are stored in FP4, as the indexer's are."""
-    channels, members = (2 * width, 8) if ratio == 4 else (width, ratio)
+def _compress(scene: Scene, name: str, *parts: Compressor) -> Case:
+    """One compressor, or two with the same groups in one call."""
+    ratio, members, channels = parts[0].ratio, parts[0].members, sum(part.channels for part in parts)
 
     def build(scene: Scene) -> Work:
         plan, eps = scene.opening.compress[ratio].plan, scene.config.rms_norm_eps
-        kv, score = (scene.randn(scene.tokens, channels, dtype=torch.float32) for _ in range(2))
-        rings = [scene.randn(scene.sequences, members + ROLLBACK, channels, dtype=torch.float32) for _ in range(2)]
-        entries = scene.randn(scene.cells(ratio), width)
-        codes = block_scale_ref.fp4_codes(entries, FP4_BLOCK) if packed else (entries, None)
-        weights = scene.weight(f"{prefix}ape"), scene.weight(f"{prefix}norm.weight")
+        given = [_given(scene, part) for part in parts]
         emitted = int((plan.entries >= 0).sum())
-        before = 0 if scene.tokens > scene.sequences else emitted * members * channels * 8
-        kept = min(scene.tokens, scene.sequences * (members + ROLLBACK)) * channels * 8
-        made = emitted * sum(part[0].nbytes for part in codes if part is not None)
-        run, reference = (_through(module, plan, eps, packed) for module in (compressor, compressor_ref))
-        read = kv.nbytes + score.nbytes + before + sum(weight.nbytes for weight in weights)
-        inputs = (kv, score, *weights, *rings, *codes)
-        return Work(inputs, run, reference, 0, read, made + kept, _made(plan))
+        # raw rows, kv and score: those of completed groups that lie in the rings, and those that stay there
+        before = 0 if scene.tokens > scene.sequences else emitted * members
+        kept = min(scene.tokens, scene.sequences * (members + ROLLBACK))
+        read, written = before * 8 * channels, kept * 8 * channels
+        for *inputs, _, _, entries, scale in given:
+            read += sum(tensor.nbytes for tensor in inputs if tensor is not None)
+            written += emitted * sum(codes[0].nbytes for codes in (entries, scale) if codes is not None)
+        run, reference = (_through(module, plan, eps) for module in (compressor, compressor_ref))
+        return Work(sum(given, ()), run, reference, 0, read, written, _made(plan))
 
     # as many as the plan has: what the tokens of each sequence can complete
     groups = scene.sequences * -(-scene.tokens // scene.sequences // ratio)
     needs = 8 * scene.tokens * channels
-    words = f"{groups} groups of {members}x{channels} fp32"
+    words = f"{groups} groups of {members}x{'+'.join(str(part.channels) for part in parts)} fp32"
     return Case(name, "compressor", words, needs, needs, ENTRIES, build, exact=True)
 
 
-def _through(module: ModuleType, plan: Plan, eps: float, packed: bool) -> Operation:
-    """Compression by a family or its reference."""
+def _given(scene: Scene, part: Compressor) -> tuple[torch.Tensor | None, ...]:
+    """A compressor's arguments: raw rows kv and score, ape, the norm's weight, two rings, entries and their scale."""
+    rows = (scene.randn(scene.tokens, part.channels, dtype=torch.float32) for _ in range(2))
+    ring = scene.sequences, part.members + ROLLBACK, part.channels
+    rings = (scene.randn(*ring, dtype=torch.float32) for _ in range(2))
+    entries = scene.randn(scene.cells(part.ratio), part.width)
+    codes = block_scale_ref.fp4_codes(entries, FP4_BLOCK) if part.packed else (entries, None)
+    return *rows, scene.weight(f"{part.prefix}ape"), scene.weight(f"{part.prefix}norm.weight"), *rings, *codes
 
-    def call(
-        kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, weight: torch.Tensor, *memory: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        inputs = (kv, score, ape, State(*memory), plan, weight, eps)
-        state = module.compress_index_keys(*inputs) if packed else module.compress_keys(*inputs, True)
-        return state.entries, state.scale, state.kv
+
+def _through(family: ModuleType, plan: Plan, eps: float) -> Operation:
+    """One compressor or both of a CSA layer by the family or its reference, in the model's rounding."""
+
+    def call(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        jobs = []
+        for first in range(0, len(tensors), ARGUMENTS):
+            kv, score, ape, weight, *memory = tensors[first : first + ARGUMENTS]
+            jobs.append((kv, score, ape, State(*memory), weight))
+        if len(jobs) == 1:
+            *rows, weight = jobs[0]
+            states = [family.compress_keys(*rows, plan, weight, eps, True)]
+        else:
+            states = family.compress_both(*jobs[0], *jobs[1], plan, eps, True)
+        return tuple(tensor for state in states for tensor in (state.entries, state.scale, state.kv, state.score))
 
     return call
 
@@ -105,29 +154,11 @@ def _made(plan: Plan) -> Callable[[Tensors], Tensors]:
     cells = plan.entries[plan.entries >= 0]
 
     def chosen(outputs: Tensors) -> Tensors:
-        entries, scale, kept = outputs
-        made = entries[cells] if scale is None else block_scale_ref.dequantise(entries[cells], scale[cells])
-        return made, kept
+        found: list[torch.Tensor] = []
+        for first in range(0, len(outputs), OUTPUTS):
+            entries, scale, *rings = outputs[first : first + OUTPUTS]
+            made = entries[cells] if scale is None else block_scale_ref.dequantise(entries[cells], scale[cells])
+            found += [made, *rings]
+        return tuple(found)
 
     return chosen
-
-
-def samplers(scene: Scene) -> Iterator[Case]:
-    """The likeliest token of each sequence, and one drawn from a nucleus."""
-    rows, width = scene.sequences, scene.config.vocab_size
-    needs, words = 4 * rows * width, f"{rows} rows of {width}"
-
-    def greedy(scene: Scene) -> Work:
-        logits = scene.randn(rows, width, dtype=torch.float32)
-        rival = Rival("torch.argmax", lambda logits: (logits, -1), torch.argmax)
-        return Work((logits,), sampling.greedy, sampling_ref.greedy, 0, rival=rival)
-
-    def draw(scene: Scene) -> Work:
-        def through(operation: Operation) -> Operation:
-            return lambda logits, noise: operation(logits, noise, TEMPERATURE, TOP_P)
-
-        logits, noise = (scene.randn(rows, width, dtype=torch.float32) for _ in range(2))
-        return Work((logits, noise.exp()), through(sampling.draw), through(sampling_ref.draw), 0)
-
-    yield Case("greedy", "sampling", words, needs, rows * width, EXACT, greedy)
-    yield Case("draw", "sampling", f"{words}, top-p {TOP_P}", 2 * needs, 50 * rows * width, EXACT, draw)

@@ -17,7 +17,8 @@ from dsv4cli.engine.profiling.case import Case, Rival, Tensors, Work
 from dsv4cli.engine.profiling.cases_attention import attentions, index
 from dsv4cli.engine.profiling.cases_linear import linears
 from dsv4cli.engine.profiling.cases_moe import mixture
-from dsv4cli.engine.profiling.cases_state import compressors, keys, samplers
+from dsv4cli.engine.profiling.cases_state import compressors, keys
+from dsv4cli.engine.profiling.cases_step import places, samplers
 from dsv4cli.engine.profiling.cases_streams import connections, norms, roundings
 from dsv4cli.engine.profiling.ceilings import Ceilings
 from dsv4cli.engine.profiling.clock import Timing, cache_bytes, time_calls
@@ -27,7 +28,7 @@ from dsv4cli.engine.source import resolve_model
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import Backend, KernelUnsupported, use
 
-FAMILIES = (linears, roundings, norms, keys, connections, compressors, index, attentions, mixture, samplers)
+FAMILIES = (places, linears, roundings, norms, keys, connections, compressors, index, attentions, mixture, samplers)
 MOST_TOKENS = 65536
 # what a CPU takes in about a second
 CPU_BYTES, CPU_FLOPS = 3 * 10**8, 4 * 10**9

@@ -39,7 +39,6 @@ class Shapes:
             self.config,
             num_attention_heads=self.config.num_attention_heads // self.tp,
             o_groups=self.config.o_groups // self.tp,
-            index_n_heads=self.config.index_n_heads // self.tp,
             moe_intermediate_size=self.config.moe_intermediate_size // self.tp,
             vocab_size=self.config.vocab_size // self.tp,
         )
@@ -140,11 +139,14 @@ class Scene:
             return self.batch
         return self._step(self.tokens)
 
-    def _step(self, context: int) -> Batch:
+    def cache(self) -> Cache:
+        """An empty cache with a slot for each sequence and one layer of each kind."""
         kinds = tuple(sorted(set(self.config.layer_ratios)))
         layers = replace(self.config, num_hidden_layers=len(kinds), compress_ratios=kinds, dspark=None)
-        cache = Cache(layers, Numerics.reference(), slots=self.sequences, device=self.device)
-        count = self.tokens // self.sequences
+        return Cache(layers, Numerics.reference(), slots=self.sequences, device=self.device)
+
+    def _step(self, context: int) -> Batch:
+        cache, count = self.cache(), self.tokens // self.sequences
         work = []
         for _ in range(self.sequences):
             sequence = cache.allocate()

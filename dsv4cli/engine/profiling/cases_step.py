@@ -1,0 +1,92 @@
+"""What a step begins and ends with: where its tokens lie, and which come next; as cases to measure."""
+
+from collections.abc import Iterator
+
+import torch
+
+from dsv4cli.engine.batch import Batch, Extent, Numbers, place
+from dsv4cli.engine.capacity import BLOCK_TOKENS
+from dsv4cli.engine.profiling.bounds import EXACT, NOISE, ROTATIONS
+from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
+from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.kernels import sampling
+from dsv4cli.kernels.dispatch import use
+from dsv4cli.kernels.sampling import ref as sampling_ref
+
+TEMPERATURE, TOP_P = 1.0, 0.95
+
+
+def places(scene: Scene) -> Iterator[Case]:
+    """All that a decode step, or a prompt, knows of its tokens, from the numbers that lie on the device."""
+    tokens, sequences, count = scene.tokens, scene.sequences, scene.tokens // scene.sequences
+    columns = -(-scene.context // BLOCK_TOKENS)
+    ratios = [ratio for ratio in (4, 128) if scene.shapes.layer(ratio=ratio)]
+    # tables as wide as the blocks, as Decoder.batch has them
+    extent = Extent(
+        longest=count,
+        groups={ratio: sequences * -(-count // ratio) for ratio in ratios},
+        entries={ratio: columns * (BLOCK_TOKENS // ratio) for ratio in ratios},
+    )
+
+    def build(scene: Scene) -> Work:
+        cache, ids = scene.cache(), torch.zeros(tokens, dtype=torch.int64, device=scene.device)
+        slots = torch.arange(sequences, device=scene.device)
+        starts, counts = torch.full_like(slots, scene.context - count), torch.full_like(slots, count)
+        blocks = torch.arange(sequences * columns, device=scene.device).view(sequences, columns)
+
+        def run(slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, blocks: torch.Tensor) -> Tensors:
+            return _tensors(place(cache, Numbers(slots, starts, counts, ids, blocks), extent))
+
+        def reference(*numbers: torch.Tensor) -> Tensors:
+            with use("torch"):
+                return run(*numbers)
+
+        return Work((slots, starts, counts, blocks), run, reference, 0)
+
+    lists = 2 * scene.config.sliding_window + extent.entries.get(128, 0)
+    needs = 8 * (tokens * lists + sequences * sum(extent.entries.values()))
+    words = f"{sequences} x {count} tokens, {scene.context} in all"
+    yield Case("places", "places", words, needs, needs, ROTATIONS, build, exact=True)
+
+
+def _tensors(batch: Batch) -> Tensors:
+    """What `place` has made."""
+    steps = batch.compress.values()
+    turns = (*batch.rotations.values(), *(step.plan.rotation for step in steps))
+    return (
+        batch.positions, batch.sequence, batch.last,
+        batch.window_index, batch.window_columns, batch.window_cells, batch.every_entry,
+        *(part for step in steps for part in (step.plan.groups, step.plan.entries, step.visible, step.table)),
+        *(torch.view_as_real(turn) for turn in turns),
+    )  # fmt: skip
+
+
+def samplers(scene: Scene) -> Iterator[Case]:
+    """The likeliest token of each sequence, one drawn from a nucleus, and the noise for it."""
+    # every rank has the logits of the whole vocabulary
+    rows, width = scene.sequences, scene.shapes.config.vocab_size
+    needs, words = 4 * rows * width, f"{rows} rows of {width}"
+
+    def greedy(scene: Scene) -> Work:
+        logits = scene.randn(rows, width, dtype=torch.float32)
+        rival = Rival("torch.argmax", lambda logits: (logits, -1), torch.argmax)
+        return Work((logits,), sampling.greedy, sampling_ref.greedy, 0, rival=rival)
+
+    def draw(scene: Scene) -> Work:
+        def through(operation: Operation) -> Operation:
+            return lambda logits, noise: operation(logits, noise, TEMPERATURE, TOP_P)
+
+        logits, noise = (scene.randn(rows, width, dtype=torch.float32) for _ in range(2))
+        return Work((logits, noise.exp()), through(sampling.draw), through(sampling_ref.draw), 0)
+
+    def noise(scene: Scene) -> Work:
+        def through(operation: Operation) -> Operation:
+            return lambda seeds, lengths: operation(seeds, lengths, width)
+
+        seeds = torch.arange(rows, device=scene.device)
+        lengths = torch.full_like(seeds, scene.context)
+        return Work((seeds, lengths), through(sampling.noise), through(sampling_ref.noise), 0)
+
+    yield Case("greedy", "sampling", words, needs, rows * width, EXACT, greedy)
+    yield Case("draw", "sampling", f"{words}, top-p {TOP_P}", 2 * needs, 50 * rows * width, EXACT, draw)
+    yield Case("noise", "sampling", words, needs, 50 * rows * width, NOISE, noise)
