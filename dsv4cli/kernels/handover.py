@@ -1,19 +1,28 @@
-"""Sums that programs of a launch leave for others of it, without a counter: a word that is not 0 is there.
+"""Sums that some programs of a launch leave for others, without a counter: a word is 0 until its sum is there.
 
-The words are 0 between launches. Who has a sum leaves its bits, inverted; the one program that takes it leaves 0 again.
-Who takes has a higher program number than all that leave: they run already when it waits for them.
+A program that has a sum leaves its bits, inverted; one other takes it and sets the word to 0 again. Programs that take
+have higher numbers than those that leave, which therefore run already, or have ended, when others wait for them.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
 
+@cache
+def words(device: torch.device, *shape: int) -> torch.Tensor:
+    """Where sums are left: 0 between launches, which follow one another."""
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
 @triton.jit
 def leave(place, values, inside):
-    """place: pointers to int32; values: fp32."""
-    words = ~values.to(tl.int32, bitcast=True)
+    """Leaves values (fp32) at these pointers to int32."""
+    bits = ~values.to(tl.int32, bitcast=True)
     # of all numbers only one NaN would be 0; it becomes another
-    tl.store(place, tl.where(words == 0, 1, words), inside)
+    tl.store(place, tl.where(bits == 0, 1, bits), inside)
 
 
 @triton.jit
@@ -23,9 +32,9 @@ def take(place, inside):
     At least as many places as the program has threads: of fewer, threads hold copies, and one that sees a word later
     than its twin would wait for what the twin has taken.
     """
-    words = tl.load(place, inside, other=-1, volatile=True)
-    while tl.min(words.to(tl.uint32, bitcast=True)) == 0:
-        words = tl.load(place, inside, other=-1, volatile=True)
+    bits = tl.load(place, inside, other=-1, volatile=True)
+    while tl.min(bits.to(tl.uint32, bitcast=True)) == 0:
+        bits = tl.load(place, inside, other=-1, volatile=True)
     tl.debug_barrier()  # all threads have seen their words
-    tl.store(place, tl.zeros_like(words), inside)
-    return (~words).to(tl.float32, bitcast=True)
+    tl.store(place, tl.zeros_like(bits), inside)
+    return (~bits).to(tl.float32, bitcast=True)

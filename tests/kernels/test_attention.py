@@ -36,11 +36,11 @@ def attention(q, window, entries, index, sink, scale) -> torch.Tensor:
 # tokens, heads, width, length of the lists, entries: one row, a block of 64, one more, a prime over two blocks; more
 # heads than a program takes
 SHAPES = [
-    (0, 2, 8, 5, 40), (1, 1, 4, 1, 0), (3, 4, 16, 64, 1), (5, 2, 16, 65, 0), (5, 17, 8, 33, 9), (2, 3, 34, 131, 40),
+    (0, 2, 8, 5, 40), (1, 1, 4, 1, 0), (2, 4, 16, 64, 1), (3, 2, 16, 65, 0), (2, 17, 8, 33, 9), (2, 3, 34, 131, 40),
     (1, 17, 32, 70, 40),
 ]  # fmt: skip
 # the rows and heads of Flash and of Pro
-REAL = [(1, 64, 512, 65, 50), (1, 128, 512, 20, 3)]
+REAL = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 64, 512, 65, 50), (1, 128, 512, 20, 3))]
 
 
 @pytest.fixture(params=["spread", "parts", "whole"])
@@ -64,8 +64,15 @@ def check_against_softmax(shape, dtype):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.bfloat16) for shape in SHAPES),
+        *((shape, torch.float32) for shape in (*SHAPES[:2], *SHAPES[5:])),
+        *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in SHAPES[2:5]),
+    ],
+    ids=str,
+)
 def test_softmax_over_listed_rows(shape, dtype):
     check_against_softmax(shape, dtype)
 
@@ -85,7 +92,7 @@ def test_fp32_in_parts_and_whole():
 @pytest.mark.usefixtures("cut")
 def test_long_lists_with_few_rows():
     # whole parts of the list name nothing; the only rows stand first, last, or in the middle
-    q, rows, sink = torch.randn(4, 2, 16).bfloat16(), torch.randn(90, 16).bfloat16(), torch.randn(2)
+    q, rows, sink = torch.randn(4, 1, 16).bfloat16(), torch.randn(90, 16).bfloat16(), torch.randn(1)
     index = torch.full((4, 300), -1)
     index[torch.arange(4), torch.tensor([0, 299, 140, 299])] = torch.arange(4)
     index[3, 100:170] = torch.arange(70)
@@ -96,9 +103,12 @@ def test_long_lists_with_few_rows():
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("width", "pairs", "length"), [(16, 3, 20), (34, 17, 70), (512, 32, 16)])
+@pytest.mark.parametrize(
+    ("width", "pairs", "length"),
+    [(16, 3, 20), (34, 17, 7), (64, 8, 9), pytest.param(512, 32, 16, marks=pytest.mark.slow)],
+)
 def test_the_rounded_result_is_rotated_back(width, pairs, length, dtype):
-    q, rows, sink = torch.randn(2, 5, width).to(dtype), torch.randn(40, width).to(dtype), torch.randn(5)
+    q, rows, sink = torch.randn(2, 3, width).to(dtype), torch.randn(40, width).to(dtype), torch.randn(3)
     index, turns = lists(2, length, 40), torch.polar(torch.ones(2, pairs), torch.randn(2, pairs))
     inputs = (q, rows, rows[:0], index, sink, 0.2)
     o, still = sparse_attention(*inputs, turns), attention(*inputs)
@@ -109,22 +119,28 @@ def test_the_rounded_result_is_rotated_back(width, pairs, length, dtype):
     # two products and a sum of fp32, each no larger than the pair
     error = 4 * FP32 * tail.abs().repeat_interleave(2, -1)
     assert_rounded_once(o[..., first:], exact, error)
-    conjugate = sparse_attention(*inputs, turns.conj())
-    assert torch.equal(conjugate, sparse_attention(*inputs, turns.conj().resolve_conj()))
-    assert not torch.equal(conjugate, o)
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.int64), (16, torch.int32), (20, torch.int64)])
+def test_a_conjugate_may_be_a_flag_on_the_rotation():
+    q, rows, sink = torch.randn(2, 1, 8).bfloat16(), torch.randn(40, 8).bfloat16(), torch.randn(1)
+    inputs, turns = (q, rows, rows[:0], lists(2, 5, 40), sink, 0.2), torch.polar(torch.ones(2, 4), torch.randn(2, 4))
+    conjugate = sparse_attention(*inputs, turns.conj())
+    assert torch.equal(conjugate, sparse_attention(*inputs, turns.conj().resolve_conj()))
+    assert not torch.equal(conjugate, sparse_attention(*inputs, turns))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.int64), (17, torch.int32)])
 def test_lists_over_a_paged_pool(heads, dtype):
-    q, kv, sink = torch.randn(4, heads, 32).bfloat16(), torch.randn(6, 8, 32).bfloat16(), torch.randn(heads)
-    index = lists(4, 33, 48)
+    q, kv, sink = torch.randn(3, heads, 32).bfloat16(), torch.randn(6, 8, 32).bfloat16(), torch.randn(heads)
+    index = lists(3, 33, 48)
     index[1, :20], index[2] = -1, -1
     o = sparse_mqa_sink(q, kv, index.to(dtype), sink, 0.2)
     exact = slow_attention(q, kv.flatten(0, 1), index, sink, 0.2)
     torch.testing.assert_close(o.double(), exact, rtol=0, atol=TOLERANCE[torch.bfloat16])
     assert not o[2].any(), "no row, no result"
-    assert not sparse_mqa_sink(q, kv, index.to(dtype), sink + NEVER, 0.2)[2].any()
+    assert not sparse_mqa_sink(q[2:3], kv, index[2:3].to(dtype), sink + NEVER, 0.2).any()
 
 
 @pytest.mark.usefixtures("backend")
@@ -139,11 +155,11 @@ def test_slices_of_wider_rows():
 @pytest.mark.usefixtures("backend")
 def test_one_row_without_a_sink_is_that_row():
     window, entries = torch.randn(3, 8).bfloat16(), torch.randn(2, 8).bfloat16()
-    q, sink = torch.randn(5, 2, 8).bfloat16(), torch.full((2,), NEVER)
+    q, sink = torch.randn(5, 1, 8).bfloat16(), torch.full((1,), NEVER)
     index = torch.full((5, 70), -1)
     index[:, 0] = torch.arange(5)
     o = attention(q, window, entries, index, sink, 1.0)
-    assert torch.equal(o, torch.cat((window, entries))[:, None].expand(-1, 2, -1))
+    assert torch.equal(o, torch.cat((window, entries))[:, None])
 
 
 @pytest.mark.usefixtures("backend")
@@ -202,26 +218,31 @@ def test_empty_blocks_change_nothing():
         torch.testing.assert_close(attention(q, rows, rows[:0], padded, sink, 0.3), o, rtol=0, atol=1e-6)
 
 
-# a block; less than one, with holes; several, the last one short; more heads than a program has; whole blocks of holes
-BLOCKS = [(1, 16, 64, 0.0), (2, 4, 40, 0.3), (1, 8, 190, 0.0), (1, 17, 140, 0.3), (1, 4, 300, 0.99), (1, 4, 600, 0.3)]
+# a block; less than one, with holes; several, the last one short; more heads than a program has; whole blocks of holes;
+# more blocks than one program of `spread` multiplies at once
+BLOCKS = [
+    (1, 2, 64, 0.0), (2, 2, 40, 0.3), (1, 4, 190, 0.0), pytest.param(1, 17, 140, 0.3, marks=pytest.mark.slow),
+    (1, 2, 300, 0.99), (1, 3, 600, 0.3),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize(("tokens", "heads", "length", "holes"), BLOCKS)
 def test_rounds_relative_to_the_maximum_of_the_blocks_so_far(tokens, heads, length, holes):
-    q, rows, sink = torch.randn(tokens, heads, 64).bfloat16(), torch.randn(600, 64).bfloat16(), torch.randn(heads)
-    turns = torch.polar(torch.ones(tokens, 4), torch.randn(tokens, 4))
-    anywhere = torch.randint(0, 600, (tokens, length))
-    # the score of the first head rises, so that its maximum is another one in each block; then it falls
-    rising = (rows.float() @ q[0, 0].float()).argsort()[-length:].repeat(tokens, 1)
-    for index in (anywhere, rising, rising.flip(1)):
-        holed = index.masked_fill(torch.rand(tokens, length) < holes, -1)
-        # scores within a few units: no row makes up most of a result, which would change with its one rounding
-        inputs = (q, rows[:150], rows[150:], holed, sink, 0.125, turns)
-        same = (sparse_attention(*inputs) == ref.sparse_attention(*inputs)).double().mean(-1)
-        # fp32 sums in another order, and the last bit of exp, seldom reach the 8 bits that are kept: of a probability,
-        # once in some 10,000, which shows in many dims of its head; other maxima would show in every head
-        assert (same < 0.99).sum() <= 1
+    # scores are eighths, as powers of two: no probability comes within 2 ** -12 of itself to the middle of two bf16, so
+    # the last bit of an exp decides nothing; relative to another maximum, unless whole powers of two away, it rounds to
+    # another value
+    q, rows, sink = torch.randn(tokens, heads, 32), torch.randn(600, 32), torch.randn(heads)
+    q[..., :8], rows[:, :8] = torch.randint(-2, 3, (tokens, heads, 8)), torch.randint(-3, 4, (600, 8))
+    q[..., 8:] = 0
+    q, rows, turns = q.bfloat16(), rows.bfloat16(), torch.polar(torch.ones(tokens, 4), torch.randn(tokens, 4))
+    # the score of the first head rises, so that its maximum is another one in each block; those of others do as they do
+    index = (rows.float() @ q[0, 0].float()).argsort()[-length:].repeat(tokens, 1)
+    index = index.masked_fill(torch.rand(tokens, length) < holes, -1)
+    inputs = (q, rows[:150], rows[150:], index, sink, math.log(2) / 8, turns)
+    same = sparse_attention(*inputs) == ref.sparse_attention(*inputs)
+    # fp32 sums in another order seldom reach the 8 bits that are kept
+    assert same.double().mean() >= 0.99
 
 
 @pytest.mark.usefixtures("triton_backend")

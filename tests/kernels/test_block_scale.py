@@ -98,7 +98,10 @@ def every_exponent() -> torch.Tensor:
 
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize("values", [every_bf16, every_exponent])
-@pytest.mark.parametrize(("name", "block"), [("fp8_round", 128), ("fp8_round", 64), ("fp4_round", 32)])
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [("fp8_round", 128), pytest.param("fp8_round", 64, marks=pytest.mark.slow), ("fp4_round", 32)],
+)
 def test_codes_are_those_of_the_reference(name, block, values):
     x = values()
     rounded, expected = getattr(dsv4cli.kernels.block_scale, name)(x, block), getattr(ref, name)(x, block)
@@ -120,7 +123,10 @@ def test_codes_of_real_shapes(name, block, shape, width):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("shape", "block"), [((0, 128), 128), ((1, 128), 128), ((3, 5, 192), 64), ((2**15 + 3, 8), 8)])
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((0, 128), 128), ((1, 128), 128), ((3, 5, 192), 64), pytest.param((2**15 + 3, 8), 8, marks=pytest.mark.slow)],
+)
 def test_fp8_codes_times_scales_are_the_rounded_values(shape, block, dtype):
     x = (torch.randn(*shape[:-1], 2 * shape[-1]) * torch.logspace(-8, 3, 2 * shape[-1])).to(dtype)[..., : shape[-1]]
     codes, scale = fp8_codes(x, block)

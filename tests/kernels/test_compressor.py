@@ -181,7 +181,7 @@ def assert_nearly_equal(ours: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind", [(4, 2, 128, 32), (32, 1, 64, 8)], ids=str)
 def test_index_entries_as_values_and_packed(kind):
-    split = [[34, 3], [1, 1], [1, 9]]
+    split = [[33, 3], [1, 9]]
     texts, again = Texts(lengths(split), *kind), None
     values, packed = texts.state(torch.bfloat16), texts.state(torch.bfloat16, packed=True)
     weight = texts.weight.bfloat16()
@@ -205,9 +205,11 @@ def test_index_entries_as_values_and_packed(kind):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(("packed", "round_keys"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("packed", "round_keys"), [(False, False), pytest.param(False, True, marks=pytest.mark.slow), (True, True)]
+)
 def test_both_compressors_of_a_layer(packed, round_keys):
-    split = [[9, 2], [1, 1], [1, 1], [1, 1], [3, 5]]
+    split = [[9, 2], [1, 1], [3, 5]]
     texts, index = (Texts(lengths(split), 4, 2, width, pairs) for width, pairs in ((80, 8), (32, 8)))
     states = [texts.state(torch.bfloat16), index.state(torch.bfloat16, packed)]
     alone = [texts.state(torch.bfloat16), index.state(torch.bfloat16, packed)]
@@ -230,9 +232,9 @@ def test_both_compressors_of_a_layer(packed, round_keys):
 
 @pytest.mark.usefixtures("backend")
 def test_rows_of_a_wider_product():
-    texts = Texts([21], 4, 2, 64, 8)
-    kv, score, plan = texts.step([21])
-    both = torch.cat((kv, torch.ones(21, 3), score), 1)
+    texts = Texts([9], 4, 2, 64, 8)
+    kv, score, plan = texts.step([9])
+    both = torch.cat((kv, torch.ones(9, 3), score), 1)
     states = texts.state(torch.float32), texts.state(torch.float32)
     width = kv.shape[1]
     compress_keys(kv, score, texts.ape, states[0], plan, texts.weight, EPS, False)

@@ -60,7 +60,7 @@ def test_groups(tiles, tokens, columns, form):
 
 @pytest.mark.parametrize(("shape", "form", "dtype"), [
     ((0, 128, 5), "fp8", torch.bfloat16), ((1, 128, 1), "fp8", torch.bfloat16), ((65, 256, 129), "fp8", torch.bfloat16),
-    ((131, 128, 200), "fp8", torch.bfloat16), ((20, 2304, 24), "fp8", torch.bfloat16),
+    ((131, 128, 200), "fp8", torch.bfloat16), ((20, 1152, 24), "fp8", torch.bfloat16),
     ((19, 256, 33), "fp4", torch.bfloat16), ((19, 256, 33), "fp8", torch.float32),
 ], ids=str)  # fmt: skip
 @pytest.mark.usefixtures("many")
@@ -75,10 +75,15 @@ def test_rounded_linear_is_exact_on_few_bits(tiles, shape, form, dtype):
     assert torch.equal(tiles.rounded_linear(x, weight, scale), exact.float().to(dtype))
 
 
-# the hidden size of Pro, no power of two; more tokens than a tile has; programs of two halves, where tiles are many
+# columns that are no power of two, last the hidden size of Pro; more tokens than a tile has; programs of two halves,
+# where tiles are many
 @pytest.mark.parametrize(
     ("tokens", "columns", "rows"),
-    [(18, 7168, 64), (129, 512, 130), pytest.param(130, 1152, 130, marks=pytest.mark.slow)],
+    [
+        (18, 896, 64),
+        (129, 256, 130),
+        *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((130, 1152, 130), (18, 7168, 64))),
+    ],
 )
 def test_rounded_linear_of_real_numbers(tiles, many, tokens, columns, rows, monkeypatch):
     monkeypatch.setattr(tiles.tiles_fp8, "FULL", 4)

@@ -20,7 +20,7 @@ COMB = [
     [0.041628, 0.723054, 0.003759, 0.231557],
 ]
 # tokens, streams, width
-SHAPES = [(0, 4, 8), (1, 4, 1), (5, 4, 33), (7, 2, 64)]
+SHAPES = [(0, 4, 8), (1, 4, 1), (3, 4, 33), (5, 2, 64)]
 # one token, a few, more than the few; the widths of Flash and Pro
 STEPS = [
     (0, 4, 8, torch.bfloat16), (1, 4, 33, torch.float32), (5, 2, 70, torch.bfloat16), (17, 4, 9, torch.float32),
@@ -132,21 +132,23 @@ def test_connect_head(shape, dtype):
 @pytest.mark.usefixtures("backend")
 def test_collapse_rounds_once_to_bf16():
     streams, (fn, scale, base) = torch.randn(3, 4, 65).bfloat16(), parameters(4, 65)
-    x, *_ = connect_pre(streams, fn, scale, base, 20, 1e-6, 1e-6)
-    wide, *_ = connect_pre(streams.float(), fn, scale, base, 20, 1e-6, 1e-6)
+    x, *_ = connect_pre(streams, fn, scale, base, 1, 1e-6, 1e-6)
+    wide, *_ = connect_pre(streams.float(), fn, scale, base, 1, 1e-6, 1e-6)
     assert x.dtype == torch.bfloat16
     assert torch.equal(x, wide.bfloat16())
 
 
-def exact_weights(streams, fn, scale, base, hc_eps, norm_eps) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """pre, post and comb of 20 iterations in fp64."""
+def exact_weights(
+    streams, fn, scale, base, iterations, hc_eps, norm_eps
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """pre, post and comb in fp64."""
     count, flat = streams.shape[1], streams.double().flatten(1)
     mix = flat @ fn.double().T * (flat.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
     pre, post, comb = mix.split((count, count, count * count), -1)
     bases, (s0, s1, s2) = base.double().split((count, count, count * count)), scale.double()
     comb = (comb * s2 + bases[2]).unflatten(-1, (count, count)).softmax(-1) + hc_eps
     comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
-    for _ in range(19):
+    for _ in range(iterations - 1):
         comb = comb / (comb.sum(2, keepdim=True) + hc_eps)
         comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
     return torch.sigmoid(pre * s0 + bases[0]) + hc_eps, 2 * torch.sigmoid(post * s1 + bases[1]), comb
@@ -157,11 +159,12 @@ def exact_weights(streams, fn, scale, base, hc_eps, norm_eps) -> tuple[torch.Ten
 def test_connect_step(case):
     *shape, dtype = case
     tokens, count, width = shape
+    iterations = 20 if tokens == 1 else 2  # interpreted, they take most of the time
     before, x = torch.randn(shape).to(dtype), torch.randn(tokens, width).to(dtype)
     post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.randn(width)
     fn, scale, base = parameters(count, width)
     streams, y, next_post, next_comb = connect_step(
-        x, before, post, comb, fn, scale, base, weight.to(dtype), 20, 1e-6, 1e-6
+        x, before, post, comb, fn, scale, base, weight.to(dtype), iterations, 1e-6, 1e-6
     )
     assert (streams.dtype, y.dtype, y.shape) == (dtype, dtype, x.shape)
     mixed = (
@@ -169,7 +172,7 @@ def test_connect_step(case):
     )
     assert_rounded_once(streams, mixed, 50 * FP32)  # as connect_post
     # from here on of the streams as rounded
-    pre, exact_post, exact_comb = exact_weights(streams, fn, scale, base, 1e-6, 1e-6)
+    pre, exact_post, exact_comb = exact_weights(streams, fn, scale, base, iterations, 1e-6, 1e-6)
     # 4 * 7168 products of size 0.01, added up in fp32
     torch.testing.assert_close(next_post.double(), exact_post, rtol=0, atol=1e-5)
     torch.testing.assert_close(next_comb.double(), exact_comb, rtol=0, atol=1e-5)
@@ -186,7 +189,7 @@ def test_connect_step(case):
 # in two launches: tokens, columns, columns in a step; from 64 tokens on the weights are split beforehand;
 # in one: tokens, columns; 0: one token and one stream
 @pytest.fixture(
-    params=[(16, 16, 16), pytest.param((32, 32, 16), marks=pytest.mark.slow), (64, 96, 32), (0, 16), (16, 16)], ids=str
+    params=[(16, 16, 16), pytest.param((32, 32, 16), marks=pytest.mark.slow), (64, 96, 32), (0, 32), (16, 32)], ids=str
 )
 def tile(request, triton_backend, monkeypatch):
     from dsv4cli.kernels.hyper_connections import kernel
@@ -201,7 +204,7 @@ def tile(request, triton_backend, monkeypatch):
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_each_way_to_tile(dtype):
-    for count in (1, 5):
+    for count in (1, 3):
         test_connect_step((count, 2, 70, dtype))
 
 
@@ -219,13 +222,13 @@ def test_projection_weights_keep_their_24_bits():
 
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
-    "shape", [(1, 4, 64), (5, 4, 32), pytest.param((16, 4, 1024), marks=pytest.mark.slow)], ids=str
+    "shape", [(1, 4, 64), (5, 2, 32), pytest.param((16, 4, 1024), marks=pytest.mark.slow)], ids=str
 )
 def test_a_step_is_post_pre_and_norm(shape):
     tokens, count, width = shape
     streams, x = torch.randn(shape).bfloat16(), torch.randn(tokens, width).bfloat16()
     post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.rand(width).bfloat16()
-    more = (*parameters(count, width), weight, 20, 1e-6, 1e-6)
+    more = (*parameters(count, width), weight, 2, 1e-6, 1e-6)
     step, wide = connect_step(x, streams, post, comb, *more), ref.connect_step(x, streams, post, comb, *more)
     assert torch.equal(step[0], connect_post(x, streams, post, comb))
     # fp32 sums in another order: a last bit of bf16 here and there
@@ -237,16 +240,17 @@ def test_a_step_is_post_pre_and_norm(shape):
 
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_one_launch_repeats_and_leaves_nothing(tokens):
+def test_one_launch_repeats_and_leaves_nothing(tokens, monkeypatch):
     from dsv4cli.kernels.hyper_connections import kernel
 
+    left, words = [], kernel.words
+    monkeypatch.setattr(kernel, "words", lambda *where: left.append(words(*where)) or left[-1])
     streams, weights = torch.randn(tokens, 4, 40).bfloat16(), parameters(4, 40)
-    block = kernel.few(tokens).block
-    left = kernel._left(streams.device, -(-40 // block) * (1 if kernel.few(tokens).tokens else 4) * 32)
-    first = connect_pre(streams, *weights, 20, 1e-6, 1e-6)
-    assert not left.any()
-    for found, again in zip(first, connect_pre(streams, *weights, 20, 1e-6, 1e-6), strict=True):
+    first = connect_pre(streams, *weights, 2, 1e-6, 1e-6)
+    assert not left[0].any()
+    for found, again in zip(first, connect_pre(streams, *weights, 2, 1e-6, 1e-6), strict=True):
         assert torch.equal(found, again)
+    assert left[0] is left[1]
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -254,10 +258,10 @@ def test_one_launch_ends_whatever_it_is_given():
     streams, (fn, scale, base) = torch.randn(2, 4, 8), parameters(4, 8)
     fn.view(torch.int32)[3] = -1  # of all NaN the one whose inverted bits are 0
     streams[0] = torch.inf
-    for values in connect_pre(streams, fn, scale, base, 20, 1e-6, 1e-6):
+    for values in connect_pre(streams, fn, scale, base, 2, 1e-6, 1e-6):
         assert values[0].isnan().any()
     streams[0] = 0
-    assert not connect_pre(streams, *parameters(4, 8), 20, 1e-6, 1e-6)[0][0].any()
+    assert not connect_pre(streams, *parameters(4, 8), 2, 1e-6, 1e-6)[0][0].any()
 
 
 @pytest.mark.usefixtures("backend")
@@ -265,7 +269,7 @@ def test_streams_that_are_one_tensor_seen_several_times():
     embedded, parts = torch.randn(3, 40).bfloat16(), parameters(4, 40)
     streams = embedded[:, None].expand(-1, 4, -1)
     for found, expected in zip(
-        connect_pre(streams, *parts, 20, 1e-6, 1e-6), connect_pre(streams.clone(), *parts, 20, 1e-6, 1e-6), strict=True
+        connect_pre(streams, *parts, 1, 1e-6, 1e-6), connect_pre(streams.clone(), *parts, 1, 1e-6, 1e-6), strict=True
     ):
         assert torch.equal(found, expected)
 

@@ -1,4 +1,4 @@
-"""Launches that overlap: where they do, and that every kernel which can waits before anything else may go wrong."""
+"""Launches that overlap: on which GPUs they do, and that each such kernel waits for its inputs before it stores."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4cli.kernels.overlap import overlap
+from dsv4cli.kernels.overlap import FEW, overlap, overlap_of_few
 
 KERNELS = Path(__file__).resolve().parents[2] / "dsv4cli" / "kernels"
 
@@ -18,28 +18,64 @@ def test_only_a_gpu_overlaps():
 @pytest.mark.gpu
 def test_a_hopper_overlaps():
     new = torch.cuda.get_device_capability() >= (9, 0)
-    assert overlap(torch.zeros(1, device="cuda")) == (
-        {"OVERLAP": True, "launch_pdl": True} if new else {"OVERLAP": False}
-    )
+    x = torch.zeros(1, device="cuda")
+    assert overlap(x) == ({"OVERLAP": True, "launch_pdl": True} if new else {"OVERLAP": False})
+    assert overlap_of_few(x, FEW) == overlap(x)
+    assert overlap_of_few(x, FEW + 1) == {"OVERLAP": False}
+
+
+def parsed():
+    """The functions of the kernels' files: file, name, node."""
+    for file in sorted(KERNELS.rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef):
+                yield file, node.name, node
 
 
 def launched():
-    """The functions that are launched with OVERLAP, by file: those that decide on it themselves."""
-    for file in sorted(KERNELS.rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-        for name, node in functions.items():
-            if any(argument.arg == "OVERLAP" for argument in node.args.args):
-                yield file, functions, name
+    """Those that are given OVERLAP, all but the one that waits."""
+    for file, name, node in parsed():
+        if name != "wait_for_inputs" and any(argument.arg == "OVERLAP" for argument in node.args.args):
+            yield file, name, node
 
 
-def hands_on(node):
-    """Whether a function waits itself, or hands OVERLAP on to one that does."""
-    calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
-    return any(isinstance(one, ast.Name) and one.id == "OVERLAP" for call in calls for one in ast.walk(call))
+def called(call):
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def calls(node):
+    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+
+
+def waits(node):
+    """The lines where a function waits, or hands OVERLAP on to one that does."""
+    return [
+        call.lineno
+        for call in calls(node)
+        if any(isinstance(argument, ast.Name) and argument.id == "OVERLAP" for argument in call.args)
+    ]
+
+
+def storing():
+    """The names of functions that store, themselves or by what they call."""
+    names, more = set(), {"store", "atomic_add"}
+    while more - names:
+        names |= more
+        more = {name for _, name, node in parsed() if names & {called(call) for call in calls(node)}}
+    return names
 
 
 def test_what_takes_the_option_waits():
-    found = [(file.name, name) for file, functions, name in launched() if not hands_on(functions[name])]
     assert list(launched())
-    assert [place for place in found if place[1] != "wait_for_inputs"] == []
+    assert [(file.name, name) for file, name, node in launched() if not waits(node)] == []
+
+
+def test_nothing_is_stored_before_the_wait():
+    names = storing()
+    early = [
+        (file.name, name, called(call))
+        for file, name, node in launched()
+        for call in calls(node)
+        if called(call) in names and call.lineno < min(waits(node))
+    ]
+    assert early == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.places import Chunks, Layout, place
+from dsv4cli.kernels.places import Chunks, Layout, place, ref
 
 BLOCK = 128
 # window, rows of a ring beside it, slots
@@ -102,7 +102,17 @@ STEPS = {
 }
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.fixture
+def few_programs(backend, monkeypatch):
+    """Interpreted, from six tokens on as many in a program as for many tokens, and of 67 and more 64."""
+    if backend == "interpreter":
+        from dsv4cli.kernels.places import kernel
+
+        sizes = ((5, (1, 256, 2)), (66, (8, 256, 4)), (1 << 30, (64, 256, 4)))
+        monkeypatch.setattr(kernel, "tile", lambda tokens: next(size for most, size in sizes if tokens <= most))
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("name", STEPS)
 def test_places_are_those_of_the_definition(name):
     work, in_rings = STEPS[name]
@@ -136,17 +146,24 @@ def test_places_are_those_of_the_definition(name):
         assert entries.table.tolist() == [[cell_of(chunks, s, n, ratio) for n in number] for s in range(len(last))]
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("ratios", [(), (4,), (128,)], ids=str)
 def test_a_model_without_some_ratio(ratios):
     chunks, layout = step([(130, 9), (0, 5)], True, ratios)
     made = place(chunks, layout, dict.fromkeys((0, *ratios), torch.tensor(FREQUENCIES)))
     assert (set(made.rotations), set(made.entries)) == ({0, *ratios}, set(ratios))
-    assert made.every_entry.shape[1] == WINDOW + layout.entries.get(128, 0)
-    assert torch.equal(made.every_entry[:, :4], made.window_index[:, :4])  # the shortest chunk has five tokens
+    # all else is as in a model with both ratios
+    both = replace(layout, groups={4: 5, 128: 2}, entries={4: 34, 128: 1})
+    whole = ref.place(chunks, both, dict.fromkeys((0, 4, 128), torch.tensor(FREQUENCIES)))
+    for name in ("sequence", "positions", "last", "window_index", "window_columns", "window_cells"):
+        assert torch.equal(getattr(made, name), getattr(whole, name))
+    for ratio, entries in made.entries.items():
+        for name in ("groups", "cells", "visible", "table"):
+            assert torch.equal(getattr(entries, name), getattr(whole.entries[ratio], name))
+    assert torch.equal(made.every_entry, whole.every_entry if 128 in ratios else whole.window_index)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("few_programs")
 def test_the_window_and_the_pairs_of_the_model():
     chunks, layout = step([(1000, 9), (0, 130)], False, window=128)
     frequencies = 1e4 ** -(torch.arange(32) / 32)

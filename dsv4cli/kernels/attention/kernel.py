@@ -1,6 +1,7 @@
 """Attention over listed rows in Triton: a program takes heads of one token and its list.
 
-Where there are too few tokens for the machine, more programs share a token: `spread`, or long lists in `parts`.
+Where there are too few tokens for the machine, several programs share one: its list is `spread` or, if long, cut into
+`parts`.
 """
 
 import math
@@ -21,7 +22,7 @@ from dsv4cli.kernels.rows import rows
 LONGEST = 512
 # programs that fill an H200 with tiles of 64 heads, one on a multiprocessor
 PROGRAMS = 132
-# a list that is never cut into parts; parts of another
+# the longest list that is never cut into parts; the most parts of another
 SHORT, MOST_PARTS = 256, 32
 
 

@@ -119,7 +119,7 @@ def turned(turns, token, first, COLUMNS: tl.constexpr, TURNED: tl.constexpr, WID
     pair = first // 2 + tl.arange(0, COLUMNS // 2) - (WIDTH // 2 - TURNED)
     some = (pair >= 0) & (pair < TURNED)
     turn = turns + token * (2 * TURNED) + pair * 2
-    # past the nearest cache, for those that read ahead of the launch before
+    # past the nearest cache, which may be older where programs of `spread` read before the launch before has ended
     cosine = tl.load(turn, some, other=1.0, cache_modifier=".cg")
     return cosine, tl.load(turn + 1, some, other=0.0, cache_modifier=".cg")
 

@@ -18,21 +18,21 @@ def attended(inputs, sink, turns, o, turned, shape, parts, span, warps) -> None:
     """Into o [T, H, d]. inputs: of every kernel here up to the scale; turns: [T, turned, 2] or none; shape: of every
     kernel up to ROWS; span: columns of a part, a multiple of ROWS."""
     tokens, heads, width = o.shape
-    groups, held, ahead = triton.cdiv(heads, shape[-2]), shape[-1], overlap(o)
-    # before the last part
+    groups, held, options = triton.cdiv(heads, shape[-2]), shape[-1], overlap(o)
+    # of the last part no other needs the maxima
     blocks = (parts - 1) * span // held
     early = torch.empty(tokens, blocks, heads, dtype=torch.float32, device=o.device)
-    _maxima[tokens * blocks * groups,](*inputs, early, blocks, *shape, num_warps=warps, **ahead)
+    _maxima[tokens * blocks * groups,](*inputs, early, blocks, *shape, num_warps=warps, **options)
     partial = torch.empty(tokens, parts, heads, width, dtype=torch.float32, device=o.device)
     state = torch.empty(2, tokens, parts, heads, dtype=torch.float32, device=o.device)
     _part[tokens * parts * groups,](
-        *inputs, early, partial, state[0], state[1], parts, blocks, span, *shape, num_warps=warps, **ahead
+        *inputs, early, partial, state[0], state[1], parts, blocks, span, *shape, num_warps=warps, **options
     )
     at_once, columns = triton.next_power_of_2(parts), max(triton.next_power_of_2(width), 32)
     chunk = min(columns, BUDGET // at_once)
     _combine[(tokens * heads * (columns // chunk),)](
         partial, state[0], state[1], sink, turns, o, parts, turned, heads, width, at_once, chunk, columns // chunk,
-        num_warps=4, **ahead,
+        num_warps=4, **options,
     )  # fmt: skip
 
 

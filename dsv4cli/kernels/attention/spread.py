@@ -16,9 +16,9 @@ from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 
 # columns between two changes of the maximum, as in the reference
 BLOCK = tl.constexpr(64)
-# the longest list that is faster this way than in parts, and the most tokens times groups of 16 heads
+# the longest list, and the most tokens times groups of 16 heads, that any of `tiles` is for
 LONGEST, MOST = 1536, 32
-# of the first launch at most; more groups of columns are taken in turn
+# the most of the first launch, four for each multiprocessor of an H200; then a program takes several groups in turn
 PROGRAMS = 528
 
 
@@ -36,8 +36,10 @@ class Spread:
 
 
 def tiles(few: int, length: int) -> Spread | None:
-    """For so many tokens times groups of 16 heads; None where other ways are faster. Measured on an H200 with rows of
-    512 bf16."""
+    """For so many tokens times groups of 16 heads; None where other ways are faster.
+
+    Measured on an H200 with rows of 512 bf16.
+    """
     if length <= 128:
         return Spread(16, 32, 4, 4, 16, 2) if few <= 8 else None
     if length <= 256:
@@ -242,12 +244,12 @@ def _together(
             other = number // PIECES * PIECES + piece
             other_high = tl.load(maxima + near + other[None], owned[:, None] & (other < groups)[None], other=FLOOR)
             of_block = tl.maximum(of_block, other_high)
-    sum = tl.load(sums + near + number[None], inside, other=0.0)
+    added = tl.load(sums + near + number[None], inside, other=0.0)
     so_far = tl.maximum(tl.associative_scan(of_block, 1, _larger), before[:, None])
     maximum = tl.max(so_far, 1)
     shrink, change = tl.exp2(so_far - maximum[:, None]), tl.exp2(high - so_far)
     less = tl.exp2(before - maximum)
-    total = total * less + tl.sum(sum * change * shrink, 1)
+    total = total * less + tl.sum(added * change * shrink, 1)
     chances = (exact * tl.permute(change, (1, 0))[:, :, None]).to(TYPE)  # [GROUPS, HEADS, COLUMNS]
     products = tl.dot(chances, values, input_precision="ieee")  # [GROUPS, HEADS, DIMS]
     result = result * less[None, :, None] + products * tl.permute(shrink, (1, 0))[:, :, None]

@@ -9,6 +9,9 @@ from dsv4cli.kernels.formats import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, FP8_AMAX
 from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
+FP8_FLOOR, FP8_LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
+FP4_FLOOR, FP4_LARGEST = tl.constexpr(FP4_AMAX_FLOOR), tl.constexpr(E2M1_MAX)
+
 
 def fp8_round(x: torch.Tensor, block: int) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -101,6 +104,20 @@ def code_blocks(
     """The codes of values (fp32 [n, block]) as fp32 numbers, and each row's scale as bits (int32 [n, 1])."""
     values, scale = scaled_blocks(values, FLOOR, LARGEST)
     return round_to_code(values, MANTISSA, LOWEST), scale
+
+
+@triton.jit
+def through_fp8(values):
+    """values (fp32 [n, block]) as fp8_round leaves them, fp32."""
+    codes, scale = code_blocks(values, FP8_FLOOR, FP8_LARGEST, 3, -6)
+    return codes * scale.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def through_fp4(values):
+    """values (fp32 [n, block]) as fp4_round leaves them, fp32."""
+    codes, scale = code_blocks(values, FP4_FLOOR, FP4_LARGEST, 1, 0)
+    return codes * scale.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 A group pools the raw rows of its tokens; with overlap (raw rows twice as wide as an entry) those of the previous group
 join: of the previous group's rows the first half counts, of its own the second.
-Triton: consecutive columns; entries of an even width with the FP8 part in whole blocks of 64, index entries of a power
-of two from 32 on.
+Triton: consecutive columns, a contiguous state and plan; entries of an even width with the FP8 part in whole blocks of
+64, index entries of a power of two from 32 on.
 """
 
 from dataclasses import dataclass

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import butterflies, code_blocks, e2m1_pairs
+from dsv4cli.kernels.block_scale.kernel import FP4_FLOOR, FP4_LARGEST, butterflies, code_blocks, e2m1_pairs
 from dsv4cli.kernels.compressor.pooling import keep_rows, plan_of, pooled_of
-from dsv4cli.kernels.formats import E2M1_MAX, FP4_AMAX_FLOOR, FP4_BLOCK
+from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.keys.kernel import rounded_key
 from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.overlap import wait_for_inputs
@@ -13,7 +13,7 @@ from dsv4cli.kernels.rope.kernel import turned, turns_of
 
 # what an entry goes through after norm and rotation
 NOTHING, FP8, FP4, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-FLOOR, LARGEST, FP4_COLUMNS = tl.constexpr(FP4_AMAX_FLOOR), tl.constexpr(E2M1_MAX), tl.constexpr(FP4_BLOCK)
+FP4_COLUMNS = tl.constexpr(FP4_BLOCK)
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def store_entry(
     if FORM >= FP4:
         values = (butterflies(values, WIDTH.bit_length() - 1) * WIDTH**-0.5).to(dtype).to(tl.float32)
         blocks = tl.reshape(values, [COLUMNS // FP4_COLUMNS, FP4_COLUMNS])
-        codes, scale = code_blocks(blocks, FLOOR, LARGEST, 1, 0)
+        codes, scale = code_blocks(blocks, FP4_FLOOR, FP4_LARGEST, 1, 0)
         if FORM == PACKED:
             place = results + cell * (WIDTH // 2) + tl.arange(0, COLUMNS // 2)[None]
             tl.store(place, e2m1_pairs(tl.reshape(codes, [1, COLUMNS])).to(tl.int8))

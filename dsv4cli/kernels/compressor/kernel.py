@@ -22,6 +22,11 @@ from dsv4cli.kernels.rows import rows, tile
 if TYPE_CHECKING:
     from dsv4cli.kernels.compressor import Plan, State
 
+# from how many members on a group's channels are divided among programs where most groups are complete
+MANY = 32
+# the channels of a program then, the raw rows that it keeps at once, its warps
+SLICE = 32, 64, 4
+
 
 @dataclass(frozen=True)
 class Job:
@@ -172,17 +177,12 @@ def _compress_in_parts(job: Job, plan: "Plan", eps: float) -> None:
     )  # fmt: skip
 
 
-# from how many members on a group's channels are divided among programs where most groups are complete
-MANY = 32
-# the channels of a program then, the raw rows that it keeps at once, its warps
-SLICE = 32, 64, 4
-
-
 def rows_at_once(members: int, width: int, tokens: int) -> tuple[int, int, int]:
     """How many members a program of a whole entry loads at once, how many rows it keeps at once, and its warps.
 
-    tokens: of the step, for each group. H200, 4,096 tokens of ratio 4: 13.8 us at width 512 (with 8 members at once
-    14.8), 7.2 at width 128; a thread has all members of four columns, with twice as many warps 23 and 10.
+    tokens: of the step, for each group. Measured on an H200 with 4,096 tokens of ratio 4: 13.8 us at width 512 (with 8
+    members at once 14.8), 7.2 at width 128. A thread has all members of four columns; with twice as many warps it
+    takes 23 and 10 us.
     """
     warps = min(max(width // 128, 1), 4)
     if members >= MANY:

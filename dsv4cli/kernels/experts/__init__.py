@@ -1,4 +1,8 @@
-"""Gated experts: w2(silu(w1 x) * (w3 x)) with clamps, routed or shared. Source: official model.py (`Expert`, `MoE`)."""
+"""Gated experts: w2(silu(w1 x) * (w3 x)) with clamps, routed or shared. Source: official model.py (`Expert`, `MoE`).
+
+Triton: rows of x of any even spacing with consecutive columns (kernels/rows.py); contiguous weights and scales that
+begin at a multiple of 16 bytes; widths in multiples of 32 for FP4 weights, of 128 for rounded inputs.
+"""
 
 from dataclasses import dataclass
 

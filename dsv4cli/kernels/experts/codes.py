@@ -16,6 +16,8 @@ token stands in four columns of the other operand, in each with only one of the 
 import triton
 import triton.language as tl
 
+# the fewest tokens that a product takes: the eight columns of the tensor core, four of which a token fills with FP4
+FP4_TOKENS, FP8_TOKENS = 2, 8
 # codes become bf16 numbers with the exponent's bits as they are, far too small; inputs are as much larger
 INPUT_FACTOR = 2.0**64
 _FP4_FACTOR = tl.constexpr(2.0 ** (126 - 64))  # e2m1 has an exponent bias of 1, bf16 of 127
@@ -222,7 +224,7 @@ def fp4_products(
     part,  # [1, SPLITS, 1] where those of each split begin
     real,  # bool [16 * TOKENS] whether there is such a token
     K: tl.constexpr,  # columns of a split
-    TOKENS: tl.constexpr,  # even
+    TOKENS: tl.constexpr,  # a multiple of FP4_TOKENS
     EACH: tl.constexpr,
 ):
     """Tuple of fp32 [SPLITS, ROWS, TOKENS]: the product of each matrix's rows with each token."""
@@ -249,7 +251,7 @@ def fp8_products(
     offset,  # int64 [4 * TOKENS] for four threads of one column
     real,  # bool [4 * TOKENS]
     K: tl.constexpr,
-    TOKENS: tl.constexpr,  # a multiple of 8
+    TOKENS: tl.constexpr,  # a multiple of FP8_TOKENS
     EACH: tl.constexpr,
 ):
     """As fp4_products, of FP8 rows in equal parts: fp32 [ROWS, TOKENS]."""

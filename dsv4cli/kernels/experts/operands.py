@@ -10,10 +10,7 @@ of every 8 (t = 0..3). So that these are 32 neighbours in memory, one 16-byte lo
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import code_blocks
-from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
-
-_FLOOR, _LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
+from dsv4cli.kernels.block_scale.kernel import through_fp8
 
 
 @triton.jit
@@ -119,13 +116,6 @@ def tile(
     return values
 
 
-@triton.jit
-def _rounded(values):
-    """Rows of 128 fp32 values through e4m3 with one scale each, as fp8_round."""
-    codes, scale = code_blocks(values, _FLOOR, _LARGEST, 3, -6)
-    return codes * scale.to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["count"])
 def prepare(
     x,  # [count, K]
@@ -143,7 +133,7 @@ def prepare(
     column = tl.program_id(1) * 128 + tl.arange(0, 128)[None]
     values = tl.load(x + token * stride + column, (token < count) & (column < K), other=0.0)
     if ROUND:
-        values = _rounded(values.to(tl.float32)).to(values.dtype)
+        values = through_fp8(values.to(tl.float32)).to(values.dtype)
     if FORMAT == "fp4":
         values = tl.reshape(tl.permute(tl.reshape(values, [TOKENS, 4, 4, 2, 4]), [0, 2, 4, 1, 3]), [TOKENS, 128])
     tl.store(y + token * WIDTH + column, values, token < count)

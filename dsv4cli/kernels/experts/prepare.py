@@ -6,10 +6,9 @@ And the same for the second product: its inputs from the results of the first.
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import code_blocks
+from dsv4cli.kernels.block_scale.kernel import through_fp8
 from dsv4cli.kernels.experts.codes import INPUT_FACTOR
 from dsv4cli.kernels.experts.products import gated_values
-from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
 from dsv4cli.kernels.overlap import wait_for_inputs
 
 # columns that a program arranges; pairs that a program places, and those it compares them with at once
@@ -17,7 +16,7 @@ COLUMNS, PAIRS, OTHERS = 1024, 16, 128
 # counters that a program sets to zero
 COUNTERS = 1024
 
-_FLOOR, _LARGEST, _FACTOR = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX), tl.constexpr(INPUT_FACTOR)
+_FACTOR = tl.constexpr(INPUT_FACTOR)
 
 
 @triton.jit
@@ -32,8 +31,7 @@ def arranged(column, H: tl.constexpr):
 def as_input(values, ROUND: tl.constexpr):
     """values fp32 [n, 128] -> bf16 inputs of products; ROUND: through FP8 with a scale for each row of these."""
     if ROUND:
-        codes, scale = code_blocks(values, _FLOOR, _LARGEST, 3, -6)
-        values = codes * scale.to(tl.float32, bitcast=True)
+        values = through_fp8(values)
     return (values * _FACTOR).to(tl.bfloat16)
 
 

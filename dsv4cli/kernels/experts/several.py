@@ -120,9 +120,9 @@ def _add(
     tl.store(y + token.to(tl.int64) * D + row, total.to(y.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["tokens", "pairs", "shared_chunks"])
+@triton.jit(do_not_specialize=["tokens", "shared_chunks"])
 def down(
-    inner, shared_inner,  # as _up leaves them
+    inner, shared_inner,  # as up leaves them
     w2, w2_scale,  # FP4 [E, D, INNER]
     shared_w2, shared_w2_scale,  # FP8 [D, SHARED_INNER]
     parts,  # bf16 [pairs, D] w2's results by position
@@ -130,7 +130,7 @@ def down(
     counters,  # [tokens, D / ROWS] of parts that are stored
     place,  # as prepare leaves it
     y,  # [tokens, D]
-    order, chunks, tokens, pairs, shared_chunks,
+    order, chunks, tokens, shared_chunks,
     D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PER_TOKEN: tl.constexpr,
     CHUNK: tl.constexpr, SHARED_CHUNK: tl.constexpr, ADDED: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr,

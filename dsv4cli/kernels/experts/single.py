@@ -1,13 +1,15 @@
 """Routed experts, alone or with the shared one, for one token: nothing is sorted, its experts are known at once.
 
 A program of `down` has all that is added to its rows: each of its warps takes an expert, in ascending order. `up`
-starts when `prepare` has seen the end of what precedes it, and so knows the token's experts while `prepare` still runs.
+starts when all programs of `prepare` have waited for what precedes them: it knows the experts while `prepare` runs.
 """
 
 import triton
 import triton.language as tl
 
 from dsv4cli.kernels.experts.codes import (
+    FP4_TOKENS,
+    FP8_TOKENS,
     first_steps,
     fp4_products,
     fp4_rows,
@@ -19,8 +21,8 @@ from dsv4cli.kernels.experts.codes import (
 from dsv4cli.kernels.experts.prepare import store_inner
 from dsv4cli.kernels.overlap import wait_for_inputs
 
-# columns of a product: of the two tokens that FP4 takes, of the eight of FP8, only the first is one
-_TOKENS, _SHARED_TOKENS = tl.constexpr(2), tl.constexpr(8)
+# tokens of a product, of which only the first is one
+_TOKENS, _SHARED_TOKENS = tl.constexpr(FP4_TOKENS), tl.constexpr(FP8_TOKENS)
 
 
 @triton.jit

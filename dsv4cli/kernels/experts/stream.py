@@ -3,8 +3,8 @@
 `prepare` rounds and arranges the inputs and sorts the pairs (token, expert) by expert. A program of `up` or `down`
 computes some rows of a matrix (w1 and w3; w2): of `several` for a few tokens of one expert, of `single` for one token,
 which needs no sorting, and whose sum over experts `down` makes in its registers.
-The launches overlap: what does not depend on the inputs is loaded before they are there. Each starts when the one
-before it has seen the end of what is before that; so it knows its experts, and loads their weights, while that runs.
+The launches overlap (`wait_for_inputs`): weights are loaded while the launch before still runs, those of the shared
+expert at once, those of routed experts where what names them, the choice or the sorting, was made before that launch.
 """
 
 import math
@@ -15,13 +15,12 @@ import torch
 import triton
 
 from dsv4cli.kernels.experts import prepare, several, single
+from dsv4cli.kernels.experts.codes import FP8_TOKENS
 from dsv4cli.kernels.overlap import overlap
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
-# tokens of the shared expert in a program: the least that the tensor core takes
-SHARED_TOKENS = 8
 # of one token: rows of w2 in a program, steps ahead and in a pass of routed experts and of the shared one
 SINGLE_DOWN = (16, 4, 4, 4, 4)
 # in a pass of routed experts alone: registers are left, 34.0 us instead of 35.4 on an H200
@@ -94,7 +93,7 @@ class _Call:
 
     @property
     def shared_chunks(self) -> int:
-        return triton.cdiv(self.tokens, SHARED_TOKENS) if self.shared else 0
+        return triton.cdiv(self.tokens, FP8_TOKENS) if self.shared else 0
 
     @property
     def added(self) -> bool:
@@ -161,16 +160,15 @@ def _tokens(call: _Call, chunk: int, up: tuple[int, int, int, int], down: tuple[
     pairs, per_token, sums = call.experts.numel(), call.experts.shape[1], tokens * (width // down[0])
     inputs, shared_inputs, counters, order, place, chunks = _prepare(call, chunk, pairs, sums)
     inner, shared_inner = call.new(2, pairs, inner_width), call.new(2, tokens, shared_width)
-    numbers = order, chunks, tokens, pairs, shared_chunks
     several.up[(shared_chunks * (shared_width // up[0]) + pairs * (inner_width // up[0]),)](
-        inputs, shared_inputs, *call.first(), call.routing, inner, shared_inner, counters, *numbers, call.limit, width,
-        inner_width, shared_width, per_token, chunk, SHARED_TOKENS, call.round_inputs, *up, **overlap(call.x),
-        num_warps=up[1],
+        inputs, shared_inputs, *call.first(), call.routing, inner, shared_inner, counters, order, chunks, tokens, pairs,
+        shared_chunks, call.limit, width, inner_width, shared_width, per_token, chunk, FP8_TOKENS, call.round_inputs,
+        *up, **overlap(call.x), num_warps=up[1],
     )  # fmt: skip
     several.down[(width // down[0], shared_chunks + pairs)](
         inner, shared_inner, *call.last(), call.new(pairs, width), call.shared_part, counters[len(counters) - sums :],
-        place, call.y, *numbers, width, inner_width, shared_width, per_token, chunk, SHARED_TOKENS, call.added, *down,
-        **overlap(call.x), num_warps=down[1],
+        place, call.y, order, chunks, tokens, shared_chunks, width, inner_width, shared_width, per_token, chunk,
+        FP8_TOKENS, call.added, *down, **overlap(call.x), num_warps=down[1],
     )  # fmt: skip
 
 

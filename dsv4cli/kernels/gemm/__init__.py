@@ -3,9 +3,10 @@
 FP8 and FP4 linears quantise their input first (block_scale.fp8_round with 128 columns); the rounded input and the
 dequantised weight are exact in bf16, so the official per-block accumulation differs from these sums in order only.
 Source: official kernel.py (`fp8_gemm`, `fp4_gemm`).
-Triton: consecutive columns of x and whole weights. FP8 tensor cores, which multiply a rounded bf16 input of more than
-512 rows with FP8 weights, sum 128 columns with about 13 bits below their largest product, as everywhere on Hopper:
-1.2e-4 of a result's size before its rounding, 6e-4 too small where all products have one sign.
+Triton: consecutive columns of x, for few rows up to 16,384, and whole weights. FP8 tensor cores, which multiply a
+rounded bf16 input of more than 512 rows with FP8 weights, sum 128 columns with about 13 bits below their largest
+product, as everywhere on Hopper: 1.2e-4 of a result's size before its rounding, 6e-4 too small where all products have
+one sign.
 """
 
 from collections.abc import Sequence

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import scaled_blocks
+from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
 from dsv4cli.kernels.gemm import swapped
 from dsv4cli.kernels.gemm.codes import (
     Norm,
@@ -33,9 +32,9 @@ WIDEST = 16_384
 # warps that run at once, some 20 on each of 132 multiprocessors. Where there are more, weights in registers while a
 # program waits cost more than they bring (H200: 3 to 7 % of a chain of large linears)
 _AT_ONCE = 2640
-# weights and FP8 weights up to this size multiply two tokens here as well; the decoding of more would take too long
+# up to so many bytes of weights, and of FP8 and FP4 among them, two tokens are multiplied here as well; the
+# decoding of more would take too long (H200)
 _SMALL_BYTES, _SMALL_FP8 = 32_000_000, 12_000_000
-_FLOOR, _LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -172,8 +171,7 @@ def _rows(
             y = ys[i] + (token * tl.num_programs(1) + group).to(tl.int64) * NS[i]
             _product(
                 x, norm, weights[i], scales[i], y, program - STARTS[i], group, x_row * (token + 1 < tokens), eps,
-                TIMES[i], NS[i], K, ROUNDED[i], HAS_FP8, ROWS, COLUMNS, TOKENS, EARLY,
-                OVERLAP,
+                TIMES[i], NS[i], K, ROUNDED[i], HAS_FP8, ROWS, COLUMNS, TOKENS, EARLY, OVERLAP,
             )  # fmt: skip
 
 
@@ -186,7 +184,7 @@ def _product(
     y,
     program,
     group,
-    next,  # from x to the next token; 0 if there is none
+    apart,  # from x to the next token; 0 if there is none
     eps,
     TIMES: tl.constexpr,
     N: tl.constexpr,
@@ -210,14 +208,14 @@ def _product(
         wait_for_inputs(OVERLAP)
     given, power = _inputs(x, norm, eps, K, ROUND, HAS_FP8, COLUMNS)
     if TOKENS == 2:
-        other, power1 = _inputs(x + next, norm, eps, K, ROUND, HAS_FP8, COLUMNS)
+        other, power1 = _inputs(x + apart, norm, eps, K, ROUND, HAS_FP8, COLUMNS)
     for time in tl.static_range(TIMES):
         row = first + time * ROWS + tl.arange(0, ROWS)
         sums = _sums(values, factor, given, power, HAS_FP8, TIMES > 1)
         if TOKENS == 2:
             # both before either is stored: what was decoded serves both
             more = tl.sum(_sums(values, factor, other, power1, HAS_FP8, TIMES > 1), 1).to(y.dtype.element_ty)
-            tl.store(y + tl.num_programs(1) * N + row, more, (row < N) & (next != 0))
+            tl.store(y + tl.num_programs(1) * N + row, more, (row < N) & (apart != 0))
         tl.store(y + row, tl.sum(sums, 1).to(y.dtype.element_ty), row < N)
         if time + 1 < TIMES:
             values, factor = values1, factor1
@@ -293,6 +291,6 @@ def _inputs(x, norm, eps, K: tl.constexpr, ROUND: tl.constexpr, HAS_FP8: tl.cons
         rows = normed(tl.reshape(values, [1, COLUMNS]), tl.reshape(factor, [1, COLUMNS]), eps, K)
         values = tl.reshape(rows.to(x.dtype.element_ty).to(tl.float32), [COLUMNS // 128, 128])
     if ROUND:
-        values, scale = scaled_blocks(values, _FLOOR, _LARGEST)
+        values, scale = scaled_blocks(values, FP8_FLOOR, FP8_LARGEST)
         values, power = e4m3_rounded(values, HAS_FP8), scale.to(tl.float32, bitcast=True)
     return values, power

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale import kernel as block_scale
-from dsv4cli.kernels.block_scale.kernel import scaled_blocks
-from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR, FP8_BLOCK
+from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
+from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.codes import Product, bits, e8m0_values, has_fp8
 from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 
@@ -24,7 +24,6 @@ MOST = 64
 OWN = 16
 # columns of a step, which is one block of FP8 scales
 _STEP = tl.constexpr(128)
-_FLOOR, _LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
 # tiles of a launch that several programs share: `tile_shape` splits no more than 512, and each product may end with one
 _MOST_SHARED = 1024
 
@@ -164,7 +163,7 @@ def _sums(
         if scale is None:
             total += tl.dot(values, tl.trans(given))
         elif ROUND:
-            given, power = scaled_blocks(given.to(tl.float32), _FLOOR, _LARGEST)
+            given, power = scaled_blocks(given.to(tl.float32), FP8_FLOOR, FP8_LARGEST)
             factor = power.to(tl.float32, bitcast=True) * e8m0_values(tl.load(scale + step))
             # fp16 has all values of e4m3, and the GPU an instruction that gives them
             codes = tl.trans(given.to(tl.float8e4nv).to(tl.float16))

@@ -15,7 +15,7 @@ from dsv4cli.kernels.hyper_connections.columns import (
 from dsv4cli.kernels.hyper_connections.finish import collapsed, load_scales, logits_of, store_weights
 from dsv4cli.kernels.overlap import wait_for_inputs
 
-# tokens that one launch takes
+# tokens that one launch takes: one tile of tensor cores
 FEW = 16
 _FEW = tl.constexpr(FEW)
 
@@ -45,7 +45,7 @@ def _of_one(
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr, MIX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one stream of one token: the weights are spread over as many programs as can be."""
+    """BLOCK columns of one stream of one token, so that as many programs as possible read the weights."""
     token, k = program // SPLITS, program % N
     row, column = tl.arange(0, SLOTS)[:, None], program % SPLITS // N * BLOCK + tl.arange(0, BLOCK)[None]
     inside = column < WIDTH

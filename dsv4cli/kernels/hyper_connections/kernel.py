@@ -5,27 +5,23 @@ leaves its part of the sums and of the squares; the second adds the parts in a f
 A few tokens take one launch, in which some programs do the work of the second.
 """
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.handover import words
 from dsv4cli.kernels.hyper_connections.at_once import FEW, at_once
 from dsv4cli.kernels.hyper_connections.columns import columns, split_weights
 from dsv4cli.kernels.hyper_connections.finish import finish
-from dsv4cli.kernels.overlap import overlap
+from dsv4cli.kernels.overlap import overlap_of_few
 from dsv4cli.kernels.rows import LONGEST, rows
 
 # tokens whose post and comb one program of `finish` computes, where their projections have few parts
 WEIGHED_TOKENS = 8
 # tokens in a program from which on it pays to split the weights into bf16 parts beforehand
 SPLIT_TOKENS = 64
-
-
-# tokens up to which overlapping launches are faster
-OVERLAPPED_TOKENS = 64
 
 
 class Few(NamedTuple):
@@ -134,10 +130,6 @@ def _connected(
     return mixed, *_collapsed(mixed, parts, scale, base, norm, numbers)
 
 
-def _options(streams: torch.Tensor) -> dict[str, Any]:
-    return overlap(streams) if len(streams) <= OVERLAPPED_TOKENS else {"OVERLAP": False}
-
-
 def _at_once(
     streams: torch.Tensor,
     output: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
@@ -151,7 +143,8 @@ def _at_once(
     tile, slots = few(count), triton.next_power_of_2(len(fn) + 1)
     splits = triton.cdiv(width, tile.block) * (1 if tile.tokens else number)
     x, old_post, old_comb = output or (streams[:, 0], base, base)
-    given, options = rows(x), _options(streams)
+    given, options = rows(x), overlap_of_few(streams, count)
+    left = words(streams.device, 2, FEW, splits, slots)
     parts = max(triton.next_power_of_2(splits), 32 * tile.warps // slots)  # a word of `take` for each thread
     if options["OVERLAP"] and tile.tokens == 0 and count > 1 and width <= 4096:
         options["maxnreg"] = 128  # two programs a multiprocessor; wider streams would spill
@@ -159,19 +152,13 @@ def _at_once(
         projecting, weighing = splits * (1 if tile.tokens else count), count if iterations else 0
         at_once[(projecting + weighing + count,)](
             given, streams, old_post.contiguous(), old_comb.contiguous(), fn.contiguous(), scale, base,
-            y if norm is None else norm.contiguous(), mixed, y, post, comb, _left(streams.device, splits * slots),
+            y if norm is None else norm.contiguous(), mixed, y, post, comb, left,
             count, given.stride(0), *streams.stride()[:2], hc_eps, norm_eps,
             iterations, number, width, len(fn), slots, splits, parts, tile.tokens, tile.block,
             triton.next_power_of_2(width), bool(output), norm is not None,
             num_warps=tile.warps, **options,
         )  # fmt: skip
     return y, post, comb
-
-
-@cache
-def _left(device: torch.device, places: int) -> torch.Tensor:
-    """What programs of a launch leave for others: 0 between launches, which follow one another."""
-    return torch.zeros(2, FEW, places, dtype=torch.int32, device=device)
 
 
 def _results(streams: torch.Tensor, iterations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -206,7 +193,7 @@ def _sweep(
         columns[(triton.cdiv(count, tile.tokens), splits)](
             *tensors, count, given.stride(0), *streams.stride()[:2], number, width, lines, slots,
             4 if split else 1, tile.columns, tile.tokens, tile.block, bool(output),
-            num_warps=tile.warps, num_stages=tile.stages, **_options(streams),
+            num_warps=tile.warps, num_stages=tile.stages, **overlap_of_few(streams, count),
         )  # fmt: skip
     return parts
 
@@ -246,6 +233,6 @@ def _collapsed(
             count, weighers, *streams.stride()[:2], hc_eps, norm_eps,
             iterations, number, width, len(base), parts.shape[2], len(parts), triton.next_power_of_2(len(parts)),
             tokens, triton.next_power_of_2(width), weight is not None, num_warps=4,
-            **_options(streams),
+            **overlap_of_few(streams, count),
         )  # fmt: skip
     return x, post, comb

@@ -25,9 +25,10 @@ def index_scores(
     int64 [T], how many entries a token sees; further ones, of a table that has room for more, cost next to nothing.
     Products of q and key are summed in fp32 and rounded to q's dtype, so are relu * weight and the sum over heads
     (taken in fp32). Returns [T, E] in q's dtype, rows that may lie further apart than E.
-    Triton: FP4 keys with bf16 queries that `fp4_round(q, 32)` leaves as they are, and a power of two of columns; keys
-    and their scales contiguous. Many tokens of a sequence are multiplied in e4m3 where the GPU can: it holds FP4 values
-    exactly while the scales of a key or a head are at most 2 ** 13 apart; elsewhere they may be 2 ** 120 apart.
+    Triton: FP4 keys with bf16 queries that `fp4_round(q, 32)` leaves as they are, and a power of two of columns; a
+    token's queries, keys and their scales contiguous. Many tokens of a sequence are multiplied in e4m3 where the GPU
+    can: it holds FP4 values exactly while the scales of a key or a head are at most 2 ** 13 apart; elsewhere they may
+    be 2 ** 120 apart.
     """
     return choose(q, ref).index_scores(q, weights, weight_scale, keys, key_scale, table, sequence, visible)
 

@@ -8,18 +8,18 @@ import triton
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.indexer.parts import choose_in_parts
 from dsv4cli.kernels.indexer.topk import choose_largest
-from dsv4cli.kernels.overlap import overlap
+from dsv4cli.kernels.overlap import overlap, overlap_of_few
 
 # the longest row, or part of one, that a program keeps in registers: 32 scores for each of 1024 threads
 LONGEST = 32_768
-# up to how many rows several programs share each, and the most scores of one that they look at
+# up to how many rows each is shared by several programs, and the most scores of one that they look at
 FEW, SHORT = 8, 8192
 
 
 def top_entries(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
     k = min(k, scores.shape[1])
     out = torch.empty(len(scores), k, dtype=torch.int64, device=scores.device)
-    _choose(scores, visible, k, out, (visible, visible, visible, visible, 0, 0, 0), 0, listed=False)
+    _choose(scores, visible, k, out, _unlisted(visible), 0, listed=False)
     return out
 
 
@@ -42,6 +42,11 @@ def choose_entries(
     strides = table.stride(0), window_index.stride(0), window_rows
     _choose(scores, visible, k, out, (table, sequence, window_index, window_columns, *strides), window, listed=True)
     return out
+
+
+def _unlisted(some: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    """What kernels without LISTED take in place of table, sequence and window: any tensor, which they do not read."""
+    return some, some, some, some, 0, 0, 0
 
 
 def _choose(
@@ -117,8 +122,8 @@ def _pass(
     found = torch.empty(rows, padded, dtype=torch.int32, device=scores.device)[:, : chunks * k]
     found_scores = torch.empty(rows, padded, dtype=scores.dtype, device=scores.device)[:, : chunks * k]
     results = found, found_scores, torch.empty_like(visible)
-    none = visible, visible, visible, visible, 0, 0, 0
-    _launch((rows, chunks), scores, visible, numbers, results, none, chunk, k, LISTED=False, WINDOW=0, LEFT=left)
+    names = {"LISTED": False, "WINDOW": 0, "LEFT": left}
+    _launch((rows, chunks), scores, visible, numbers, results, _unlisted(visible), chunk, k, **names)
     return found_scores, results[2], found
 
 
@@ -135,8 +140,6 @@ def _launch(
 ) -> None:
     out, out_scores, _ = results
     last = out is out_scores
-    # it costs where there are many programs
-    overlapped = overlap(scores) if len(scores) <= 64 else {"OVERLAP": False}
     alignment = _alignment(scores)
     warps = _warps(chunk, alignment)
     integers = torch.int16 if scores.dtype == torch.bfloat16 else torch.int32
@@ -144,7 +147,7 @@ def _launch(
         scores.view(integers), visible, numbers, *listing, out, out_scores if last else out_scores.view(integers),
         results[2], scores.shape[1], k, scores.stride(0), numbers.stride(0), out.stride(0), numbers is scores, last,
         alignment, chunk // (256 * warps), 32 * warps, triton.next_power_of_2(k), _groups(k, warps),
-        **{"LEFT": 0} | names, **overlapped, num_warps=warps,
+        **{"LEFT": 0} | names, **overlap_of_few(scores, len(scores)), num_warps=warps,
     )  # fmt: skip
 
 

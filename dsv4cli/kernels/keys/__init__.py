@@ -1,8 +1,8 @@
 """Queries and keys made ready for attention: norm, rotation and FP8 rounding at once, keys stored in the window ring.
 
 Those of the indexer at the same time. Source: official model.py (`Attention.forward`, `Indexer.forward`).
-Triton: consecutive columns, an even width with the FP8 part in whole blocks of 64, for the indexer a power of two from
-32 on; results are contiguous.
+Triton: one dtype, consecutive columns, a contiguous ring; an even width with the FP8 part in whole blocks of 64, for
+the indexer a power of two from 32 on; results are contiguous.
 """
 
 import torch

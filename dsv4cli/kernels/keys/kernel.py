@@ -4,20 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import butterflies, code_blocks
+from dsv4cli.kernels.block_scale.kernel import butterflies, through_fp4, through_fp8
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.formats import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, FP4_BLOCK, FP8_AMAX_FLOOR, KV_BLOCK
+from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
 from dsv4cli.kernels.norm.kernel import normed, normed_head
-from dsv4cli.kernels.overlap import overlap, wait_for_inputs
+from dsv4cli.kernels.overlap import overlap_of_few, wait_for_inputs
 from dsv4cli.kernels.rope.kernel import turned, turns_of
 from dsv4cli.kernels.rows import rows, tile
 
-BLOCK, FLOOR, LARGEST = tl.constexpr(KV_BLOCK), tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)
-INDEX_BLOCK, INDEX_FLOOR = tl.constexpr(FP4_BLOCK), tl.constexpr(FP4_AMAX_FLOOR)
-INDEX_LARGEST = tl.constexpr(E2M1_MAX)
-
-# up to how many tokens launches overlap: with many programs that costs (H200, 4,096 tokens: 163 us instead of 132)
-SHORT = 64
+BLOCK, INDEX_BLOCK = tl.constexpr(KV_BLOCK), tl.constexpr(FP4_BLOCK)
 
 
 def queries_and_keys(
@@ -61,17 +56,17 @@ def queries_keys_and_index(
             q, given, index_q, weight.contiguous(), turns, cells, queries, keys, index, ring, q.stride(0), q.stride(1),
             given.stride(0), index_q.stride(0), index_q.stride(1), turns.stride(0), eps, index_width**-0.5, groups,
             heads, width, index_heads, index_width, turns.shape[1], round_keys, per_program, index_rows,
-            tile(width)[1], num_warps=warps, **(overlap(kv) if tokens <= SHORT else {"OVERLAP": False}),
+            tile(width)[1], num_warps=warps, **overlap_of_few(kv, tokens),
         )  # fmt: skip
     return queries, keys, ring, index
 
 
 def heads_per_program(tokens: int, heads: int) -> tuple[int, int, int]:
-    """How many heads a program takes, or how many of the indexer, and the warps for them."""
+    """How many heads a program takes, how many of the indexer another takes, and the warps of either."""
     # H200, heads of 512: 64 tokens of 64 heads 3.96 us (one head a program 4.90), 4096 tokens 132 (164)
     # heads of the indexer of 128 beside them: one token 1.3 us (two a program 1.5), 64 tokens 5.6 (one 8.0, four 6.2),
     # 4096 tokens 205 (four 242)
-    index_rows = 1 if tokens <= 4 else 2 if tokens <= SHORT else 8
+    index_rows = 1 if tokens <= 4 else 2 if tokens <= 64 else 8
     return 1 if tokens * heads <= 1024 else 2, index_rows, 1
 
 
@@ -206,8 +201,7 @@ def prepare_index(
     if ROUNDED:
         values = (butterflies(values.to(tl.float32), STAGES) * factor).to(dtype).to(tl.float32)
         blocks = tl.reshape(values, [ROWS * (WIDTH // INDEX_BLOCK), INDEX_BLOCK])
-        codes, scale = code_blocks(blocks, INDEX_FLOOR, INDEX_LARGEST, 1, 0)
-        values = tl.reshape(codes * scale.to(tl.float32, bitcast=True), [ROWS, WIDTH]).to(dtype)
+        values = tl.reshape(through_fp4(blocks), [ROWS, WIDTH]).to(dtype)
     tl.store(results + column, values, inside)
 
 
@@ -233,6 +227,5 @@ def ready_key(
 def rounded_key(values, TURNED: tl.constexpr, WIDTH: tl.constexpr):
     """A key (fp32 [1, columns]) with all but its turned columns through FP8."""
     COLUMNS: tl.constexpr = values.shape[1]
-    codes, scale = code_blocks(tl.reshape(values, [COLUMNS // BLOCK, BLOCK]), FLOOR, LARGEST, 3, -6)
-    rounded = tl.reshape(codes * scale.to(tl.float32, bitcast=True), [1, COLUMNS])
+    rounded = tl.reshape(through_fp8(tl.reshape(values, [COLUMNS // BLOCK, BLOCK])), [1, COLUMNS])
     return tl.where(tl.arange(0, COLUMNS)[None] < WIDTH - 2 * TURNED, rounded, values)

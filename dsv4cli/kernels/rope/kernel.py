@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.overlap import overlap, wait_for_inputs
+from dsv4cli.kernels.overlap import overlap_of_few, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
 
@@ -23,7 +23,7 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         _rotate[(triton.cdiv(count, per_program),)](
             given, turns, y, count, given.stride(0), turns.stride(0), -1.0 if rotation.is_conj() else 1.0,
             count // len(rotation), rotation.shape[1], width, per_program, columns, num_warps=warps,
-            **(overlap(x) if len(rotation) <= 64 else {"OVERLAP": False}),  # it costs where there are many programs
+            **overlap_of_few(x, len(rotation)),
         )  # fmt: skip
     return y
 

@@ -2,6 +2,7 @@
 
 A logit is x @ weight.T with exact products, added up in fp32; its score is sqrt(softplus(logit)) in fp32, softplus
 linear above 20, so that nothing overflows.
+Triton: rows of x of any even spacing with consecutive columns (kernels/rows.py).
 """
 
 import torch

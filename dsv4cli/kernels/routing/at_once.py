@@ -7,7 +7,7 @@ from dsv4cli.kernels.handover import leave, take
 from dsv4cli.kernels.overlap import wait_for_inputs
 from dsv4cli.kernels.routing.choice import best_of, score_of, store_choice
 
-# tokens that one launch takes, one tile of tensor cores
+# tokens that one launch takes: one tile of tensor cores
 FEW = 16
 
 

@@ -3,13 +3,13 @@
 A few tokens take one launch, in which some programs do the work of the second.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.handover import words
 from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.routing.at_once import FEW, at_once
 from dsv4cli.kernels.routing.choice import best_of, score_of, store_choice
@@ -96,18 +96,12 @@ def _routed(
     every = max(triton.next_power_of_2(number), 32 * tile.warps)  # a word of `take` for each thread
     if count:
         at_once[(triton.cdiv(number, tile.experts) * splits + count,)](
-            given, weight.contiguous(), bias, _left(x.device, splits * number), experts, weights,
+            given, weight.contiguous(), bias, words(x.device, FEW, splits, number), experts, weights,
             count, given.stride(0), route_scale,
             number, width, splits, triton.next_power_of_2(splits), k, every, triton.next_power_of_2(k),
             tile.tokens, tile.experts, block, num_warps=tile.warps, **overlap(x),
         )  # fmt: skip
     return experts, weights
-
-
-@cache
-def _left(device: torch.device, places: int) -> torch.Tensor:
-    """What programs of a launch leave for others: 0 between launches, which follow one another."""
-    return torch.zeros(FEW, places, dtype=torch.int32, device=device)
 
 
 def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

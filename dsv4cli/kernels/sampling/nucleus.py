@@ -13,8 +13,8 @@ from dsv4cli.kernels.sampling.parts import NOWHERE, best_of
 LEVELS, BINS, UNIT = tl.constexpr(5), tl.constexpr(64), tl.constexpr(2.0**62)
 # so many histograms of each level are added up, lest all programs add to the same few numbers
 COPIES = tl.constexpr(8)
-# so many mantissas of 24 bits have a sum of 32; from how many known ones on a program adds them up first, which takes
-# as long for few as for all; the levels where there may be so many
+# values that are taken together: the sum of so many mantissas of 24 bits fits into 32; from how many known ones among
+# them on a program adds them up first, which takes as long for few as for all; the last level that may have so many
 CHUNK, MANY, CROWDED = tl.constexpr(256), tl.constexpr(96), tl.constexpr(2)
 
 
