@@ -107,16 +107,21 @@ class DecodeStep:
         self._rows: list[tuple[Sequence, int] | None] = [None] * size  # whose blocks lie in each row, which of them
         few, blocks = self._few.to(cache.device), self._blocks.to(cache.device)
         self._on_device = few, blocks
+        self._arrived = torch.cuda.Event() if on_gpu else None
         self.numbers = Numbers(few[0], few[1], torch.ones_like(few[0]), few[2], blocks)
 
     def fill(self, work: Items[tuple[Sequence, int]]) -> None:
-        """Takes the numbers of these sequences. What the last call has copied must have arrived on the device."""
+        """Takes the numbers of these sequences, when those of the last call have arrived on the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         few = self._few.numpy()
         few[:, len(work) :] = [[self._nobody], [0], [0]]
         few[:, : len(work)] = list(zip(*((one.slot, one.length, token) for one, token in work), strict=True))
         self._on_device[0].copy_(self._few, non_blocking=True)
         if self._fill_blocks([one for one, _ in work]):
             self._on_device[1].copy_(self._blocks, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
 
     def _fill_blocks(self, sequences: list[Sequence]) -> bool:
         """Whether the blocks of a row are others than before."""
