@@ -10,6 +10,7 @@ import torch
 
 from dsv4cli.engine.cache import Cache, Sequence
 from dsv4cli.engine.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config import ModelConfig
 from dsv4cli.kernels import places
 from dsv4cli.kernels.compressor import Plan
 
@@ -82,6 +83,13 @@ class Extent:
     groups: dict[int, int]
     entries: dict[int, int]
 
+    @classmethod
+    def of(cls, config: ModelConfig, counts: Items[int], most: int) -> "Extent":
+        """Of chunks of so many tokens, after which no sequence has more than `most`."""
+        ratios = [ratio for ratio in (4, 128) if ratio in config.compress_ratios]
+        groups: dict[int, int] = {ratio: sum(-(-count // ratio) for count in counts) for ratio in ratios}
+        return cls(max(counts), groups, {ratio: most // ratio for ratio in ratios})
+
 
 def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
     """The batch of a step: for each sequence its next tokens (at least one). Reserves their blocks.
@@ -91,13 +99,7 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
     for one, ids in work:
         cache.reserve(one, len(ids))
     counts = [len(ids) for _, ids in work]
-    ends = [one.length + count for (one, _), count in zip(work, counts, strict=True)]
-    ratios = [ratio for ratio in (4, 128) if ratio in cache.config.compress_ratios]
-    extent = Extent(
-        longest=max(counts),
-        groups={ratio: sum(-(-count // ratio) for count in counts) for ratio in ratios},
-        entries={ratio: max(ends) // ratio for ratio in ratios},
-    )
+    extent = Extent.of(cache.config, counts, max(one.length + len(ids) for one, ids in work))
     columns = [
         [one.slot for one, _ in work],
         [one.length for one, _ in work],

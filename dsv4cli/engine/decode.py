@@ -55,13 +55,7 @@ class Decoder:
     def batch(self, numbers: Numbers) -> Batch:
         """The batch of a step of one token of each sequence, as large for every context."""
         size, columns = numbers.blocks.shape
-        ratios = [ratio for ratio in (4, 128) if ratio in self.model.config.compress_ratios]
-        extent = Extent(
-            longest=1,
-            groups=dict.fromkeys(ratios, size),
-            entries={ratio: columns * (BLOCK_TOKENS // ratio) for ratio in ratios},
-        )
-        return place(self.cache, numbers, extent)
+        return place(self.cache, numbers, Extent.of(self.model.config, [1] * size, columns * BLOCK_TOKENS))
 
     @torch.no_grad()
     def _compute(self, numbers: Numbers) -> torch.Tensor:

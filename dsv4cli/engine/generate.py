@@ -102,10 +102,3 @@ class Generator:
         if token == self.model.config.eos_token_id:
             return "stop"
         return "length" if len(stream.ids) >= self.ends[stream.number] else None
-
-
-def top_logprobs(logprobs: torch.Tensor, count: int) -> list[Alternatives]:
-    """The `count` likeliest tokens of each row, best first: fp32 [R, V]."""
-    best = logprobs.topk(min(count, logprobs.shape[-1]), -1)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [list(zip(ids, values, strict=True)) for ids, values in pairs]

@@ -101,19 +101,17 @@ class Schedule:
         The next call may overwrite them.
         """
         chunks = self._next_chunks()
-        ready = [chunk for chunk in chunks if chunk.end == len(chunk.stream.ids)]
-        rows = torch.tensor([chunk.last_row for chunk in ready], dtype=torch.int64)
-        logits = None
+        logits: torch.Tensor | None
         if self._decoder is not None and all(chunk.end - chunk.first == 1 for chunk in chunks):
             every = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)])
             self._advance(chunks)
-            if ready:
-                logits = every if len(ready) == len(chunks) else every[rows.to(every.device)]
+            ready = [chunk for chunk in chunks if chunk.stream.caught_up]
+            logits = every if len(ready) == len(chunks) else every[[chunk.last_row for chunk in ready]]
         else:
             streams = self._streams_of(chunks)
-            if ready:
-                logits = self.model.logits(streams[rows.to(streams.device)])
-        return [chunk.stream for chunk in ready], logits
+            ready = [chunk for chunk in chunks if chunk.stream.caught_up]
+            logits = self.model.logits(streams[[chunk.last_row for chunk in ready]]) if ready else None
+        return [chunk.stream for chunk in ready], logits if ready else None
 
     def _next_chunks(self) -> list[Chunk]:
         while self._waiting and self.cache.free_slots:

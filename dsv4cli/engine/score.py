@@ -8,7 +8,7 @@ import torch
 
 from dsv4cli.engine.device import step_memory
 from dsv4cli.engine.dialogue import check_texts
-from dsv4cli.engine.generate import Alternatives, top_logprobs
+from dsv4cli.engine.generate import Alternatives
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.sampler import check_finite
 from dsv4cli.engine.schedule import Chunk, Schedule, Stream
@@ -89,3 +89,10 @@ def _judge(
         known += logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
         tops += top_logprobs(logprobs, count)
     return known, tops
+
+
+def top_logprobs(logprobs: torch.Tensor, count: int) -> list[Alternatives]:
+    """The `count` likeliest tokens of each row, best first: fp32 [R, V]."""
+    best = logprobs.topk(min(count, logprobs.shape[-1]), -1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [list(zip(ids, values, strict=True)) for ids, values in pairs]

@@ -20,9 +20,9 @@ from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
+from dsv4cli.engine.profiling.step import fill
 from dsv4cli.engine.ranks import joined
 from dsv4cli.engine.source import resolve_model
-from dsv4cli.kernels.formats import E8M0_BIAS
 
 # steps that are timed, after some that are not; prompts likewise
 STEPS, WARM, PROMPTS = 40, 5, 4
@@ -55,15 +55,7 @@ def filled(model: Transformer, device: torch.device, context: int, batch: int) -
         cache.advance(sequence, context - 1)
         work.append((sequence, 17 * number + 5))
     cache.provide(cache.blocks + 2 * batch)
-    generator = torch.Generator(device).manual_seed(0)
-    for layer in cache.layers:
-        for data in [ring.data for ring in layer.rings()] + [pool.data for pool in layer.pools()]:
-            if data.is_floating_point():
-                data.normal_(generator=generator)
-            elif data.dtype == torch.int8:
-                data.random_(-128, 128, generator=generator)
-            else:
-                data.fill_(E8M0_BIAS)
+    fill(cache)
     return cache, work
 
 

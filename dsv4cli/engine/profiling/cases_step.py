@@ -20,13 +20,8 @@ def places(scene: Scene) -> Iterator[Case]:
     """All that a decode step, or a prompt, knows of its tokens, from the numbers that lie on the device."""
     tokens, sequences, count = scene.tokens, scene.sequences, scene.tokens // scene.sequences
     columns = -(-scene.context // BLOCK_TOKENS)
-    ratios = [ratio for ratio in (4, 128) if scene.shapes.layer(ratio=ratio)]
     # tables as wide as the blocks, as Decoder.batch has them
-    extent = Extent(
-        longest=count,
-        groups={ratio: sequences * -(-count // ratio) for ratio in ratios},
-        entries={ratio: columns * (BLOCK_TOKENS // ratio) for ratio in ratios},
-    )
+    extent = Extent.of(scene.config, [count] * sequences, columns * BLOCK_TOKENS)
 
     def build(scene: Scene) -> Work:
         cache, ids = scene.cache(), torch.zeros(tokens, dtype=torch.int64, device=scene.device)

@@ -135,21 +135,9 @@ class _Step:
             self.cache.advance(sequence, load.context)
             self.work.append((sequence, row))
         if load.context:
-            self._fill()
+            fill(self.cache)
         # captured now, before anything is hooked into the model
         self.captured = None if self.decoder is None else self.decoder.filled(self.next)
-
-    def _fill(self) -> None:
-        """Random state, as if the context had gone through the model."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        for layer in self.cache.layers:
-            for data in [ring.data for ring in layer.rings()] + [pool.data for pool in layer.pools()]:
-                if data.is_floating_point():
-                    data.normal_(generator=generator)
-                elif data.dtype == torch.int8:  # codes, any of which stand for a number
-                    data.random_(-128, 128, generator=generator)
-                else:  # their scales
-                    data.fill_(E8M0_BIAS)
 
     def run(self, ranges: Ranges) -> torch.Tensor:
         """The logits of each sequence's last token; the parts outside the blocks are marked in `ranges`."""
@@ -175,6 +163,19 @@ class _Step:
     def whole(self) -> torch.Tensor:
         """The step as it runs in use: captured where it can be."""
         return self.run(Ranges(self.device)) if self.decoder is None else self.decoder.logits(self.next)
+
+
+def fill(cache: Cache) -> None:
+    """Random state, as if tokens had gone through the model."""
+    generator = torch.Generator(cache.device).manual_seed(0)
+    for layer in cache.layers:
+        for data in [ring.data for ring in layer.rings()] + [pool.data for pool in layer.pools()]:
+            if data.is_floating_point():
+                data.normal_(generator=generator)
+            elif data.dtype == torch.int8:  # codes, any of which stand for a number
+                data.random_(-128, 128, generator=generator)
+            else:  # their scales
+                data.fill_(E8M0_BIAS)
 
 
 def _time(step: Callable[[], object], device: torch.device) -> Timing:
