@@ -6,10 +6,12 @@ from typing import Any
 import torch
 
 from dsv4cli.engine.profiling.clock import Call, time_calls
+from dsv4cli.kernels import gemm
 
 # buffers far beyond any cache, and matrices that fill the device
 GPU_BYTES, CPU_BYTES = 2**30, 2**26
 GPU_SIDE, CPU_SIDE = 8192, 768
+GPU_WIDTH = 4096
 # the first compute capability with FP8 tensor cores
 FP8_CAPABILITY = (8, 9)
 
@@ -48,11 +50,11 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def _read_rate(source: torch.Tensor) -> float:
-    """The faster of a sum and, on a GPU, of a product of matrix and vector, which reads rows side by side."""
+    """The faster of a sum and, on a GPU, of one row times a matrix as wide as a model, as its head multiplies."""
     calls: list[Call] = [source.sum]
     if source.is_cuda:
-        matrix, vector, sums = source.view(-1, 8192), source[:8192], source.new_empty(source.numel() // 8192)
-        calls.append(lambda: torch.mv(matrix, vector, out=sums))
+        matrix = source.view(torch.bfloat16).view(-1, GPU_WIDTH)
+        calls.append(lambda: gemm.linear(matrix[:1], matrix))
     return source.nbytes / min(_seconds(call, source.device) for call in calls)
 
 
