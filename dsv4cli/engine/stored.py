@@ -1,10 +1,7 @@
 """Reading the tensors of the table from a folder in any layout, whole or by rows, as stored; numpy, no torch."""
 
-import os
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
-from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4cli.engine.checkpoint import DTYPE_BITS, TensorInfo
+from dsv4cli.engine.files import Files
 from dsv4cli.engine.identify import FolderIdentity
 from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.naming import Place
@@ -28,8 +26,7 @@ class StoredModel:
     def __init__(self, identity: FolderIdentity) -> None:
         self.identity = identity
         self.specs = expected_tensors(identity.config, identity.formats)
-        self._descriptors: dict[Path, int] = {}
-        self._lock = Lock()
+        self._files = Files()
 
     def __enter__(self) -> "StoredModel":
         return self
@@ -37,9 +34,7 @@ class StoredModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._files.close()
 
     def matrices(self) -> dict[str, dict[Role, TensorSpec]]:
         """The table by matrix: each weight with its scales."""
@@ -71,7 +66,7 @@ class StoredModel:
         kind = np.dtype(NUMPY_DTYPES.get(place.dtype, np.uint8))
         wanted = np.empty((stop - start, *shape[1:]) if shape else (), kind)
         begin = place.begin * DTYPE_BITS[place.dtype] // 8 + start * row * kind.itemsize
-        self._fill(wanted, info, begin)
+        self._files.read(info, begin, wanted.reshape(-1).view(np.uint8).data)
         return wanted
 
     def _info(self, place: Place) -> TensorInfo:
@@ -83,24 +78,6 @@ class StoredModel:
             found, expected = f"{info.dtype} {list(info.shape)}", f"{place.dtype} {list(place.shape)}"
             raise CheckpointError(f"{folder}: {place.name} is {found} instead of {expected}")
         return info
-
-    def _fill(self, array: Raw, info: TensorInfo, begin: int) -> None:
-        view = array.reshape(-1).view(np.uint8).data
-        descriptor, done = self._descriptor(info.file), 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], info.begin + begin + done)
-            if not count:
-                raise CheckpointError(f"{info.file} ends inside {info.name}", f"download {info.file.name} again")
-            done += count
-
-    def _descriptor(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._descriptors:
-                try:
-                    self._descriptors[path] = os.open(path, os.O_RDONLY)
-                except OSError as error:
-                    raise CheckpointError(f"{path} cannot be read: {error.strerror}", "check the file") from None
-            return self._descriptors[path]
 
 
 def _parts(places: tuple[Place, ...], count: int, rows: slice) -> Iterator[tuple[Place, slice]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_url
 
-from dsv4cli.engine.hub.crew import Meter
+from dsv4cli.engine.crew import Meter
 from dsv4cli.engine.hub.files import Listing, RemoteFile, is_intact
 from dsv4cli.engine.hub.patience import Patience
 from dsv4cli.engine.hub.place import Place

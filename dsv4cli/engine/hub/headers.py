@@ -21,8 +21,8 @@ from dsv4cli.engine.checkpoint import (
     index_problems,
     parse_header,
 )
+from dsv4cli.engine.crew import Meter, do_all
 from dsv4cli.engine.hub.choose import kind_of
-from dsv4cli.engine.hub.crew import Meter, do_all
 from dsv4cli.engine.hub.errand import Errand
 from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile, list_files
 from dsv4cli.engine.hub.job import another, fetch_small, index_in, quiet, repository_of

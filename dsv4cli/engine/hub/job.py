@@ -13,8 +13,8 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from dsv4cli.engine.checkpoint import INDEX, read_index
+from dsv4cli.engine.crew import Meter, do_all
 from dsv4cli.engine.hub.choose import Wish, choose
-from dsv4cli.engine.hub.crew import Meter, do_all
 from dsv4cli.engine.hub.errand import Errand
 from dsv4cli.engine.hub.fetch import REPAIRS, Outcome, settle
 from dsv4cli.engine.hub.files import Listing, RemoteFile, list_files

@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -51,33 +52,39 @@ def _fill(future: "Future[T]", job: Callable[[], T]) -> None:
 
 
 def do_all(jobs: Mapping[str, Callable[[], T]], workers: int, stop: threading.Event) -> dict[str, T]:
-    """The result of every job, by its name.
+    """The result of every job, by its name; ends as `as_done` does."""
+
+    def named(name: str, job: Callable[[], T]) -> tuple[str, T]:
+        return name, job()
+
+    return dict(as_done([partial(named, name, job) for name, job in jobs.items()], workers, stop))
+
+
+def as_done(jobs: Sequence[Callable[[], T]], workers: int, stop: threading.Event) -> Generator[T, None, None]:
+    """The result of every job, in the order in which they end; they begin in the order given.
 
     The first job that fails calls the others off through `stop` and its exception is raised, as is one that reaches the
-    caller's thread, such as KeyboardInterrupt; threads that do not listen are left behind.
+    caller's thread, such as KeyboardInterrupt; threads that do not listen are left behind. So does `close`.
     """
-    waiting: SimpleQueue[str] = SimpleQueue()
-    for name in jobs:
-        waiting.put(name)
-    ended: SimpleQueue[tuple[str, Future[T]]] = SimpleQueue()
+    waiting: SimpleQueue[Callable[[], T]] = SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    ended: SimpleQueue[Future[T]] = SimpleQueue()
 
     def work() -> None:
         while not stop.is_set():
             try:
-                name = waiting.get_nowait()
+                job = waiting.get_nowait()
             except Empty:
                 return
             future: Future[T] = Future()
-            _fill(future, jobs[name])
-            ended.put((name, future))
+            _fill(future, job)
+            ended.put(future)
 
     workers_ends = [begin(work) for _ in range(min(workers, len(jobs)))]
-    results: dict[str, T] = {}
     try:
-        while len(results) < len(jobs):
-            name, future = ended.get()
-            results[name] = future.result()
+        for _ in jobs:
+            yield ended.get().result()
     finally:
         stop.set()
         wait(workers_ends, timeout=GRACE)
-    return results
