@@ -80,6 +80,8 @@ def as_done(jobs: Sequence[Callable[[], T]], workers: int, stop: threading.Event
             future: Future[T] = Future()
             _fill(future, job)
             ended.put(future)
+            if future.exception() is not None:
+                stop.set()
 
     workers_ends = [begin(work) for _ in range(min(workers, len(jobs)))]
     try:

@@ -1,7 +1,5 @@
 """From a source of a model to a model ready to run."""
 
-from collections.abc import Iterable
-
 import torch
 
 from dsv4cli.engine.config import ModelConfig
@@ -11,8 +9,9 @@ from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.random_weights import random_tensors
+from dsv4cli.engine.reading import stored
 from dsv4cli.engine.source import FolderSource, RandomSource
-from dsv4cli.engine.weights import Progress, fill, local_slice, read_tensors
+from dsv4cli.engine.weights import Progress, Supply, fill, local_slice, made
 from dsv4cli.errors import NotEnoughMemory
 
 
@@ -24,7 +23,7 @@ def load_model(
     world: World = SINGLE,
     progress: Progress | None = None,
 ) -> Transformer:
-    """The model of a source on a device. progress is called after each tensor with bytes done and in all.
+    """The model of a source on a device. progress is called as weights arrive, with bytes done and in all.
 
     Raises UnsupportedCheckpoint for what the engine does not run, CheckpointError for a checkpoint that does not match
     the table tensor by tensor, NotEnoughMemory when the weights do not fit on the device.
@@ -57,7 +56,7 @@ def build_random(
     specs = expected_tensors(config, formats)
     whole = random_tensors(specs.values(), seed, config.n_routed_experts, device)
     tensors = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in whole)
-    return _filled(config, numerics, specs, tensors, device, world, progress)
+    return _filled(config, numerics, specs, made(tensors), device, world, progress)
 
 
 def _load_folder(
@@ -66,19 +65,19 @@ def _load_folder(
     identity = source.identity
     specs = expected_tensors(identity.config, identity.formats)
     check_coverage(identity.checkpoint, specs).raise_if_incomplete()
-    tensors = read_tensors(identity.checkpoint, specs.values(), world)
-    return _filled(identity.config, numerics, specs, tensors, device, world, progress)
+    supply = stored(identity.checkpoint, specs.values(), world)
+    return _filled(identity.config, numerics, specs, supply, device, world, progress)
 
 
 def _filled(
     config: ModelConfig,
     numerics: Numerics,
     specs: dict[str, TensorSpec],
-    tensors: Iterable[tuple[TensorSpec, torch.Tensor]],
+    supply: Supply,
     device: torch.device | str,
     world: World,
     progress: Progress | None,
 ) -> Transformer:
     model = Transformer(config, numerics, world)
-    fill(model, specs, tensors, device=device, world=world, progress=progress)
+    fill(model, specs, supply, device=device, world=world, progress=progress)
     return model.eval()

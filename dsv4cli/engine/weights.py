@@ -1,13 +1,13 @@
-"""Filling a model: every tensor consumed, every parameter filled, one tensor of a shard in memory at a time."""
+"""Filling a model: every tensor consumed, every parameter filled."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing
+from functools import partial
 from math import prod
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
-from dsv4cli.engine.checkpoint import Checkpoint
 from dsv4cli.engine.device import check_room
 from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.engine.parallel import World
@@ -24,6 +24,12 @@ TORCH_DTYPES = {
 }
 # bytes that have arrived, bytes in all
 Progress = Callable[[int, int], None]
+# where each tensor belongs, by its name
+Places = Mapping[str, torch.Tensor]
+# the name of a tensor, and how many of its bytes are in their place now
+Arrived = tuple[str, int]
+# fills the places and says what has arrived; when it ends, all of it is there
+Supply = Callable[[Places], Generator[Arrived, None, None]]
 
 
 def local_shape(spec: TensorSpec, world: World) -> tuple[int, ...]:
@@ -46,23 +52,35 @@ def local_slice(spec: TensorSpec, world: World) -> tuple[slice, ...]:
     return tuple(cut)
 
 
-def read_tensors(
-    checkpoint: Checkpoint, specs: Iterable[TensorSpec], world: World
-) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """This rank's part of each tensor, file by file; a file is mapped only while its tensors are read."""
-    by_file: dict[str, list[TensorSpec]] = {}
-    for spec in specs:
-        by_file.setdefault(str(checkpoint.tensors[spec.name].file), []).append(spec)
-    for path, wanted in by_file.items():
-        with safe_open(path, framework="pt") as file:
-            for spec in sorted(wanted, key=lambda spec: checkpoint.tensors[spec.name].begin):
-                yield spec, file.get_slice(spec.name)[local_slice(spec, world)]
+def made(tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> Supply:
+    """Tensors that are already in memory, for `fill`: pairs of spec and this rank's part in the stored dtype."""
+    return partial(_copy, tensors)
+
+
+def _copy(tensors: Iterable[tuple[TensorSpec, torch.Tensor]], places: Places) -> Generator[Arrived, None, None]:
+    scales: list[tuple[TensorSpec, torch.Tensor]] = []
+    for spec, tensor in tensors:
+        place = places.get(spec.name)
+        if place is None:
+            raise CheckpointError(f"tensor {spec.name} is no tensor of this model")
+        if tensor.shape != place.shape or tensor.dtype != place.dtype:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise CheckpointError(f"{spec.name} is {found}, expected {place.dtype} {list(place.shape)}")
+        place.copy_(tensor)
+        if spec.is_scale:
+            scales.append((spec, (place.view(torch.uint8) == E8M0_NAN).any()))
+        yield spec.name, tensor.nbytes
+    # one wait for the device instead of one a scale
+    damaged = torch.stack([found for _, found in scales]).tolist() if scales else []
+    for (spec, _), is_damaged in zip(scales, damaged, strict=True):
+        if is_damaged:
+            raise damaged_scale(spec)
 
 
 def fill(
     model: nn.Module,
     specs: dict[str, TensorSpec],
-    tensors: Iterable[tuple[TensorSpec, torch.Tensor]],
+    supply: Supply,
     *,
     device: torch.device | str,
     world: World,
@@ -70,29 +88,28 @@ def fill(
 ) -> None:
     """Puts tensors into the parameters that the table names; each arrives once and none is left over.
 
-    tensors: pairs of spec and this rank's part in the stored dtype. progress is called at the start and after each.
+    supply: `made` or `reading.stored`. progress is called at the start and with all that arrives, in this thread.
 
     Raises NotEnoughMemory before anything is read, CheckpointError for a tensor of another shape or dtype, a scale byte
     255, a tensor that comes twice or not at all; nothing else fills a parameter.
     """
-    waiting, done, total = set(specs), 0, total_bytes(specs, world)
+    done, total = 0, total_bytes(specs, world)
     check_room(total, torch.device(device))
     if progress is not None:
         progress(0, total)
     places = _allocate(model, specs, torch.device(device), world)
-    for spec, tensor in tensors:
-        if spec.name not in waiting:
-            how = "came twice" if spec.name in specs else "is no tensor of this model"
-            raise CheckpointError(f"tensor {spec.name} {how}")
-        place = places[spec.parameter] if spec.expert is None else places[spec.parameter][spec.expert]
-        _check(spec, tensor, place)
-        place.copy_(tensor)
-        waiting.remove(spec.name)
-        done += tensor.nbytes
-        if progress is not None:
-            progress(done, total)
-    if waiting:
-        raise CheckpointError(f"{len(waiting)} tensors never came, the first is {min(waiting)}")
+    waiting = {name: place.nbytes for name, place in places.items()}
+    with closing(supply(places)) as arrivals:
+        for name, nbytes in arrivals:
+            waiting[name] -= nbytes
+            if waiting[name] < 0:
+                raise CheckpointError(f"tensor {name} came twice")
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+    missing = [name for name, left in waiting.items() if left]
+    if missing:
+        raise CheckpointError(f"{len(missing)} tensors never came, the first is {min(missing)}")
 
 
 def total_bytes(specs: dict[str, TensorSpec], world: World) -> int:
@@ -100,16 +117,26 @@ def total_bytes(specs: dict[str, TensorSpec], world: World) -> int:
     return sum(prod(local_shape(spec, world)) * TORCH_DTYPES[spec.dtype].itemsize for spec in specs.values())
 
 
+def damaged_scale(spec: TensorSpec) -> CheckpointError:
+    """What a scale with a byte 255 is answered with."""
+    return CheckpointError(
+        f"{spec.name} holds the scale byte 255 (not a number)", "the tensor is damaged: fetch its shard again"
+    )
+
+
 def _allocate(
     model: nn.Module, specs: dict[str, TensorSpec], device: torch.device, world: World
 ) -> dict[str, torch.Tensor]:
-    """An empty parameter for every name in the table. Raises when the model has a parameter that the table lacks."""
+    """The empty place of every tensor, by its name: a parameter, or an expert's row of one.
+
+    Raises CheckpointError when the model has a parameter that the table lacks.
+    """
     experts: dict[str, int] = {}
     for spec in specs.values():
         experts[spec.parameter] = experts.get(spec.parameter, 0) + (spec.expert is not None)
-    places: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for spec in specs.values():
-        if spec.parameter not in places:
+        if spec.parameter not in parameters:
             shape, count = local_shape(spec, world), experts[spec.parameter]
             data = torch.empty((count, *shape) if count else shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
             module, _, name = spec.parameter.rpartition(".")
@@ -117,18 +144,11 @@ def _allocate(
             if name not in owner._parameters:
                 raise CheckpointError(f"the model has no parameter {spec.parameter}")
             owner.register_parameter(name, nn.Parameter(data, requires_grad=False))
-            places[spec.parameter] = data
+            parameters[spec.parameter] = data
     unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if unfilled:
         raise CheckpointError(f"no tensor fills the parameter {unfilled[0]}")
-    return places
-
-
-def _check(spec: TensorSpec, tensor: torch.Tensor, place: torch.Tensor) -> None:
-    if tensor.shape != place.shape or tensor.dtype != place.dtype:
-        found = f"{tensor.dtype} {list(tensor.shape)}"
-        raise CheckpointError(f"{spec.name} is {found}, expected {place.dtype} {list(place.shape)}")
-    if spec.is_scale and bool((tensor.view(torch.uint8) == E8M0_NAN).any()):
-        raise CheckpointError(
-            f"{spec.name} holds the scale byte 255 (not a number)", "the tensor is damaged: fetch its shard again"
-        )
+    return {
+        spec.name: parameters[spec.parameter] if spec.expert is None else parameters[spec.parameter][spec.expert]
+        for spec in specs.values()
+    }

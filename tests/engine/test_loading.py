@@ -20,7 +20,7 @@ from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.presets import FLASH, PRESETS, TINY, shortened
 from dsv4cli.engine.random_weights import random_tensors
 from dsv4cli.engine.source import FolderSource, RandomSource
-from dsv4cli.engine.weights import fill, local_shape, local_slice
+from dsv4cli.engine.weights import fill, local_shape, local_slice, made
 from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.kernels.block_scale import dequantise
 from tests.golden_data import FOLDER
@@ -44,7 +44,7 @@ def pairs() -> Pairs:
 
 def filled(tensors: Pairs, specs: dict[str, TensorSpec] | None = None) -> Transformer:
     model = Transformer(SMALL, Numerics.reference())
-    fill(model, specs or expected_tensors(SMALL, Formats()), tensors, device="cpu", world=SINGLE)
+    fill(model, specs or expected_tensors(SMALL, Formats()), made(tensors), device="cpu", world=SINGLE)
     return model
 
 
@@ -222,7 +222,7 @@ print(memory("VmHWM:") - before, *seen[-1])
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_loading_needs_one_shard_beyond_the_weights(tmp_path):
+def test_loading_needs_little_beyond_the_weights(tmp_path):
     # a few real matrices, enough that an interpreter's noise does not count
     values = shortened(FLASH, 2, 3) | {"vocab_size": 1024, "num_experts_per_tok": 2, "num_nextn_predict_layers": 0}
     weights, shard = write_holes(tmp_path, values | {"compress_ratios": [0, 4]}, 8)
@@ -231,7 +231,8 @@ def test_loading_needs_one_shard_beyond_the_weights(tmp_path):
     answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     peak, done, total = map(int, answer.split())
     assert done == total == weights
-    assert weights < peak <= weights + shard
+    # read into place; what is beyond is the interpreter's
+    assert weights < peak <= weights + shard / 4
 
 
 def test_build_random_in_other_formats():

@@ -23,7 +23,7 @@ from dsv4cli.engine.presets import TINY, shortened
 from dsv4cli.engine.random_weights import random_tensors
 from dsv4cli.engine.ranks import check_degree, check_devices, joined
 from dsv4cli.engine.source import resolve_model
-from dsv4cli.engine.weights import fill, local_slice
+from dsv4cli.engine.weights import fill, local_slice, made
 from dsv4cli.errors import CheckpointError, NotEnoughMemory, UnsupportedHardware, UsageError
 
 NANO = resolve_model("nano")
@@ -53,7 +53,7 @@ def from_random(tensors, world):
     """A model of this rank's part of the tensors."""
     model = Transformer(CONFIG, Numerics.plain(), world)
     parts = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in tensors)
-    fill(model, SPECS, parts, device="cpu", world=world)
+    fill(model, SPECS, made(parts), device="cpu", world=world)
     return model
 
 

@@ -1,0 +1,241 @@
+"""Reading into places by threads: the bytes that the library reads, in bounded memory, and an end to every thread."""
+
+import os
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dsv4cli.engine import files, reading, staging
+from dsv4cli.engine.checkpoint import Checkpoint, open_checkpoint
+from dsv4cli.engine.layout import TensorSpec
+from dsv4cli.engine.parallel import SINGLE, World
+from dsv4cli.engine.reading import stored
+from dsv4cli.engine.weights import TORCH_DTYPES, local_shape, local_slice
+from dsv4cli.errors import CheckpointError
+
+# dtype, shape, cut: rows, columns and neither of every dtype; sizes that pieces do not divide, and one row
+TABLE = [
+    *((dtype, (128, 256), cut) for dtype in TORCH_DTYPES for cut in (None, 0, 1) if dtype != "F8_E4M3"),
+    *(("F8_E4M3", (512, 512), cut) for cut in (None, 0, 1)),
+    ("BF16", (4, 8, 12), 1),
+    ("BF16", (8, 7), 0),
+    ("F32", (1, 511), None),
+    ("I64", (997,), None),
+    ("F32", (1,), None),
+    ("I8", (1024, 4), 1),
+    *[("BF16", (3, 5), None)] * 9,  # several in a buffer
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The tensors of TABLE in three files."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(3):
+        tensors = {}
+        for spec in specs()[number::3]:
+            count = torch.Size(spec.shape).numel() * TORCH_DTYPES[spec.dtype].itemsize
+            raw = torch.randint(0, 255, (count,), dtype=torch.uint8, generator=generator)
+            tensors[spec.name] = raw.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+        save_file(tensors, tmp_path / f"model-{number + 1:05}-of-00003.safetensors")
+    return tmp_path
+
+
+class LateBuffer(staging.Buffer):
+    """As a GPU may do it: copies nothing before somebody waits for it."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        super().__init__(device, size)
+        self.sent: list[tuple[int, torch.Tensor]] = []
+
+    def send(self, start: int, place: torch.Tensor) -> None:
+        self.sent.append((start, place))
+
+    def wait(self) -> None:
+        for start, place in self.sent:
+            super().send(start, place)
+        self.sent.clear()
+
+
+@pytest.fixture(params=["in place", "staged", "staged late"])
+def way(request, monkeypatch):
+    """All ways on a CPU, with pieces so small that most tensors are cut and buffers are used again."""
+    monkeypatch.setattr(reading, "PIECE", 2048)
+    monkeypatch.setattr(reading, "STRIP", 700)
+    if request.param != "in place":
+        monkeypatch.setattr(reading, "is_far", lambda place: True)
+    if request.param == "staged late":
+        monkeypatch.setattr(staging, "Buffer", LateBuffer)
+    return request.param
+
+
+def specs() -> list[TensorSpec]:
+    return [
+        TensorSpec(f"t{number}", dtype, shape, "test", 0, shard, role="scale" if dtype == "F8_E8M0" else "weight")
+        for number, (dtype, shape, shard) in enumerate(TABLE)
+    ]
+
+
+def places_of(world: World = SINGLE, device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {
+        spec.name: torch.full((torch.Size(local_shape(spec, world)).numel(),), 3, device=device)
+        .to(TORCH_DTYPES[spec.dtype])
+        .view(local_shape(spec, world))
+        for spec in specs()
+    }
+
+
+def by_library(checkpoint: Checkpoint, spec: TensorSpec, world: World) -> torch.Tensor:
+    with safe_open(str(checkpoint.tensors[spec.name].file), framework="pt") as file:
+        return file.get_slice(spec.name)[local_slice(spec, world)]
+
+
+def check(folder: Path, world: World, threads: int, device: str = "cpu") -> None:
+    checkpoint, places = open_checkpoint(folder), places_of(world, device)
+    arrived = dict.fromkeys(places, 0)
+    for name, nbytes in stored(checkpoint, specs(), world, threads)(places):
+        arrived[name] += nbytes
+    for spec in specs():
+        expected, place = by_library(checkpoint, spec, world), places[spec.name].cpu()
+        assert torch.equal(place.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), spec
+    assert arrived == {name: place.nbytes for name, place in places.items()}
+
+
+@pytest.mark.parametrize("threads", [1, 3, 500])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_bytes_are_the_library_s(folder, way, size, threads):
+    for rank in range(size):
+        check(folder, World(rank, size), threads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_bytes_arrive_on_a_gpu(folder, monkeypatch, size):
+    for piece in (2048, reading.PIECE):
+        monkeypatch.setattr(reading, "PIECE", piece)
+        check(folder, World(size - 1, size), 4, "cuda")
+
+
+# what is asked for -> words of the error
+REFUSED = {
+    "missing": ({"name": "ghost"}, "tensor ghost is missing"),
+    "other dtype": ({"dtype": "F32"}, r"t0 is BF16 \[128, 256\], expected F32 \[128, 256\]"),
+    "other shape": ({"shape": (128, 128)}, r"t0 is BF16 \[128, 256\], expected BF16 \[128, 128\]"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_as_the_table_says_is_refused(folder, case):
+    change, words = REFUSED[case]
+    asked = [replace(specs()[0], **change), *specs()[1:]]
+    with pytest.raises(CheckpointError, match=words):
+        list(stored(open_checkpoint(folder), asked, SINGLE)(places_of()))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scale_byte_255_is_refused_by_the_rank_that_reads_it(folder, way, rank):
+    spec = next(spec for spec in specs() if spec.is_scale and spec.shard == 1)
+    info = (checkpoint := open_checkpoint(folder)).tensors[spec.name]
+    with info.file.open("r+b") as file:
+        file.seek(info.end - 1)
+        file.write(b"\xff")
+    words = pytest.raises(CheckpointError, match=f"{spec.name} holds the scale byte 255")
+    with words if rank else nullcontext():
+        check_ends(stored(checkpoint, [spec], World(rank, 2))(places_of(World(rank, 2))))
+
+
+def check_ends(arrivals) -> None:
+    """Takes everything; afterwards no thread is left."""
+    before = threading.active_count()
+    try:
+        list(arrivals)
+    finally:
+        assert threading.active_count() == before
+
+
+def test_a_file_cut_meanwhile_ends_all_threads(folder, way):
+    checkpoint = open_checkpoint(folder)
+    info = max(checkpoint.tensors.values(), key=lambda info: (info.file, info.end))
+    os.truncate(info.file, info.end - 1)
+    with pytest.raises(CheckpointError, match=f"{info.file} ends inside {info.name}") as caught:
+        check_ends(stored(checkpoint, specs(), SINGLE, 4)(places_of()))
+    assert caught.value.remedy == f"download {info.file.name} again"
+
+
+def test_a_disk_that_fails_ends_all_threads(folder, way, monkeypatch):
+    reads = []
+
+    def preadv(*arguments):
+        reads.append(arguments)
+        if len(reads) == 5:
+            raise OSError(5, "Input/output error")
+        return real(*arguments)
+
+    real = os.preadv
+    monkeypatch.setattr(files.os, "preadv", preadv)
+    words = r"model-00001-of-00003\.safetensors cannot be read at t\d+: Input/output error"
+    with pytest.raises(CheckpointError, match=words):
+        check_ends(stored(open_checkpoint(folder), specs(), SINGLE, 2)(places_of()))
+    # the other thread may have been inside a piece
+    assert len(reads) < 50
+
+
+def test_a_short_read_goes_on(folder, way, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(files.os, "preadv", lambda file, into, at: real(file, [into[0][:1000]], at))
+    check(folder, World(1, 2), 2)
+
+
+@pytest.mark.parametrize("piece", [2048, reading.PIECE], ids=["between pieces", "inside a load"])
+def test_an_interrupt_ends_at_once(folder, way, monkeypatch, piece):
+    def slowly(*arguments):
+        time.sleep(0.1)
+        return real(*arguments)
+
+    real = os.preadv
+    monkeypatch.setattr(files.os, "preadv", slowly)
+    monkeypatch.setattr(reading, "PIECE", piece)
+    main = threading.get_ident()
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+    checkpoint, places = open_checkpoint(folder), places_of()
+    before, start = threading.active_count(), time.perf_counter()
+    timer.start()
+    # everything would take 10 s, and 4 s as one load
+    with pytest.raises(KeyboardInterrupt):
+        list(stored(checkpoint, specs(), SINGLE, 2)(places))
+    timer.join()
+    assert time.perf_counter() - start < 2
+    assert threading.active_count() == before
+
+
+def test_staging_is_bounded_and_waits():
+    pool = staging.Staging(torch.device("cpu"), 2, 100)
+    order = []
+
+    def third() -> None:
+        with pool.buffer() as buffer:
+            order.append(buffer)
+
+    with pool.buffer() as first:
+        with pool.buffer() as second:
+            assert second is not first
+            thread = threading.Thread(target=third)
+            thread.start()
+            time.sleep(0.1)
+            assert order == []
+        thread.join()
+        assert order == [second]
+    sent = torch.zeros(10, dtype=torch.uint8)
+    with pool.buffer() as buffer:
+        buffer.bytes[5:15] = range(10)
+        buffer.send(5, sent)
+    pool.wait()
+    assert sent.tolist() == list(range(10))
