@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
@@ -188,6 +189,16 @@ def test_a_rank_loads_its_part_of_a_folder():
         columns = slice(32 * rank, 32 * (rank + 1))  # two codes a byte
         name = "layers.2.ffn.experts.w2.weight"
         assert torch.equal(part[name], whole[name][:, :, columns])
+
+
+def test_progress_grows_from_nothing_to_all():
+    seen = []
+    source = FolderSource("tiny-flash", FOLDER / "tiny-flash")
+    model = load_model(source, Numerics.reference(), progress=lambda *now: seen.append((*now, get_ident())))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == ((0, size, get_ident()), (size, size, get_ident()))
+    assert {who for _, _, who in seen} == {get_ident()}
 
 
 def test_indivisible_is_refused():
