@@ -64,7 +64,7 @@ def as_done(jobs: Sequence[Callable[[], T]], workers: int, stop: threading.Event
     """The result of every job, in the order in which they end; they begin in the order given.
 
     The first job that fails calls the others off through `stop` and its exception is raised, as is one that reaches the
-    caller's thread, such as KeyboardInterrupt; threads that do not listen are left behind. So does `close`.
+    caller's thread, such as KeyboardInterrupt; threads that do not listen are left behind. `close` calls them off too.
     """
     waiting: SimpleQueue[Callable[[], T]] = SimpleQueue()
     for job in jobs:

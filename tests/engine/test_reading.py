@@ -109,8 +109,7 @@ def check(folder: Path, world: World, threads: int, device: str = "cpu") -> None
     assert arrived == {name: place.nbytes for name, place in places.items()}
 
 
-@pytest.mark.parametrize("threads", [1, 3, 500])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("size", "threads"), [(1, 1), (2, 3), (4, 20)])
 def test_the_bytes_are_the_library_s(folder, way, size, threads):
     for rank in range(size):
         check(folder, World(rank, size), threads)
