@@ -1,5 +1,7 @@
 """The products of few tokens, sorted by expert: a program computes some rows of a matrix for a chunk of them.
 
+A chunk of up to two tokens, as most are, takes the narrowest product of the tensor core, a larger one twice that.
+
 What needs several programs is done by the last of them, which a counter tells: the rounding of 128 inner values, the
 sum of a token's experts. So nothing depends on the order of programs.
 """
@@ -8,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.experts.codes import (
+    FP4_TOKENS,
     first_steps,
     fp4_products,
     fp4_rows,
@@ -18,6 +21,8 @@ from dsv4cli.kernels.experts.codes import (
 )
 from dsv4cli.kernels.experts.prepare import store_inner
 from dsv4cli.kernels.overlap import wait_for_inputs
+
+_SMALL = tl.constexpr(FP4_TOKENS)
 
 
 @triton.jit
@@ -69,10 +74,15 @@ def up(
         number, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
         wait_for_inputs(OVERLAP)
         chunk = tl.load(chunks + number)
-        if chunk % 16 > 0:
+        if chunk % 16 > _SMALL:
             _up_routed(
                 inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, chunk // 16, number, chunk % 16,
                 pairs, first, limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
+            )  # fmt: skip
+        elif chunk % 16 > 0:
+            _up_routed(
+                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, chunk // 16, number, chunk % 16,
+                pairs, first, limit, D, INNER, PER_TOKEN, _SMALL, ROUND, ROWS, SPLITS, AHEAD, EACH,
             )  # fmt: skip
     elif SHARED_INNER > 0:
         number, first = program // (SHARED_INNER // ROWS), program % (SHARED_INNER // ROWS) * ROWS
@@ -120,6 +130,22 @@ def _add(
     tl.store(y + token.to(tl.int64) * D + row, total.to(y.dtype.element_ty))
 
 
+@triton.jit
+def _down_routed(
+    rows, scales, tiles, factors, inner, parts, begin, size, row,
+    D: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """A program of `down` for the chunk of `size` pairs that begins at a position."""
+    owner = tl.arange(0, 16 * CHUNK) // 16
+    (sums,) = fp4_products(
+        (rows,), (scales,), tiles, factors, inner, (begin + owner).to(tl.int64) * INNER, parts_of(INNER, SPLITS),
+        owner < size, INNER // SPLITS, CHUNK, EACH,
+    )  # fmt: skip
+    token = tl.arange(0, CHUNK)
+    to = parts + (begin + token).to(tl.int64)[None] * D + row[:, None]
+    tl.store(to, tl.sum(sums, 0).to(tl.bfloat16), (token < size)[None])
+
+
 @triton.jit(do_not_specialize=["tokens", "shared_chunks"])
 def down(
     inner, shared_inner,  # as up leaves them
@@ -148,15 +174,14 @@ def down(
         if size > 0:
             tiles, factors = first_steps((rows,), (row_scales,), AHEAD, EACH)
             wait_for_inputs(OVERLAP)
-            owner = tl.arange(0, 16 * CHUNK) // 16
-            (sums,) = fp4_products(
-                (rows,), (row_scales,), tiles, factors, inner, (begin + owner).to(tl.int64) * INNER,
-                parts_of(INNER, SPLITS), owner < size, INNER // SPLITS, CHUNK, EACH,
-            )  # fmt: skip
-            sums = tl.sum(sums, 0)
-            token = tl.arange(0, CHUNK)
-            to = parts + (begin + token).to(tl.int64)[None] * D + row[:, None]
-            tl.store(to, sums.to(tl.bfloat16), (token < size)[None])
+            if size > _SMALL:
+                _down_routed(
+                    rows, row_scales, tiles, factors, inner, parts, begin, size, row, D, INNER, CHUNK, SPLITS, EACH
+                )
+            else:
+                _down_routed(
+                    rows, row_scales, tiles, factors, inner, parts, begin, size, row, D, INNER, _SMALL, SPLITS, EACH
+                )
         else:
             wait_for_inputs(OVERLAP)
     elif SHARED_INNER > 0:

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from dsv4cli.kernels.experts import prepare, several, single
-from dsv4cli.kernels.experts.codes import FP8_TOKENS
+from dsv4cli.kernels.experts.codes import FP4_TOKENS, FP8_TOKENS
 from dsv4cli.kernels.overlap import overlap
 
 if TYPE_CHECKING:
@@ -163,12 +163,12 @@ def _tokens(call: _Call, chunk: int, up: tuple[int, int, int, int], down: tuple[
     several.up[(shared_chunks * (shared_width // up[0]) + pairs * (inner_width // up[0]),)](
         inputs, shared_inputs, *call.first(), call.routing, inner, shared_inner, counters, order, chunks, tokens, pairs,
         shared_chunks, call.limit, width, inner_width, shared_width, per_token, chunk, FP8_TOKENS, call.round_inputs,
-        *up, **overlap(call.x), num_warps=up[1],
+        *up, **overlap(call.x), **_registers(call.x, chunk), num_warps=up[1],
     )  # fmt: skip
     several.down[(width // down[0], shared_chunks + pairs)](
         inner, shared_inner, *call.last(), call.new(pairs, width), call.shared_part, counters[len(counters) - sums :],
         place, call.y, order, chunks, tokens, shared_chunks, width, inner_width, shared_width, per_token, chunk,
-        FP8_TOKENS, call.added, *down, **overlap(call.x), num_warps=down[1],
+        FP8_TOKENS, call.added, *down, **overlap(call.x), **_registers(call.x, chunk), num_warps=down[1],
     )  # fmt: skip
 
 
@@ -179,7 +179,15 @@ def _blocks(tokens: int) -> tuple[int, tuple[int, int, int, int], tuple[int, int
     """
     if tokens == 1:  # one with a shared expert whose columns do not divide, see `_stream`
         return 2, (16, 2, 2, 2), (32, 2, 2, 2)
-    return (2, (16, 2, 2, 2), (16, 1, 2, 4)) if tokens <= 4 else (2, (16, 1, 2, 2), (32, 1, 2, 2))
+    return (2, (16, 2, 2, 2), (16, 1, 2, 4)) if tokens <= 4 else (4, (16, 1, 2, 2), (32, 1, 2, 2))
+
+
+def _registers(x: torch.Tensor, chunk: int) -> dict[str, int]:
+    """Launch options of programs with two ways to multiply, which keep the warps that the shorter one leaves room for.
+
+    H200, routed experts of 64 tokens: 862 us with the registers that the longer way asks for, 791 with 128.
+    """
+    return {"maxnreg": 128} if chunk > FP4_TOKENS and x.is_cuda and torch.version.hip is None else {}
 
 
 def _fitting(blocks: tuple[int, int, int, int], columns: int) -> tuple[int, int, int, int]:
