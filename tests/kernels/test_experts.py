@@ -24,6 +24,7 @@ GPU_ONLY = [
 ROUNDED = [
     ((0, 128, 128, 4, 2), True),
     ((1, 128, 128, 5, 2), True),
+    ((3, 128, 128, 1, 1), True),  # all of one expert
     *(pytest.param((1, 256, 256, 5, 2), rounded, marks=pytest.mark.slow) for rounded in (False, True)),
     *(pytest.param((3, 128, 128, 3, 2), rounded, marks=pytest.mark.slow) for rounded in (False, True)),
     *(pytest.param(shape, rounded, marks=pytest.mark.gpu) for shape in GPU_ONLY for rounded in (False, True)),
