@@ -1,6 +1,7 @@
 """`dsv4 run`: what it prints for prompts, conversations, many prompts and texts to score."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -46,6 +47,17 @@ def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(dsv4):
 def test_a_line_is_ended_where_the_model_left_it_open(dsv4, text, out):
     dsv4.model_says(text)
     assert dsv4("run", "hi", *SHORT[:4], "--max-tokens", "9").out == out
+
+
+def test_the_same_answer_in_little_memory(dsv4):
+    given = ("run", "What is 17 + 25?", "--temperature", "0")
+    few, enough = dsv4(*given, "--gpu-memory", "9MB"), dsv4(*given)
+    assert few.out == enough.out == "17 + 25 = 42.\n"
+    loaded, _, traffic, _ = few.err.splitlines()
+    assert " of experts in host memory in " in loaded
+    words = r"[1-9]\d\.\d % of the experts lay on the GPU; \d+\.\d\d kB a token came from host memory"
+    assert re.fullmatch(words, traffic)
+    assert "host memory" not in enough.err
 
 
 def test_one_document_and_a_silent_stderr(dsv4):

@@ -72,6 +72,13 @@ def test_logits_that_are_not_finite(dsv4, tmp_path):
     refused(dsv4("run", "--score", str(scores), "--model", str(folder)), 7, "logits are not finite")
 
 
+def test_gpu_memory_that_is_no_size_or_too_small(dsv4):
+    refused(dsv4("run", "hi", "--gpu-memory", "120"), 2, "--gpu-memory '120' is no size")
+    done = dsv4("run", "hi", "--gpu-memory", "5MB")
+    refused(done, 5, "0.005 GB of GPU memory are too few")
+    assert "--gpu-memory 9MB" in done.err.splitlines()[-1]
+
+
 def test_an_answer_that_becomes_unsound_keeps_what_was_printed(dsv4, monkeypatch):
     dsv4.model_says("so far!", ends=False)  # its last token is drawn, and not printed
     checks = iter(range(9))

@@ -64,6 +64,14 @@ DtypeOpt = Annotated[
     Literal["auto", "bfloat16", "float32"],
     typer.Option(help="auto rounds as the official code does; a dtype computes in it, without quantisation."),
 ]
+GpuMemoryOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="The most GPU memory for weights, as in 120GB; what is free but 5 GB if absent. Experts beyond it stay in "
+        "host memory.",
+    ),
+]
 ShowPromptOpt = Annotated[
     bool, typer.Option("--show-prompt", help="Print the exact prompt and its token ids; run nothing.")
 ]
@@ -91,6 +99,7 @@ def run(
     backend: BackendOpt = "auto",
     tp: TpOpt = None,
     torchrun: TorchrunOpt = None,
+    gpu_memory: GpuMemoryOpt = None,
     only_show: ShowPromptOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
@@ -114,10 +123,16 @@ def run(
     check_device(device)
     _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
     _check_output(only_show, score, logprobs, as_json or prompts is not None)
-    job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling)
+    job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling, _bytes(gpu_memory))
     given = Inputs(prompt, messages, prompts, score, system)
     ranks = (None, False) if only_show else (tp, torchrun is not None)
     in_ranks(job, *ranks, lambda: _work(given, only_show))
+
+
+def _bytes(gpu_memory: str | None) -> int | None:
+    from dsv4cli.engine.settings import parse_size
+
+    return None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory)
 
 
 class Inputs(NamedTuple):

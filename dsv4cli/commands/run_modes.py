@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.answers import Pieces
     from dsv4cli.engine.backend import Backend
     from dsv4cli.engine.dialogue import Dialogue
+    from dsv4cli.engine.host_experts import HostExperts
     from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
     from dsv4cli.engine.parallel import World
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every mode needs; `device`, `dtype` and `backend` are the options' words; world is None in one process."""
+    """What every mode needs; `device`, `dtype` and `backend` are the options' words, gpu_memory is its bytes; world is
+    None in one process."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -41,6 +43,7 @@ class Job:
     backend: "Backend"
     limits: "Limits"
     sampling: "Sampling"
+    gpu_memory: int | None = None
     world: "World | None" = None
 
     @cached_property
@@ -76,6 +79,8 @@ class Job:
 
                 interruptible()
             yield model
+            if model.host_experts is not None:
+                self.out.status(traffic_sentence(model.host_experts))
 
     def _load(self) -> "Transformer":
         import torch
@@ -89,10 +94,13 @@ class Job:
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
         start = perf_counter()
         with self.out.progress("loading") as progress:
-            model = load_model(self.source, numerics, device=device, world=world, progress=progress)
-        seconds = perf_counter() - start
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
+            model = load_model(
+                self.source, numerics, device=device, world=world, progress=progress, gpu_memory=self.gpu_memory
+            )
+        seconds, held = perf_counter() - start, model.host_experts
+        size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
+        beside = f", {size_text(held.plan.host_bytes)} of experts in host memory" if held else ""
+        loaded = f"{self.source.name} on {device}: {size_text(size)}{beside} in {seconds:.1f} s"
         if isinstance(self.source, RandomSource):
             self.out.status(loaded)
             self.out.status("its weights are random: the text means nothing")
@@ -101,6 +109,13 @@ class Job:
         if self.source.name == BUILT_IN:
             self.out.status("nano is the small model that is built in; --model names another")
         return model
+
+
+def traffic_sentence(experts: "HostExperts") -> str:
+    """How often experts lay on the GPU, and what came from host memory."""
+    traffic = experts.traffic()
+    rate, each = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)
+    return f"{100 * rate:.1f} % of the experts lay on the GPU; {size_text(each)} a token came from host memory"
 
 
 def conversation(prompt: str | None, messages: Path | None, system: str | None) -> "list[Message]":

@@ -14,6 +14,7 @@ from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.dspark import Drafts, DSpark
 from dsv4cli.engine.embedding import Embedding
 from dsv4cli.engine.head import add_head, collapse
+from dsv4cli.engine.host_experts import HostExperts
 from dsv4cli.engine.linear import Fp32Linear, RMSNorm
 from dsv4cli.engine.mtp import MTP
 from dsv4cli.engine.numerics import Numerics
@@ -30,10 +31,14 @@ class Trunk:
 
 
 class Transformer(nn.Module):
-    """DeepSeek-V4. Parameters carry the checkpoint's names (experts stacked) and are filled by `weights.fill`."""
+    """DeepSeek-V4. Parameters carry the checkpoint's names (experts stacked) and are filled by `weights.fill`.
+
+    host_experts: the routed experts, where not all of them fit on the device.
+    """
 
     norm: RMSNorm
     mtp: nn.ModuleList
+    host_experts: HostExperts | None = None
 
     def __init__(self, config: ModelConfig, numerics: Numerics, world: World = SINGLE) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
 """The mixture of experts: a router (scored, or by token id in hash layers), routed experts, one shared expert."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -10,6 +12,9 @@ from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import World
 from dsv4cli.kernels import experts, routing
 from dsv4cli.kernels.experts import ExpertWeights
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.host_experts import LayerExperts
 
 
 class Router(nn.Module):
@@ -43,6 +48,15 @@ class Experts(nn.Module):
         self.w2 = StoredMatrix()
         self.w3 = StoredMatrix()
 
+    def at_hand(self, chosen: torch.Tensor) -> ExpertWeights:
+        """The experts, those chosen int64 [T, k] and all others."""
+        return matrices(self)
+
+    @property
+    def each(self) -> int:
+        """Bytes of an expert."""
+        return sum(part[0].nbytes for part in self.parameters())
+
 
 class SharedExpert(nn.Module):
     """The expert that every token goes through, with the same clamp."""
@@ -63,13 +77,13 @@ class MoE(nn.Module):
         self.simulate = numerics.simulate
         self.world = world
         self.gate = Router(config, is_hash)
-        self.experts = Experts()
+        self.experts: Experts | LayerExperts = Experts()
         self.shared_experts = SharedExpert(numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x: normed hidden state [T, D] -> [T, D]."""
         chosen, weights = self.gate(x, batch.ids)
-        routed, shared = matrices(self.experts), matrices(self.shared_experts)
+        routed, shared = self.experts.at_hand(chosen), matrices(self.shared_experts)
         if self.world.size == 1:
             return experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate)
         part, whole = experts.mixture_parts(x, routed, shared, chosen, weights, self.limit, self.simulate)

@@ -14,6 +14,7 @@ MAX_SEED = 2**32 - 1
 # logits divided by less overflow; what it draws is the likeliest token anyway
 MIN_TEMPERATURE = 1e-6
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
+UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def require(holds: bool, option: str, value: object, remedy: str) -> None:
@@ -25,6 +26,15 @@ def require(holds: bool, option: str, value: object, remedy: str) -> None:
 def check_device(name: str) -> None:
     """Raises UsageError for what no device is called, whether or not this machine has it."""
     require(DEVICE.fullmatch(name) is not None, "--device", repr(name), "use auto, cpu, cuda or cuda:N")
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes of a size as in 5GB, 500MB or 4.5GiB. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*([kmg]i?b)", text.strip().lower(), re.ASCII)
+    size = round(float(match[1]) * UNITS[match[2]]) if match else 0
+    if not size:
+        raise UsageError(f"{option} {text!r} is no size", "give a number and kB, MB, GB, KiB, MiB or GiB")
+    return size
 
 
 @dataclass(frozen=True)

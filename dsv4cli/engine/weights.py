@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ def _copy(tensors: Iterable[tuple[TensorSpec, torch.Tensor]], places: Places) ->
             raise CheckpointError(f"{spec.name} is {found}, expected {place.dtype} {list(place.shape)}")
         place.copy_(tensor)
         if spec.is_scale:
-            scales.append((spec, (place.view(torch.uint8) == E8M0_NAN).any()))
+            scales.append((spec, (tensor.view(torch.uint8) == E8M0_NAN).any()))
         yield spec.name, tensor.nbytes
     # one wait for the device instead of one a scale
     damaged = torch.stack([found for _, found in scales]).tolist() if scales else []
@@ -85,19 +86,22 @@ def fill(
     device: torch.device | str,
     world: World,
     progress: Progress | None = None,
+    elsewhere: Places = MappingProxyType({}),
 ) -> None:
     """Puts tensors into the parameters that the table names; each arrives once and none is left over.
 
     supply: `made` or `reading.stored`. progress is called at the start and with all that arrives, in this thread.
+    elsewhere: the places of tensors that are no part of a parameter, by name.
 
     Raises NotEnoughMemory before anything is read, CheckpointError for a tensor of another shape or dtype, a scale byte
     255, a tensor that comes twice or not at all; nothing else fills a parameter.
     """
     done, total = 0, total_bytes(specs, world)
-    check_room(total, torch.device(device))
+    own = {name: spec for name, spec in specs.items() if name not in elsewhere}
+    check_room(total_bytes(own, world), torch.device(device))
     if progress is not None:
         progress(0, total)
-    places = _allocate(model, specs, torch.device(device), world)
+    places = {**_allocate(model, own, torch.device(device), world), **elsewhere}
     waiting = {name: place.nbytes for name, place in places.items()}
     with closing(supply(places)) as arrivals:
         for name, nbytes in arrivals:

@@ -49,16 +49,15 @@ def routed(tokens: int, count: int, chosen: int) -> tuple[torch.Tensor, torch.Te
 )
 def test_pairs_by_expert_in_tiles(tokens, chosen, count, size):
     experts, _ = routed(tokens, count, chosen)
-    groups = sorting.group(experts, count, size)
+    rows = torch.randperm(2 * count)[:count]
+    groups = sorting.group(experts, rows, count, size)
     assert torch.equal(groups.order.long(), experts.flatten().argsort(stable=True))
     expected, start = [], 0
     for expert, pairs in enumerate(experts.flatten().bincount(minlength=count).tolist()):
-        expected += [(expert, start + first, min(size, pairs - first)) for first in range(0, pairs, size)]
+        expected += [(int(rows[expert]), start + first, min(size, pairs - first)) for first in range(0, pairs, size)]
         start += pairs
     needed = slice(len(expected))
-    found = zip(
-        groups.expert[needed].tolist(), groups.start[needed].tolist(), groups.rows[needed].tolist(), strict=True
-    )
+    found = zip(groups.row[needed].tolist(), groups.start[needed].tolist(), groups.rows[needed].tolist(), strict=True)
     assert list(found) == expected
     assert not groups.rows[len(expected) :].any()
 

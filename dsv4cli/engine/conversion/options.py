@@ -14,12 +14,12 @@ from dsv4cli.engine.conversion.target import TargetName, choose_target
 from dsv4cli.engine.device import resolve_device
 from dsv4cli.engine.identify import recognise
 from dsv4cli.engine.layout import ExpertFormat, LinearFormat
+from dsv4cli.engine.settings import parse_size
 from dsv4cli.engine.source import RandomSource, resolve_model
 from dsv4cli.errors import UsageError
 
 # more threads than this wait for the disk and for each other
 MAX_WORKERS = 16
-UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,10 @@ def prepare(source: str, output: Path, choices: Choices) -> tuple[Conversion, in
         ranks=choices.ranks,
     )
     part = Part() if choices.shard is None else parse_part(choices.shard)
-    conversion = Conversion(identity, output, target, selection, parse_size(choices.max_shard_size), part)
+    largest = parse_size("--max-shard-size", choices.max_shard_size)
+    conversion = Conversion(identity, output, target, selection, largest, part)
     workers = choices.workers or min(os.cpu_count() or 1, MAX_WORKERS)
     return conversion, workers, resolve_device(choices.device)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size as in 5GB, 500MB or 4.5GiB. Raises UsageError."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*([kmg]i?b)", text.strip().lower(), re.ASCII)
-    size = round(float(match[1]) * UNITS[match[2]]) if match else 0
-    if not size:
-        raise UsageError(f"--max-shard-size {text!r} is no size", "give a number and kB, MB, GB, KiB, MiB or GiB")
-    return size
 
 
 def parse_part(text: str) -> Part:

@@ -15,6 +15,7 @@ from dsv4cli.engine.capacity import MAX_STEP_TOKENS
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.device import step_memory
+from dsv4cli.engine.host_experts import LayerExperts
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.moe import Experts, MoE
 from dsv4cli.engine.profiling.clock import Call, Timing, wait
@@ -215,9 +216,9 @@ def _check_schedule(config: ModelConfig, ranges: Ranges) -> dict[str, int]:
 
 
 @contextmanager
-def _count_experts(model: Transformer) -> Iterator[dict[Experts, int]]:
+def _count_experts(model: Transformer) -> Iterator[dict[Experts | LayerExperts, int]]:
     """How many different experts each layer uses inside."""
-    hit: dict[Experts, int] = {}
+    hit: dict[Experts | LayerExperts, int] = {}
 
     def note(layer: MoE) -> Callable[..., None]:
         def chosen(router: object, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -234,12 +235,11 @@ def _count_experts(model: Transformer) -> Iterator[dict[Experts, int]]:
             handle.remove()
 
 
-def _weight_bytes(model: Transformer, hit: dict[Experts, int], load: Load) -> int:
+def _weight_bytes(model: Transformer, hit: dict[Experts | LayerExperts, int], load: Load) -> int:
     """Bytes of the weights that a step reads: all of the main model but the rows of tables and the experts not used."""
     tables = {model.embed.weight, *(p for name, p in model.named_parameters() if name.endswith(".tid2eid"))}
     total = sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("mtp.") and p not in tables)
     total += sum(min(load.total, table.shape[0]) * table[0].nbytes for table in tables)
     for layer, count in hit.items():
-        parts = list(layer.parameters())
-        total -= sum(part.nbytes - count * part[0].nbytes for part in parts)
+        total += count * layer.each - sum(part.nbytes for part in layer.parameters())
     return total

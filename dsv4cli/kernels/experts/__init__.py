@@ -16,7 +16,8 @@ from dsv4cli.kernels.experts import ref
 class ExpertWeights:
     """The matrices of E experts as stored, each with its scale or None: w1, w3 [E, I, D], w2 [E, D, I] unpacked.
 
-    Of the shared expert without E.
+    Of the shared expert without E. rows: int64 [E], where each expert lies in stacks of any number of them; None where
+    that is its number. Of those that are not chosen any row in the stacks.
     """
 
     w1: torch.Tensor
@@ -25,6 +26,12 @@ class ExpertWeights:
     w2_scale: torch.Tensor | None
     w3: torch.Tensor
     w3_scale: torch.Tensor | None
+    rows: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return len(self.w1 if self.rows is None else self.rows)
 
 
 def routed_experts(

@@ -71,8 +71,9 @@ def store_inner(
 
 @triton.jit
 def _place_pairs(
-    first, experts, order, place, chunks, pairs, SIZE: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr
-):
+    first, experts, rows, order, place, chunks, pairs,
+    SIZE: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Ranks pairs first .. first + NUMBER - 1 by expert and cuts each expert's into chunks of up to CHUNK."""
     pair = first + tl.arange(0, NUMBER)[:, None]
     expert = tl.load(experts + pair, pair < pairs, other=0)
@@ -94,18 +95,22 @@ def _place_pairs(
     inside = number < pairs
     tl.store(order + rank, number, inside)
     tl.store(place + number, rank, inside)
-    tl.store(chunks + rank, tl.sum(expert, 1).to(tl.int32) * 16 + size, inside)
+    row = tl.sum(expert, 1)
+    if rows is not None:
+        row = tl.load(rows + row)
+    tl.store(chunks + rank, row.to(tl.int32) * 16 + size, inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "pairs", "counts"])
 def prepare(
     x,  # bf16 [tokens, K]
     experts,  # int64 [pairs]
+    rows,  # int64 [E] of the stacks, or None
     inputs,  # bf16 [tokens, K] in the order of FP4 products
     shared_inputs,  # the same in that of FP8 products, if SHARED
     order,  # int32 [pairs] the pair at each position, sorted by expert
     place,  # int32 [pairs] the position of each pair
-    chunks,  # int32 [pairs] for each position 16 * expert + number of pairs of the chunk that begins there, or 0
+    chunks,  # int32 [pairs] for each position 16 * its row + number of pairs of the chunk that begins there, or 0
     counters,  # int32 [counts], set to zero
     tokens,
     pairs,
@@ -140,4 +145,4 @@ def prepare(
             counter = number * COUNTERS + tl.arange(0, COUNTERS)
             tl.store(counters + counter, tl.zeros((COUNTERS,), tl.int32), counter < counts)
         if number * PAIRS < pairs:
-            _place_pairs(number * PAIRS, experts, order, place, chunks, pairs, OTHERS, PAIRS, CHUNK)
+            _place_pairs(number * PAIRS, experts, rows, order, place, chunks, pairs, OTHERS, PAIRS, CHUNK)

@@ -35,12 +35,13 @@ def routed_experts(
     order = experts.flatten().argsort(stable=True)  # pairs (token, place) by expert
     tokens, factors = order // per_token, routing.flatten()[order]
     inputs = block_scale.fp8_round(x, FP8_BLOCK) if round_inputs else x
-    counts = torch.bincount(experts.flatten(), minlength=weights.w1.shape[0]).tolist()
+    counts = torch.bincount(experts.flatten(), minlength=weights.count).tolist()
+    stacked = range(len(counts)) if weights.rows is None else weights.rows.tolist()
     outputs, start = [], 0
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            outputs.append(_expert(inputs[tokens[rows]], weights, expert, factors[rows], limit, round_inputs))
+            outputs.append(_expert(inputs[tokens[rows]], weights, stacked[expert], factors[rows], limit, round_inputs))
             start += count
     if not outputs:
         return x.new_zeros(x.shape, dtype=torch.float32)
@@ -53,17 +54,17 @@ def routed_experts(
 
 
 def _expert(
-    x: torch.Tensor, weights: "ExpertWeights", expert: int, factors: torch.Tensor, limit: float, round_inputs: bool
+    x: torch.Tensor, weights: "ExpertWeights", row: int, factors: torch.Tensor, limit: float, round_inputs: bool
 ) -> torch.Tensor:
     def pick(scale: torch.Tensor | None) -> torch.Tensor | None:
-        return None if scale is None else scale[expert]
+        return None if scale is None else scale[row]
 
-    gate = gemm.linear(x, weights.w1[expert], pick(weights.w1_scale))
-    up = gemm.linear(x, weights.w3[expert], pick(weights.w3_scale))
+    gate = gemm.linear(x, weights.w1[row], pick(weights.w1_scale))
+    up = gemm.linear(x, weights.w3[row], pick(weights.w3_scale))
     inner = (factors[:, None] * gated(gate, up, limit)).to(x.dtype)
     if round_inputs:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
-    return gemm.linear(inner, weights.w2[expert], pick(weights.w2_scale))
+    return gemm.linear(inner, weights.w2[row], pick(weights.w2_scale))
 
 
 def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:

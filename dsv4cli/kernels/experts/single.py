@@ -33,11 +33,18 @@ def _only(values):
 
 
 @triton.jit
+def _row_of(expert, rows):
+    """Where experts lie in the stacks; rows: None where that is their number."""
+    return expert if rows is None else tl.load(rows + expert, cache_modifier=".cg")
+
+
+@triton.jit
 def up(
     inputs, shared_inputs,  # as prepare leaves them
     w1, w1_scale, w3, w3_scale,  # FP4 [E, INNER, D], as words of codes and of scales
     shared_w1, shared_w1_scale, shared_w3, shared_w3_scale,  # FP8 [SHARED_INNER, D]
     experts,  # int64 [pairs]
+    rows,  # int64 [E] of the stacks, or None
     routing,  # fp32 [pairs]
     inner,  # [2, pairs, INNER]: inputs of w2, before that values not rounded
     shared_inner,  # [2, SHARED_INNER]
@@ -50,7 +57,7 @@ def up(
     if program >= ahead:
         pair, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
         # what precedes `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
-        expert = tl.load(experts + pair, cache_modifier=".cg")
+        expert = _row_of(tl.load(experts + pair, cache_modifier=".cg"), rows)
         row, part = expert * INNER + first + row_numbers(ROWS), parts_of(D, SPLITS)
         words, scales = fp4_rows(w1, w1_scale, row, part, D, EACH)
         more_words, more_scales = fp4_rows(w3, w3_scale, row, part, D, EACH)
@@ -121,6 +128,7 @@ def down(
     w2, w2_scale,  # FP4 [E, D, INNER]
     shared_w2, shared_w2_scale,  # FP8 [D, SHARED_INNER]
     experts,  # int64 [PAIRS]
+    rows,  # int64 [E] of the stacks, or None
     y,  # [D] the sum
     shared_part,  # bf16 [D], stored if not ADDED
     D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PAIRS: tl.constexpr, PLACES: tl.constexpr,
@@ -132,11 +140,11 @@ def down(
         own_words, own_scales = fp8_rows(shared_w2, shared_w2_scale, first, SHARED_INNER, ROWS, PLACES)
         own_tiles, own_factors = first_steps((own_words,), (own_scales,), SHARED_AHEAD, SHARED_EACH)
     pair, expert = _sorted(experts, PAIRS, PLACES)
-    row = expert[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS)
+    row = _row_of(expert, rows)[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS)
     words, scales = fp4_rows(w2, w2_scale, row, tl.zeros((1, PLACES, 1), tl.int32), INNER, EACH)
     tiles, factors = first_steps((words,), (scales,), AHEAD, EACH)
     wait_for_inputs(OVERLAP)
-    rows = first + tl.arange(0, ROWS)
+    to = first + tl.arange(0, ROWS)
     if SHARED_INNER > 0:
         column = tl.arange(0, 4 * _SHARED_TOKENS)
         (sums,) = fp8_products(
@@ -153,5 +161,5 @@ def down(
     if ADDED:
         total += own.to(tl.float32)
     elif SHARED_INNER > 0:
-        tl.store(shared_part + rows, own)
-    tl.store(y + rows, total.to(y.dtype.element_ty))
+        tl.store(shared_part + to, own)
+    tl.store(y + to, total.to(y.dtype.element_ty))

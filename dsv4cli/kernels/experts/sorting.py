@@ -18,15 +18,16 @@ class Groups:
 
     order: torch.Tensor  # [P] the pair t * k + place at each position
     position: torch.Tensor  # [P] of each pair
-    expert: torch.Tensor  # [tiles] of a tile
+    row: torch.Tensor  # [tiles] where the expert of a tile lies
     start: torch.Tensor  # [tiles] its first position
     rows: torch.Tensor  # [tiles] its number of pairs, 0 for a tile that is not needed
 
 
-def group(experts: torch.Tensor, count: int, size: int) -> Groups:
+def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: int) -> Groups:
     """experts: int64 [T, k], each below `count` -> tiles of up to `size` pairs, by expert, in ascending order of pairs.
 
-    The number of tiles is the largest that T and k allow; those not needed have no rows.
+    rows: int64 [count], where each expert lies, or None. The number of tiles is the largest that T and k allow; those
+    not needed have no rows.
     """
     pairs = experts.numel()
     tiles, chunks = pairs // size + min(count, pairs), triton.cdiv(pairs, CHUNK)
@@ -39,7 +40,7 @@ def group(experts: torch.Tensor, count: int, size: int) -> Groups:
     given = experts.contiguous()
     _count[(max(chunks, triton.cdiv(tiles, CHUNK)),)](given, counts, groups.rows, pairs, tiles, bins, CHUNK)
     _place[(chunks,)](
-        given, counts, groups.order, groups.position, groups.expert, groups.start, groups.rows, pairs, chunks,
+        given, rows, counts, groups.order, groups.position, groups.row, groups.start, groups.rows, pairs, chunks,
         bins, CHUNK, ROWS, size, num_warps=8,
     )  # fmt: skip
     return groups
@@ -67,10 +68,11 @@ def _count(
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _place(
     experts,  # int64 [pairs]
+    stacked,  # int64 [E] the row of each expert, or None
     counts,  # [chunks, BINS]
     order,  # [pairs]
     positions,  # [pairs]
-    tile_expert,  # [tiles], and the two below
+    tile_row,  # [tiles], and the two below
     tile_start,
     tile_rows,
     pairs,
@@ -103,6 +105,7 @@ def _place(
     # the pair that begins a tile describes it
     first = inside & (rank % SIZE == 0)
     tile = tl.gather(tl.cumsum(tiles, 0) - tiles, expert, 0) + rank // SIZE
-    tl.store(tile_expert + tile, expert, first)
+    own = expert if stacked is None else tl.load(stacked + expert, first, other=0).to(tl.int32)
+    tl.store(tile_row + tile, own, first)
     tl.store(tile_start + tile, position, first)
     tl.store(tile_rows + tile, tl.minimum(tl.gather(total, expert, 0) - rank, SIZE), first)

@@ -130,9 +130,9 @@ def _prepare(call: _Call, chunk: int, pairs: int, sums: int) -> tuple[torch.Tens
     inputs, shared_inputs = call.new(tokens, width), call.new(tokens if call.shared else 0, width)
     others = max(triton.cdiv(counts, prepare.COUNTERS), triton.cdiv(pairs, prepare.PAIRS))
     prepare.prepare[(tokens * triton.cdiv(width, prepare.COLUMNS) + others,)](
-        call.x, call.experts, inputs, shared_inputs, order, place, chunks, counters, tokens, pairs, counts,
-        call.x.stride(0), width, chunk, call.shared is not None, call.round_inputs, prepare.COLUMNS, prepare.PAIRS,
-        prepare.OTHERS, prepare.COUNTERS, **overlap(call.x),
+        call.x, call.experts, call.weights.rows, inputs, shared_inputs, order, place, chunks, counters, tokens, pairs,
+        counts, call.x.stride(0), width, chunk, call.shared is not None, call.round_inputs, prepare.COLUMNS,
+        prepare.PAIRS, prepare.OTHERS, prepare.COUNTERS, **overlap(call.x),
     )  # fmt: skip
     return inputs, shared_inputs, counters, order, place, chunks
 
@@ -142,16 +142,17 @@ def _one_token(call: _Call, up: tuple[int, int, int, int], places: int) -> None:
     inputs, shared_inputs, counters, *_ = _prepare(call, 1, 0, 0)
     inner, shared_inner = call.new(2, per_token, inner_width), call.new(2, shared_width)
     single.up[(shared_width // up[0] + per_token * (inner_width // up[0]),)](
-        inputs, shared_inputs, *call.first(), call.experts, call.routing, inner, shared_inner, counters, call.limit,
-        width, inner_width, shared_width, per_token, call.round_inputs, *up, **overlap(call.x), num_warps=up[1],
+        inputs, shared_inputs, *call.first(), call.experts, call.weights.rows, call.routing, inner, shared_inner,
+        counters, call.limit, width, inner_width, shared_width, per_token, call.round_inputs, *up, **overlap(call.x),
+        num_warps=up[1],
     )  # fmt: skip
     rows, ahead, each, shared_ahead, shared_each = SINGLE_DOWN
     each = each if call.shared else ALONE_EACH
     steps, shared_steps = inner_width // 128, shared_width // 64 // places
     single.down[(width // rows,)](
-        inner, shared_inner, *call.last(), call.experts, call.y, call.shared_part, width, inner_width, shared_width,
-        per_token, places, call.added, rows, min(ahead, steps), math.gcd(each, steps), min(shared_ahead, shared_steps),
-        math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
+        inner, shared_inner, *call.last(), call.experts, call.weights.rows, call.y, call.shared_part, width,
+        inner_width, shared_width, per_token, places, call.added, rows, min(ahead, steps), math.gcd(each, steps),
+        min(shared_ahead, shared_steps), math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
     )  # fmt: skip
 
 

@@ -26,15 +26,14 @@ def routed_experts(
     round_inputs: bool,
 ) -> torch.Tensor:
     given, (tokens, per_token) = rows(x), experts.shape
-    count, inner_width = weights.w1.shape[:2]
-    width = x.shape[1]
+    count, inner_width, width = weights.count, weights.w1.shape[1], x.shape[1]
     if not tokens:
         return torch.empty(0, width, dtype=torch.float32, device=x.device)
     _check(weights, width, inner_width, round_inputs)
     form, wide = _format(weights.w1, weights.w1_scale), torch.float32 in (x.dtype, weights.w1.dtype)
     size, tuned = _columns(tokens * per_token, count, wide), form == "fp4" and not wide
-    groups = group(experts, count, size)
-    tiles = (groups.order, groups.expert, groups.start, groups.rows)
+    groups = group(experts, weights.rows, count, size)
+    tiles = (groups.order, groups.row, groups.start, groups.rows)
     inputs, padded = _inputs(given, form, round_inputs), _padded(inner_width)
     inner = torch.empty(tokens * per_token, padded, dtype=x.dtype, device=x.device)
     height, warps, stages, described = _gate_up_blocks(size, tuned)

@@ -1,0 +1,144 @@
+"""Experts that do not fit on the device: not a bit of a result depends on how many do."""
+
+import pytest
+import torch
+
+from dsv4cli.engine import host_experts
+from dsv4cli.engine.batch import make_batch
+from dsv4cli.engine.cache import Cache
+from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.decode import Decoder
+from dsv4cli.engine.generate import Generator
+from dsv4cli.engine.host_experts import expert_bytes, plan_experts
+from dsv4cli.engine.layout import Formats, expected_tensors
+from dsv4cli.engine.loading import load_model
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.parallel import SINGLE, World
+from dsv4cli.engine.presets import FLASH
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.source import BUILT_IN, resolve_model
+from dsv4cli.engine.weights import total_bytes
+from dsv4cli.errors import NotEnoughMemory
+
+TINY = "random:tiny"
+EXPERTS, PER_TOKEN = 8, 2  # of both models
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def loaded(name, device="cpu", rows=None):
+    """A model with so many experts of each layer on its device, or all."""
+    source = resolve_model(name)
+    return load_model(source, Numerics.reference(), device=device, gpu_memory=rows and budget(name, rows))
+
+
+def tables(name):
+    source = resolve_model(name)
+    config, formats = (source.config, Formats()) if name == TINY else (source.identity.config, source.identity.formats)
+    return expected_tensors(config.without_drafter(), formats), config
+
+
+def budget(name, rows):
+    """The least bytes with which a layer has so many rows."""
+    specs, config = tables(name)
+    total = total_bytes(specs, SINGLE)
+    plan = plan_experts(specs, config, SINGLE, total - 1)
+    layers, each = len(plan.layers), expert_bytes(plan.parts)
+    return total - (layers - 1) * (EXPERTS - rows) * each
+
+
+@torch.no_grad()
+def history(model, decodes):
+    """The logits after a prompt of two sequences, and after steps of one token of each, captured where they can be."""
+    device = model.embed.weight.device
+    cache, generator = Cache(model.config, model.numerics, slots=3, device=device), torch.Generator().manual_seed(1)
+    work = [(cache.allocate(), torch.randint(3, 100, (count,), generator=generator).tolist()) for count in (9, 4)]
+    found = [model.logits(model(make_batch(cache, work), cache).streams)]
+    for sequence, ids in work:
+        cache.advance(sequence, len(ids))
+    decoder = Decoder(model, cache, 60) if decodes else None
+    for step in range(6):
+        live = work[: 1 + step % 2]
+        tokens = [(sequence, 3 + (7 * step + 13 * number) % 90) for number, (sequence, _) in enumerate(live)]
+        if decoder is not None:
+            found.append(decoder.logits(tokens).clone())
+        else:
+            batch = make_batch(cache, [(sequence, [token]) for sequence, token in tokens])
+            found.append(model.logits(model(batch, cache).streams))
+        for sequence, _ in tokens:
+            cache.advance(sequence, 1)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("name", [TINY, BUILT_IN])
+def test_every_budget_gives_the_same_logits(name, decodes, device):
+    expected = history(loaded(name, device), decodes)
+    for rows in (PER_TOKEN, PER_TOKEN + 1, 5, EXPERTS - 1):
+        model = loaded(name, device, rows)
+        assert model.host_experts.plan.division.rows == rows
+        assert torch.equal(history(model, decodes), expected), rows
+        traffic = model.host_experts.traffic()
+        assert 0 < traffic.found < traffic.chosen
+        assert traffic.nbytes == (traffic.chosen - traffic.found) * expert_bytes(model.host_experts.plan.parts)
+        if not decodes:  # rows that nobody fills are tokens, too
+            assert traffic.tokens == 9 + 4 + 3 + 6
+    everything = loaded(name, device, EXPERTS)
+    assert everything.host_experts is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_budget_gives_the_same_tokens(device):
+    prompts = [[5, 9, 30, 7], [8, 4], [60] * 30]
+
+    def answers(rows):
+        model = loaded(BUILT_IN, device, rows)
+        generator = Generator(model, prompts, Sampling(1.0, 0.9, 3), Limits(12, None, 7, 0, ()), device)
+        return [(step.number, step.token, step.logprob) for step in generator.steps()]
+
+    expected = answers(None)
+    assert all(answers(rows) == expected for rows in (PER_TOKEN, 5))
+
+
+def test_every_tensor_has_its_place():
+    whole, model = dict(loaded(TINY).named_parameters()), loaded(TINY, rows=5)
+    held = model.host_experts
+    division = held.plan.division
+    assert (division.staying, division.slots, division.waiting, division.staging) == (2, 3, 6, 3)
+    for number, module in enumerate(held.plan.layers):
+        for part, stack in held.stacks.items():
+            every = whole[f"{module}.{part}"].view(torch.uint8)
+            on_device = stack.view(torch.uint8)[number * 5 : number * 5 + 5]
+            assert torch.equal(on_device, every[:5])
+            assert torch.equal(held.host[part].view(torch.uint8)[number * 6 : number * 6 + 6], every[2:])
+    # the drafter is left out
+    others = {name for name in whole if ".ffn.experts." not in name and not name.startswith("mtp.")}
+    assert dict(model.named_parameters()).keys() == others
+
+
+def test_a_budget_too_small_for_the_experts_of_a_token_is_refused():
+    least = budget(TINY, PER_TOKEN)
+    specs, config = tables(TINY)
+    assert plan_experts(specs, config, SINGLE, least).division.rows == PER_TOKEN
+    with pytest.raises(NotEnoughMemory, match="too few for the weights") as refused:
+        loaded(TINY, rows=PER_TOKEN - 1)
+    assert f"--gpu-memory {-(-least // 10**6)}MB" in refused.value.remedy
+    with pytest.raises(NotEnoughMemory, match="too few"):
+        plan_experts(specs, config, SINGLE, least - 1)
+
+
+def test_a_host_without_room_is_refused(monkeypatch):
+    monkeypatch.setattr(host_experts, "free_memory", lambda device: 10**6)
+    with pytest.raises(NotEnoughMemory, match=r"host memory, which has 0\.001 GB free"):
+        loaded(TINY, rows=5)
+
+
+@pytest.mark.parametrize(("world", "rows"), [(SINGLE, 237), (World(0, 2), None)])
+def test_flash_on_one_h200(monkeypatch, world, rows):
+    config = parse_config(FLASH, "flash").without_drafter()
+    monkeypatch.setattr(host_experts, "free_memory", lambda device: 100 * 10**9)
+    plan = plan_experts(expected_tensors(config, Formats()), config, world, 143_771 * 2**20 - host_experts.RESERVE)
+    assert (plan and plan.division.rows) == rows
+    if plan is not None:
+        # twice what must lie there
+        assert plan.host_bytes < 25e9
