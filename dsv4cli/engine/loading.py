@@ -43,10 +43,10 @@ def load_model(
                 source.config, numerics, seed=source.seed, device=device, world=world, progress=progress,
                 gpu_memory=gpu_memory,
             )  # fmt: skip
-        return _load_folder(source, numerics, _Target(device, world, gpu_memory, progress))
+        return _load_folder(source, numerics, _target(device, world, gpu_memory, progress))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise NotEnoughMemory(
-            f"the weights do not fit on {device}: {error}", "use a machine with more memory"
+            f"the weights do not fit on {device}: {error}", "use a machine with more memory, or a lower --gpu-memory"
         ) from None
 
 
@@ -62,7 +62,7 @@ def build_random(
     gpu_memory: int | None = None,
 ) -> Transformer:
     """A model of random weights in the given formats; with `bf16` or `f32` throughout, one that can be trained."""
-    target = _Target(device, world, gpu_memory, progress)
+    target = _target(device, world, gpu_memory, progress)
     config, specs = _what_fits(config, formats, target)
     whole = random_tensors(specs.values(), seed, config.n_routed_experts, device)
     tensors = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in whole)
@@ -71,21 +71,19 @@ def build_random(
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a model goes, and who is told; as for `load_model`."""
+    """Where a model goes, the most bytes of weights there (None: any number), and who is told."""
 
-    device: torch.device | str
+    device: torch.device
     world: World
-    gpu_memory: int | None
+    budget: int | None
     progress: Progress | None
 
-    @property
-    def budget(self) -> int | None:
-        """The most bytes of weights there, None for any number."""
-        device = torch.device(self.device)
-        if self.gpu_memory is not None or device.type != "cuda":
-            return self.gpu_memory
-        free = free_memory(device)
-        return None if free is None else max(0, free - RESERVE)
+
+def _target(device: torch.device | str, world: World, gpu_memory: int | None, progress: Progress | None) -> _Target:
+    place = torch.device(device)
+    if gpu_memory is None and place.type == "cuda":
+        gpu_memory = max(0, (free_memory(place) or 0) - RESERVE)
+    return _Target(place, world, gpu_memory, progress)
 
 
 def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> Transformer:
@@ -117,7 +115,7 @@ def _filled(
     if plan is None:
         fill(model, specs, supply, device=device, world=world, progress=target.progress)
         return model.eval()
-    held = model.host_experts = HostExperts(plan, torch.device(device))
+    held = model.host_experts = HostExperts(plan, device)
     for number, module in enumerate(plan.layers):
         model.set_submodule(module, held.layer(number))
     places = dict(held.places(specs.values()))

@@ -101,7 +101,13 @@ def test_every_budget_gives_the_same_tokens(device):
 
 
 def test_every_tensor_has_its_place():
-    whole, model = dict(loaded(TINY).named_parameters()), loaded(TINY, rows=5)
+    every_expert, model = loaded(TINY), loaded(TINY, rows=5)
+    whole = dict(every_expert.named_parameters())
+    assert (
+        model.layers[0].ffn.experts.each
+        == every_expert.layers[0].ffn.experts.each
+        == expert_bytes(model.host_experts.plan.parts)
+    )
     held = model.host_experts
     division = held.plan.division
     assert (division.staying, division.slots, division.waiting, division.staging) == (2, 3, 6, 3)

@@ -5,7 +5,7 @@ import torch
 
 from dsv4cli.kernels.residency import Residency, fetch
 
-# what the steps choose: experts, those that stay, slots, then the steps' lists; row 3 of the stacks is slot 0
+# shape and dtype of each matrix of an expert
 E2M1, E8M0, BF16 = torch.int8, torch.float8_e8m0fnu, torch.bfloat16
 FORMS = {
     "fp4": [((3, 16), E2M1), ((3, 1), E8M0), ((5, 8), E2M1), ((5, 1), E8M0), ((3, 16), E2M1), ((3, 1), E8M0)],
@@ -23,6 +23,10 @@ def few_programs(request, monkeypatch):
         monkeypatch.setattr(kernel, "PROGRAMS", 3)
 
 
+def in_host_memory(values: torch.Tensor) -> torch.Tensor:
+    return values.cpu().pin_memory() if values.is_cuda else values.clone()
+
+
 class Case:
     """A layer whose experts are told apart by their bytes, in stacks with rows before and behind its own."""
 
@@ -34,7 +38,7 @@ class Case:
             torch.randint(0, 120, (experts, *shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
             for shape, dtype in FORMS[form]
         ]
-        self.host = [value[stays:].clone() for value in self.values]
+        self.host = [in_host_memory(value[stays:]) for value in self.values]
         self.stacks = [torch.zeros_like(value[:1]).repeat(rows, 1, 1) for value in self.values]
         place = torch.full((experts,), -1)
         place[: stays + slots] = torch.arange(2, 2 + stays + slots)
