@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
+from dsv4cli.engine.host_memory import host_memory
 from dsv4cli.engine.settings import check_device
 from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware
-
-MEMINFO = Path("/proc/meminfo")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -55,7 +53,5 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes free on the device; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if not MEMINFO.is_file():
-        return None
-    values = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-    return int(values["MemAvailable"].split()[0]) * 1024
+    memory = host_memory()
+    return None if memory is None else memory.free

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4cli.cli import app
 from dsv4cli.commands.inspect_fit import show_fit
-from dsv4cli.engine import capacity, weights
+from dsv4cli.engine import capacity, host_memory, weights
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
 from dsv4cli.engine.config import parse_config
@@ -260,8 +260,8 @@ def bare_machine(tmp_path, monkeypatch) -> Path:
     """A system without nvidia-smi, with 8 GiB of RAM of which 6 are free."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\nHugePages_Total: 0\n")
-    monkeypatch.setattr(machines, "MEMINFO", meminfo)
-    monkeypatch.setattr(machines, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "bin").mkdir()
     return tmp_path
@@ -275,15 +275,6 @@ def smi(folder: Path, script: str) -> None:
 
 def test_a_machine_without_a_gpu(bare_machine):
     assert this_machine() == Machine((), Device("cpu", "RAM", 8 * 2**30, 6 * 2**30))
-
-
-def test_a_container_s_limit(bare_machine):
-    (bare_machine / "memory.max").write_text("4294967296\n")
-    (bare_machine / "memory.current").write_text("3221225472\n")
-    (bare_machine / "memory.stat").write_text("anon 1073741824\ninactive_file 2147483648\n")
-    assert this_machine().cpu == Device("cpu", "RAM", 4 * 2**30, 3 * 2**30)
-    (bare_machine / "memory.max").write_text("max\n")
-    assert this_machine().cpu == Device("cpu", "RAM", 8 * 2**30, 6 * 2**30)
 
 
 def test_the_gpus_that_nvidia_smi_tells_of(bare_machine):

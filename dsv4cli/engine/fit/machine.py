@@ -4,13 +4,10 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
+from dsv4cli.engine.host_memory import host_memory
 from dsv4cli.errors import UsageError
 
-MEMINFO = Path("/proc/meminfo")
-# the limit of a container (cgroup v2), which /proc/meminfo does not know
-CGROUP = Path("/sys/fs/cgroup")
 NVIDIA_SMI = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
 SMI_SECONDS = 10
 UNITS = {"gb": 10**9, "gib": 2**30}
@@ -79,34 +76,5 @@ def _gpus() -> tuple[Device, ...]:
 
 
 def _cpu() -> Device | None:
-    values = _meminfo()
-    if "MemTotal" not in values or "MemAvailable" not in values:
-        return None
-    total, free = values["MemTotal"], values["MemAvailable"]
-    limit, used, cached = (_cgroup(name) for name in ("memory.max", "memory.current", "memory.stat:inactive_file"))
-    if limit is not None:
-        # pages of files count as used, but the kernel takes them back
-        total, free = min(total, limit), max(min(free, limit - (used or 0) + (cached or 0)), 0)
-    return Device("cpu", "RAM", total, free)
-
-
-def _meminfo() -> dict[str, int]:
-    """Bytes by the names of /proc/meminfo; empty where the system has no such file."""
-    try:
-        lines = MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    pairs = [line.split(":", 1) for line in lines if line.endswith("kB")]
-    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
-
-
-def _cgroup(name: str) -> int | None:
-    """A number of the container's limits; of a file of many, the line 'key number' as in 'memory.stat:inactive_file'.
-    None without a limit."""
-    file, _, key = name.partition(":")
-    try:
-        text = (CGROUP / file).read_text(encoding="ascii")
-    except OSError:
-        return None
-    values = [line.rpartition(" ") for line in text.splitlines()]
-    return next((int(number) for word, _, number in values if word == key and number.isdigit()), None)
+    memory = host_memory()
+    return None if memory is None else Device("cpu", "RAM", *memory)

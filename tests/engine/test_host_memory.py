@@ -1,0 +1,66 @@
+"""How much memory the host has, as the system's files tell it."""
+
+import pytest
+
+from dsv4cli.engine import host_memory as module
+from dsv4cli.engine.host_memory import host_memory
+
+GIB = 2**30
+MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\nHugePages_Total: 0\n"
+# files of a control group: limit, use, the line of both kinds of pages of files
+V2 = ("memory.max", "memory.current", "inactive_file {0}\nactive_file {0}\n")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file {0}\ntotal_active_file {0}\n")
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """A function that writes a file of a system with 8 GiB, of which 6 are free."""
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    for name, file in {"MEMINFO": "meminfo", "GROUPS": "groups", "CGROUP": "cgroup"}.items():
+        monkeypatch.setattr(module, name, tmp_path / file)
+    write("meminfo", MEMINFO)
+    return write
+
+
+def group(write, folder, version, limit, used, pages=0):
+    """Writes a control group: bytes, or what stands for no limit; GiB that are used, and among them pages of files."""
+    texts = (f"{limit}\n", f"{used * GIB}\n", "anon 1\n" + version[2].format(pages * GIB // 2))
+    for name, text in zip((*version[:2], "memory.stat"), texts, strict=True):
+        write(f"cgroup/{folder}/{name}", text)
+
+
+def test_a_machine_without_control_groups(system):
+    assert host_memory() == (8 * GIB, 6 * GIB)
+    system("meminfo", "MemTotal: 8388608 kB\n")
+    assert host_memory() is None
+
+
+def test_a_system_that_does_not_tell(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "none")
+    assert host_memory() is None
+
+
+# the lines of /proc/self/cgroup, the folder of the group that has the limit
+LIMITED = {
+    "a container": ("0::/\n", ".", V2),
+    "a container, v1": ("5:cpu,cpuacct:/docker/77\n4:memory:/docker/77\n0::/\n", "memory", V1),
+    "a job": ("0::/slurm/job_7/step_0\n", "slurm/job_7", V2),
+    "a job, v1": ("4:hugetlb,memory:/slurm/job_7\n", "memory/slurm/job_7", V1),
+}
+
+
+@pytest.mark.parametrize("case", LIMITED)
+def test_a_limit(system, case):
+    groups, folder, version = LIMITED[case]
+    system("groups", groups)
+    group(system, "other", V2, GIB, 1)
+    group(system, folder, version, 4 * GIB, 3, pages=2)
+    assert host_memory() == (4 * GIB, 3 * GIB)
+    group(system, folder, version, 4 * GIB, 5)
+    assert host_memory() == (4 * GIB, 0)
+    group(system, folder, version, {V1: 2**63 - 4096, V2: "max"}[version], 3)
+    assert host_memory() == (8 * GIB, 6 * GIB)
