@@ -90,8 +90,12 @@ def fp8_rows(w, scale, first, K: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.co
 
 @triton.jit
 def _load(place, more):
-    """What stands at pointers; more: whether there is anything, which may be known in advance."""
-    return tl.load(place) if isinstance(more, tl.constexpr) else tl.load(place, more, other=0)
+    """What stands at pointers; more: whether there is anything.
+
+    None: there is, and a kernel asks before it has waited for its inputs. Experts may have been copied from host memory
+    by the launch before the last, so it passes by a cache that may be older.
+    """
+    return tl.load(place, cache_modifier=".cg") if more is None else tl.load(place, more, other=0)
 
 
 @triton.jit
@@ -123,8 +127,8 @@ def first_steps(words, scales, AHEAD: tl.constexpr, EACH: tl.constexpr):
     H: tl.constexpr = 4 if len(scales[0].shape) == 5 else 2
     loaded = ()
     for j in tl.static_range(AHEAD):
-        loaded += _load_step(words, j, tl.constexpr(True))
-    return loaded, _load_scales(scales, 0, tl.constexpr(True), EACH, H)
+        loaded += _load_step(words, j, None)
+    return loaded, _load_scales(scales, 0, None, EACH, H)
 
 
 @triton.jit

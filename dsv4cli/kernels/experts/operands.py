@@ -57,13 +57,16 @@ def fp4_values(words, scale, ROWS: tl.constexpr):
 
 @triton.jit
 def _fp4_scale(scale, row, step, K: tl.constexpr):
-    """e8m0 codes int32 [rows, 4]; scale: bytes, or int32 words of four where K is a multiple of 128."""
+    """e8m0 codes int32 [rows, 4]; scale: bytes, or int32 words of four where K is a multiple of 128.
+
+    There are fewer than 2 ** 31 words: so many belong to 438 GB of experts.
+    """
     group = tl.arange(0, 4)[None]
     if K % 128 == 0:
         codes = (tl.load(scale + row * (K // 128) + step)[:, None] >> (8 * group)) & 255
     else:
         group += step * 4
-        codes = tl.load(scale + row[:, None] * (K // 32) + group, group < K // 32, other=0).to(tl.int32)
+        codes = tl.load(scale + row.to(tl.int64)[:, None] * (K // 32) + group, group < K // 32, other=0).to(tl.int32)
     return codes
 
 
