@@ -53,8 +53,10 @@ def test_the_same_answer_in_little_memory(dsv4):
     given = ("run", "What is 17 + 25?", "--temperature", "0")
     few, enough = dsv4(*given, "--gpu-memory", "9MB"), dsv4(*given)
     assert few.out == enough.out == "17 + 25 = 42.\n"
-    loaded, _, traffic, _ = few.err.splitlines()
-    assert " of experts in host memory in " in loaded
+    loaded, division, _, traffic, _ = few.err.splitlines()
+    assert loaded.startswith("nano on cpu: ")
+    lie = r"of each layer's 8 experts \d lie on the GPU at a time; \d stay in host memory, \d\.\d\d MB in all"
+    assert re.fullmatch(lie, division)
     words = r"[1-9]\d\.\d % of the experts lay on the GPU; \d+\.\d\d kB a token came from host memory"
     assert re.fullmatch(words, traffic)
     assert "host memory" not in enough.err

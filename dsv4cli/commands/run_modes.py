@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
+from dsv4cli.commands.run_experts import division_sentence, traffic_sentence
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.answers import Pieces
     from dsv4cli.engine.backend import Backend
     from dsv4cli.engine.dialogue import Dialogue
-    from dsv4cli.engine.host_experts import HostExperts
     from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
     from dsv4cli.engine.parallel import World
@@ -99,23 +99,17 @@ class Job:
             )
         seconds, held = perf_counter() - start, model.host_experts
         size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
-        beside = f", {size_text(held.plan.host_bytes)} of experts in host memory" if held else ""
-        loaded = f"{self.source.name} on {device}: {size_text(size)}{beside} in {seconds:.1f} s"
+        loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
         if isinstance(self.source, RandomSource):
             self.out.status(loaded)
             self.out.status("its weights are random: the text means nothing")
         else:
             self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
+        if held is not None:
+            self.out.status(division_sentence(held))
         if self.source.name == BUILT_IN:
             self.out.status("nano is the small model that is built in; --model names another")
         return model
-
-
-def traffic_sentence(experts: "HostExperts") -> str:
-    """How often experts lay on the GPU, and what came from host memory."""
-    traffic = experts.traffic()
-    rate, each = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)
-    return f"{100 * rate:.1f} % of the experts lay on the GPU; {size_text(each)} a token came from host memory"
 
 
 def conversation(prompt: str | None, messages: Path | None, system: str | None) -> "list[Message]":

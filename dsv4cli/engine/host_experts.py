@@ -34,7 +34,8 @@ PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scal
 class Division:
     """How `experts` of each layer are divided: `rows` of them lie on the device, `slots` of these rows change hands.
 
-    There are as many slots as experts without a row, so that the host holds no more than twice what must lie there.
+    There are as many slots as experts without a row, so that the host holds no more than twice what must lie there, but
+    enough for a token, and no more than rows.
     """
 
     experts: int
@@ -140,8 +141,6 @@ class HostExperts:
         self.host = {
             part: torch.empty(waiting, *shape, dtype=dtype, device="cpu") for part, (shape, dtype) in plan.parts.items()
         }
-        if device.type == "cuda":
-            weakref.finalize(self, _unpin, [_pin(tensor) for tensor in self.host.values()]).atexit = False
         numbers = torch.arange(division.experts).repeat(layers, 1)
         at = numbers + torch.arange(layers)[:, None] * division.rows
         self._place = torch.where(numbers < division.rows, at, -1).to(device)
@@ -163,8 +162,11 @@ class HostExperts:
                 yield spec.name, stack[numbers[module] * each + spec.expert - (0 if stays else division.staying)]
 
     def settle(self) -> None:
-        """Fills the slots, once everything has its place."""
+        """Pins the host memory and fills the slots, once everything has its place. Raises NotEnoughMemory."""
         division = self.plan.division
+        if self._place.is_cuda:
+            # not before: pinning alone gives memory its pages one after another, reading by several threads at once
+            weakref.finalize(self, _unpin, [_pin(tensor) for tensor in self.host.values()]).atexit = False
         for part, stack in self.stacks.items():
             for layer in range(len(self.plan.layers)):
                 first, source = layer * division.rows + division.staying, layer * division.waiting
@@ -186,8 +188,8 @@ class HostExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(stack.nbytes for stack in self.stacks.values())
+        """Bytes of all experts, each once."""
+        return len(self.plan.layers) * self.plan.division.experts * expert_bytes(self.plan.parts)
 
     def traffic(self) -> "Traffic":
         """What has come from host memory so far; waits for the device."""

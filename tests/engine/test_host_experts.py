@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4cli.engine import host_experts
+from dsv4cli.engine import host_experts, loading
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
 from dsv4cli.engine.config import parse_config
@@ -21,6 +21,7 @@ from dsv4cli.engine.weights import total_bytes
 from dsv4cli.errors import NotEnoughMemory
 
 TINY = "random:tiny"
+NAMES = (TINY, BUILT_IN)
 EXPERTS, PER_TOKEN = 8, 2  # of both models
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -69,12 +70,15 @@ def history(model, decodes):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("decodes", [False, True])
-@pytest.mark.parametrize("name", [TINY, BUILT_IN])
+@pytest.mark.parametrize(
+    ("name", "decodes", "device"),
+    # on a CPU the decoder computes as any step does
+    [(TINY, False, "cpu"), (BUILT_IN, True, "cpu")]
+    + [pytest.param(name, decodes, "cuda", marks=pytest.mark.gpu) for name in NAMES for decodes in (False, True)],
+)
 def test_every_budget_gives_the_same_logits(name, decodes, device):
     expected = history(loaded(name, device), decodes)
-    for rows in (PER_TOKEN, PER_TOKEN + 1, 5, EXPERTS - 1):
+    for rows in (PER_TOKEN, 5, EXPERTS - 1):
         model = loaded(name, device, rows)
         assert model.host_experts.plan.division.rows == rows
         assert torch.equal(history(model, decodes), expected), rows
@@ -96,8 +100,13 @@ def test_every_budget_gives_the_same_tokens(device):
         generator = Generator(model, prompts, Sampling(1.0, 0.9, 3), Limits(12, None, 7, 0, ()), device)
         return [(step.number, step.token, step.logprob) for step in generator.steps()]
 
-    expected = answers(None)
-    assert all(answers(rows) == expected for rows in (PER_TOKEN, 5))
+    assert answers(3) == answers(None)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_too_small_divides_the_experts_by_itself(monkeypatch):
+    monkeypatch.setattr(loading, "free_memory", lambda device: host_experts.RESERVE + budget(TINY, 5))
+    assert loaded(TINY, "cuda").host_experts.plan.division.rows == 5
 
 
 def test_every_tensor_has_its_place():
