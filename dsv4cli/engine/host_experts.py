@@ -73,6 +73,11 @@ class Plan:
         return len(self.layers) * self.division.waiting * expert_bytes(self.parts)
 
 
+def most_weights(free: int) -> int:
+    """The most bytes of weights on a device that has so many free: a small one keeps half for all else."""
+    return max(free - RESERVE, free // 2)
+
+
 def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     """Bytes of an expert."""
     return sum(prod(shape) * dtype.itemsize for shape, dtype in parts.values())

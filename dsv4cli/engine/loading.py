@@ -7,7 +7,7 @@ import torch
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.coverage import check_coverage
 from dsv4cli.engine.device import free_memory
-from dsv4cli.engine.host_experts import RESERVE, HostExperts, plan_experts
+from dsv4cli.engine.host_experts import HostExperts, most_weights, plan_experts
 from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
@@ -82,7 +82,7 @@ class _Target:
 def _target(device: torch.device | str, world: World, gpu_memory: int | None, progress: Progress | None) -> _Target:
     place = torch.device(device)
     if gpu_memory is None and place.type == "cuda":
-        gpu_memory = max(0, (free_memory(place) or 0) - RESERVE)
+        gpu_memory = most_weights(free_memory(place) or 0)
     return _Target(place, world, gpu_memory, progress)
 
 

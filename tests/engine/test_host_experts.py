@@ -9,7 +9,7 @@ from dsv4cli.engine.cache import Cache
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.generate import Generator
-from dsv4cli.engine.host_experts import expert_bytes, plan_experts
+from dsv4cli.engine.host_experts import expert_bytes, most_weights, plan_experts
 from dsv4cli.engine.layout import Formats, expected_tensors
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.numerics import Numerics
@@ -101,6 +101,10 @@ def test_every_budget_gives_the_same_tokens(device):
         return [(step.number, step.token, step.logprob) for step in generator.steps()]
 
     assert answers(3) == answers(None)
+
+
+def test_a_small_gpu_keeps_half_for_all_else():
+    assert [most_weights(free * 10**9) for free in (4, 10, 24, 150)] == [2e9, 5e9, 19e9, 145e9]
 
 
 @pytest.mark.gpu

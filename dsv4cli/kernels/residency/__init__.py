@@ -38,5 +38,7 @@ def fetch(
     as many [R, ...] of the same dtypes and shapes, all without gaps. A missing expert, in ascending order, takes the
     slot that was used longest ago (of equal ones the first) of those that hold no chosen expert; where there is none it
     takes a row of staging, which the next call may overwrite.
+
+    On a GPU a launch that loads from the stacks before it waits for its inputs must not be the next one (`overlap`).
     """
     return choose(chosen, ref).fetch(chosen, residency, host, stacks)
