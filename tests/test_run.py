@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from dsv4cli.commands import run_modes
 from dsv4cli.engine import schedule
 from dsv4cli.engine.prompt_text import CALLS_OPEN, calls_block
 from tests import damage
@@ -60,6 +61,12 @@ def test_the_same_answer_in_little_memory(dsv4):
     words = r"[1-9]\d\.\d % of the experts lay on the GPU; \d+\.\d\d kB a token came from host memory"
     assert re.fullmatch(words, traffic)
     assert "host memory" not in enough.err
+
+
+def test_what_came_from_host_memory_is_told_below_the_answer(dsv4, monkeypatch):
+    monkeypatch.setattr(run_modes, "tell_traffic", lambda out, experts: out.line("told"))
+    dsv4.model_says("two")
+    assert dsv4("run", "hi", *SHORT[:4], "--max-tokens", "9").out == "two\ntold\n"
 
 
 def test_one_document_and_a_silent_stderr(dsv4):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from dsv4cli.output import size_text
+from dsv4cli.output import Output, size_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.host_experts import HostExperts
@@ -17,8 +17,9 @@ def division_sentence(experts: "HostExperts") -> str:
     )
 
 
-def traffic_sentence(experts: "HostExperts") -> str:
-    """How often experts lay on the GPU, and what came from host memory."""
-    traffic = experts.traffic()
-    rate, each = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)
-    return f"{100 * rate:.1f} % of the experts lay on the GPU; {size_text(each)} a token came from host memory"
+def tell_traffic(out: Output, experts: "HostExperts | None") -> None:
+    """Says how often experts lay on the GPU, and what came from host memory; nothing where all fit."""
+    if experts is not None:
+        traffic = experts.traffic()
+        rate, each = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)
+        out.status(f"{100 * rate:.1f} % of the experts lay on the GPU; {size_text(each)} a token came from host memory")

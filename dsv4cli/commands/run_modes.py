@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsv4cli.commands.run_experts import division_sentence, traffic_sentence
+from dsv4cli.commands.run_experts import division_sentence, tell_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.answers import Pieces
     from dsv4cli.engine.backend import Backend
     from dsv4cli.engine.dialogue import Dialogue
+    from dsv4cli.engine.host_experts import HostExperts
     from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
     from dsv4cli.engine.parallel import World
@@ -79,8 +80,6 @@ class Job:
 
                 interruptible()
             yield model
-            if model.host_experts is not None:
-                self.out.status(traffic_sentence(model.host_experts))
 
     def _load(self) -> "Transformer":
         import torch
@@ -157,12 +156,13 @@ def show_prompts(job: Job, talks: "Sequence[list[Message]]") -> None:
 
 @dataclass
 class Clock:
-    """When tokens came: seconds from the start."""
+    """When tokens came: seconds from the start. experts: those whose way from host memory took part of the time."""
 
     start: float = 0.0
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
+    experts: "HostExperts | None" = None
 
     def tick(self) -> None:
         """Counts one token."""
@@ -190,7 +190,7 @@ def _answers(job: Job, talks: "Sequence[list[Message]]", clock: Clock) -> "Itera
     with job.model() as model:
         from dsv4cli.engine.answers import generate_answers
 
-        clock.start = perf_counter()
+        clock.start, clock.experts = perf_counter(), model.host_experts
         for number, answer, pieces in generate_answers(model, dialogue, prompts, job.sampling, job.limits, job.place):
             clock.tick()
             yield number, answer, pieces
@@ -204,6 +204,7 @@ def answer_one(job: Job, talk: "list[Message]") -> None:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
         job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
+    tell_traffic(job.out, clock.experts)
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
     job.out.document(
         {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels}
@@ -246,6 +247,7 @@ def answer_many(job: Job, talks: "Sequence[list[Message]]") -> None:
     for number, answer, _ in _answers(job, talks, clock):
         if answer.finish:
             lines.add(number, {"index": number} | _record(job, answer))
+    tell_traffic(job.out, clock.experts)
     job.out.status(f"{counted(len(talks), 'answer')}, {clock.sentence()}; seed {job.sampling.seed}")
 
 
@@ -283,6 +285,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
             top = {"top": one.top} if job.limits.logprobs else {}
             record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
             lines.add(one.number, record | top)
+        tell_traffic(job.out, model.host_experts)
     seconds, tokens = perf_counter() - start, sum(map(len, sequences))
     what = f"{counted(len(items), 'text')}, {counted(tokens, 'token')}"
     job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")
