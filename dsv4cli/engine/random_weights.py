@@ -18,6 +18,8 @@ PATTERN = 1_000_003
 E2M1_STD = (sum(value * value for value in E2M1_VALUES) / len(E2M1_VALUES)) ** 0.5
 # codes of FP8 weights are drawn with this standard deviation, far from both ends of e4m3
 E4M3_STD = 32.0
+# bytes of a value -> a type of as many
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def random_tensors(
@@ -41,26 +43,28 @@ class _Source:
         if spec.is_scale:
             return self._scale(spec)
         if spec.dtype == "I8":
-            return self._tiled(spec, self._bytes).view(torch.int8)
+            return self._tiled(spec, self._bytes)
         if spec.dtype == "I64":
             generator = torch.Generator().manual_seed(crc32(spec.name.encode()) ^ self.seed)
             first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator, device="cpu")
             return (first + torch.arange(spec.shape[1], device="cpu")) % experts  # distinct experts in a row
         mean, deviation = _moments(spec)
-        values = self._tiled(spec, self._normal) * deviation + mean
-        return values.to(TORCH_DTYPES[spec.dtype])
+        return self._tiled(spec, (self._normal * deviation + mean).to(TORCH_DTYPES[spec.dtype]))
 
     def _scale(self, spec: TensorSpec) -> torch.Tensor:
         """Exponents that give a matrix rows of unit length, one step up or down from block to block."""
         is_fp4 = spec.shape[-1] * FP4_BLOCK == spec.columns
         deviation = (E2M1_STD if is_fp4 else E4M3_STD) * spec.columns**0.5
         exponent = -round(torch.tensor(deviation).log2().item()) + E8M0_BIAS
-        return (self._tiled(spec, self._bytes) % 3 + (exponent - 1)).view(torch.float8_e8m0fnu)
+        return self._tiled(spec, self._bytes % 3 + (exponent - 1))
 
     def _tiled(self, spec: TensorSpec, pattern: torch.Tensor) -> torch.Tensor:
+        """The tensor in its stored dtype, of a pattern in it or in its bits; nothing else of its size is made."""
         count = torch.Size(spec.shape).numel()
         start = crc32(spec.name.encode()) % PATTERN
-        return pattern.roll(-start).repeat(-(-count // PATTERN))[:count].view(spec.shape)
+        bits = pattern.view(BITS[pattern.itemsize])  # CUDA does not roll FP8
+        tiled = bits.roll(-start).repeat(-(-count // PATTERN))[:count]
+        return tiled.view(spec.shape).view(TORCH_DTYPES[spec.dtype])
 
     @cached_property
     def _bytes(self) -> torch.Tensor:
