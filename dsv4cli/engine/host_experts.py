@@ -170,6 +170,8 @@ class HostExperts:
         """Pins the host memory and fills the slots, once everything has its place. Raises NotEnoughMemory."""
         division = self.plan.division
         if self._place.is_cuda:
+            # what loading has left unused: the memory of graphs is not taken from it
+            torch.cuda.empty_cache()
             # not before: pinning alone gives memory its pages one after another, reading by several threads at once
             weakref.finalize(self, _unpin, [_pin(tensor) for tensor in self.host.values()]).atexit = False
         for part, stack in self.stacks.items():
