@@ -87,8 +87,7 @@ class MoE(nn.Module):
         if self.world.size == 1:
             return experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate)
         part, whole = experts.mixture_parts(x, routed, shared, chosen, weights, self.limit, self.simulate)
-        # a sum in fp32, which the same launch rounds
-        return torch.add(self.world.all_reduce(part), whole, out=torch.empty_like(x))
+        return self.world.sum_rounded(part, whole)
 
 
 def matrices(module: Experts | SharedExpert) -> ExpertWeights:

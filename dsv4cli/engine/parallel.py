@@ -7,71 +7,49 @@ import torch
 
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.errors import UsageError
+from dsv4cli.kernels.dispatch import chosen
+from dsv4cli.kernels.peers import Inboxes, peer_sum
 
-# up to here a sum takes one launch that reads every rank's part, beyond NCCL is faster
-SMALL_BYTES = 512 * 1024
-# what the one-shot kernel moves at once
-VECTOR_BYTES = 16
 # the name from torch 2.13 on, and the name before
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class PeerMemory:
-    """Memory of this GPU that all ranks of one machine have mapped; buffer: uint8 [SMALL_BYTES].
-
-    The kernel copies a rank's part into its buffer, waits for the others, and adds up all parts in the order of the
-    ranks, so that every rank holds the same bits; nobody leaves it before all have read. It may stand in a CUDA graph.
-    Source: torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu, one_shot_all_reduce.
-    """
-
-    buffer: torch.Tensor
-    group: str
-
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether x, which has no gaps, is small enough, and of a dtype and at an address that the kernel knows."""
-        known = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16)
-        aligned = x.nbytes % VECTOR_BYTES == 0 and x.storage_offset() * x.itemsize % VECTOR_BYTES == 0
-        return known and aligned and x.nbytes <= SMALL_BYTES
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x over all ranks, in x's dtype: a new tensor. Every rank gives the same shape, on one stream."""
-        mine = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x, "sum", self.group)
-
-
-@dataclass(frozen=True)
 class World:
     """This process's place among `size` ranks; with one rank every operation is the identity.
 
-    Each operation is called by all ranks, in one order. peers: the short way of small sums, None where there is none.
+    Each operation is called by all ranks, in one order. inboxes: the short way of small sums, None where there is none.
     """
 
     rank: int = 0
     size: int = 1
-    peers: PeerMemory | None = None
+    inboxes: Inboxes | None = None
 
     @property
     def short_way(self) -> str:
         """What carries small sums, in words."""
-        return torch.distributed.get_backend() if self.peers is None else "each other's memory"
+        return torch.distributed.get_backend() if self.inboxes is None else "each other's memory"
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x over all ranks, in x's dtype, the same bits on each; x may be overwritten."""
-        if self.size == 1:
+    def sum_rounded(self, x: torch.Tensor, whole: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of x over all ranks, then of `whole`, which all have: added in fp32, rounded once to its dtype.
+
+        Without `whole` to x's dtype. x: fp32 or bf16; it may be overwritten. The same bits on each rank.
+        """
+        if self.size == 1 and whole is None:
             return x
         # gloo sums the wrong numbers of a view with gaps, without a word
         x = x.contiguous()
-        if self.peers is not None and self.peers.takes(x):
-            return self.peers.sum(x)
-        torch.distributed.all_reduce(x)
-        return x
-
-    def sum_rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x over all ranks, added in fp32 and rounded once to x's dtype; x may be overwritten."""
+        if self.inboxes is not None and self.inboxes.takes(x) and chosen() != "torch":
+            return peer_sum(x, whole, self.inboxes)
         # a sum of two is rounded once in any dtype
-        return self.all_reduce(x) if self.size <= 2 else self.all_reduce(x.float()).to(x.dtype)
+        total = x if whole is None and self.size == 2 else x.float()
+        if self.size > 1:
+            torch.distributed.all_reduce(total)
+        if whole is None:
+            return total.to(x.dtype)
+        # a sum in fp32, which the same launch rounds
+        return torch.add(total, whole, out=torch.empty_like(whole))
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' [R, V / size] beside each other: [R, V] on every rank."""

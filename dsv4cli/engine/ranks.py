@@ -17,10 +17,11 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.parallel import SMALL_BYTES, PeerMemory, World
+from dsv4cli.engine.parallel import World
 from dsv4cli.engine.weights import local_shape
 from dsv4cli.errors import Dsv4Error, UnsupportedHardware, UsageError
 from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.peers import PROGRAMS, Inboxes, box_shape
 
 # how long a rank that fails because of another waits to be ended by the launcher, which sees that other first
 PATIENCE_SECONDS = 10
@@ -143,12 +144,12 @@ def _world(local: int, device: torch.device) -> World:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     numbers = _said(local)
     if device.type == "cuda":
-        return World(rank, size, _peer_memory(numbers, device))
+        return World(rank, size, _inboxes(rank, numbers, device))
     torch.set_num_threads(max(1, torch.get_num_threads() // (max(numbers) + 1)))
     return World(rank, size)
 
 
-def _peer_memory(numbers: list[int], device: torch.device) -> PeerMemory | None:
+def _inboxes(rank: int, numbers: list[int], device: torch.device) -> Inboxes | None:
     """The short way of small sums, decided alike by all ranks: None with several machines or GPUs that do not see each
     other's memory."""
     from torch.distributed import _symmetric_memory
@@ -158,13 +159,20 @@ def _peer_memory(numbers: list[int], device: torch.device) -> PeerMemory | None:
     if not one_machine or not all(_said(all(torch.cuda.can_device_access_peer(device, other) for other in others))):
         return None
     assert distributed.group.WORLD is not None
-    group = distributed.group.WORLD.group_name
+    shape = box_shape(len(numbers))
+    boxes: tuple[torch.Tensor, ...] = ()
     try:
-        buffer = _symmetric_memory.empty(SMALL_BYTES, dtype=torch.uint8, device=device)
-        mapped = _symmetric_memory.rendezvous(buffer, group) is not None
+        own = _symmetric_memory.empty(shape, dtype=torch.int32, device=device)
+        own.zero_()
+        torch.cuda.synchronize()
+        mapped = _symmetric_memory.rendezvous(own, distributed.group.WORLD.group_name)
+        others_boxes = [mapped.get_buffer(number, shape, torch.int32) for number in numbers]
+        boxes = tuple(own if number == rank else box for number, box in enumerate(others_boxes))
     except RuntimeError:  # memory that the driver does not share
-        mapped = False
-    return PeerMemory(buffer, group) if all(_said(mapped)) else None
+        pass
+    turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+    # when all have said so, all boxes are zeros
+    return Inboxes(rank, boxes, turns) if all(_said(bool(boxes))) else None
 
 
 def _said(mine: int) -> list[int]:

@@ -113,7 +113,7 @@ def test_what_rank_0_says_reaches_all(tmp_path):
             world.first(mine),
             world.share(["words", world.rank]),
             world.gather_columns(columns),
-            world.all_reduce(gaps),
+            world.sum_rounded(gaps),
         )
 
     for first, shared, columns, total in in_ranks(2, work, tmp_path):
@@ -127,8 +127,15 @@ def test_what_rank_0_says_reaches_all(tmp_path):
 def test_sums_are_rounded_once(size, tmp_path):
     generator = torch.Generator().manual_seed(0)
     parts = torch.randn(size, 50, 40, generator=generator).bfloat16()
-    for total in in_ranks(size, lambda world: world.sum_rounded(parts[world.rank].clone()), tmp_path):
+    whole = torch.randn(50, 40, generator=generator).bfloat16()
+
+    def work(world):
+        mine = parts[world.rank]
+        return world.sum_rounded(mine.clone()), world.sum_rounded(mine.float(), whole)
+
+    for total, onto in in_ranks(size, work, tmp_path):
         assert torch.equal(total, parts.float().sum(0).bfloat16())
+        assert torch.equal(onto, (parts.float().sum(0) + whole.float()).bfloat16())
     assert torch.equal(SINGLE.sum_rounded(parts[0]), parts[0])
 
 
@@ -163,7 +170,7 @@ def fail(rank, port, path):
         with joined(torch.device("cpu")) as (world, _):
             if rank == 1:
                 raise NotEnoughMemory("rank 1 has no room")
-            world.all_reduce(torch.ones(3))
+            world.sum_rounded(torch.ones(3))
     except BaseException as error:  # noqa: BLE001 - SystemExit is among what is looked at
         (path / str(rank)).write_text(repr(error))
 

@@ -1,21 +1,25 @@
-"""What two GPUs tell each other: the short way of small sums against NCCL, in CUDA graphs as well."""
+"""What two GPUs tell each other: small sums through each other's memory and others through NCCL, in CUDA graphs too."""
 
+import math
 import os
+import random
 import socket
 
 import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from dsv4cli.engine.parallel import SMALL_BYTES, World
+from dsv4cli.engine.parallel import World
 from dsv4cli.engine.ranks import joined
+from dsv4cli.kernels.peers import PROGRAMS, WORDS
 
 RANKS = 2
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs"),
 ]
-SHAPES = [(1, 4096), (3, 7168), (32, 4096), (64, 4096), (5, 12), (1, 2), (0, 4096)]
+SHAPES = [(1, 4096), (3, 7168), (16, 4096), (64, 4096), (5, 12), (1, 2), (3, 1), (0, 4096), (200, 4096)]
+REPLAYS = 2000
 
 
 def part(rank, shape, dtype, seed=0):
@@ -23,55 +27,99 @@ def part(rank, shape, dtype, seed=0):
     return torch.randn(shape, generator=generator).to("cuda", dtype)
 
 
-def total(shape, dtype, seed=0):
-    """The parts of all ranks, added up in their order."""
-    first, *others = (part(rank, shape, dtype, seed) for rank in range(RANKS))
-    for other in others:
-        first += other
-    return first
+def total(parts, whole=None):
+    """The parts added up in their order, in fp32, and what all ranks have; rounded once."""
+    wide = parts[0].float()
+    for other in parts[1:]:
+        wide = wide + other.float()
+    return wide.to(parts[0].dtype) if whole is None else (wide + whole.float()).to(whole.dtype)
+
+
+def differ(first, second):
+    """Whether two tensors differ in any bit: a flag on the device."""
+    return (first.contiguous().view(torch.int16) != second.contiguous().view(torch.int16)).any()
 
 
 def check_sums(world):
     """Each sum, by whichever way, is to the last bit that of the parts in the order of the ranks."""
-    assert world.peers is not None
+    assert world.inboxes is not None
+    other_way = World(world.rank, world.size)
     for dtype in (torch.float32, torch.bfloat16):
         for shape in SHAPES:
-            mine = part(world.rank, shape, dtype)
-            assert world.peers.takes(mine) == (mine.nbytes <= SMALL_BYTES and mine.nbytes % 16 == 0)
-            alone = World(world.rank, world.size).all_reduce(mine.clone())
-            assert torch.equal(alone, total(shape, dtype))
-            assert torch.equal(world.all_reduce(mine), alone)
-        wide = part(world.rank, (4, 64), dtype)
-        expected = total((4, 64), dtype)
-        for columns in (slice(0, 32), slice(3, 35)):
-            assert torch.equal(world.all_reduce(wide[:, columns].clone()), expected[:, columns])
-            assert torch.equal(world.all_reduce(wide[:, columns]), expected[:, columns])
-        assert torch.equal(world.all_reduce(wide[1:, 1:]), expected[1:, 1:])
+            parts, whole = [part(rank, shape, dtype) for rank in range(RANKS)], part(9, shape, torch.bfloat16)
+            mine = parts[world.rank]
+            assert world.inboxes.takes(mine) == (mine.nbytes <= PROGRAMS * WORDS * 4 and mine.nbytes % 4 == 0)
+            for last in (None, whole):
+                expected = total(parts, last)
+                assert not differ(world.sum_rounded(mine.clone(), last), expected)
+                assert not differ(other_way.sum_rounded(mine.clone(), last), expected)
+        wide = [part(rank, (4, 64), dtype) for rank in range(RANKS)]
+        expected = total(wide)
+        for columns in (slice(0, 32), slice(3, 35), slice(1, 3)):
+            assert torch.equal(world.sum_rounded(wide[world.rank][:, columns]), expected[:, columns])
+        assert torch.equal(world.sum_rounded(wide[world.rank][1:, 1:]), expected[1:, 1:])
+        assert torch.equal(world.sum_rounded(wide[world.rank].flatten()[3:]), expected.flatten()[3:])
 
 
-def check_graph(world):
-    """A graph that holds sums of both kinds, a gathering and a broadcast gives what they give, at every replay."""
-    small, large = part(world.rank, (1, 4096), torch.float32), part(world.rank, (64, 4096), torch.float32)
-    tokens = torch.zeros(4, dtype=torch.int64, device="cuda")
+def numbers(rank, step, shape, dtype):
+    """A rank's part in a step that only the device knows."""
+    place = torch.arange(math.prod(shape), device="cuda")
+    bits = place * 6364136223846793005 + (RANKS * step + rank) * 1442695040888963407
+    return ((bits * 2862933555777941757 >> 40).float() / 2**20).to(dtype).view(shape)
 
-    def step():
-        sums = [world.all_reduce(small), world.all_reduce(large.clone()), world.all_reduce(small * 2)]
-        return [*sums, world.gather_columns(small), world.first(tokens.clone())]
 
-    step()
+def check_replays(world):
+    """Sums of both kinds in a graph, thousands of replays, the ranks delayed at random: never a wrong bit."""
+    step, wrong = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+
+    def run():
+        for number, shape in enumerate([(1, 4096), (16, 4096), (1, 4096), (64, 4096), (5, 12), (200, 4096)]):
+            dtype = (torch.bfloat16, torch.float32)[number % 2]
+            parts = [numbers(rank, step, shape, dtype) for rank in range(RANKS)]
+            whole = numbers(RANKS, step, shape, torch.bfloat16) if number % 2 else None
+            mine, expected = parts[world.rank].clone(), total(parts, whole)
+            if number % RANKS == world.rank:
+                torch.cuda._sleep(20_000)
+            given = world.sum_rounded(mine, whole)
+            again = world.sum_rounded(given)
+            wrong.add_(differ(given, expected))
+            wrong.add_(differ(again, total([expected] * RANKS)))
+        step.add_(1)
+
+    graph = captured(run)
+    pauses = random.Random(world.rank)
+    for _ in range(REPLAYS):
+        if pauses.random() < 0.3:
+            torch.cuda._sleep(pauses.randrange(200_000))
+        graph.replay()
+    assert (step.item(), wrong.item()) == (REPLAYS + 1, 0)
+    assert not world.inboxes.boxes[world.rank].any()  # all that came has been taken
+
+
+def captured(run):
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        given = step()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph
+
+
+def check_gathering(world):
+    """A graph that holds a sum, a gathering and a broadcast gives what they give, at every replay."""
+    rows = part(world.rank, (1, 4096), torch.float32)
+    tokens, given = torch.zeros(4, dtype=torch.int64, device="cuda"), []
+
+    def run():
+        given[:] = world.sum_rounded(rows * 2), world.gather_columns(rows), world.first(tokens.clone())
+
+    graph = captured(run)
     for seed in range(1, 40):
-        small.copy_(part(world.rank, small.shape, small.dtype, seed))
-        large.copy_(part(world.rank, large.shape, large.dtype, seed))
+        rows.copy_(part(world.rank, rows.shape, rows.dtype, seed))
         tokens.fill_(seed + world.rank)
         graph.replay()
-        expected = [total(small.shape, small.dtype, seed), total(large.shape, large.dtype, seed)]
-        expected.append(expected[0] * 2)
-        expected.append(torch.cat([part(rank, small.shape, small.dtype, seed) for rank in range(RANKS)], -1))
-        expected.append(torch.full_like(tokens, seed))
+        parts = [part(rank, rows.shape, rows.dtype, seed) for rank in range(RANKS)]
+        expected = [total(parts) * 2, torch.cat(parts, -1), torch.full_like(tokens, seed)]
         assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
@@ -83,7 +131,8 @@ def work(rank, port):
     with joined(torch.device("cuda")) as (world, device):
         assert (world.rank, world.size, device) == (rank, RANKS, torch.device("cuda", rank))
         check_sums(world)
-        check_graph(world)
+        check_gathering(world)
+        check_replays(world)
         distributed.barrier()
 
 
