@@ -108,4 +108,4 @@ class Attention(nn.Module):
         groups = self.config.o_groups // self.world.size
         inner = self.wo_a(o.flatten(1).unflatten(1, (groups, -1))).flatten(1)
         # the official code sums the ranks' parts in fp32
-        return self.world.sum_rounded(self.wo_b(inner))
+        return self.world.sum_rounded(self.wo_b(inner), o.dtype)

@@ -220,16 +220,14 @@ class _Table:
         else:
             yield self._f32(prefix + "gate.bias", (c.n_routed_experts,), "router")
         for expert in range(c.n_routed_experts):
-            yield from self._mlp(f"{prefix}experts.{expert}.", "experts", (0, 1), expert)
-        yield from self._mlp(prefix + "shared_experts.", "shared experts", (None, None), None)
+            yield from self._mlp(f"{prefix}experts.{expert}.", "experts", expert)
+        yield from self._mlp(prefix + "shared_experts.", "shared experts", None)
 
-    def _mlp(
-        self, prefix: str, family: str, shards: tuple[int | None, int | None], expert: int | None
-    ) -> Iterator[TensorSpec]:
+    def _mlp(self, prefix: str, family: str, expert: int | None) -> Iterator[TensorSpec]:
         inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
-        yield from self._matrix(prefix + "w1", inner, hidden, family, shards[0], expert)
-        yield from self._matrix(prefix + "w2", hidden, inner, family, shards[1], expert)
-        yield from self._matrix(prefix + "w3", inner, hidden, family, shards[0], expert)
+        yield from self._matrix(prefix + "w1", inner, hidden, family, 0, expert)
+        yield from self._matrix(prefix + "w2", hidden, inner, family, 1, expert)
+        yield from self._matrix(prefix + "w3", inner, hidden, family, 0, expert)
 
     def mtp(self, stage: int) -> Iterator[TensorSpec]:
         """What the MTP block has beyond a block (April releases)."""

@@ -69,7 +69,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared expert of one layer."""
+    """Router, routed experts and shared expert of one layer; a rank holds its share of each expert's inner width."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, is_hash: bool, world: World) -> None:
         super().__init__()
@@ -84,10 +84,10 @@ class MoE(nn.Module):
         """x: normed hidden state [T, D] -> [T, D]."""
         chosen, weights = self.gate(x, batch.ids)
         routed, shared = self.experts.at_hand(chosen), matrices(self.shared_experts)
-        if self.world.size == 1:
-            return experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate)
-        part, whole = experts.mixture_parts(x, routed, shared, chosen, weights, self.limit, self.simulate)
-        return self.world.sum_rounded(part, whole)
+        # what several ranks add up is rounded once
+        dtype = x.dtype if self.world.size == 1 else torch.float32
+        part = experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate, dtype)
+        return self.world.sum_rounded(part, x.dtype)
 
 
 def matrices(module: Experts | SharedExpert) -> ExpertWeights:

@@ -31,25 +31,21 @@ class World:
         """What carries small sums, in words."""
         return torch.distributed.get_backend() if self.inboxes is None else "each other's memory"
 
-    def sum_rounded(self, x: torch.Tensor, whole: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of x over all ranks, then of `whole`, which all have: added in fp32, rounded once to its dtype.
+    def sum_rounded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of x, fp32 or bf16, over all ranks: added in fp32, rounded once to dtype, the same bits on each.
 
-        Without `whole` to x's dtype. x: fp32 or bf16; it may be overwritten. The same bits on each rank.
+        x may be overwritten.
         """
-        if self.size == 1 and whole is None:
-            return x
+        if self.size == 1:
+            return x.to(dtype)
         # gloo sums the wrong numbers of a view with gaps, without a word
         x = x.contiguous()
         if self.inboxes is not None and self.inboxes.takes(x) and chosen() != "torch":
-            return peer_sum(x, whole, self.inboxes)
+            return peer_sum(x, dtype, self.inboxes)
         # a sum of two is rounded once in any dtype
-        total = x if whole is None and self.size == 2 else x.float()
-        if self.size > 1:
-            torch.distributed.all_reduce(total)
-        if whole is None:
-            return total.to(x.dtype)
-        # a sum in fp32, which the same launch rounds
-        return torch.add(total, whole, out=torch.empty_like(whole))
+        total = x if self.size == 2 and x.dtype == dtype else x.float()
+        torch.distributed.all_reduce(total)
+        return total.to(dtype)
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' [R, V / size] beside each other: [R, V] on every rank."""

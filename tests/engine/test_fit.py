@@ -87,13 +87,13 @@ def test_weights_are_cut_as_the_loader_cuts_them(config, formats):
 
 
 def test_the_parts_that_are_whole_on_every_rank():
-    specs = list(expected_tensors(CONFIG, OFFICIAL).values())
+    specs = list(expected_tensors(SMALL_FLASH, OFFICIAL).values())
     one, two = weigh(specs, 1), weigh(specs, 2)
     assert one.whole == two.whole
     # each tensor is whole or halved
     assert 2 * (two.nbytes - sum(two.whole.values())) == one.nbytes - sum(one.whole.values())
-    assert {"norms", "router", "shared experts", "compressor", "indexer", "embedding"} <= one.whole.keys()
-    assert "head" not in one.whole
+    assert {"norms", "router", "compressor", "indexer", "embedding"} <= one.whole.keys()
+    assert not {"head", "shared experts"} & one.whole.keys()
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 1), (1, 128), (1, 129), (3, 500), (2, 4096), (9, 130)])
@@ -310,7 +310,7 @@ def test_flash_on_eight_gpus():
     assert (fit.together.ranks, fit.context_together) == (2, 1048576)
 
 
-@pytest.mark.parametrize(("preset", "count", "offered"), [(FLASH, 16, [1, 2, 4, 8]), (PRO, 17, [1, 2, 4, 8, 16])])
+@pytest.mark.parametrize(("preset", "count", "offered"), [(FLASH, 16, [1, 2, 4, 8]), (PRO, 17, [1, 2, 4, 8])])
 def test_degrees_that_do_not_divide_are_not_offered(preset, count, offered):
     config = parse_config(shortened(preset, 3, 16), "short")
     fit = plan_fit(config, OFFICIAL, parse_gpus(f"{count}x1GB"), context=8192, batch=1)

@@ -106,7 +106,7 @@ def test_one_expert_has_the_published_size():
         ("layers.3.ffn.experts.255.w1.scale", "F8_E8M0", (2048, 128), 0),
         ("layers.3.ffn.experts.255.w2.weight", "I8", (4096, 1024), 1),
         ("layers.3.ffn.experts.255.w2.scale", "F8_E8M0", (4096, 64), 1),
-        ("layers.3.ffn.shared_experts.w2.weight", "F8_E4M3", (4096, 2048), None),
+        ("layers.3.ffn.shared_experts.w2.weight", "F8_E4M3", (4096, 2048), 1),
         ("layers.42.hc_attn_fn", "F32", (24, 16384), None),
         ("mtp.0.e_proj.weight", "F8_E4M3", (4096, 4096), None),
     ],

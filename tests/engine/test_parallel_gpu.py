@@ -27,12 +27,12 @@ def part(rank, shape, dtype, seed=0):
     return torch.randn(shape, generator=generator).to("cuda", dtype)
 
 
-def total(parts, whole=None):
-    """The parts added up in their order, in fp32, and what all ranks have; rounded once."""
+def total(parts, dtype):
+    """The parts added up in their order, in fp32, and rounded once."""
     wide = parts[0].float()
     for other in parts[1:]:
         wide = wide + other.float()
-    return wide.to(parts[0].dtype) if whole is None else (wide + whole.float()).to(whole.dtype)
+    return wide.to(dtype)
 
 
 def differ(first, second):
@@ -46,19 +46,19 @@ def check_sums(world):
     other_way = World(world.rank, world.size)
     for dtype in (torch.float32, torch.bfloat16):
         for shape in SHAPES:
-            parts, whole = [part(rank, shape, dtype) for rank in range(RANKS)], part(9, shape, torch.bfloat16)
+            parts = [part(rank, shape, dtype) for rank in range(RANKS)]
             mine = parts[world.rank]
             assert world.inboxes.takes(mine) == (mine.nbytes <= PROGRAMS * WORDS * 4 and mine.nbytes % 4 == 0)
-            for last in (None, whole):
-                expected = total(parts, last)
-                assert not differ(world.sum_rounded(mine.clone(), last), expected)
-                assert not differ(other_way.sum_rounded(mine.clone(), last), expected)
+            for rounded in (torch.float32, torch.bfloat16):
+                expected = total(parts, rounded)
+                assert not differ(world.sum_rounded(mine.clone(), rounded), expected)
+                assert not differ(other_way.sum_rounded(mine.clone(), rounded), expected)
         wide = [part(rank, (4, 64), dtype) for rank in range(RANKS)]
-        expected = total(wide)
+        expected, mine = total(wide, dtype), wide[world.rank]
         for columns in (slice(0, 32), slice(3, 35), slice(1, 3)):
-            assert torch.equal(world.sum_rounded(wide[world.rank][:, columns]), expected[:, columns])
-        assert torch.equal(world.sum_rounded(wide[world.rank][1:, 1:]), expected[1:, 1:])
-        assert torch.equal(world.sum_rounded(wide[world.rank].flatten()[3:]), expected.flatten()[3:])
+            assert torch.equal(world.sum_rounded(mine[:, columns], dtype), expected[:, columns])
+        assert torch.equal(world.sum_rounded(mine[1:, 1:], dtype), expected[1:, 1:])
+        assert torch.equal(world.sum_rounded(mine.flatten()[3:], dtype), expected.flatten()[3:])
 
 
 def numbers(rank, step, shape, dtype):
@@ -76,14 +76,13 @@ def check_replays(world):
         for number, shape in enumerate([(1, 4096), (16, 4096), (1, 4096), (64, 4096), (5, 12), (200, 4096)]):
             dtype = (torch.bfloat16, torch.float32)[number % 2]
             parts = [numbers(rank, step, shape, dtype) for rank in range(RANKS)]
-            whole = numbers(RANKS, step, shape, torch.bfloat16) if number % 2 else None
-            mine, expected = parts[world.rank].clone(), total(parts, whole)
+            mine, expected = parts[world.rank].clone(), total(parts, torch.bfloat16)
             if number % RANKS == world.rank:
                 torch.cuda._sleep(20_000)
-            given = world.sum_rounded(mine, whole)
-            again = world.sum_rounded(given)
+            given = world.sum_rounded(mine, torch.bfloat16)
+            again = world.sum_rounded(given, torch.float32)
             wrong.add_(differ(given, expected))
-            wrong.add_(differ(again, total([expected] * RANKS)))
+            wrong.add_(differ(again, total([expected] * RANKS, torch.float32)))
         step.add_(1)
 
     graph = captured(run)
@@ -111,7 +110,7 @@ def check_gathering(world):
     tokens, given = torch.zeros(4, dtype=torch.int64, device="cuda"), []
 
     def run():
-        given[:] = world.sum_rounded(rows * 2), world.gather_columns(rows), world.first(tokens.clone())
+        given[:] = world.sum_rounded(rows * 2, rows.dtype), world.gather_columns(rows), world.first(tokens.clone())
 
     graph = captured(run)
     for seed in range(1, 40):
@@ -119,7 +118,7 @@ def check_gathering(world):
         tokens.fill_(seed + world.rank)
         graph.replay()
         parts = [part(rank, rows.shape, rows.dtype, seed) for rank in range(RANKS)]
-        expected = [total(parts) * 2, torch.cat(parts, -1), torch.full_like(tokens, seed)]
+        expected = [total(parts, rows.dtype) * 2, torch.cat(parts, -1), torch.full_like(tokens, seed)]
         assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 

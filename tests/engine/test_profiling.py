@@ -128,10 +128,12 @@ def test_groups_of_a_compressor_are_those_of_its_plan(tokens, name, ratio):
     assert case(one, name).shape.startswith(f"{len(one.opening.compress[ratio].plan.entries)} groups of ")
 
 
-def test_ranks_compute_experts_apart():
-    names = [{one.name for one in select_cases(scene(tp=tp), ["experts"])} for tp in (1, 2)]
-    alone = {"routed_experts", "shared_expert"}
-    assert names == [alone | {"mixture"}, alone | {"mixture_parts"}]
+@pytest.mark.parametrize(("tp", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
+def test_a_rank_of_several_leaves_its_part_of_a_mixture_unrounded(tp, dtype):
+    config = replace(parse_config(TINY, "tiny"), moe_intermediate_size=256)
+    one = Scene(Shapes(config, expected_tensors(config, Formats()), tp), 2, 300, CPU)
+    work = case(one, "mixture").build(one)
+    assert work.run(*work.arguments).dtype == dtype
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(3, 300), (65, 300)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.block_scale import dequantise, fp8_round
-from dsv4cli.kernels.experts import ExpertWeights, mixture, mixture_parts, ref, routed_experts, shared_expert
+from dsv4cli.kernels.experts import ExpertWeights, mixture, ref, routed_experts, shared_expert
 
 # tokens, hidden width, inner width, experts, experts of a token
 SHAPES = [(0, 128, 128, 4, 2), (1, 128, 128, 1, 1), (7, 256, 128, 5, 3), (65, 128, 256, 3, 3)]
@@ -231,7 +231,7 @@ def test_mixture_is_the_sum_rounded_once(shape, routed, shared, dtype, round_inp
     tokens, hidden, inner, count, k = shape
     weights, one = stored(routed, count, inner, hidden), stored_once(shared, inner, hidden)
     (experts, routing), x = routes(tokens, count, k), torch.randn(tokens, hidden).to(dtype)
-    y = mixture(x, weights, one, experts, routing, 1.0, round_inputs)
+    y = mixture(x, weights, one, experts, routing, 1.0, round_inputs, dtype)
     assert (y.shape, y.dtype) == (x.shape, dtype)
     rounded = round_inputs and weights.w1_scale is not None
     total = ref.routed_experts(x, weights, experts, routing, 1.0, rounded)
@@ -245,23 +245,23 @@ def test_mixture_is_the_sum_rounded_once(shape, routed, shared, dtype, round_inp
 
 @pytest.mark.usefixtures("large_programs")
 @pytest.mark.parametrize(
-    ("shape", "shared_width"),
+    "shape",
     [
-        ((1, 128, 128, 3, 2), 256),
-        pytest.param((3, 128, 128, 3, 2), 256, marks=pytest.mark.slow),
-        *(pytest.param((tokens, 4096, 1024, 9, 6), 2048, marks=pytest.mark.gpu) for tokens in (1, 2, 9, 65)),
+        (1, 128, 256, 2, 2),
+        pytest.param((3, 128, 128, 3, 2), marks=pytest.mark.slow),
+        *(pytest.param((tokens, 4096, 1024, 9, 6), marks=pytest.mark.gpu) for tokens in (1, 2, 9, 65)),
     ],
     ids=str,
 )
-def test_parts_of_a_mixture_of_one_rank_of_two(shape, shared_width):
-    # a part of the routed experts' inner width, the shared expert whole
+def test_what_one_rank_adds_of_a_mixture_is_not_rounded(shape):
     tokens, hidden, inner, count, k = shape
-    weights, one = stored("fp4", count, inner, hidden), stored_once("fp8", shared_width, hidden)
+    weights, one = stored("fp4", count, inner, hidden), stored_once("fp8", inner, hidden)
     (experts, routing), x = routes(tokens, count, k), torch.randn(tokens, hidden).bfloat16()
-    routed, whole = mixture_parts(x, weights, one, experts, routing, 1.0, True)
-    assert (routed.shape, routed.dtype, whole.shape, whole.dtype) == (x.shape, torch.float32, x.shape, x.dtype)
-    assert_close(routed, ref.routed_experts(x, weights, experts, routing, 1.0, True).double(), True)
-    assert_close(whole, ref.shared_expert(x, one, 1.0, True).double(), True)
+    y = mixture(x, weights, one, experts, routing, 1.0, False, torch.float32)
+    assert (y.shape, y.dtype) == (x.shape, torch.float32)
+    assert_close(y, ref.mixture(x, weights, one, experts, routing, 1.0, False, torch.float32).double(), False)
+    assert torch.equal(y.bfloat16(), mixture(x, weights, one, experts, routing, 1.0, False, torch.bfloat16))
+    assert (y != y.bfloat16()).double().mean() > 0.5
 
 
 @pytest.mark.usefixtures("large_programs")

@@ -6,7 +6,7 @@ import torch
 
 from dsv4cli.engine.profiling.bounds import EXPERTS, FP32
 from dsv4cli.engine.profiling.case import FORMATS, Case, Operation, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.scene import DTYPE, Scene
 from dsv4cli.kernels import experts, routing
 from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.experts import ref as experts_ref
@@ -124,13 +124,13 @@ def _shared(scene: Scene) -> Case:
 
 
 def _both(scene: Scene, routed: Case, shared: Case) -> Case:
-    """The routed experts and the shared one; of several ranks apart, since these add the first up in between."""
-    limit, alone = scene.config.swiglu_limit, scene.shapes.tp == 1
+    """The routed experts and the shared one; one rank of several does not round what these add up."""
+    limit, dtype = scene.config.swiglu_limit, DTYPE if scene.shapes.tp == 1 else torch.float32
 
     def through(mixture: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
             every, own = ExpertWeights(*matrices[:6]), ExpertWeights(*matrices[6:])
-            return mixture(x, every, own, chosen, weights, limit, True)
+            return mixture(x, every, own, chosen, weights, limit, True, dtype)
 
         return call
 
@@ -138,9 +138,9 @@ def _both(scene: Scene, routed: Case, shared: Case) -> Case:
         many, one = routed.build(scene), shared.build(scene)
         own = one.arguments[1:]
         read = (many.read or 0) + sum(tensor.nbytes for tensor in own if tensor is not None)
-        run, reference = (through(of.mixture if alone else of.mixture_parts) for of in (experts, experts_ref))
+        run, reference = through(experts.mixture), through(experts_ref.mixture)
         return Work((*many.arguments, *own), run, reference, many.flops + one.flops, read)
 
-    name, words = "mixture" if alone else "mixture_parts", f"{routed.shape}, and the shared expert"
+    words = f"{routed.shape}, and the shared expert"
     needs, cost = routed.needs + shared.needs, routed.cost + shared.cost
-    return Case(name, "experts", words, needs, cost, EXPERTS, build, routed.quantised, exact=True)
+    return Case("mixture", "experts", words, needs, cost, EXPERTS, build, routed.quantised, exact=True)

@@ -68,25 +68,11 @@ def mixture(
     routing: torch.Tensor,
     limit: float,
     round_inputs: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """routed_experts + shared_expert, added in fp32 and rounded once to x's dtype: [T, D].
+    """routed_experts + shared_expert, added in fp32 and rounded once to dtype: [T, D].
 
-    For one rank: with several, `mixture_parts`. round_inputs: as shared_expert, of the routed experts as well.
+    dtype: x's, or fp32 where ranks add up what each has of the inner widths. round_inputs: as shared_expert, of the
+    routed experts as well.
     """
-    return choose(x, ref).mixture(x, weights, shared, experts, routing, limit, round_inputs)
-
-
-def mixture_parts(
-    x: torch.Tensor,
-    weights: ExpertWeights,
-    shared: ExpertWeights,
-    experts: torch.Tensor,
-    routing: torch.Tensor,
-    limit: float,
-    round_inputs: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """routed_experts, fp32 [T, D], and shared_expert, [T, D] in x's dtype.
-
-    For several ranks, which add the first up over the ranks before the second comes to it. round_inputs: as mixture.
-    """
-    return choose(x, ref).mixture_parts(x, weights, shared, experts, routing, limit, round_inputs)
+    return choose(x, ref).mixture(x, weights, shared, experts, routing, limit, round_inputs, dtype)

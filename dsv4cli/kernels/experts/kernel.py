@@ -48,32 +48,15 @@ def mixture(
     routing: torch.Tensor,
     limit: float,
     round_inputs: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    if _all_stream(x, weights, shared):
-        return stream.mixture(rows(x), weights, shared, experts.contiguous(), routing.contiguous(), limit, round_inputs)
-    routed, whole = mixture_parts(x, weights, shared, experts, routing, limit, round_inputs)
-    # a sum in fp32, which the same launch rounds
-    return torch.add(routed, whole, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
-
-
-def mixture_parts(
-    x: torch.Tensor,
-    weights: "ExpertWeights",
-    shared: "ExpertWeights",
-    experts: torch.Tensor,
-    routing: torch.Tensor,
-    limit: float,
-    round_inputs: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if _all_stream(x, weights, shared):
+    if _streams(x, weights, torch.int8) and _streams(x, shared, torch.float8_e4m3fn):
         chosen = experts.contiguous(), routing.contiguous()
-        return stream.mixture_parts(rows(x), weights, shared, *chosen, limit, round_inputs)
+        return stream.mixture(rows(x), weights, shared, *chosen, limit, round_inputs, dtype)
     routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
-    return routed, shared_expert(x, shared, limit, round_inputs)
-
-
-def _all_stream(x: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeights") -> bool:
-    return _streams(x, weights, torch.int8) and _streams(x, shared, torch.float8_e4m3fn)
+    # a sum in fp32, which the same launch rounds
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
 
 
 def _streams(x: torch.Tensor, weights: "ExpertWeights", dtype: torch.dtype) -> bool:

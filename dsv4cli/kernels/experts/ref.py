@@ -84,19 +84,7 @@ def mixture(
     routing: torch.Tensor,
     limit: float,
     round_inputs: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    routed, whole = mixture_parts(x, weights, shared, experts, routing, limit, round_inputs)
-    return (routed + whole.float()).to(x.dtype)
-
-
-def mixture_parts(
-    x: torch.Tensor,
-    weights: "ExpertWeights",
-    shared: "ExpertWeights",
-    experts: torch.Tensor,
-    routing: torch.Tensor,
-    limit: float,
-    round_inputs: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
     routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
-    return routed, shared_expert(x, shared, limit, round_inputs)
+    return (routed + shared_expert(x, shared, limit, round_inputs).float()).to(dtype)

@@ -114,7 +114,7 @@ def _add(
     y,
     D: tl.constexpr,
     PER_TOKEN: tl.constexpr,
-    ADDED: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
 ):
     """Adds what the programs before have stored for a token: its experts in ascending order, then the shared one."""
     total = tl.zeros(row.shape, tl.float32)
@@ -125,7 +125,7 @@ def _add(
     for _ in tl.static_range(PER_TOKEN):
         last = tl.min(tl.where(positions > last, positions, 0x7FFFFFFF), 0)
         total += tl.load(parts + last.to(tl.int64) * D + row, cache_modifier=".cg").to(tl.float32)
-    if ADDED:
+    if HAS_SHARED:
         total += tl.load(shared_part + token.to(tl.int64) * D + row, cache_modifier=".cg").to(tl.float32)
     tl.store(y + token.to(tl.int64) * D + row, total.to(y.dtype.element_ty))
 
@@ -158,7 +158,7 @@ def down(
     y,  # [tokens, D]
     order, chunks, tokens, shared_chunks,
     D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PER_TOKEN: tl.constexpr,
-    CHUNK: tl.constexpr, SHARED_CHUNK: tl.constexpr, ADDED: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, SHARED_CHUNK: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     first, number = tl.program_id(0) * ROWS, tl.program_id(1)
@@ -196,9 +196,8 @@ def down(
         token = number * SHARED_CHUNK + tl.arange(0, SHARED_CHUNK)
         to = shared_part + token.to(tl.int64)[None] * D + row[:, None]
         tl.store(to, sums.to(tl.bfloat16), (token < tokens)[None])
-        if ADDED:
-            size = tl.minimum(tokens - number * SHARED_CHUNK, SHARED_CHUNK)
-    needed: tl.constexpr = PER_TOKEN + ADDED
+        size = tl.minimum(tokens - number * SHARED_CHUNK, SHARED_CHUNK)
+    needed: tl.constexpr = PER_TOKEN + (SHARED_INNER > 0)
     tl.debug_barrier()  # before the counters say that the part is there
     for i in range(size):
         token = number * SHARED_CHUNK + i
@@ -206,4 +205,4 @@ def down(
             token = tl.load(order + begin + i) // PER_TOKEN
         counter = counters + token * (D // ROWS) + first // ROWS
         if tl.atomic_add(counter, 1, sem="acq_rel") == needed - 1:
-            _add(token, row, parts, shared_part, place, y, D, PER_TOKEN, ADDED)
+            _add(token, row, parts, shared_part, place, y, D, PER_TOKEN, SHARED_INNER > 0)

@@ -130,9 +130,8 @@ def down(
     experts,  # int64 [PAIRS]
     rows,  # int64 [E] of the stacks, or None
     y,  # [D] the sum
-    shared_part,  # bf16 [D], stored if not ADDED
     D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PAIRS: tl.constexpr, PLACES: tl.constexpr,
-    ADDED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, SHARED_AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, SHARED_AHEAD: tl.constexpr,
     SHARED_EACH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
@@ -158,8 +157,6 @@ def down(
         real, INNER, _TOKENS, EACH,
     )  # fmt: skip
     total = _ascending_sum(_only(parts).to(tl.bfloat16).to(tl.float32), PAIRS, PLACES.bit_length() - 1)
-    if ADDED:
+    if SHARED_INNER > 0:
         total += own.to(tl.float32)
-    elif SHARED_INNER > 0:
-        tl.store(shared_part + to, own)
     tl.store(y + to, total.to(y.dtype.element_ty))

@@ -36,22 +36,8 @@ def routed_experts(
     round_inputs: bool,
 ) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    _stream(_Call(x, weights, None, experts, routing, limit, round_inputs, y, None))
+    _stream(_Call(x, weights, None, experts, routing, limit, round_inputs, y))
     return y
-
-
-def mixture_parts(
-    x: torch.Tensor,
-    weights: "ExpertWeights",
-    shared: "ExpertWeights",
-    experts: torch.Tensor,
-    routing: torch.Tensor,
-    limit: float,
-    round_inputs: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, part = (torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in (torch.float32, x.dtype))
-    _stream(_Call(x, weights, shared, experts, routing, limit, round_inputs, y, part))
-    return y, part
 
 
 def mixture(
@@ -62,15 +48,16 @@ def mixture(
     routing: torch.Tensor,
     limit: float,
     round_inputs: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    y, part = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _stream(_Call(x, weights, shared, experts, routing, limit, round_inputs, y, part))
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _stream(_Call(x, weights, shared, experts, routing, limit, round_inputs, y))
     return y
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What is given, and the results: in y the routed experts' sum in fp32, or in x's dtype with the shared expert."""
+    """What is given, and y, which takes the sum of the experts, with the shared one if there is one."""
 
     x: torch.Tensor
     weights: "ExpertWeights"
@@ -80,7 +67,6 @@ class _Call:
     limit: float
     round_inputs: bool
     y: torch.Tensor
-    shared_part: torch.Tensor | None
 
     @property
     def tokens(self) -> int:
@@ -94,10 +80,6 @@ class _Call:
     @property
     def shared_chunks(self) -> int:
         return triton.cdiv(self.tokens, FP8_TOKENS) if self.shared else 0
-
-    @property
-    def added(self) -> bool:
-        return self.y.dtype == self.x.dtype
 
     def new(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
@@ -150,9 +132,9 @@ def _one_token(call: _Call, up: tuple[int, int, int, int], places: int) -> None:
     each = each if call.shared else ALONE_EACH
     steps, shared_steps = inner_width // 128, shared_width // 64 // places
     single.down[(width // rows,)](
-        inner, shared_inner, *call.last(), call.experts, call.weights.rows, call.y, call.shared_part, width,
-        inner_width, shared_width, per_token, places, call.added, rows, min(ahead, steps), math.gcd(each, steps),
-        min(shared_ahead, shared_steps), math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
+        inner, shared_inner, *call.last(), call.experts, call.weights.rows, call.y, width, inner_width, shared_width,
+        per_token, places, rows, min(ahead, steps), math.gcd(each, steps), min(shared_ahead, shared_steps),
+        math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
     )  # fmt: skip
 
 
@@ -167,9 +149,10 @@ def _tokens(call: _Call, chunk: int, up: tuple[int, int, int, int], down: tuple[
         *up, **overlap(call.x), **_registers(call.x, chunk), num_warps=up[1],
     )  # fmt: skip
     several.down[(width // down[0], shared_chunks + pairs)](
-        inner, shared_inner, *call.last(), call.new(pairs, width), call.shared_part, counters[len(counters) - sums :],
-        place, call.y, order, chunks, tokens, shared_chunks, width, inner_width, shared_width, per_token, chunk,
-        FP8_TOKENS, call.added, *down, **overlap(call.x), **_registers(call.x, chunk), num_warps=down[1],
+        inner, shared_inner, *call.last(), call.new(pairs, width), call.new(tokens if call.shared else 0, width),
+        counters[len(counters) - sums :], place, call.y, order, chunks, tokens, shared_chunks, width, inner_width,
+        shared_width, per_token, chunk, FP8_TOKENS, *down, **overlap(call.x), **_registers(call.x, chunk),
+        num_warps=down[1],
     )  # fmt: skip
 
 

@@ -39,11 +39,10 @@ def box_shape(ranks: int) -> tuple[int, int, int, int]:
     return PROGRAMS, 2, ranks, WORDS
 
 
-def peer_sum(x: torch.Tensor, whole: torch.Tensor | None, inboxes: Inboxes) -> torch.Tensor:
-    """The sum of all ranks' x in their order, then of `whole`, if given: in fp32, rounded once.
+def peer_sum(x: torch.Tensor, dtype: torch.dtype, inboxes: Inboxes) -> torch.Tensor:
+    """The sum of all ranks' x in their order, in fp32, rounded once to dtype, which is bf16 or fp32.
 
-    x: fp32 or bf16 without gaps, as `Inboxes.takes`; whole: of x's shape without gaps, equal on all ranks. Every rank
-    calls it with the same shapes, in one order, on streams that follow one another. Returns a new tensor in whole's
-    dtype, or in x's: the same bits on every rank, but where x is not a number.
+    x: fp32 or bf16 without gaps, as `Inboxes.takes`. Every rank calls it with the same shape, in one order, on streams
+    that follow one another. Returns a new tensor: the same bits on every rank, but where x is not a number.
     """
-    return import_module(".kernel", __package__).peer_sum(x, whole, inboxes)
+    return import_module(".kernel", __package__).peer_sum(x, dtype, inboxes)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 WARPS = 4
 
 
-def peer_sum(x: torch.Tensor, whole: torch.Tensor | None, inboxes: "Inboxes") -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype if whole is None else whole.dtype, device=x.device)
+def peer_sum(x: torch.Tensor, dtype: torch.dtype, inboxes: "Inboxes") -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     words = x.flatten().view(torch.int32)
     block = inboxes.boxes[0].shape[-1]
     if len(words):
         _exchange[(triton.cdiv(len(words), block),)](
-            words, whole, y, inboxes.boxes, inboxes.turns, len(words), inboxes.rank, len(inboxes.boxes),
+            words, y, inboxes.boxes, inboxes.turns, len(words), inboxes.rank, len(inboxes.boxes),
             x.dtype == torch.bfloat16, block, num_warps=WARPS, **overlap(x),
         )  # fmt: skip
     return y
@@ -47,8 +47,7 @@ def _part(mine, place, inside, OWN: tl.constexpr, PAIRS: tl.constexpr):
 @triton.jit
 def _exchange(
     x,  # [words], fp32 or pairs of bf16 as int32
-    whole,  # [words] or [2 * words], or None
-    y,  # as whole
+    y,  # [words] or [2 * words]
     boxes,  # of each rank [programs, 2, RANKS, BLOCK]
     turns,  # [programs]
     words,
@@ -65,8 +64,6 @@ def _exchange(
     wait_for_inputs(OVERLAP)
     turn = tl.load(turns + program)
     mine = tl.load(x + program * BLOCK + place, inside, other=0)
-    if whole is not None:
-        last = tl.load(whole + value, value < words * EACH, other=0.0).to(tl.float32)
     at = (program * 2 + (turn & 1)) * (RANKS * BLOCK) + place
     for rank in tl.static_range(RANKS):
         if rank != RANK:
@@ -74,8 +71,6 @@ def _exchange(
     total = _part(mine, boxes[RANK] + at, inside, RANK == 0, PAIRS)
     for rank in tl.static_range(1, RANKS):
         total += _part(mine, boxes[RANK] + at + rank * BLOCK, inside, rank == RANK, PAIRS)
-    if whole is not None:
-        total += last
     # every thread has loaded it: those of a program have met in `take`
     tl.store(turns + program, turn + 1)
     tl.store(y + value, total.to(y.dtype.element_ty), value < words * EACH)
