@@ -214,10 +214,13 @@ def test_shared_expert_rounds_the_inputs_of_scaled_matrices_only(scaled):
     ("shape", "routed", "shared", "dtype"),
     [  # a sum of one routed expert would be in bf16 already
         ((0, 128, 128, 4, 2), "fp4", "fp8", torch.bfloat16),
-        # one token; with two experts it is a way of its own from 256 columns of the shared expert on
+        # one token: its two experts have a warp each, which halve the shared one's columns where these are two blocks
         ((1, 128, 128, 2, 2), "fp4", "fp8", torch.bfloat16),
         ((1, 128, 256, 2, 2), "fp4", "fp8", torch.bfloat16),
-        pytest.param((1, 4096, 2048, 9, 6), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
+        *(
+            pytest.param((1, 4096, inner, 9, 6), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu)
+            for inner in (384, 512, 2048)
+        ),
         pytest.param((3, 128, 128, 3, 2), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
         pytest.param((9, 4096, 2048, 9, 6), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
         pytest.param((65, 256, 128, 5, 3), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),

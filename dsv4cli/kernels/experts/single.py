@@ -131,12 +131,12 @@ def down(
     rows,  # int64 [E] of the stacks, or None
     y,  # [D] the sum
     D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PAIRS: tl.constexpr, PLACES: tl.constexpr,
-    ROWS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, SHARED_AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, SHARED_AHEAD: tl.constexpr,
     SHARED_EACH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     if SHARED_INNER > 0:
-        own_words, own_scales = fp8_rows(shared_w2, shared_w2_scale, first, SHARED_INNER, ROWS, PLACES)
+        own_words, own_scales = fp8_rows(shared_w2, shared_w2_scale, first, SHARED_INNER, ROWS, SPLITS)
         own_tiles, own_factors = first_steps((own_words,), (own_scales,), SHARED_AHEAD, SHARED_EACH)
     pair, expert = _sorted(experts, PAIRS, PLACES)
     row = _row_of(expert, rows)[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS)

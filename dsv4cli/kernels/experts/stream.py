@@ -97,9 +97,8 @@ class _Call:
 def _stream(call: _Call) -> None:
     chunk, up, down = _blocks(call.tokens)
     width, inner, shared_inner = call.widths
-    places = triton.next_power_of_2(call.experts.shape[1])
-    if call.tokens == 1 and shared_inner % (128 * places) == 0:
-        _one_token(call, _fitting(up, width), places)
+    if call.tokens == 1:
+        _one_token(call, _fitting(up, width))
     else:
         _tokens(call, chunk, _fitting(up, width), _fitting(down, math.gcd(inner, shared_inner)))
 
@@ -119,8 +118,10 @@ def _prepare(call: _Call, chunk: int, pairs: int, sums: int) -> tuple[torch.Tens
     return inputs, shared_inputs, counters, order, place, chunks
 
 
-def _one_token(call: _Call, up: tuple[int, int, int, int], places: int) -> None:
+def _one_token(call: _Call, up: tuple[int, int, int, int]) -> None:
     (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
+    places = triton.next_power_of_2(per_token)
+    splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
     inputs, shared_inputs, counters, *_ = _prepare(call, 1, 0, 0)
     inner, shared_inner = call.new(2, per_token, inner_width), call.new(2, shared_width)
     single.up[(shared_width // up[0] + per_token * (inner_width // up[0]),)](
@@ -130,10 +131,10 @@ def _one_token(call: _Call, up: tuple[int, int, int, int], places: int) -> None:
     )  # fmt: skip
     rows, ahead, each, shared_ahead, shared_each = SINGLE_DOWN
     each = each if call.shared else ALONE_EACH
-    steps, shared_steps = inner_width // 128, shared_width // 64 // places
+    steps, shared_steps = inner_width // 128, shared_width // 64 // splits
     single.down[(width // rows,)](
         inner, shared_inner, *call.last(), call.experts, call.weights.rows, call.y, width, inner_width, shared_width,
-        per_token, places, rows, min(ahead, steps), math.gcd(each, steps), min(shared_ahead, shared_steps),
+        per_token, places, splits, rows, min(ahead, steps), math.gcd(each, steps), min(shared_ahead, shared_steps),
         math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
     )  # fmt: skip
 
@@ -161,8 +162,6 @@ def _blocks(tokens: int) -> tuple[int, tuple[int, int, int, int], tuple[int, int
 
     Measured on an H200 with 6 of 256 experts of 4096-2048-4096.
     """
-    if tokens == 1:  # one with a shared expert whose columns do not divide, see `_stream`
-        return 2, (16, 2, 2, 2), (32, 2, 2, 2)
     return (2, (16, 2, 2, 2), (16, 1, 2, 4)) if tokens <= 4 else (4, (16, 1, 2, 2), (32, 1, 2, 2))
 
 
