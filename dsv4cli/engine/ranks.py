@@ -166,12 +166,11 @@ def _inboxes(rank: int, numbers: list[int], device: torch.device) -> Inboxes | N
         own.zero_()
         torch.cuda.synchronize()
         mapped = _symmetric_memory.rendezvous(own, distributed.group.WORLD.group_name)
-        others_boxes = [mapped.get_buffer(number, shape, torch.int32) for number in numbers]
-        boxes = tuple(own if number == rank else box for number, box in enumerate(others_boxes))
+        boxes = tuple(own if rank == number else mapped.get_buffer(number, shape, own.dtype) for number in numbers)
     except RuntimeError:  # memory that the driver does not share
         pass
     turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-    # when all have said so, all boxes are zeros
+    # nobody sends before all have said that theirs is there
     return Inboxes(rank, boxes, turns) if all(_said(bool(boxes))) else None
 
 
