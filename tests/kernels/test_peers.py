@@ -1,4 +1,4 @@
-"""Sums over ranks through each other's memory: interpreted in two processes that share their inboxes.
+"""Sums over ranks through each other's memory: interpreted in processes that share their inboxes.
 
 On GPUs tests/engine/test_parallel_gpu.py has them.
 """
@@ -12,7 +12,7 @@ from torch import multiprocessing
 
 from dsv4cli.kernels.peers import Inboxes, peer_sum
 
-RANKS = 2
+RANKS = 3
 # of an inbox: programs, words of a program
 BOX = (20, 2, RANKS, 256)
 # rows and columns, dtype of the parts and of the sum: programs of other words from sum to sum, and none
@@ -35,7 +35,7 @@ def given(number):
     parts = torch.randn(RANKS, *shape, generator=torch.Generator().manual_seed(number)).to(dtype)
     parts[:, ::2, 1::7] = 0.0
     parts[:, ::2, 3::7] = -0.0
-    return parts, (parts[0].float() + parts[1].float()).to(rounded)
+    return parts, (parts[0].float() + parts[1].float() + parts[2].float()).to(rounded)
 
 
 def work(rank, boxes, wrong):
@@ -50,12 +50,12 @@ def work(rank, boxes, wrong):
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_both_ranks_hold_the_sum_of_both_parts(triton_backend):
+def test_each_rank_holds_the_sum_of_all_parts(triton_backend):
     if triton_backend != "interpreter":
         pytest.skip("one process has one GPU's memory")
     # fork: the shared memory lies at the same addresses
     boxes = tuple(torch.zeros(BOX, dtype=torch.int32).share_memory_() for _ in range(RANKS))
     wrong = torch.zeros(RANKS, dtype=torch.int32).share_memory_()
     multiprocessing.start_processes(work, (boxes, wrong), nprocs=RANKS, start_method="fork")
-    assert wrong.tolist() == [0, 0]
+    assert wrong.tolist() == [0] * RANKS
     assert not any(box.any() for box in boxes)  # all that came has been taken
