@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4cli.engine import tokens
+from dsv4cli.engine.budget import Closed
+from dsv4cli.engine.mend import mend_reply
+from dsv4cli.engine.prompt import Message
 from dsv4cli.engine.reply import Kind, MalformedReply, Reply, ReplyStream, parse_reply, split_reply
 from dsv4cli.engine.tokenizer import StreamDecoder, Tokenizer
 
@@ -19,6 +22,7 @@ class Answer:
     """Takes the steps of one sequence; `push` returns the text that has become certain, by kind.
 
     finish is set with the last step, `complaint` too where the end token came and the strict parser refused the text.
+    closed: why the thinking was ended from outside, by whoever did.
     """
 
     tokenizer: Tokenizer
@@ -27,6 +31,7 @@ class Answer:
     steps: list["Step"] = field(default_factory=list)
     finish: FinishReason | None = None
     complaint: str = ""
+    closed: Closed = ""
 
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
@@ -49,6 +54,22 @@ class Answer:
             self._reply = self._parse() if ended else split_reply(self._text, thinking=self.thinking)
             pieces += self._stream.flush()
         return pieces
+
+    def cut(self) -> list[tuple[Kind, str]]:
+        """Ends an answer that was interrupted, without a `finish`; harmless when it has ended."""
+        if self.finish:
+            return []
+        self._text += self._decoder.flush()
+        pieces = self._stream.push(self._text[self._sent :]) + self._stream.flush()
+        self._sent = len(self._text)
+        self._reply = split_reply(self._text, thinking=self.thinking)
+        return pieces
+
+    def message(self) -> tuple[Message, list[str]]:
+        """An answer that has ended or was cut as a message, and what had to be mended for that, in words."""
+        ended = bool(self.steps) and self.steps[-1].finish == "stop"
+        reply, mended = mend_reply(self._text + (tokens.EOS if ended else ""), thinking=self.thinking)
+        return reply.as_message(), mended
 
     def _cut_at_stop(self) -> bool:
         found = [place for stop in self.stops if (place := self._text.find(stop, self._sent)) >= 0]

@@ -6,6 +6,7 @@ Compressed entries live in blocks shared by all layers and addressed through a s
 snapshot also holds is copied before it is written.
 """
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +55,8 @@ class Pool:
     def grow(self, blocks: int) -> None:
         """Makes room for `blocks` blocks in all."""
         missing = blocks * self.per_block - self.data.shape[0]
-        self.data = torch.cat((self.data, self.data.new_zeros(missing, self.data.shape[1])))
+        if missing > 0:
+            self.data = torch.cat((self.data, self.data.new_zeros(missing, self.data.shape[1])))
 
 
 @dataclass
@@ -257,6 +259,17 @@ class Cache:
     def drop(self, snapshot: Snapshot) -> None:
         """Gives the snapshot's shares in blocks back; it must not be used afterwards."""
         self._release(snapshot.blocks)
+
+    def recover(self, sequences: Items[Sequence], snapshots: Items[Snapshot]) -> None:
+        """Holds these and nothing else: after an interruption, when what was taken may not have reached its holder."""
+        shares = [0] * self.blocks
+        for blocks in [one.blocks for one in sequences] + [list(one.blocks) for one in snapshots]:
+            for block in blocks:
+                shares[block] += 1
+        taken = {sequence.slot for sequence in sequences}
+        self._shares = shares
+        self._free_blocks = [block for block in range(self.blocks - 1, -1, -1) if not shares[block]]
+        self._free_slots = [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken]
 
     def _rings(self) -> list[Ring]:
         return [ring for layer in self.layers for ring in layer.rings()]

@@ -27,10 +27,21 @@ class Decoder:
         self.model = model
         self.cache = cache
         self.columns = -(-tokens // BLOCK_TOKENS)
-        self._nobody = cache.allocate()
+        self.nobody = cache.allocate()
         self._steps: dict[int, DecodeStep] = {}
         self._blocks = 0
         self._memory = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+
+    def lengthen(self, tokens: int) -> None:
+        """A sequence may have so many tokens from now on; steps are prepared anew where that is more."""
+        columns = -(-tokens // BLOCK_TOKENS)
+        if columns > self.columns:
+            self.columns = columns
+            self.forget()
+
+    def forget(self) -> None:
+        """Prepares steps anew when they are needed."""
+        self._steps.clear()
 
     def logits(self, work: Items[tuple[Sequence, int]]) -> torch.Tensor:
         """What follows each sequence's next token: fp32 [B, V], overwritten by the next call. Reserves their blocks.
@@ -62,7 +73,7 @@ class Decoder:
         return self.model.logits(self.model(self.batch(numbers), self.cache).streams)
 
     def _prepared(self, size: int) -> "DecodeStep":
-        step = DecodeStep(self.cache, size, self.columns, self._nobody.slot)
+        step = DecodeStep(self.cache, size, self.columns, self.nobody.slot)
         if self._memory is None:
             step.run = lambda: self._compute(step.numbers)
             return step

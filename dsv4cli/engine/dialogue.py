@@ -61,17 +61,18 @@ def _tokenizer(source: FolderSource | RandomSource, config: ModelConfig) -> Toke
 
 def check_texts(texts: Sequence[list[int]], config: ModelConfig, limits: Limits) -> None:
     """Raises UsageError for a text that has no token, an id outside the vocabulary, or more than the context holds."""
-    _check(texts, config, _context(config, limits), "text", "")
+    _check(texts, config, context_of(config, limits), "text", "")
 
 
 def rooms(prompts: Sequence[list[int]], config: ModelConfig, limits: Limits) -> list[int]:
     """How many tokens each prompt may be answered with. Raises UsageError as `check_texts`, and for a full context."""
-    context = _context(config, limits)
+    context = context_of(config, limits)
     _check(prompts, config, context - 1, "prompt", " and an answer")
     return [min(limits.max_tokens, context - len(ids)) for ids in prompts]
 
 
-def _context(config: ModelConfig, limits: Limits) -> int:
+def context_of(config: ModelConfig, limits: Limits) -> int:
+    """The most tokens of a prompt and its answer."""
     return min(limits.max_context or config.max_position_embeddings, config.max_position_embeddings)
 
 

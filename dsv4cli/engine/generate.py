@@ -15,6 +15,8 @@ from dsv4cli.engine.settings import Limits, Sampling
 
 # (token id, natural logarithm of its probability at temperature 1)
 Alternatives = list[tuple[int, float]]
+# a token, its log-probability and the alternatives
+Drawn = tuple[int, float, Alternatives]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Generator:
             with step_memory(self.schedule.cache.device):
                 ready, logits = self.schedule.logits()
                 drawn = [] if logits is None else self._draw(ready, logits)
-            for stream, token, logprob, top in drawn:
+            for stream, (token, logprob, top) in zip(ready, drawn, strict=True):
                 stream.ids.append(token)
                 finish = self._finish(stream, token)
                 if finish:
@@ -77,28 +79,32 @@ class Generator:
         if stream.sequence is not None:
             self.schedule.remove(stream)
 
-    @torch.no_grad()
-    def _draw(self, ready: list[Stream], logits: torch.Tensor) -> list[tuple[Stream, int, float, Alternatives]]:
-        """A token for each stream with its log-probability and the alternatives; logits fp32 [R, V].
-
-        The one place of a step that waits for the device.
-        """
+    def _draw(self, ready: list[Stream], logits: torch.Tensor) -> list[Drawn]:
         seeds = [self.sampling.seed + stream.number for stream in ready]
-        drawn = sample(logits, self.sampling, seeds, [len(stream.ids) for stream in ready])
-        tokens = self.model.world.first(drawn)  # ranks that go on with different tokens would wait for ever
-        total = logits.logsumexp(-1, keepdim=True)
-        best = logits.topk(min(self.logprobs, logits.shape[-1]), -1)
-        # fp64 holds all of it exactly
-        columns = [tokens[:, None], logits.gather(-1, tokens[:, None]) - total, finite(logits)[:, None]]
-        columns += [best.indices, best.values - total]
-        table = torch.cat([column.double() for column in columns], 1).tolist()
-        if not all(row[2] for row in table):
-            raise not_finite()
-        middle = 3 + best.indices.shape[1]
-        tops = [list(zip(map(int, row[3:middle]), row[middle:], strict=True)) for row in table]
-        return [(stream, int(row[0]), row[1], top) for stream, row, top in zip(ready, table, tops, strict=True)]
+        tokens = sample(logits, self.sampling, seeds, [len(stream.ids) for stream in ready])
+        return taken(self.model, logits, tokens, self.logprobs)
 
     def _finish(self, stream: Stream, token: int) -> Literal["stop", "length"] | None:
         if token == self.model.config.eos_token_id:
             return "stop"
         return "length" if len(stream.ids) >= self.ends[stream.number] else None
+
+
+@torch.no_grad()
+def taken(model: Transformer, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Drawn]:
+    """What is known of the tokens that go on after these logits fp32 [R, V]: int64 [R], `count` alternatives each.
+
+    The one place of a step that waits for the device.
+    """
+    tokens = model.world.first(tokens)  # ranks that go on with different tokens would wait for ever
+    total = logits.logsumexp(-1, keepdim=True)
+    best = logits.topk(min(count, logits.shape[-1]), -1)
+    # fp64 holds all of it exactly
+    columns = [tokens[:, None], logits.gather(-1, tokens[:, None]) - total, finite(logits)[:, None]]
+    columns += [best.indices, best.values - total]
+    table = torch.cat([column.double() for column in columns], 1).tolist()
+    if not all(row[2] for row in table):
+        raise not_finite()
+    middle = 3 + best.indices.shape[1]
+    tops = [list(zip(map(int, row[3:middle]), row[middle:], strict=True)) for row in table]
+    return [(int(row[0]), row[1], top) for row, top in zip(table, tops, strict=True)]

@@ -23,6 +23,9 @@ Kind = Literal["reasoning", "content", "calls"]
 _NAME = re.compile(r'^\s*name="(.*?)">\n$', re.DOTALL)
 _PARAMETER = re.compile(r'^ name="(.*?)" string="(true|false)">(.*?)<$', re.DOTALL)
 
+# how markup can begin, the malformed included
+_MARKUP = (f"<{tokens.DSML}", f"</{tokens.DSML}", tokens.DSML)
+
 _FORBIDDEN = (tokens.BOS, tokens.EOS, tokens.THINK_START, tokens.THINK_END, tokens.DSML)
 
 
@@ -79,13 +82,14 @@ def split_reply(text: str, *, thinking: bool) -> Reply:
 class ReplyStream:
     """Reasoning, content and calls of a text that comes in pieces, each as soon as it is certain.
 
-    Held back is only a tail that could be the beginning of `</think>`, of EOS or of the calls. From their mark on all
-    is "calls", the mark included; `</think>` ends the reasoning and is not returned, nor is EOS. However the text is
-    cut, the pieces of each kind join to the same text.
+    Held back is only a tail that could be the beginning of `</think>`, of EOS or of markup. From the first mark of DSML
+    on all is "calls", the mark included, well formed or not; in reasoning that lasts until `</think>`, which ends the
+    reasoning and is not returned, nor is EOS. However the text is cut, the pieces of each kind join to the same text.
     """
 
     def __init__(self, thinking: bool) -> None:
         self._kind: Kind = "reasoning" if thinking else "content"
+        self._thinking = thinking
         self._held = ""
 
     def push(self, text: str) -> list[tuple[Kind, str]]:
@@ -95,12 +99,13 @@ class ReplyStream:
         while found := self._next_mark():
             at, mark = found
             pieces.append((self._kind, self._held[:at]))
-            self._held = self._held[at + len(mark) :]
-            if mark == CALLS_OPEN:
+            if tokens.DSML in mark:
+                self._held = self._held[at:]
                 self._kind = "calls"
-                pieces.append((self._kind, mark))
-            elif mark == tokens.THINK_END:
-                self._kind = "content"
+                continue
+            self._held = self._held[at + len(mark) :]
+            if mark == tokens.THINK_END:
+                self._kind, self._thinking = "content", False
         certain = len(self._held) - self._open_tail()
         pieces.append((self._kind, self._held[:certain]))
         self._held = self._held[certain:]
@@ -113,8 +118,10 @@ class ReplyStream:
 
     def _marks(self) -> tuple[str, ...]:
         """The texts that end something in what is being read."""
-        turn = {"reasoning": (tokens.THINK_END,), "content": (CALLS_OPEN,), "calls": ()}
-        return (tokens.EOS, *turn[self._kind])
+        think = (tokens.THINK_END,) if self._thinking else ()
+        # no answer's text ends with the empty line before its calls; what stands before markup elsewhere is its own
+        markup = {"reasoning": _MARKUP, "content": (f"\n\n{_MARKUP[0]}", *_MARKUP), "calls": ()}
+        return (tokens.EOS, *think, *markup[self._kind])
 
     def _next_mark(self) -> tuple[int, str] | None:
         found = ((self._held.find(mark), mark) for mark in self._marks())

@@ -1,13 +1,14 @@
 """Which tokens go through the model in a step: sequences join while there are slots, each with its next chunk."""
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 
 from dsv4cli.engine.backend import captures
 from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache, Sequence
+from dsv4cli.engine.cache import Cache, Sequence, Snapshot
 from dsv4cli.engine.capacity import BLOCK_TOKENS, MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.model import Transformer
@@ -62,13 +63,13 @@ class Schedule:
         a GPU whose kernels are Triton's."""
         self.model = model
         self.prefill_chunk = prefill_chunk
-        slots = max(1, min(streams, MAX_SLOTS))
+        slots = self._slots = max(1, min(streams, MAX_SLOTS))
         decodes = longest is not None and captures(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=slots + decodes, device=device)
         self._decoder: Decoder | None = None
         if longest is not None and decodes:
-            self.cache.provide(min(slots * -(-longest // BLOCK_TOKENS), BLOCKS_AT_ONCE))
             self._decoder = Decoder(model, self.cache, longest)
+            self.lengthen(longest)
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream] = []
 
@@ -77,9 +78,18 @@ class Schedule:
         """Whether any stream waits or runs."""
         return bool(self._waiting or self._active)
 
+    def lengthen(self, longest: int, spare: int = 0) -> None:
+        """The most tokens of a stream from now on. spare: blocks for snapshots."""
+        if self._decoder is not None:
+            self.cache.provide(min(self._slots * -(-longest // BLOCK_TOKENS) + spare, BLOCKS_AT_ONCE))
+            self._decoder.lengthen(longest)
+
     def add(self, stream: Stream) -> None:
-        """Queues a stream of at least one token, each in the vocabulary."""
-        self._waiting.append(stream)
+        """Queues a stream of at least one token, each in the vocabulary; one that has a sequence goes on at once."""
+        if stream.sequence is None:
+            self._waiting.append(stream)
+        else:
+            self._active.append(stream)
 
     def remove(self, stream: Stream) -> None:
         """Takes a stream out and frees its slot."""
@@ -87,6 +97,18 @@ class Schedule:
         if stream.sequence is not None:
             self.cache.free(stream.sequence)
             stream.sequence = None
+
+    def clear(self) -> None:
+        """Takes every stream out; sequences stay with whoever holds their streams."""
+        self._waiting.clear()
+        self._active.clear()
+
+    def recover(self, snapshots: Items[Snapshot]) -> None:
+        """Starts anew after an interruption: no streams, and of the cache only these snapshots are held."""
+        self.clear()
+        self.cache.recover([] if self._decoder is None else [self._decoder.nobody], snapshots)
+        if self._decoder is not None:
+            self._decoder.forget()
 
     @torch.no_grad()
     def step(self) -> tuple[list[Chunk], torch.Tensor]:

@@ -155,11 +155,11 @@ STREAMED = [
     ("a < b </thin", True, [("reasoning", "a < b </thin")]),
     (f"a{THINK_END}b{THINK_END}", True, [("reasoning", "a"), ("content", f"b{THINK_END}")]),
     (f"a\n\n\n{calls(invoke('f'))}{EOS}", False, [("content", "a\n\n\n"), ("calls", calls(invoke("f")))]),
-    (f"r{CALLS}>{THINK_END}{CALLS}x", True, [("reasoning", f"r{CALLS}>"), ("calls", f"{CALLS}x")]),
-    (f"a\n\n<{DSML}tool_result>{EOS}\n", False, [("content", f"a\n\n<{DSML}tool_result>\n")]),
+    (f"r{CALLS}>{THINK_END}{CALLS}x", True, [("reasoning", "r\n\n"), ("calls", f"{CALLS[2:]}>{CALLS}x")]),
+    (f"a\n\n<{DSML}tool_result>{EOS}\n", False, [("content", "a"), ("calls", f"\n\n<{DSML}tool_result>\n")]),
     (f"{EOS[:-1]}{EOS}", False, [("content", EOS[:-1])]),
     (f"</thi{EOS}nk>", True, [("reasoning", "</think>")]),
-    (f"a\n{EOS}\n<{DSML}tool_calls", False, [("content", f"a{CALLS}")]),
+    (f"a\n{EOS}\n<{DSML}tool_calls", False, [("content", "a\n\n"), ("calls", CALLS[2:])]),
 ]
 
 
@@ -182,13 +182,14 @@ def test_stream_does_not_depend_on_the_cuts(text: str, thinking: bool, expected:
 
 def test_stream_of_random_marks() -> None:
     rng = random.Random(0)
-    parts = [THINK_END, EOS, CALLS, "\n", "<", "</", "｜", "a", CALLS[:-1], EOS[:4], THINK_END[1:]]
+    parts = [THINK_END, EOS, CALLS, DSML, f"</{DSML}", "\n", "<", "</", "｜", "a", CALLS[:-1], EOS[:4], THINK_END[1:]]
     for _ in range(500):
         text = "".join(rng.choices(parts, k=rng.randrange(8)))
         cuts = sorted(rng.choices(range(len(text) + 1), k=4))
         pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         thinking = rng.random() < 0.5
         assert classified(pieces, thinking) == classified([text], thinking)
+        assert DSML not in "".join(part for kind, part in classified(pieces, thinking) if kind != "calls")
 
 
 def test_stream_agrees_with_the_parser() -> None:
