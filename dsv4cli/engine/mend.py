@@ -40,17 +40,16 @@ def mend_reply(text: str, *, thinking: bool) -> tuple[Reply, list[str]]:
 
 
 def _thoughts(text: str, words: list[str]) -> tuple[str, str]:
-    """Reasoning, and what follows it. Without `</think>` tool calls end it, if there are any."""
+    """Reasoning, and what follows it. Tool calls end it where no `</think>` does, or one with nothing behind it."""
     reasoning, mark, content = text.partition(tokens.THINK_END)
     found = _MARKUP.search(reasoning)
-    if mark:
-        if found:
-            words.append("markup of tool calls inside the thinking was left out")
-            reasoning = reasoning[: found.start()]
+    if found is None:
+        if not mark:
+            words.append(f"the thinking was not finished: {tokens.THINK_END} is missing")
         return reasoning, content
-    if not found:
-        words.append(f"the thinking was not finished: {tokens.THINK_END} is missing")
-        return reasoning, ""
+    if content.strip():
+        words.append("markup of tool calls inside the thinking was left out")
+        return reasoning[: found.start()], content
     words.append(f"{tokens.THINK_END} was missing before the tool calls")
     return reasoning[: found.start()], reasoning[found.start() :]
 

@@ -42,7 +42,14 @@ def test_what_is_well_formed_is_read_strictly(text, thinking, content, reasoning
     ("text", "content", "reasoning", "calls", "words"),
     [
         (f"why{EOS}", "", "why", [], "the thinking was not finished"),
-        (f"why{BLOCK}{EOS}", "", "why", [FIRST, SECOND], f"{THINK_END} was missing before the tool calls"),
+        (f"why{BLOCK}{EOS}", "", "why", [FIRST, SECOND], f"{THINK_END} was missing"),
+        (
+            f"why{BLOCK}\n{THINK_END}\n{EOS}",
+            "",
+            "why",
+            [FIRST, SECOND],
+            f"{THINK_END} was missing before the tool calls",
+        ),
         (f"a{BLOCK}b{THINK_END}so{EOS}", "so", "a", [], "markup of tool calls inside the thinking was left out"),
         (f"{THINK_START}why{THINK_END}so{EOS}", "so", "why", [], f"the token {THINK_START} was left out of the reas"),
         (f"why{THINK_END}so{THINK_END}{EOS}", "so", "why", [], f"the token {THINK_END} was left out of the content"),

@@ -157,6 +157,12 @@ STREAMED = [
     (f"a\n\n\n{calls(invoke('f'))}{EOS}", False, [("content", "a\n\n\n"), ("calls", calls(invoke("f")))]),
     (f"r{CALLS}>{THINK_END}{CALLS}x", True, [("reasoning", "r\n\n"), ("calls", f"{CALLS[2:]}>{CALLS}x")]),
     (f"a\n\n<{DSML}tool_result>{EOS}\n", False, [("content", "a"), ("calls", f"\n\n<{DSML}tool_result>\n")]),
+    (f"r{CALLS}>x{EOS}", True, [("reasoning", "r\n\n"), ("calls", f"{CALLS[2:]}>x")]),
+    (
+        f"a{DSML}b{THINK_END}c</{DSML}x",
+        True,
+        [("reasoning", "a"), ("calls", f"{DSML}b"), ("content", "c"), ("calls", f"</{DSML}x")],
+    ),
     (f"{EOS[:-1]}{EOS}", False, [("content", EOS[:-1])]),
     (f"</thi{EOS}nk>", True, [("reasoning", "</think>")]),
     (f"a\n{EOS}\n<{DSML}tool_calls", False, [("content", "a\n\n"), ("calls", CALLS[2:])]),
