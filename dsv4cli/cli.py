@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dsv4cli import __version__
+from dsv4cli.commands.chat import chat
 from dsv4cli.commands.convert import convert
 from dsv4cli.commands.download import download
 from dsv4cli.commands.inspect import inspect
@@ -34,6 +35,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
+app.command(
+    epilog=epilog(
+        "dsv4 chat",
+        "dsv4 chat --model flash --think high --think-budget 2000",
+        "dsv4 chat --continue",
+        "dsv4 chat --session notes.json --system 'Answer in one sentence.'",
+        "dsv4 chat --tools tools.json --tool-exec ./call.py",
+        "printf 'What is 17 + 25?\\n' | dsv4 chat",
+    )
+)(chat)
 app.command(
     # the first sentence of its help is too long for the list of commands
     short_help="Convert a checkpoint to another layout, and prove the result.",

@@ -32,6 +32,39 @@ TpOpt = Annotated[
 TorchrunOpt = Annotated[str | None, typer.Option(envvar="TORCHELASTIC_RUN_ID", hidden=True)]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
 
+SystemOpt = Annotated[str | None, typer.Option("--system", "-s", help="The system message.")]
+ThinkOpt = Annotated[
+    Literal["off", "low", "high", "max"],
+    typer.Option(help="How hard to reason first: off, high or max; releases from 0731 on also low."),
+]
+MaxTokensOpt = Annotated[int, typer.Option(help="The most tokens of an answer.")]
+TemperatureOpt = Annotated[
+    float | None, typer.Option(help="0 takes the likeliest token; what the model asks for if absent, or 1.")
+]
+TopPOpt = Annotated[
+    float | None,
+    typer.Option(help="Draw from the likeliest tokens of this total probability; the model's own if absent, or 1."),
+]
+SeedOpt = Annotated[int | None, typer.Option(help="Makes the draws repeatable; without it each run differs.")]
+StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")]
+PrefillChunkOpt = Annotated[int, typer.Option(help="The most tokens of a prompt in one step; 1 is decoding.")]
+MaxContextOpt = Annotated[
+    int | None, typer.Option(help="The most tokens of prompt and answer together; the model's own limit if absent.")
+]
+DtypeOpt = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option(help="auto rounds as the official code does; a dtype computes in it, without quantisation."),
+]
+
+GpuMemoryOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="The most GPU memory for weights, as in 120GB; what is free but 5 GB if absent. Experts beyond it stay in "
+        "host memory.",
+    ),
+]
+
 LayersOpt = Annotated[
     str | None, typer.Option(metavar="A-B", help="Only these main layers, as in 0-3, with all outside the layers.")
 ]

@@ -3,6 +3,8 @@
 Text from checkpoints, models and files is data: nothing in it is markup, and no control character reaches a terminal.
 """
 
+import base64
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +73,22 @@ class Output:
         if not self.as_json:
             self._piece(sys.stdout, _harmless(text) if sys.stdout.isatty() else text)
 
+    def markdown(self, text: str) -> None:
+        """A complete block of Markdown on a terminal that has colours, laid out for its width as it is now."""
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        self.end_line()
+        # standard: the terminal's own sixteen colours; a link's address is shown, no escape code carries it
+        console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", legacy_windows=False)
+        with console.capture() as capture:
+            console.print(Markdown(_harmless(text), code_theme="ansi_dark", hyperlinks=False))
+        _write(sys.stdout, "\n".join(line.rstrip() for line in capture.get().strip("\n").split("\n")))
+
+    def clipboard(self, text: str) -> None:
+        """Asks the terminal to put a text on the clipboard: OSC 52, which works through ssh too."""
+        _write(sys.stdout, f"\x1b]52;c;{base64.b64encode(text.encode(errors='replace')).decode()}\x07", end="")
+
     def aside(self, text: str) -> None:
         """A piece of the model's reasoning as it arrives: on stderr, dimmed; nothing in JSON mode."""
         if not self.as_json:
@@ -81,6 +99,10 @@ class Output:
         stream, self._open = self._open, None
         if stream is not None:
             _write(stream, "")
+
+    def forget_line(self) -> None:
+        """The user has ended the line that the last piece has left open."""
+        self._open = None
 
     def new_line(self) -> None:
         """Moves a terminal to a new line, after the ^C that it has echoed."""

@@ -1,7 +1,7 @@
 """`dsv4 run`: prompts in, answers out; or, with --score, how likely the model finds given texts."""
 
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -16,7 +16,25 @@ from dsv4cli.commands.run_modes import (
 )
 from dsv4cli.commands.run_ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
-from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, TorchrunOpt, TpOpt
+from dsv4cli.options import (
+    BackendOpt,
+    DeviceOpt,
+    DtypeOpt,
+    GpuMemoryOpt,
+    JsonOpt,
+    MaxContextOpt,
+    MaxTokensOpt,
+    ModelOpt,
+    PrefillChunkOpt,
+    SeedOpt,
+    StopOpt,
+    SystemOpt,
+    TemperatureOpt,
+    ThinkOpt,
+    TopPOpt,
+    TorchrunOpt,
+    TpOpt,
+)
 from dsv4cli.output import Output
 
 PromptArg = Annotated[
@@ -40,38 +58,7 @@ ScoreOpt = Annotated[
         help='Log-probabilities of given texts, no answer: lines {"ids": […]}, {"text": …} or {"messages": […]}.',
     ),
 ]
-SystemOpt = Annotated[str | None, typer.Option("--system", "-s", help="The system message.")]
-ThinkOpt = Annotated[
-    Literal["off", "low", "high", "max"],
-    typer.Option(help="How hard to reason first: off, high or max; releases from 0731 on also low."),
-]
-MaxTokensOpt = Annotated[int, typer.Option(help="The most tokens of an answer.")]
-TemperatureOpt = Annotated[
-    float | None, typer.Option(help="0 takes the likeliest token; what the model asks for if absent, or 1.")
-]
-TopPOpt = Annotated[
-    float | None,
-    typer.Option(help="Draw from the likeliest tokens of this total probability; the model's own if absent, or 1."),
-]
-SeedOpt = Annotated[int | None, typer.Option(help="Makes the draws repeatable; without it each run differs.")]
-StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")]
 LogprobsOpt = Annotated[int, typer.Option(help="Alternatives to report for each token; needs JSON output.")]
-PrefillChunkOpt = Annotated[int, typer.Option(help="The most tokens of a prompt in one step; 1 is decoding.")]
-MaxContextOpt = Annotated[
-    int | None, typer.Option(help="The most tokens of prompt and answer together; the model's own limit if absent.")
-]
-DtypeOpt = Annotated[
-    Literal["auto", "bfloat16", "float32"],
-    typer.Option(help="auto rounds as the official code does; a dtype computes in it, without quantisation."),
-]
-GpuMemoryOpt = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="The most GPU memory for weights, as in 120GB; what is free but 5 GB if absent. Experts beyond it stay in "
-        "host memory.",
-    ),
-]
 ShowPromptOpt = Annotated[
     bool, typer.Option("--show-prompt", help="Print the exact prompt and its token ids; run nothing.")
 ]

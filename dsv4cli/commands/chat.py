@@ -1,0 +1,220 @@
+"""`dsv4 chat`: a conversation, on a terminal or through pipes."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from dsv4cli.commands.chat_input import Input, Lines, Plain, Readline
+from dsv4cli.commands.chat_session import Journal, Session, newest_journal, read_journal, state_folder
+from dsv4cli.commands.chat_slash import COMMANDS, check_budget, obey
+from dsv4cli.commands.chat_tools import Tools, read_tools, split_command
+from dsv4cli.commands.chat_turn import Chat, Interrupts
+from dsv4cli.commands.run_modes import Job
+from dsv4cli.errors import Dsv4Error, UsageError
+from dsv4cli.options import (
+    BackendOpt,
+    DeviceOpt,
+    DtypeOpt,
+    MaxContextOpt,
+    MaxTokensOpt,
+    ModelOpt,
+    PrefillChunkOpt,
+    SeedOpt,
+    StopOpt,
+    SystemOpt,
+    TemperatureOpt,
+    ThinkOpt,
+    TopPOpt,
+)
+from dsv4cli.output import Output, counted
+
+ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Go on with the session that was last.")]
+SessionOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json", help="Go on with the messages of this file, if it is there, and keep it up to date."
+    ),
+]
+ThinkBudgetOpt = Annotated[
+    int | None, typer.Option(help="The most tokens of thinking; then the model has to answer. Without it: its limit.")
+]
+ToolsOpt = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Tools to offer, as in the OpenAI API; you give the results.")
+]
+ToolExecOpt = Annotated[
+    str | None,
+    typer.Option(metavar="COMMAND", help="Carries out calls: gets {name, arguments} as JSON and prints JSON."),
+]
+ToolTimeoutOpt = Annotated[float, typer.Option(help="The most seconds of a call.")]
+YesOpt = Annotated[bool, typer.Option("--yes", help="Run --tool-exec without asking.")]
+ShowThinkingOpt = Annotated[bool, typer.Option("--show-thinking", help="Show reasoning as it comes, not in one line.")]
+NoMarkdownOpt = Annotated[
+    bool, typer.Option("--no-markdown", help="Show answers as they are written, also on a terminal.")
+]
+NoHistoryOpt = Annotated[bool, typer.Option("--no-history", help="Keep no history of inputs.")]
+StateHomeOpt = Annotated[Path | None, typer.Option(envvar="XDG_STATE_HOME", hidden=True)]
+TermOpt = Annotated[str, typer.Option(envvar="TERM", hidden=True)]
+
+
+def chat(
+    context: typer.Context,
+    model: ModelOpt = "nano",
+    system: SystemOpt = None,
+    go_on: ContinueOpt = False,
+    session: SessionOpt = None,
+    think: ThinkOpt = "off",
+    think_budget: ThinkBudgetOpt = None,
+    show_thinking: ShowThinkingOpt = False,
+    tools: ToolsOpt = None,
+    tool_exec: ToolExecOpt = None,
+    tool_timeout: ToolTimeoutOpt = 60.0,
+    yes: YesOpt = False,
+    no_markdown: NoMarkdownOpt = False,
+    no_history: NoHistoryOpt = False,
+    max_tokens: MaxTokensOpt = 4096,
+    temperature: TemperatureOpt = None,
+    top_p: TopPOpt = None,
+    seed: SeedOpt = None,
+    stop: StopOpt = None,
+    prefill_chunk: PrefillChunkOpt = 2048,
+    max_context: MaxContextOpt = None,
+    device: DeviceOpt = "auto",
+    dtype: DtypeOpt = "auto",
+    backend: BackendOpt = "auto",
+    state_home: StateHomeOpt = None,
+    term: TermOpt = "dumb",
+) -> None:
+    """Talk with the model: questions in, answers out, as long as you like.
+
+    On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
+    answer, twice it quits. From a pipe each line is a question, and stdout has the answers alone.
+
+    Every finished turn is on the disk, in $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4: --continue goes on after a kill.
+    """
+    from dsv4cli.engine.settings import Limits, check_device
+    from dsv4cli.engine.source import resolve_model
+
+    check_device(device)
+    limits = Limits(max_tokens, max_context, prefill_chunk, 0, tuple(stop or ()))
+    source = resolve_model(model)
+    sampling = source.sampling.chosen(temperature, top_p, seed)
+    job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling)
+    state = state_folder(state_home)
+    begun = _session(state, go_on, session, system)
+    if tools is not None:
+        begun.tools = read_tools(tools)
+    wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term)
+    calls = Calls(_command(tool_exec, yes), tool_timeout, not yes)
+    _start(job, begun, wishes, calls, None if no_history else state / "history")
+
+
+class Wishes(NamedTuple):
+    """How a conversation is led and shown."""
+
+    think_budget: int | None
+    show_thinking: bool
+    markdown: bool
+    term: str
+
+
+class Calls(NamedTuple):
+    """How calls are carried out."""
+
+    command: list[str]
+    seconds: float
+    ask_first: bool
+
+
+def _start(job: Job, session: Session, wishes: Wishes, calls: Calls, history: Path | None) -> None:
+    """Loads the model and talks."""
+    from dsv4cli.engine.talk import Talk
+
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    dialogue = job.dialogue  # refused before the model is loaded
+    with job.model() as model, Talk(model, dialogue, job.limits, job.place) as talk:
+        chat = Chat(job.out, job.source.name, talk, session, job.sampling, Interrupts(), on_terminal=terminal)
+        chat.think_budget, chat.show_thinking = wishes.think_budget, wishes.show_thinking
+        chat.markdown = wishes.markdown and job.out.colours.stdout
+        source = _input(chat, wishes.term, history)
+        chat.edits = source.edits
+        chat.run_calls = Tools(job.out, source, *calls).run
+        _converse(chat, source)
+
+
+def _command(tool_exec: str | None, yes: bool) -> list[str]:
+    """The command for calls. Raises UsageError where it needs a word of consent and nobody can give it."""
+    if tool_exec is None:
+        return []
+    if not yes and (sys.stdin is None or not sys.stdin.isatty()):
+        raise UsageError("--tool-exec asks before each call, and there is no terminal", "add --yes")
+    return split_command(tool_exec)
+
+
+def _session(state: Path, go_on: bool, file: Path | None, system: str | None) -> Session:
+    """The session to begin with. Raises UsageError."""
+    journal = Journal(state / "sessions")
+    session = Session(journal, file)
+    if go_on and file is not None:
+        raise UsageError("--continue and --session cannot be combined", "give one of them")
+    if go_on:
+        session.messages, session.tools = read_journal(newest_journal(journal.folder))
+    elif file is not None and file.exists():
+        session.load_file(file)
+    if system is not None:
+        session.system = system
+    return session
+
+
+def _input(chat: Chat, term: str, history: Path | None) -> Input:
+    """The best way to read messages that there is here."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        return Lines()
+    if not chat.on_terminal or term == "dumb":
+        return Plain(chat.out)
+    try:
+        from dsv4cli.commands.chat_editor import Editor
+    except ImportError:
+        chat.out.hint("pip install prompt_toolkit gives this prompt a history and an editor")
+        return _readline(chat.out)
+    return Editor(history, {name: command.help for name, command in COMMANDS.items()}, chat.interrupts)
+
+
+def _readline(out: Output) -> Input:
+    try:
+        return Readline(out)
+    except ImportError:
+        return Plain(out)
+
+
+def _converse(chat: Chat, source: Input) -> None:
+    """Reads and answers to the end. Exits with 130 when it was Ctrl-C."""
+    if chat.session.messages:
+        chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}")
+    if chat.on_terminal:
+        chat.out.status("/help lists the commands; Ctrl-D quits")
+    while True:
+        try:
+            draft, chat.draft = chat.draft, ""
+            _take(chat, source.read(draft))
+        except EOFError:
+            break
+        except Dsv4Error as error:
+            chat.out.error(error)
+        except KeyboardInterrupt:
+            if chat.leaving or chat.interrupts.again() or not chat.on_terminal:
+                raise
+            chat.out.status("Ctrl-C again, or Ctrl-D, quits")
+        if chat.stopped and not chat.on_terminal:
+            raise typer.Exit(130)
+
+
+def _take(chat: Chat, line: str) -> None:
+    """A message or a command of the user."""
+    before = list(chat.session.messages)
+    question: str | None = line
+    if line.startswith("/"):
+        question = obey(chat, line)
+    if question is not None and question.strip():
+        chat.ask(question, before)

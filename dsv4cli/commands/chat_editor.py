@@ -1,0 +1,120 @@
+"""The input of `dsv4 chat` on a terminal that can move its cursor: prompt_toolkit's line editor, with our keys."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from dsv4cli.commands.chat_input import MORE, PROMPT, open_quotes, unquoted
+from dsv4cli.commands.chat_turn import Interrupts
+
+
+class Editor:
+    """History with Ctrl-R, lines by Alt-Enter or between triple quotes, a paste as one message, completion of slash
+    commands, the user's editor by Ctrl-X Ctrl-E."""
+
+    edits = True
+
+    def __init__(self, history: Path | None, commands: Mapping[str, str], interrupts: Interrupts) -> None:
+        """`history`: its file, None for none; `commands`: the help of each slash command."""
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=True,
+            prompt_continuation=MORE,
+            history=_history(history),
+            completer=SlashCompleter(commands),
+            complete_while_typing=False,
+            reserve_space_for_menu=4,
+            enable_open_in_editor=True,
+            tempfile_suffix=".md",
+            key_bindings=_keys(interrupts),
+        )
+
+    def read(self, draft: str) -> str:
+        """The next message, begun with `draft`. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+        return unquoted(self._session.prompt(default=draft))
+
+
+def _keys(interrupts: Interrupts) -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if open_quotes(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c", filter=has_focus(DEFAULT_BUFFER))
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.text and not interrupts.again():
+            buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
+    return keys
+
+
+class SlashCompleter(Completer):
+    """The names of commands behind a slash that begins the message, and files behind /read, /save and /load."""
+
+    def __init__(self, commands: Mapping[str, str]) -> None:
+        self._commands = commands
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """What may follow before the cursor."""
+        text = document.text_before_cursor
+        if not text.startswith("/"):
+            return
+        command, space, rest = text[1:].partition(" ")
+        if not space:
+            for name, help_text in self._commands.items():
+                if name.startswith(command):
+                    yield Completion(name, start_position=-len(command), display_meta=help_text)
+        elif command in ("read", "save", "load"):
+            yield from _files(rest)
+
+
+def _files(text: str) -> Iterator[Completion]:
+    folder, _, beginning = text.rpartition("/")
+    try:
+        entries = sorted(Path(f"{folder}/" if "/" in text else ".").expanduser().iterdir())
+    except (OSError, RuntimeError):
+        return
+    for entry in entries:
+        if entry.name.startswith(beginning) and (beginning or not entry.name.startswith(".")):
+            yield Completion(entry.name + "/" * entry.is_dir(), start_position=-len(beginning))
+
+
+class _Private(FileHistory):
+    """Keeps what does not begin with a space."""
+
+    def store_string(self, string: str) -> None:
+        """Adds a message to the file."""
+        if not string.startswith(" "):
+            super().store_string(string)
+
+
+def _history(path: Path | None) -> History:
+    if path is None:
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        path.chmod(0o600)
+    except OSError:  # the journal says that it cannot be written there
+        return InMemoryHistory()
+    return _Private(str(path))

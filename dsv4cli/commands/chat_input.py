@@ -1,0 +1,117 @@
+"""Where the messages of `dsv4 chat` come from: lines of a pipe, a plain terminal, or prompt_toolkit's editor.
+
+Input is read between turns only. The model computes in the main thread, where Ctrl-C reaches it as a signal; what is
+typed meanwhile is not shown, and waits in the terminal for the next input. So no key waits for the model, and no
+second thread writes between the words of an answer.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from dsv4cli.output import Output
+
+PROMPT, MORE = "> ", ". "
+QUOTES = '"""'
+
+
+class Input(Protocol):
+    """One way to read messages; `edits` says whether a draft is taken up."""
+
+    edits: bool
+
+    def read(self, draft: str) -> str:
+        """The next message, begun with `draft`. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+
+
+class Lines:
+    """Messages of a pipe or a file: one a line."""
+
+    edits = False
+
+    def read(self, draft: str) -> str:
+        """The next line; a draft has nobody to finish it. Raises UsageError for one that is not UTF-8."""
+        from dsv4cli.engine.inputs import not_utf8
+
+        line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
+        if not line:
+            raise EOFError
+        try:
+            return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise not_utf8("stdin", error) from None
+
+
+class Plain:
+    """A terminal without prompt_toolkit: a line, or the lines between triple quotes."""
+
+    edits = False
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+
+    def read(self, draft: str) -> str:
+        """The next message."""
+        text = self._line(PROMPT, draft)
+        while open_quotes(text):
+            text += "\n" + self._line(MORE, "")
+        return unquoted(text)
+
+    def _line(self, prompt: str, draft: str) -> str:
+        if sys.stdout.isatty():
+            self._out.stream(prompt)
+        line = sys.stdin.readline()
+        self._out.forget_line()  # the terminal has shown the end of it
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+
+class Readline(Plain):
+    """The same with the keys of Python's readline. ImportError where Python has none."""
+
+    edits = True
+
+    def __init__(self, out: Output) -> None:
+        import readline
+
+        super().__init__(out)
+        self._readline = readline
+
+    def _line(self, prompt: str, draft: str) -> str:
+        self._readline.set_startup_hook(lambda: self._readline.insert_text(draft))
+        try:
+            return input(prompt)
+        finally:
+            self._readline.set_startup_hook()
+
+
+def open_quotes(text: str) -> bool:
+    """Whether a message begins with triple quotes that have not been closed."""
+    return text.startswith(QUOTES) and QUOTES not in text[len(QUOTES) :]
+
+
+def unquoted(text: str) -> str:
+    """The message between triple quotes; any other as it is."""
+    if not text.startswith(QUOTES):
+        return text
+    return text[len(QUOTES) :].rstrip().removesuffix(QUOTES).strip("\n")
+
+
+@contextmanager
+def keys_wait() -> Iterator[None]:
+    """A turn on a terminal: keys are kept for the next input and not shown between the words of the answer."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(number, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSANOW, before)

@@ -1,0 +1,216 @@
+"""A turn of `dsv4 chat`: the question put to the model, its answer shown, kept and counted; and how it is stopped."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import monotonic, perf_counter
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dsv4cli.commands.chat_input import keys_wait
+from dsv4cli.commands.chat_session import Session
+from dsv4cli.commands.chat_show import Show
+from dsv4cli.commands.run_modes import Clock
+from dsv4cli.errors import Dsv4Error
+from dsv4cli.output import Output, counted
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.answer import Answer
+    from dsv4cli.engine.prompt import Message
+    from dsv4cli.engine.settings import Sampling
+    from dsv4cli.engine.talk import Talk
+
+# a second Ctrl-C within so many seconds quits
+TWICE = 2.0
+# used up to this share, the context is said to be nearly full
+NEARLY_FULL = 0.8
+
+
+@dataclass
+class Interrupts:
+    """When Ctrl-C was pressed last."""
+
+    _last: float = float("-inf")
+
+    def again(self) -> bool:
+        """Notes that it is pressed now; whether it is the second time in `TWICE` seconds."""
+        before, self._last = self._last, monotonic()
+        return self._last - before < TWICE
+
+
+@dataclass
+class Count:
+    """What the session has cost: turns, and tokens that were prefilled, reused, drawn."""
+
+    turns: int = 0
+    prefilled: int = 0
+    reused: int = 0
+    drawn: int = 0
+
+
+# calls in, the messages with their results out; None where the user wants none of them carried out
+RunCalls = Callable[[list[dict[str, Any]]], "list[Message] | None"]
+
+
+@dataclass
+class Chat:
+    """A conversation with a model under way: what the commands of the user change and the turns use."""
+
+    out: Output
+    model: str
+    talk: "Talk"
+    session: Session
+    sampling: "Sampling"
+    interrupts: Interrupts
+    run_calls: RunCalls = lambda calls: None
+    think_budget: int | None = None
+    on_terminal: bool = False
+    edits: bool = False  # the input takes up a draft
+    markdown: bool = False
+    show_thinking: bool = False
+    draft: str = ""  # what the next input begins with
+    last: Clock = field(default_factory=Clock)
+    count: Count = field(default_factory=Count)
+    stopped: bool = False  # the last turn was, by Ctrl-C
+    leaving: bool = False  # by the second Ctrl-C
+    _breakable: bool = False  # calls are carried out, which Ctrl-C ends at once
+    _left_out: int = 0  # messages after the system message that the context has no room for
+
+    def ask(self, question: str, before: "list[Message]") -> None:
+        """A whole turn, with the calls of tools in it; without an answer the conversation is as `before`.
+
+        Raises Dsv4Error, and KeyboardInterrupt for the second Ctrl-C, after which the text so far is kept."""
+        asked = {"role": "user", "content": question}
+        self.session.messages.append(asked)
+        self.stopped = self.leaving = False
+        with self._signals():
+            try:
+                while self._answer():
+                    pass
+            except Dsv4Error:
+                self.session.messages[:] = before
+                raise
+            except KeyboardInterrupt:
+                self.leaving = True
+            finally:
+                self._breakable = False
+                if self.session.messages[-1:] == [
+                    {"role": "user", "content": question}
+                ]:  # it was stopped before a word
+                    self.session.messages = before
+                self.save()
+        if self.leaving:
+            raise KeyboardInterrupt
+
+    def save(self) -> None:
+        """Makes the session durable, or says that it is not."""
+        try:
+            self.session.save()
+        except OSError as error:
+            self.out.warning(f"the session is not saved: {error}; /save FILE puts it elsewhere")
+
+    def _answer(self) -> bool:
+        """One answer of the model; whether it goes on after the results of its calls."""
+        from dsv4cli.engine.settings import MAX_SEED
+
+        self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
+        steps = self.talk.reply(self._prompt(), self.sampling, think_budget=self.think_budget)
+        answer = None
+        try:
+            answer = self._follow(steps)
+        finally:
+            if answer is None:
+                self.out.end_line()
+        message, repairs = answer.message()
+        for repair in repairs if not self.stopped else ():
+            self.out.warning(repair)
+        calls = message.get("tool_calls") or []
+        for nth, call in enumerate(calls):
+            call.setdefault("id", f"call_{len(self.session.messages)}_{nth}")
+        if answer.steps:
+            self.session.messages.append({key: value for key, value in message.items() if value or key == "content"})
+        self._report(answer)
+        if not calls or self.stopped:
+            return False
+        self._breakable = True
+        try:
+            results = self.run_calls(calls)
+        except KeyboardInterrupt:
+            return False
+        finally:
+            self._breakable = False
+        self.session.messages += results or []
+        return results is not None
+
+    def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer":
+        """Shows an answer as it comes, to its end or until Ctrl-C."""
+        show = Show(self.out, self.markdown, self.show_thinking)
+        self.last = clock = Clock()
+        clock.start = perf_counter()
+        answer = None
+        try:
+            with keys_wait():
+                for answer, pieces in steps:
+                    if len(answer.steps) > clock.tokens:
+                        clock.tick()
+                    for kind, text in pieces:
+                        show.push(kind, text)
+        finally:
+            show.end()
+        assert answer is not None
+        return answer
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C ends an answer before its next step and keeps it; the second one also leaves. Calls it ends at
+        once. Nothing else is interrupted: what is being saved is saved."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.leaving = self.interrupts.again()
+            self.stopped = True
+            self.talk.stop()
+            if self._breakable:
+                raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _prompt(self) -> "list[Message]":
+        """The conversation as far as the context has room for it: the oldest questions, with their answers, go first.
+
+        What has gone stays away while the whole does not fit, so that the cache serves for many turns.
+        """
+        messages = self.session.prompt()
+        start = 0
+        while start < len(messages) and messages[start]["role"] == "system":
+            start += 1
+        if self.talk.surplus(messages) == 0:
+            self._left_out = 0
+            return messages
+        shorter = messages[:start] + messages[start + self._left_out :]
+        surplus = max(self.talk.surplus(shorter), 0)
+        if surplus:
+            self._left_out += surplus
+            left = counted(self._left_out, "message")
+            self.out.warning(f"the context is full: the oldest {left} are left out of the prompt, not of the session")
+        return messages[:start] + messages[start + self._left_out :]
+
+    def _report(self, answer: "Answer") -> None:
+        """The line below a turn."""
+        drawn, talk, clock = len(answer.steps), self.talk, self.last
+        self.count.turns += 1
+        self.count.prefilled += talk.prefilled
+        self.count.reused += talk.reused
+        self.count.drawn += drawn
+        used = talk.prompt_tokens + drawn
+        rate = f" · {clock.rate:.1f} tokens/s" if clock.rate else ""
+        first = f" · first after {clock.first:.2f} s" if drawn else ""
+        ended = " · stopped" if self.stopped else " · cut off at its limit" if answer.finish == "length" else ""
+        self.out.status(f"{self.model} · {used:,} of {talk.context:,} tokens{rate}{first}{ended}")
+        if used > NEARLY_FULL * talk.context:
+            left = counted(max(talk.context - used, 0), "token")
+            self.out.warning(f"{left} are left; then the oldest questions and answers are left out of the prompt")

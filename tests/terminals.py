@@ -1,0 +1,124 @@
+"""`dsv4` in a terminal of its own, forked from the tests, which have torch already; and a model that says what it is
+told to, token by token."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+from dsv4cli import cli
+from dsv4cli.commands import chat_turn
+from dsv4cli.engine import talk
+from tests.program import BYTES
+
+SECONDS = 10
+ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")
+
+
+def says(*answers: str, pause: float = 0.0, ends: bool = True) -> Callable[..., torch.Tensor]:
+    """A sampler whose answers are these, byte by byte; after the last they begin anew."""
+
+    def ids() -> Iterator[int]:
+        while True:
+            for answer in answers:
+                yield from BYTES.encode(answer)
+                if ends:
+                    yield BYTES.eos_id
+
+    drawn = ids()
+
+    def sample(*_: object) -> torch.Tensor:
+        time.sleep(pause)
+        return torch.tensor([next(drawn)])
+
+    return sample
+
+
+class Terminal:
+    """A program in the foreground of a terminal, with all three streams on it."""
+
+    def __init__(
+        self, *arguments: str, sample: Callable[..., torch.Tensor], columns: int = 80, **environment: str
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's threads sleep
+            self.program, self.master = pty.fork()
+        if self.program == 0:
+            _be_the_program(arguments, sample, columns, environment)
+        self.shown = ""
+        self._seen = 0
+
+    def until(self, *words: str) -> str:
+        """Waits until these have come, each behind the one before; what came since the last call."""
+        before = self._seen
+        for word in words:
+            end = time.monotonic() + SECONDS
+            while (at := self.plain.find(word, self._seen)) < 0:
+                assert time.monotonic() < end, f"no {word!r} behind {self.plain[self._seen :]!r}"
+                assert self._read(), f"ended without {word!r}: {self.plain[self._seen :]!r}"
+            self._seen = at + len(word)
+        return self.plain[before : self._seen]
+
+    @property
+    def plain(self) -> str:
+        """Everything shown, without escape codes and carriage returns."""
+        return ESCAPES.sub("", self.shown).replace("\r", "")
+
+    def _read(self) -> bool:
+        if not select.select([self.master], [], [], 1)[0]:
+            return True
+        try:
+            part = os.read(self.master, 65536)
+        except OSError:  # EIO: the other end is closed
+            return False
+        self.shown += part.decode(errors="replace")
+        return bool(part)
+
+    def type(self, keys: str) -> None:
+        """As a user does."""
+        os.write(self.master, keys.encode())
+
+    def kill(self) -> None:
+        """Without a chance to say anything."""
+        os.kill(self.program, signal.SIGKILL)
+        self.leave()
+
+    def leave(self) -> int:
+        """Reads the rest; the exit code, or the signal as a negative number."""
+        while self._read():
+            pass
+        os.close(self.master)
+        return os.waitstatus_to_exitcode(os.waitpid(self.program, 0)[1])
+
+
+def _be_the_program(
+    arguments: tuple[str, ...], sample: Callable[..., torch.Tensor], columns: int, environment: dict[str, str]
+) -> None:
+    code = 70
+    try:
+        for number, mode in enumerate(("r", "w", "w")):
+            setattr(sys, ("stdin", "stdout", "stderr")[number], open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - open to the end
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.pop("NO_COLOR", None)
+        os.environ.update({"TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", "PROMPT_TOOLKIT_NO_CPR": "1", **environment})
+        talk.sample = sample
+        chat_turn.TWICE = 0.6  # tests do not wait for two seconds
+        sys.argv = ["dsv4", *arguments]
+        cli.main()
+    except SystemExit as left:
+        code = int(left.code or 0)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)

@@ -1,0 +1,210 @@
+"""`dsv4 chat` through pipes: one message a line, sessions, slash commands, tools."""
+
+import json
+import os
+import stat
+
+import pytest
+
+from dsv4cli.engine import talk
+from dsv4cli.engine.prompt_text import calls_block
+from tests.program import SMALL, Program
+from tests.terminals import says
+
+
+@pytest.fixture
+def dsv4(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return Program(monkeypatch, capsys)
+
+
+@pytest.fixture
+def chat(dsv4):
+    """Types lines, to which a model of one layer answers."""
+
+    def call(*lines, answers=("Yes.",), options=()):
+        dsv4.patch.setattr(talk, "sample", says(*answers))
+        text = "".join(f"{line}\n" for line in lines).encode()
+        return dsv4("chat", "--model", SMALL, "--seed", "1", *options, stdin=text)
+
+    return call
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def conversation(path):
+    return json.loads(path.read_text(encoding="utf-8"))["messages"]
+
+
+def test_each_line_is_a_question_and_stdout_has_the_answers(chat):
+    done = chat("hello", "", "and\twho?", answers=("Hi €.", "Two\nlines\n", "never"))
+    assert (done.code, done.out) == (0, "Hi €.\nTwo\nlines\n")
+    _, random, first, second = done.err.splitlines()
+    assert "random" in random
+    assert first.startswith(f"{SMALL} · ")
+    assert " tokens · " in second
+
+
+def test_a_session_file_has_what_was_said_and_grows(chat, tmp_path):
+    file = tmp_path / "talk.json"
+    options = ("--session", str(file), "--system", "Be brief.")
+    chat("one", answers=("1",), options=options)
+    chat("two", answers=("2",), options=options[:2])
+    system = {"role": "system", "content": "Be brief."}
+    assert conversation(file) == [system, user("one"), assistant("1"), user("two"), assistant("2")]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) in (["talk.json", "state"], ["state", "talk.json"])
+
+
+def test_continue_goes_on_with_the_last_session(chat, tmp_path):
+    chat("one", "two", "/undo", answers=("1", "2"))
+    done = chat("/json", options=("--continue",))
+    assert json.loads(done.out) == {"messages": [user("one"), assistant("1")]}
+    state = tmp_path / "state" / "dsv4"
+    (journal,) = (state / "sessions").iterdir()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (state, state / "sessions", journal)] == [0o700, 0o700, 0o600]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 40])
+def test_a_line_that_was_cut_off_does_not_count(chat, tmp_path, cut):
+    chat("one", "two", answers=("1", "2"))
+    (journal,) = (tmp_path / "state/dsv4/sessions").iterdir()
+    journal.write_bytes(journal.read_bytes()[:-cut])
+    assert json.loads(chat("/json", options=("--continue",)).out)["messages"] == [user("one"), assistant("1")]
+
+
+def test_nothing_to_continue(chat):
+    done = chat(options=("--continue",))
+    assert done.code == 2
+    assert "there is no session to continue" in done.err
+
+
+def test_an_empty_chat_leaves_nothing(chat, tmp_path):
+    assert chat("/help", "/exit", "never").code == 0
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_journal_that_cannot_be_written_is_a_warning(chat, tmp_path):
+    (tmp_path / "state").write_text("in the way")
+    done = chat("one")
+    assert (done.code, done.out) == (0, "Yes.\n")
+    assert "the session is not saved" in done.err
+
+
+def test_commands_change_the_conversation(chat, tmp_path):
+    lines = ("/system Be kind.", "one", "/retry", "/edit uno", "//two", "/undo", f"/save {tmp_path}/x.json", "/clear")
+    done = chat(*lines, "/json", f"/load {tmp_path}/x.json", "/json", answers=("1", "I", "eins", "2"))
+    assert done.err.count("error") == 0
+    *_, second = done.out.partition("2\n")
+    system = {"role": "system", "content": "Be kind."}
+    decoder = json.JSONDecoder()
+    cleared, end = decoder.raw_decode(second)
+    assert cleared == {"messages": [system]}
+    assert json.loads(second[end:]) == {"messages": [system, user("uno"), assistant("eins")]}
+
+
+def test_a_retry_draws_anew(chat):
+    done = chat("/set", "one", "/set seed", "/set", answers=("1",))
+    assert "seed          1\n" in done.out
+    assert "seed          2\n" in done.out
+
+
+WRONG = (
+    ("/hepl", "did you mean /help?"),
+    ("/xyzzy", "there is no command /xyzzy"),
+    ("/", "there is no command /"),
+    ("/undo 3", "/undo takes nothing"),
+    ("/undo", "nothing has been asked"),
+    ("/retry", "nothing has been asked"),
+    ("/copy", "no terminal"),
+    ("/set temperature=-1", "cannot be -1"),
+    ("/set temperature=hot", "cannot be 'hot'"),
+    ("/set colour=1", "there is no setting 'colour'"),
+    ("/set think-budget=-1", "cannot be -1"),
+    ("/think fast", 'no thinking level "fast"'),
+    ("/read nothing.txt", "nothing.txt cannot be read"),
+    ("/load", "there is no file name"),
+    ("/save /nowhere/at/all.json", "cannot be written"),
+    ("/show-thinking perhaps", "cannot be perhaps"),
+)
+
+
+def test_wrong_commands_are_not_sent(chat):
+    done = chat(*(line for line, _ in WRONG))
+    assert (done.code, done.out) == (0, "")
+    errors = done.err.split("error: ")[1:]
+    assert len(errors) == len(WRONG)
+    assert [words for (_, words), error in zip(WRONG, errors, strict=True) if words not in error] == []
+
+
+def test_settings_and_numbers(chat, tmp_path):
+    (tmp_path / "text.txt").write_text("body\n")
+    lines = ("/set temperature=0.5", "/set max_tokens 3", "/think high", "/think off", "/tokens ab")
+    done = chat(*lines, f"/read {tmp_path}/text.txt why?", "/json", "/stats", "/context", "/tokens", answers=("12345",))
+    assert done.err.count("error") == 0
+    assert "2 tokens: 100 101\n123\n{" in done.out
+    assert '"why?\\n\\nbody"' in done.out
+    assert "tokens written" in done.out
+    assert "cut off at its limit" in done.err
+
+
+def test_thinking_is_one_line_and_kept(chat):
+    answers = ("some thoughts</think>Yes.",)
+    done = chat("why?", "/json", "/show-thinking", answers=answers, options=("--think", "high"))
+    assert done.out.startswith("Yes.\n{")
+    assert '"reasoning_content": "some thoughts"' in done.out
+    assert "thinking (13 tokens, " in done.err
+    assert done.err.endswith("some thoughts\n")
+    shown = chat("why?", answers=answers, options=("--think", "high", "--show-thinking"))
+    assert "some thoughts\n(thought: 13 tokens, " in shown.err
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+
+
+@pytest.fixture
+def tools(tmp_path):
+    (tmp_path / "tools.json").write_text(json.dumps([WEATHER]))
+    return ("--tools", str(tmp_path / "tools.json"))
+
+
+def test_the_next_line_is_the_result_of_a_call(chat, tools):
+    done = chat("weather?", '{"sky": "blue"}', "/json", answers=(f"{calls_block([CALL])}", "Blue."), options=tools)
+    head, _, document = done.out.partition("{\n")
+    assert head == 'weather({"city": "Paris"})\nBlue.\n'
+    called = {**CALL, "id": "call_1_0"}
+    result = {"role": "tool", "tool_call_id": "call_1_0", "content": '{"sky": "blue"}'}
+    messages = [user("weather?"), assistant("", tool_calls=[called]), result, assistant("Blue.")]
+    assert json.loads("{\n" + document) == {"messages": messages, "tools": [WEATHER]}
+
+
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [
+        ("print(input())", '{"name": "weather", "arguments": {"city": "Paris"}}'),
+        ("print('no json')", '{"error": "the command printed no JSON"}'),
+        ("raise SystemExit(3)", '{"error": "the command ended with 3"}'),
+        ("import time; time.sleep(60)", '{"error": "no result after 0.5 s"}'),
+    ],
+    ids=["echo", "no-json", "fails", "slow"],
+)  # fmt: skip
+def test_a_command_carries_out_calls(chat, tools, tmp_path, script, result):
+    (tmp_path / "call.py").write_text(script)
+    limit = "0.5" if "sleep" in script else "30"
+    options = (*tools, "--tool-exec", f"python3 {tmp_path}/call.py", "--yes", "--tool-timeout", limit)
+    done = chat("weather?", "/json", answers=(calls_block([CALL]), "Well."), options=options)
+    assert json.loads("{\n" + done.out.partition("{\n")[2])["messages"][2]["content"] == result
+
+
+def test_a_command_needs_consent(chat, tools):
+    done = chat("weather?", options=(*tools, "--tool-exec", "true"))
+    assert done.code == 2
+    assert "--yes" in done.err
