@@ -10,10 +10,12 @@ import pytest
 from dsv4cli.engine import prefix, schedule
 from dsv4cli.engine.answers import generate_answers
 from dsv4cli.engine.budget import Thinking
+from dsv4cli.engine.cache import Cache
 from dsv4cli.engine.dialogue import open_dialogue
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.prefix import shared
+from dsv4cli.engine.schedule import Schedule
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.source import resolve_model
 from dsv4cli.engine.talk import ContextFull, Talk
@@ -306,7 +308,31 @@ class Interruption:
             sys.settrace(None)
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Cache, "_take_block"), (Cache, "_release"), (Cache, "reserve"), (Cache, "snapshot"), (Schedule, "_advance")],
+)
+def test_an_interrupt_between_two_calls_leaves_the_cache_whole(monkeypatch, owner, name):
+    with talk(max_tokens=2) as one:
+        ask(one, LONG)
+        second = [*LONG, said("No."), user("Sure? " * 25)]
+        work = getattr(owner, name)
+
+        def interrupted(*given):
+            work(*given)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                drain(one.reply(second, SEEDED))
+        answer, prefilled = ask(one, second)
+        assert drawn(answer) == fresh(second, max_tokens=2)
+        assert prefilled <= size(*second) - size(*LONG) + 1
+    assert held(one) == (0, 0)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_an_interrupt_at_any_line_leaves_the_cache_whole(decoder, times):
     second = [*LONG, said("No."), user("Sure? " * 25)]
     expected = fresh(second, max_tokens=2)
