@@ -21,7 +21,7 @@ from dsv4cli.commands import chat_turn
 from dsv4cli.engine import talk
 from tests.program import BYTES
 
-SECONDS = 10
+SECONDS = 60
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")
 
 
