@@ -41,7 +41,7 @@ def test_fifty_random_interrupts(tmp_path):
     assert "Traceback" not in one.shown
     asked = questions(tmp_path)
     assert asked[-1] == "last"
-    assert asked == sorted(asked[:-1], key=lambda text: int(text.split()[1])) + ["last"]
+    assert asked == [*sorted(asked[:-1], key=lambda text: int(text.split()[1])), "last"]
 
 
 @pytest.mark.slow
