@@ -63,6 +63,13 @@ def test_a_session_file_has_what_was_said_and_grows(chat, tmp_path):
     assert os.listdir(tmp_path) in (["talk.json", "state"], ["state", "talk.json"])
 
 
+def test_a_session_file_may_be_empty_again(chat, tmp_path):
+    options = ("--session", str(tmp_path / "talk.json"))
+    chat("one", "/clear", options=options)
+    assert chat("two", options=options).out == "Yes.\n"
+    assert conversation(tmp_path / "talk.json") == [user("two"), assistant("Yes.")]
+
+
 def test_continue_goes_on_with_the_last_session(chat, tmp_path):
     chat("one", "two", "/undo", answers=("1", "2"))
     done = chat("/json", options=("--continue",))

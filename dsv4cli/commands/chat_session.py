@@ -160,9 +160,10 @@ class Session:
 
     def load_file(self, path: Path) -> None:
         """Takes the conversation of a file in place of this one. Raises UsageError."""
-        from dsv4cli.engine.inputs import read_messages
+        from dsv4cli.engine.inputs import read_messages, read_text
 
-        messages = read_messages(path)
+        begun = "".join(read_text(path).split()) != '{"messages":[]}'  # ours, before the first question or after /clear
+        messages = read_messages(path) if begun else []
         tools = [tool for message in messages if message["role"] == "system" for tool in message.get("tools") or ()]
         plain = [{key: value for key, value in message.items() if key != "tools"} for message in messages]
         self.messages = [one for one in plain if one["role"] != "system" or one.get("content")]
