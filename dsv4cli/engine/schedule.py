@@ -11,6 +11,7 @@ from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache, Sequence, Snapshot
 from dsv4cli.engine.capacity import BLOCK_TOKENS, MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.decode import Decoder
+from dsv4cli.engine.device import step_threads
 from dsv4cli.engine.model import Transformer
 
 # the most blocks that are made before a token comes: 131,072 tokens, 0.8 GB for Flash
@@ -63,6 +64,7 @@ class Schedule:
         a GPU whose kernels are Triton's."""
         self.model = model
         self.prefill_chunk = prefill_chunk
+        self._weights = sum(parameter.nbytes for parameter in model.parameters())
         slots = self._slots = max(1, min(streams, MAX_SLOTS))
         decodes = longest is not None and captures(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=slots + decodes, device=device)
@@ -123,6 +125,10 @@ class Schedule:
         The next call may overwrite them.
         """
         chunks = self._next_chunks()
+        with step_threads(sum(chunk.end - chunk.first for chunk in chunks), self._weights):
+            return self._logits(chunks)
+
+    def _logits(self, chunks: list[Chunk]) -> tuple[list[Stream], torch.Tensor | None]:
         logits: torch.Tensor | None
         if self._decoder is not None and all(chunk.end - chunk.first == 1 for chunk in chunks):
             every = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)])
