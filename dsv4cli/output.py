@@ -6,7 +6,9 @@ Text from checkpoints, models and files is data: nothing in it is markup, and no
 import base64
 import io
 import json
+import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\
 CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 # in JSON, which itself escapes only C0; a reader of lines may also end one at U+2028 and U+2029
 ESCAPED = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
+# what begins the lines that a narrow terminal makes of one
+FOLDED = "    "
 # what a table says once, wherever it shows bytes
 UNIT_NOTE = "1 GB = 10^9 bytes"
 
@@ -50,14 +54,15 @@ class Output:
             _write(sys.stdout, _styled(_harmless(text), BOLD, strong and self.colours.stdout))
 
     def table(self, rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
-        """Aligned columns of a human answer; with `numbers` every column but the first is flush right."""
+        """Aligned columns of a human answer; with `numbers` every column but the first is flush right. A terminal that
+        is too narrow has them folded between words."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = [
                 cell.rjust(width) if numbers and column else cell.ljust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
-            self.line("  ".join(cells).rstrip())
+            self.line(_folded("  ".join(cells).rstrip(), sys.stdout))
 
     def document(self, value: Mapping[str, Any]) -> None:
         """The one JSON document of a command; nothing in human mode."""
@@ -158,7 +163,7 @@ class Output:
 
     def _remark(self, text: str, style: str) -> None:
         if not self.as_json:
-            _write(sys.stderr, _styled(_harmless(text), style, self.colours.stderr))
+            _write(sys.stderr, _styled(_folded(_harmless(text), sys.stderr), style, self.colours.stderr))
 
 
 def _write(stream: TextIO, text: str, end: str = "\n") -> None:
@@ -176,6 +181,20 @@ def _json(value: Mapping[str, Any]) -> str:
 
 def _styled(text: str, style: str, wanted: bool) -> str:
     return f"{style}{text}{RESET}" if wanted else text
+
+
+def _folded(text: str, stream: TextIO) -> str:
+    """The text in lines of a terminal's width, parted between words; as it is for any other stream."""
+    if not stream.isatty():
+        return text
+    width = os.get_terminal_size(stream.fileno()).columns
+    if width <= len(FOLDED) or len(text) <= width:
+        return text
+    lines = [
+        textwrap.wrap(line, width, subsequent_indent=FOLDED, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    ]
+    return "\n".join("\n".join(line) for line in lines)
 
 
 def _harmless(text: str) -> str:
