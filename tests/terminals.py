@@ -1,5 +1,5 @@
-"""`dsv4` in a terminal of its own, forked from the tests, which have torch already; and a model that says what it is
-told to, token by token."""
+"""`dsv4` in a terminal of its own, forked from the tests, which have torch already; and a model that computes nothing
+and says what it is told to, token by token."""
 
 import fcntl
 import os
@@ -13,19 +13,27 @@ import termios
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 
+import pytest
 import torch
 
 from dsv4cli import cli
 from dsv4cli.commands import chat_turn
-from dsv4cli.engine import talk
-from tests.program import BYTES
+from dsv4cli.engine import loading, talk
+from dsv4cli.engine.loading import load_model
+from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.schedule import Chunk, Schedule, Stream
+from dsv4cli.engine.source import resolve_model
+from tests.program import BYTES, SMALL
 
 SECONDS = 60
+Sampler = Callable[..., torch.Tensor]
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")
 
 
-def says(*answers: str, pause: float = 0.0, ends: bool = True) -> Callable[..., torch.Tensor]:
+def says(*answers: str, pause: float = 0.0, ends: bool = True) -> Sampler:
     """A sampler whose answers are these, byte by byte; after the last they begin anew."""
 
     def ids() -> Iterator[int]:
@@ -44,17 +52,49 @@ def says(*answers: str, pause: float = 0.0, ends: bool = True) -> Callable[..., 
     return sample
 
 
+@cache
+def _small() -> Transformer:
+    return load_model(resolve_model(SMALL), Numerics.reference())
+
+
+def speak(patch: pytest.MonkeyPatch, sample: Sampler, reading: float = 0.0) -> None:
+    """Conversations draw from `sample`, and their model has nothing to do but to take `reading` seconds a token of a
+    prompt."""
+
+    def logits(schedule: Schedule, chunks: list[Chunk]) -> tuple[list[Stream], torch.Tensor]:
+        time.sleep(reading * sum(chunk.end - chunk.first for chunk in chunks if chunk.end - chunk.first > 1))
+        schedule._advance(chunks)
+        streams = [chunk.stream for chunk in chunks if chunk.stream.caught_up]
+        return streams, torch.zeros(len(streams), schedule.model.config.vocab_size)
+
+    model = _small()
+    patch.setattr(loading, "load_model", lambda *_, **__: model)
+    patch.setattr(Schedule, "_logits", logits)
+    patch.setattr(talk, "sample", sample)
+
+
 class Terminal:
     """A program in the foreground of a terminal, with all three streams on it."""
 
     def __init__(
-        self, *arguments: str, sample: Callable[..., torch.Tensor], columns: int = 80, **environment: str
+        self,
+        *arguments: str,
+        sample: Sampler,
+        columns: int = 80,
+        reading: float = 0.0,
+        twice: float = 0.0,
+        **environment: str,
     ) -> None:
+        """twice: Ctrl-C pressed again within so many seconds is the second time."""
+        _small()  # once for all
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's threads sleep
             self.program, self.master = pty.fork()
         if self.program == 0:
-            _be_the_program(arguments, sample, columns, environment)
+            patch = pytest.MonkeyPatch()
+            speak(patch, sample, reading)
+            patch.setattr(chat_turn, "TWICE", twice)
+            _be_the_program(arguments, columns, environment)
         self.shown = ""
         self._seen = 0
 
@@ -88,6 +128,10 @@ class Terminal:
         """As a user does."""
         os.write(self.master, keys.encode())
 
+    def resize(self, columns: int) -> None:
+        """As a user does with a window's edge; the program gets SIGWINCH."""
+        _size(self.master, columns)
+
     def kill(self) -> None:
         """Without a chance to say anything."""
         os.kill(self.program, signal.SIGKILL)
@@ -101,19 +145,19 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.program, 0)[1])
 
 
-def _be_the_program(
-    arguments: tuple[str, ...], sample: Callable[..., torch.Tensor], columns: int, environment: dict[str, str]
-) -> None:
+def _size(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+def _be_the_program(arguments: tuple[str, ...], columns: int, environment: dict[str, str]) -> None:
     code = 70
     try:
         for number, mode in enumerate(("r", "w", "w")):
             setattr(sys, ("stdin", "stdout", "stderr")[number], open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - open to the end
-        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        _size(1, columns)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.pop("NO_COLOR", None)
         os.environ.update({"TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", "PROMPT_TOOLKIT_NO_CPR": "1", **environment})
-        talk.sample = sample
-        chat_turn.TWICE = 0.6  # tests do not wait for two seconds
         sys.argv = ["dsv4", *arguments]
         cli.main()
     except SystemExit as left:

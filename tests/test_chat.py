@@ -6,10 +6,9 @@ import stat
 
 import pytest
 
-from dsv4cli.engine import talk
 from dsv4cli.engine.prompt_text import calls_block
 from tests.program import SMALL, Program
-from tests.terminals import says
+from tests.terminals import says, speak
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def chat(dsv4):
     """Types lines, to which a model of one layer answers."""
 
     def call(*lines, answers=("Yes.",), options=()):
-        dsv4.patch.setattr(talk, "sample", says(*answers))
+        speak(dsv4.patch, says(*answers))
         text = "".join(f"{line}\n" for line in lines).encode()
         return dsv4("chat", "--model", SMALL, "--seed", "1", *options, stdin=text)
 
@@ -145,7 +144,7 @@ WRONG = (
 
 def test_wrong_commands_are_not_sent(chat):
     done = chat(*(line for line, _ in WRONG))
-    assert (done.code, done.out) == (0, "")
+    assert (done.code, done.out) == (2, "")
     errors = done.err.split("error: ")[1:]
     assert len(errors) == len(WRONG)
     assert [words for (_, words), error in zip(WRONG, errors, strict=True) if words not in error] == []

@@ -75,24 +75,21 @@ def test_typing_history_completion_lines_and_paste(terminal, tmp_path):
     assert "secret" not in history.read_text()
 
 
-def test_ctrl_c_stops_clears_and_quits(terminal, tmp_path):
-    one = terminal(answers=("word " * 200,), pause=0.02)
+def test_ctrl_c_stops_an_answer_and_clears_a_line(terminal, tmp_path):
+    one = terminal("--no-markdown", answers=("word " * 200,), pause=0.01)
     one.type("go\r")
-    time.sleep(0.5)
-    one.type("typed ahead")
-    time.sleep(0.3)
-    one.type("\x03")  # in the middle of an answer
+    one.until("word word")
+    one.type("typed ahead")  # the terminal drops it with Ctrl-C
+    one.type("\x03")
     one.until("stopped", ">")
-    time.sleep(0.7)
-    one.type("half a line\x03")  # clears it
-    time.sleep(0.7)
-    one.type("/json\r")
+    one.type("half a line")
+    one.until("half a line")
+    one.type("\x03/json\r")
     one.until('"go"', '"word', ">")
-    time.sleep(0.7)
     one.type("\x03")
-    one.until("Ctrl-C again")
-    one.type("\x03")
-    assert one.leave() == 130
+    one.until("Ctrl-C again", ">")
+    one.type("\x04")
+    assert one.leave() == 0
     assert "Traceback" not in one.shown
     question, answer = kept(tmp_path)
     assert question == "go"
@@ -100,16 +97,92 @@ def test_ctrl_c_stops_clears_and_quits(terminal, tmp_path):
     assert ("word " * 200).startswith(answer)
 
 
-def test_ctrl_c_twice_in_an_answer_quits_and_keeps_it(terminal, tmp_path):
-    one = terminal("--no-markdown", answers=("word " * 200,), pause=0.02)
-    one.type("go\r")
-    one.until("word word")
+def test_ctrl_c_twice_at_the_prompt_quits(terminal, tmp_path):
+    one = terminal(twice=60)
     one.type("\x03")
-    time.sleep(0.3)
+    one.until("Ctrl-C again", ">")
     one.type("\x03")
     assert one.leave() == 130
     assert "Traceback" not in one.shown
-    assert kept(tmp_path)[1].startswith("word word")
+
+
+def test_ctrl_c_twice_in_an_answer_quits_and_keeps_it(terminal, tmp_path):
+    one = terminal("--no-markdown", answers=("word " * 200,), pause=0.1, twice=60)
+    one.type("go\r")
+    one.until("word")
+    one.type("\x03")
+    time.sleep(0.05)
+    one.type("\x03")
+    assert one.leave() == 130
+    assert "Traceback" not in one.shown
+    assert kept(tmp_path)[1].startswith("word")
+
+
+def test_ctrl_c_while_a_prompt_is_read_ends_that_at_once(terminal, tmp_path):
+    (tmp_path / "long.txt").write_text("x" * 6000)
+    one = terminal(reading=0.01)  # a minute for this prompt
+    start = time.monotonic()
+    one.type(f"/read {tmp_path}/long.txt\r")
+    one.until("reading 6,0")
+    one.type("\x03")
+    one.until("stopped before the first word", ">")
+    assert time.monotonic() - start < 30
+    one.type("hi\r")
+    one.until("Yes.", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path) == ["hi", "Yes."]
+
+
+def test_an_answer_and_a_half_typed_line_follow_a_resize(terminal, tmp_path):
+    one = terminal(answers=("word " * 30,))
+    one.type("first\r")
+    assert max(map(len, one.until(f"{SMALL} · ", ">").splitlines())) > 60
+    one.type("half a")
+    one.until("half a")
+    one.resize(30)
+    one.type(" line\r")
+    answer = [line for line in one.until(f"{SMALL} ·", ">").splitlines() if line.startswith("word")]
+    assert [len(line) for line in answer] == [29] * 5
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[2] == "half a line"
+
+
+def test_an_editor_writes_the_message(terminal, tmp_path):
+    (tmp_path / "editor").write_text('#!/bin/sh\nprintf "%s, in\\nfull" "$(cat "$1")" > "$1"\n')
+    (tmp_path / "editor").chmod(0o700)
+    one = terminal(EDITOR=str(tmp_path / "editor"))
+    one.type("begun\x18\x05")
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[0] == "begun, in\nfull"
+
+
+def test_what_is_typed_during_an_answer_is_the_next_message(terminal, tmp_path):
+    one = terminal(answers=("word " * 8,), pause=0.01)
+    one.type("go\r")
+    one.until("go")
+    time.sleep(0.1)
+    one.type("next\r")
+    one.until(f"{SMALL} · ", "next", f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[::2] == ["go", "next"]
+
+
+def test_characters_of_several_tokens_and_words_fit_a_narrow_terminal(terminal):
+    one = terminal(answers=("Grüße, 世界 👩‍🚀 €.",), columns=40)
+    one.type("hello\r")
+    one.until("Grüße, 世界 👩‍🚀 €.\n", ">")
+    one.type("/help\r")
+    lines = one.until("quits, as", ">").splitlines()
+    assert len(lines) > 30
+    assert max(map(len, lines)) <= 40
+    one.type("\x04")
+    assert one.leave() == 0
+    assert "\ufffd" not in one.shown
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=["dumb", "no-colour"])
@@ -121,6 +194,8 @@ def test_a_terminal_without_colours_shows_the_text_as_it_is(terminal, environmen
         assert "\x1b" not in one.shown
         one.type('"""one\rtwo"""\r')
         one.until(f"{SMALL} · ", ">")
+        one.type("/copy\r")
+        one.until("no terminal that could copy", ">")
     one.type("\x04")
     assert one.leave() == 0
 
@@ -130,7 +205,8 @@ def test_a_kill_loses_nothing_that_was_finished(terminal, tmp_path):
     one.type("one\r")
     one.until(f"{SMALL} · ", ">")
     one.type("two\r")
-    time.sleep(0.3)
+    one.until("two")
+    time.sleep(0.1)
     one.kill()
     again = terminal("--continue")
     assert "going on after 2 messages" in again.plain

@@ -1,5 +1,6 @@
 """`dsv4 chat`: a conversation, on a terminal or through pipes."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -27,6 +28,7 @@ from dsv4cli.options import (
     TemperatureOpt,
     ThinkOpt,
     TopPOpt,
+    TorchrunOpt,
 )
 from dsv4cli.output import Output, counted
 
@@ -83,31 +85,36 @@ def chat(
     device: DeviceOpt = "auto",
     dtype: DtypeOpt = "auto",
     backend: BackendOpt = "auto",
+    torchrun: TorchrunOpt = None,
     state_home: StateHomeOpt = None,
     term: TermOpt = "dumb",
 ) -> None:
     """Talk with the model: questions in, answers out, as long as you like.
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
-    answer, twice it quits. From a pipe each line is a question, and stdout has the answers alone.
+    answer, twice it quits. From a pipe each line is a question, and stdout has the answers alone; it ends with the code
+    of the last error.
 
     Every finished turn is on the disk, in $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4: --continue goes on after a kill.
     """
     from dsv4cli.engine.settings import Limits, check_device
     from dsv4cli.engine.source import resolve_model
 
+    _check_alone(torchrun)
     check_device(device)
     limits = Limits(max_tokens, max_context, prefill_chunk, 0, tuple(stop or ()))
     source = resolve_model(model)
     sampling = source.sampling.chosen(temperature, top_p, seed)
     job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling)
     state = state_folder(state_home)
-    begun = _session(state, go_on, session, system)
-    if tools is not None:
-        begun.tools = read_tools(tools)
+    begun = _session(state, go_on, session, system, tools)
     wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term)
-    calls = Calls(_command(tool_exec, yes), tool_timeout, not yes)
-    _start(job, begun, wishes, calls, None if no_history else state / "history")
+    _start(job, begun, wishes, _calls(tool_exec, tool_timeout, yes), None if no_history else state / "history")
+
+
+def _check_alone(torchrun: str | None) -> None:
+    if torchrun is not None:
+        raise UsageError("chat runs in one process", "leave out torchrun, or ask dsv4 run, which takes part in several")
 
 
 class Wishes(NamedTuple):
@@ -137,22 +144,26 @@ def _start(job: Job, session: Session, wishes: Wishes, calls: Calls, history: Pa
         chat = Chat(job.out, job.source.name, talk, session, job.sampling, Interrupts(), on_terminal=terminal)
         chat.think_budget, chat.show_thinking = wishes.think_budget, wishes.show_thinking
         chat.markdown = wishes.markdown and job.out.colours.stdout
+        chat.copies = terminal and wishes.term != "dumb"
         source = _input(chat, wishes.term, history)
         chat.edits = source.edits
         chat.run_calls = Tools(job.out, source, *calls).run
         _converse(chat, source)
 
 
-def _command(tool_exec: str | None, yes: bool) -> list[str]:
-    """The command for calls. Raises UsageError where it needs a word of consent and nobody can give it."""
+def _calls(tool_exec: str | None, seconds: float, yes: bool) -> Calls:
+    """How calls are carried out. Raises UsageError, also where it needs a word of consent and nobody can give it."""
+    from dsv4cli.engine.settings import require
+
+    require(0 < seconds < math.inf, "--tool-timeout", seconds, "use more than 0 seconds")
     if tool_exec is None:
-        return []
+        return Calls([], seconds, not yes)
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
         raise UsageError("--tool-exec asks before each call, and there is no terminal", "add --yes")
-    return split_command(tool_exec)
+    return Calls(split_command(tool_exec), seconds, not yes)
 
 
-def _session(state: Path, go_on: bool, file: Path | None, system: str | None) -> Session:
+def _session(state: Path, go_on: bool, file: Path | None, system: str | None, tools: Path | None) -> Session:
     """The session to begin with. Raises UsageError."""
     journal = Journal(state / "sessions")
     session = Session(journal, file)
@@ -162,8 +173,12 @@ def _session(state: Path, go_on: bool, file: Path | None, system: str | None) ->
         session.messages, session.tools = read_journal(newest_journal(journal.folder))
     elif file is not None and file.exists():
         session.load_file(file)
+    elif file is not None and not file.parent.is_dir():
+        raise UsageError(f"{file} cannot be written: there is no folder {file.parent}", "make it, or name another file")
     if system is not None:
         session.system = system
+    if tools is not None:
+        session.tools = read_tools(tools)
     return session
 
 
@@ -189,7 +204,8 @@ def _readline(out: Output) -> Input:
 
 
 def _converse(chat: Chat, source: Input) -> None:
-    """Reads and answers to the end. Exits with 130 when it was Ctrl-C."""
+    """Reads and answers to the end. Exits with 130 when it was Ctrl-C, and in a pipe as the last error would."""
+    code = 0
     if chat.session.messages:
         chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}")
     if chat.on_terminal:
@@ -202,12 +218,15 @@ def _converse(chat: Chat, source: Input) -> None:
             break
         except Dsv4Error as error:
             chat.out.error(error)
+            code = error.exit_code
         except KeyboardInterrupt:
             if chat.leaving or chat.interrupts.again() or not chat.on_terminal:
                 raise
             chat.out.status("Ctrl-C again, or Ctrl-D, quits")
         if chat.stopped and not chat.on_terminal:
             raise typer.Exit(130)
+    if code and not chat.on_terminal:
+        raise typer.Exit(code)
 
 
 def _take(chat: Chat, line: str) -> None:

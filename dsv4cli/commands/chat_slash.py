@@ -40,8 +40,7 @@ def obey(chat: Chat, line: str) -> str | None:
 
 def _help(chat: Chat, _: str) -> None:
     chat.out.table([[f"/{name} {command.arguments}".rstrip(), command.help] for name, command in COMMANDS.items()])
-    chat.out.line('A message of several lines: Alt-Enter, or between """ and """. //text sends /text.')
-    chat.out.line("Ctrl-C stops an answer or clears the line; twice quits, as Ctrl-D does.")
+    chat.out.table([[line] for line in (*KEYS, *(EDITOR_KEYS if chat.edits else ()))])
 
 
 def _exit(chat: Chat, _: str) -> None:
@@ -150,6 +149,11 @@ def _set(chat: Chat, words: str) -> None:
     chat.out.status(f"{name}: {_setting(chat, name)}")
 
 
+KEYS = (
+    'A message of several lines: Alt-Enter, or between """ and """. //text sends /text.',
+    "Ctrl-C stops an answer or clears the line; twice quits, as Ctrl-D does.",
+)
+EDITOR_KEYS = ("Ctrl-R searches the history, Tab completes a command, Ctrl-X Ctrl-E opens $EDITOR and sends its text.",)
 SETTINGS: Mapping[str, type[int] | type[float]] = {
     "temperature": float,
     "top-p": float,
@@ -214,7 +218,7 @@ def _context(chat: Chat, _: str) -> None:
 
 
 def _copy(chat: Chat, _: str) -> None:
-    if not chat.on_terminal:
+    if not chat.copies:
         raise UsageError("there is no terminal that could copy", "use /save FILE or /json")
     text = str(chat.session.last_answer().get("content") or "")
     chat.out.clipboard(text)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TWICE = 2.0
 # used up to this share, the context is said to be nearly full
 NEARLY_FULL = 0.8
+# so many tokens to read before an answer are announced
+MANY_TOKENS = 1000
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Chat:
     think_budget: int | None = None
     on_terminal: bool = False
     edits: bool = False  # the input takes up a draft
+    copies: bool = False  # the terminal may be asked to fill its clipboard
     markdown: bool = False
     show_thinking: bool = False
     draft: str = ""  # what the next input begins with
@@ -74,7 +77,7 @@ class Chat:
     count: Count = field(default_factory=Count)
     stopped: bool = False  # the last turn was, by Ctrl-C
     leaving: bool = False  # by the second Ctrl-C
-    _breakable: bool = False  # calls are carried out, which Ctrl-C ends at once
+    _breakable: bool = False  # the prompt is read or calls are carried out, which Ctrl-C ends at once
     _left_out: int = 0  # messages after the system message that the context has no room for
 
     def ask(self, question: str, before: "list[Message]") -> None:
@@ -91,13 +94,8 @@ class Chat:
             except Dsv4Error:
                 self.session.messages[:] = before
                 raise
-            except KeyboardInterrupt:
-                self.leaving = True
             finally:
-                self._breakable = False
-                if self.session.messages[-1:] == [
-                    {"role": "user", "content": question}
-                ]:  # it was stopped before a word
+                if self.session.messages[-1:] == [asked]:  # it was stopped before a word
                     self.session.messages = before
                 self.save()
         if self.leaving:
@@ -115,21 +113,17 @@ class Chat:
         from dsv4cli.engine.settings import MAX_SEED
 
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
-        steps = self.talk.reply(self._prompt(), self.sampling, think_budget=self.think_budget)
-        answer = None
-        try:
-            answer = self._follow(steps)
-        finally:
-            if answer is None:
-                self.out.end_line()
+        answer = self._follow(self.talk.reply(self._prompt(), self.sampling, think_budget=self.think_budget))
+        if answer is None:
+            self.out.status("stopped before the first word")
+            return False
         message, repairs = answer.message()
         for repair in repairs if not self.stopped else ():
             self.out.warning(repair)
         calls = message.get("tool_calls") or []
         for nth, call in enumerate(calls):
             call.setdefault("id", f"call_{len(self.session.messages)}_{nth}")
-        if answer.steps:
-            self.session.messages.append({key: value for key, value in message.items() if value or key == "content"})
+        self.session.messages.append({key: value for key, value in message.items() if value or key == "content"})
         self._report(answer)
         if not calls or self.stopped:
             return False
@@ -137,14 +131,15 @@ class Chat:
         try:
             results = self.run_calls(calls)
         except KeyboardInterrupt:
+            self.out.status("stopped: the call has no result")
             return False
         finally:
             self._breakable = False
         self.session.messages += results or []
         return results is not None
 
-    def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer":
-        """Shows an answer as it comes, to its end or until Ctrl-C."""
+    def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer | None":
+        """Shows an answer as it comes, to its end or until Ctrl-C; None where that came before its first token."""
         show = Show(self.out, self.markdown, self.show_thinking)
         self.last = clock = Clock()
         clock.start = perf_counter()
@@ -152,25 +147,36 @@ class Chat:
         try:
             with keys_wait():
                 for answer, pieces in steps:
+                    # a step with a token is short; one of the prompt may take minutes, and the engine mends it
+                    self._breakable = self.talk.unread > 1
+                    if self._breakable and self.on_terminal and not self.talk.prefilled:
+                        self._announce(self.talk.unread)
                     if len(answer.steps) > clock.tokens:
                         clock.tick()
                     for kind, text in pieces:
                         show.push(kind, text)
+        except KeyboardInterrupt:
+            return None
         finally:
+            self._breakable = False
             show.end()
-        assert answer is not None
-        return answer
+        return answer if answer is not None and answer.steps else None
+
+    def _announce(self, tokens: int) -> None:
+        if tokens >= MANY_TOKENS:
+            self.out.status(f"reading {tokens:,} tokens")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C ends an answer before its next step and keeps it; the second one also leaves. Calls it ends at
-        once. Nothing else is interrupted: what is being saved is saved."""
+        """Ctrl-C ends an answer before its next step and keeps it; the second one also leaves. The reading of a prompt
+        and calls it ends at once. Nothing else is interrupted: what is being saved is saved."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             self.leaving = self.interrupts.again()
             self.stopped = True
             self.talk.stop()
             if self._breakable:
+                self._breakable = False  # once: what follows puts things in order
                 raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGINT, stop)
@@ -208,7 +214,7 @@ class Chat:
         self.count.drawn += drawn
         used = talk.prompt_tokens + drawn
         rate = f" · {clock.rate:.1f} tokens/s" if clock.rate else ""
-        first = f" · first after {clock.first:.2f} s" if drawn else ""
+        first = f" · first after {clock.first:.2f} s"
         ended = " · stopped" if self.stopped else " · cut off at its limit" if answer.finish == "length" else ""
         self.out.status(f"{self.model} · {used:,} of {talk.context:,} tokens{rate}{first}{ended}")
         if used > NEARLY_FULL * talk.context:

@@ -77,6 +77,11 @@ class Talk:
         """The most tokens of a prompt and its answer."""
         return context_of(self.dialogue.config, self.limits)
 
+    @property
+    def unread(self) -> int:
+        """How many tokens of the running reply's prompt have not gone through the model yet."""
+        return self.prompt_tokens - self.reused - self.prefilled
+
     def tokens(self, messages: Sequence[Message]) -> int:
         """How many tokens the prompt of these messages has."""
         return len(self.dialogue.prompt(messages).ids)
@@ -100,8 +105,8 @@ class Talk:
         return cuts[low] - first if low < len(cuts) else -1
 
     def reply(self, messages: Sequence[Message], sampling: Sampling, *, think_budget: int | None = None) -> Reply:
-        """Answers the last of these checked messages: after each step of the prompt the answer, still empty, and after
-        each token the answer and what that added. An earlier reply ends.
+        """Answers the last of these checked messages: before the prompt and after each step of it the answer, still
+        empty, and after each token the answer and what that added. An earlier reply ends.
 
         Thinking ends after `think_budget` tokens at the latest, and where else no room would be left for an answer.
         Raises ContextFull and UsageError at once; while it runs UnsoundResult and NotEnoughMemory, after which, as
@@ -169,6 +174,7 @@ class Talk:
         answer = Answer(self.dialogue.tokenizer, self.dialogue.thinking, self.limits.stops)
         with self._step():
             stream = self._begin(ids, end)
+        yield answer, []
         for boundary in self._boundaries(ids, stream.done):
             yield from self._prefill(stream, ids[len(stream.ids) : boundary], answer)
         while not self._stopping:
