@@ -127,7 +127,7 @@ class Output:
     def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
         """A callback (bytes done, bytes in all) that shows rate and remaining time on a terminal, nothing elsewhere.
 
-        What is said meanwhile appears above the bar.
+        What is said meanwhile appears above the bar. A terminal that cannot move its cursor has none.
         """
         if self.as_json or not sys.stderr.isatty():
             yield lambda done, total: None
@@ -136,9 +136,12 @@ class Output:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
 
+        console = Console(stderr=True, no_color=not self.colours.stderr)
+        if console.is_dumb_terminal:  # Rich would leave an empty line there
+            yield lambda done, total: None
+            return
         words = TextColumn("{task.description}", markup=False)
         columns = (words, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-        console = Console(stderr=True, no_color=not self.colours.stderr)
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(_harmless(label), total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)

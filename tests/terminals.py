@@ -33,15 +33,14 @@ Sampler = Callable[..., torch.Tensor]
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")
 
 
-def says(*answers: str, pause: float = 0.0, ends: bool = True) -> Sampler:
+def says(*answers: str, pause: float = 0.0) -> Sampler:
     """A sampler whose answers are these, byte by byte; after the last they begin anew."""
 
     def ids() -> Iterator[int]:
         while True:
             for answer in answers:
                 yield from BYTES.encode(answer)
-                if ends:
-                    yield BYTES.eos_id
+                yield BYTES.eos_id
 
     drawn = ids()
 
@@ -73,27 +72,33 @@ def speak(patch: pytest.MonkeyPatch, sample: Sampler, reading: float = 0.0) -> N
     patch.setattr(talk, "sample", sample)
 
 
+def speaking(sample: Sampler, reading: float, twice: float) -> Callable[[pytest.MonkeyPatch], None]:
+    """Prepares a program to speak so, and to take Ctrl-C for the second within `twice` seconds."""
+    _small()  # once for all programs
+
+    def prepare(patch: pytest.MonkeyPatch) -> None:
+        speak(patch, sample, reading)
+        patch.setattr(chat_turn, "TWICE", twice)
+
+    return prepare
+
+
 class Terminal:
     """A program in the foreground of a terminal, with all three streams on it."""
 
     def __init__(
         self,
         *arguments: str,
-        sample: Sampler,
+        prepare: Callable[[pytest.MonkeyPatch], None] = lambda patch: None,
         columns: int = 80,
-        reading: float = 0.0,
-        twice: float = 0.0,
         **environment: str,
     ) -> None:
-        """twice: Ctrl-C pressed again within so many seconds is the second time."""
-        _small()  # once for all
+        """prepare: what is changed in the program before it starts."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's threads sleep
             self.program, self.master = pty.fork()
         if self.program == 0:
-            patch = pytest.MonkeyPatch()
-            speak(patch, sample, reading)
-            patch.setattr(chat_turn, "TWICE", twice)
+            prepare(pytest.MonkeyPatch())
             _be_the_program(arguments, columns, environment)
         self.shown = ""
         self._seen = 0
@@ -108,6 +113,14 @@ class Terminal:
                 assert self._read(), f"ended without {word!r}: {self.plain[self._seen :]!r}"
             self._seen = at + len(word)
         return self.plain[before : self._seen]
+
+    def settle(self, prompt: str) -> None:
+        """Waits until the program has shown its prompt and then nothing more."""
+        end = time.monotonic() + SECONDS
+        while select.select([self.master], [], [], 0.2)[0] or not self.plain.endswith(prompt):
+            assert time.monotonic() < end, f"no {prompt!r} at the end of {self.plain[self._seen :]!r}"
+            assert self._read(), f"ended: {self.plain[self._seen :]!r}"
+        self._seen = len(self.plain)
 
     @property
     def plain(self) -> str:

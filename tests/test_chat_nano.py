@@ -1,49 +1,28 @@
-"""A conversation with nano: thinking, an undo, a tool call; what was said before is not read again."""
+"""The conversation with nano that the README shows: thinking, an undo, a tool call."""
 
-import json
+import re
 
-import pytest
+from tests.program import ROOT
+from tests.terminals import Terminal
 
-from tests.program import Program
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_price",
-        "description": "Get the price of an item.",
-        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
-    },
-}
-LINES = """\
-What is 17 + 25?
-/think high
-What is 48 minus 24?
-/undo
-/think off
-What is the capital of Italy?
-What is the price of the clock?
-{"price": 12, "currency": "dollars"}
-/stats
-"""
-ANSWERS = """\
-17 + 25 = 42.
-48 - 24 = 24.
-The capital of Italy is Rome.
-get_price({"item": "clock"})
-The clock costs 12 dollars.
-"""
+COMMAND = "$ dsv4 chat --tools price.json\n"
+# what no two runs have alike
+MEASURED = re.compile(r"\d+\.\d+(?= (s|tokens/s|GB/s)\b)")
 
 
-@pytest.mark.slow
-def test_a_conversation_with_nano(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
-    options = ("--tools", str(tmp_path / "tools.json"), "--temperature", "0", "--seed", "7")
-    done = Program(monkeypatch, capsys)("chat", *options, stdin=LINES.encode())
-    assert (done.code, done.out[: len(ANSWERS)]) == (0, ANSWERS)
-    assert done.err.count("thinking (") == 1
-    numbers = dict(line.rsplit(maxsplit=1) for line in done.out[len(ANSWERS) :].splitlines() if "token" in line[:7])
-    read, found = (int(numbers[name].replace(",", "")) for name in ("tokens read", "tokens found in the cache"))
-    # the tool and the first question are read once; every later prompt begins with them
-    assert read < 400
-    assert found > 3 * read
+def shown_in_the_readme():
+    """The file of tools and the terminal from the command on, as the README has them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, behind = text.partition(COMMAND)
+    return before.rpartition("$ cat price.json\n")[2], behind.partition("```")[0]
+
+
+def test_the_conversation_of_the_readme(tmp_path):
+    tools, session = shown_in_the_readme()
+    (tmp_path / "price.json").write_text(tools, encoding="utf-8")
+    one = Terminal("chat", "--tools", str(tmp_path / "price.json"), TERM="dumb", XDG_STATE_HOME=str(tmp_path))
+    for line in re.findall(r"^> (.*)$", session, re.MULTILINE):
+        one.until("\n> ")
+        one.type(f"{line}\n")
+    assert one.leave() == 0
+    assert MEASURED.sub("…", one.plain) == MEASURED.sub("…", session)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.program import SMALL
-from tests.terminals import Terminal, says
+from tests.terminals import Terminal, says, speaking
 
 CHAT = ("chat", "--model", SMALL)
 
@@ -19,9 +19,9 @@ def terminal(tmp_path):
     """A chat in a terminal, with a state folder of its own."""
     running = []
 
-    def start(*options, answers=("Yes.",), pause=0.0, ends=True, **more):
-        sample = says(*answers, pause=pause, ends=ends)
-        one = Terminal(*CHAT, *options, sample=sample, **{"XDG_STATE_HOME": str(tmp_path), **more})
+    def start(*options, answers=("Yes.",), pause=0.0, reading=0.0, twice=0.0, **more):
+        prepare = speaking(says(*answers, pause=pause), reading, twice)
+        one = Terminal(*CHAT, *options, prepare=prepare, XDG_STATE_HOME=str(tmp_path), **more)
         running.append(one)
         one.until("Ctrl-D quits\n", ">")
         return one
