@@ -78,17 +78,11 @@ class Output:
         if not self.as_json:
             self._piece(sys.stdout, _harmless(text) if sys.stdout.isatty() else text)
 
-    def markdown(self, text: str) -> None:
-        """A complete block of Markdown on a terminal that has colours, laid out for its width as it is now."""
-        from rich.console import Console
-        from rich.markdown import Markdown
-
+    def rendered(self, lines: Sequence[str]) -> None:
+        """Lines that `markdown_lines` has made, on a terminal that has colours."""
         self.end_line()
-        # standard: the terminal's own sixteen colours; a link's address is shown, no escape code carries it
-        console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", legacy_windows=False)
-        with console.capture() as capture:
-            console.print(Markdown(_harmless(text), code_theme="ansi_dark", hyperlinks=False))
-        _write(sys.stdout, "\n".join(line.rstrip() for line in capture.get().strip("\n").split("\n")))
+        for line in lines:
+            _write(sys.stdout, line)
 
     def clipboard(self, text: str) -> None:
         """Asks the terminal to put a text on the clipboard: OSC 52, which works through ssh too."""
@@ -167,6 +161,25 @@ class Output:
     def _remark(self, text: str, style: str) -> None:
         if not self.as_json:
             _write(sys.stderr, _styled(_folded(_harmless(text), sys.stderr), style, self.colours.stderr))
+
+
+def stdout_columns() -> int:
+    """How wide stdout's terminal is now."""
+    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 80
+
+
+def markdown_lines(text: str, columns: int) -> list[str]:
+    """A block of Markdown laid out for a terminal of this width, with its escape codes."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    # standard: the terminal's own sixteen colours; a link's address is shown, no escape code carries it
+    console = Console(
+        file=io.StringIO(), width=columns, force_terminal=True, color_system="standard", legacy_windows=False
+    )
+    with console.capture() as capture:
+        console.print(Markdown(_harmless(text), code_theme="ansi_dark", hyperlinks=False))
+    return [line.rstrip() for line in capture.get().strip("\n").split("\n")]
 
 
 def _write(stream: TextIO, text: str, end: str = "\n") -> None:
