@@ -210,7 +210,25 @@ def test_a_command_carries_out_calls(chat, tools, tmp_path, script, result):
     assert json.loads("{\n" + done.out.partition("{\n")[2])["messages"][2]["content"] == result
 
 
-def test_a_command_needs_consent(chat, tools):
-    done = chat("weather?", options=(*tools, "--tool-exec", "true"))
-    assert done.code == 2
-    assert "--yes" in done.err
+REFUSED = (
+    (("--tool-exec", "true"), "add --yes"),
+    (("--tool-exec", "true '", "--yes"), "close the quotes"),
+    (("--tool-timeout", "0"), "--tool-timeout cannot be 0"),
+    (("--tool-timeout", "nan"), "--tool-timeout cannot be nan"),
+    (("--think-budget", "-1"), "--think-budget cannot be -1"),
+    (("--session", "/nowhere/talk.json"), "there is no folder /nowhere"),
+    (("--session", "talk.json", "--continue"), "cannot be combined"),
+)
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_work_is_refused_at_once(chat, options, words):
+    done = chat("hello", options=options)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert "random" not in done.err  # no model was loaded
+
+
+def test_torchrun_is_refused(chat, dsv4):
+    dsv4.patch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert "chat runs in one process" in chat("hello").err

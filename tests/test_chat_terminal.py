@@ -161,7 +161,7 @@ def test_an_editor_writes_the_message(terminal, tmp_path):
 
 
 def test_what_is_typed_during_an_answer_is_the_next_message(terminal, tmp_path):
-    one = terminal(answers=("word " * 8,), pause=0.01)
+    one = terminal(answers=("word " * 8,), pause=0.005)
     one.type("go\r")
     one.until("go")
     time.sleep(0.1)

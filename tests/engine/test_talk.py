@@ -48,8 +48,13 @@ def said(text, reasoning=""):
     return {"role": "assistant", "content": text, "reasoning_content": reasoning}
 
 
+def _limits(think, given):
+    """Two tokens, and one more to end a thinking with."""
+    return Limits(**{"max_tokens": 2 + (think != "off"), **given})
+
+
 def talk(think="off", **limits):
-    return Talk(model(), dialogue(think), Limits(**{"max_tokens": 3, **limits}), "cpu")
+    return Talk(model(), dialogue(think), _limits(think, limits), "cpu")
 
 
 def drain(found):
@@ -72,7 +77,7 @@ def fresh(messages, sampling=SEEDED, think="off", **limits):
 
 @cache
 def _fresh(ids, sampling, think, limits):
-    limits = Limits(**{"max_tokens": 3, **dict(limits)})
+    limits = _limits(think, dict(limits))
     found = generate_answers(model(), dialogue(think), [list(ids)], sampling, limits, "cpu")
     return drawn(drain((answer, pieces) for _, answer, pieces in found)[0])
 
@@ -110,7 +115,7 @@ def test_turns_prefill_only_what_is_new(decoder):
         messages = list(LONG)
         _, prefilled = ask(one, messages)
         assert prefilled == size(*messages)
-        for text in ("and then?", "why?" * 30):
+        for text in ("and then?", "why?" * 9):
             before = size(*messages)
             messages += [said("It is."), user(text)]
             answer, prefilled = ask(one, messages)
@@ -120,6 +125,7 @@ def test_turns_prefill_only_what_is_new(decoder):
     assert held(one) == (0, 0)
 
 
+@pytest.mark.slow
 def test_the_answer_itself_is_not_prefilled_where_its_text_has_the_same_tokens():
     # nano's answers are words: what it draws is how they are encoded
     source = resolve_model("nano")
@@ -145,7 +151,7 @@ def test_the_answer_itself_is_not_prefilled_where_its_text_has_the_same_tokens()
 def test_retry_undo_and_edit(think):
     with talk(think) as one:
         first = list(LONG)
-        second = [*first, said("No.", "hm" * 30), user("Sure? " * 30)]
+        second = [*first, said("No.", "hm" * 9), user("Sure? " * 8)]
         third = [*second, said("Yes."), user("Really?")]
         for messages in (first, second, third):
             ask(one, messages)
@@ -210,7 +216,7 @@ def test_the_number_of_snapshots_is_bounded_and_the_ends_stay(monkeypatch, kept)
         assert ask(one, messages)[1] == size(*messages)
 
 
-@pytest.mark.parametrize("turns", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_random_turns_answer_as_a_fresh_run(decoder, turns):
     rng = Random(1)
     with talk(prefill_chunk=60) as one:
@@ -263,7 +269,7 @@ def test_stop_ends_before_the_next_step_and_keeps_the_text():
         assert answer.record()["content"] == text
         assert answer.message() == (said(text) | {"tool_calls": []}, [])
         assert whole.startswith(text.rstrip("\ufffd"))
-    assert number == 1 + 1 + 2  # of the prompt one step is left, and the last token ends the answer by itself
+    assert number == 1 + 1 + 1  # of the prompt one step is left, and the last token ends the answer by itself
     one.close()
     one.close()
     assert held(one) == (0, 0)
