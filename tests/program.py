@@ -28,7 +28,7 @@ try:
     cli.main()
 except SystemExit:
     pass
-heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich'}
+heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich', 'prompt_toolkit'}
 sys.exit(9 if heavy & sys.modules.keys() else 0)
 """
 

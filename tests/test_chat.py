@@ -3,11 +3,13 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
 from dsv4cli.engine.prompt_text import calls_block
-from tests.program import SMALL, Program
+from tests.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program
 from tests.terminals import says, speak
 
 
@@ -227,6 +229,14 @@ def test_what_cannot_work_is_refused_at_once(chat, options, words):
     assert (done.code, done.out) == (2, "")
     assert words in done.err
     assert "random" not in done.err  # no model was loaded
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--device", "gpu"]], ids=" ".join)
+def test_nothing_heavy_is_imported_where_nothing_is_computed(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_NOTHING_HEAVY, "chat", *arguments], cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_torchrun_is_refused(chat, dsv4):

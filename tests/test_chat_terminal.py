@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import stat
+import sys
 import time
 
 import pytest
@@ -198,6 +199,22 @@ def test_a_terminal_without_colours_shows_the_text_as_it_is(terminal, environmen
         one.until("no terminal that could copy", ">")
     one.type("\x04")
     assert one.leave() == 0
+
+
+def test_without_prompt_toolkit_lines_are_still_edited(terminal, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    monkeypatch.delitem(sys.modules, "dsv4cli.commands.chat_editor", raising=False)
+    one = terminal()
+    assert "pip install prompt_toolkit" in one.plain
+    one.type("hxllo\x01\x06\x04e\r")  # to the beginning, one forward, without the x
+    one.until(f"{SMALL} · ", ">")
+    one.type("/edit\r")
+    one.until("hello")
+    one.type("!\r")
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path) == ["hello!", "Yes."]
 
 
 def test_a_kill_loses_nothing_that_was_finished(terminal, tmp_path):
