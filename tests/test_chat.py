@@ -174,6 +174,15 @@ def test_thinking_is_one_line_and_kept(chat):
     assert "some thoughts\n(thought: 13 tokens, " in shown.err
 
 
+def test_a_thinking_that_was_ended_is_reported(chat):
+    done = chat("why?", answers=("some thoughts and more",), options=("--think", "high", "--think-budget", "5"))
+    assert "thinking (5 tokens, " in done.err
+    assert "thinking ended at its budget" in done.err
+    done = chat("why?", answers=("hm", "Yes."), options=("--think", "high"))
+    assert done.out == "Yes.\n"
+    assert "asked for one" in done.err
+
+
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
 

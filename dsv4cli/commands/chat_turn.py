@@ -28,6 +28,13 @@ NEARLY_FULL = 0.8
 # so many tokens to read before an answer are announced
 MANY_TOKENS = 1000
 
+# why the engine has ended a thinking
+ENDED = {
+    "budget": " · thinking ended at its budget",
+    "room": " · thinking ended to leave room for an answer",
+    "end": " · thinking ended without an answer: asked for one",
+}
+
 
 @dataclass
 class Interrupts:
@@ -215,7 +222,8 @@ class Chat:
         used = talk.prompt_tokens + drawn
         rate = f" · {clock.rate:.1f} tokens/s" if clock.rate else ""
         first = f" · first after {clock.first:.2f} s"
-        ended = " · stopped" if self.stopped else " · cut off at its limit" if answer.finish == "length" else ""
+        ended = ENDED[answer.closed] if answer.closed else ""
+        ended += " · stopped" if self.stopped else " · cut off at its limit" if answer.finish == "length" else ""
         self.out.status(f"{self.model} · {used:,} of {talk.context:,} tokens{rate}{first}{ended}")
         if used > NEARLY_FULL * talk.context:
             left = counted(max(talk.context - used, 0), "token")

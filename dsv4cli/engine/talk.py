@@ -70,7 +70,7 @@ class Talk:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.forget()
 
     @property
     def context(self) -> int:
@@ -134,10 +134,6 @@ class Talk:
         self._mend()
         self._schedule.clear()
         self._prefixes.forget()
-
-    def close(self) -> None:
-        """The same, at the end."""
-        self.forget()
 
     def _end(self) -> None:
         running, self._reply = self._reply, None

@@ -125,6 +125,34 @@ def test_turns_prefill_only_what_is_new(decoder):
     assert held(one) == (0, 0)
 
 
+@pytest.mark.gpu
+def test_a_conversation_on_a_gpu(monkeypatch):
+    source = resolve_model("nano")
+    model = load_model(source, Numerics.reference(), device="cuda")
+    greedy = Sampling(temperature=0)
+    with Talk(model, open_dialogue(source, "off"), Limits(max_tokens=32), "cuda") as one:
+        messages = []
+        for text, answer in (("What is 17 + 25?", "17 + 25 = 42."), ("Now subtract 4.", "42 - 4 = 38.")):
+            messages.append(user(text))
+            message, mended = drain(one.reply(messages, greedy))[0].message()
+            messages.append(message)
+            assert (message["content"], mended) == (answer, [])
+        assert one.reused > 20
+        long = user(f"{'The quick brown fox has 12 apples. ' * 80} What is it?")
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Schedule, "_advance", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                drain(one.reply([*messages, long], greedy))
+        messages[2] = user("And of Spain?")
+        messages[:2] = user("What is the capital of Italy?"), said("The capital of Italy is Rome.")
+        assert "Madrid" in drain(one.reply(messages[:3], greedy))[0].message()[0]["content"]
+    assert held(one) == (0, 0)
+
+
 @pytest.mark.slow
 def test_the_answer_itself_is_not_prefilled_where_its_text_has_the_same_tokens():
     # nano's answers are words: what it draws is how they are encoded
@@ -270,8 +298,8 @@ def test_stop_ends_before_the_next_step_and_keeps_the_text():
         assert answer.message() == (said(text) | {"tool_calls": []}, [])
         assert whole.startswith(text.rstrip("\ufffd"))
     assert number == 1 + 1 + 1  # of the prompt one step is left, and the last token ends the answer by itself
-    one.close()
-    one.close()
+    one.forget()
+    one.forget()
     assert held(one) == (0, 0)
 
 
