@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from dsv4cli.engine.prompt_text import calls_block
+from dsv4cli.engine.talk import Talk
 from tests.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program
 from tests.terminals import says, speak
 
@@ -172,6 +174,13 @@ def test_thinking_is_one_line_and_kept(chat):
     assert done.err.endswith("some thoughts\n")
     shown = chat("why?", answers=answers, options=("--think", "high", "--show-thinking"))
     assert "some thoughts\n(thought: 13 tokens, " in shown.err
+
+
+def test_ctrl_c_before_there_is_a_reply_counts(chat, dsv4):
+    dsv4.patch.setattr(Talk, "surplus", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0)
+    done = chat("hello", "never")
+    assert (done.code, done.out) == (130, "")
+    assert "stopped before the first word" in done.err
 
 
 def test_a_thinking_that_was_ended_is_reported(chat):

@@ -150,6 +150,8 @@ class Chat:
         show = Show(self.out, self.markdown, self.show_thinking)
         self.last = clock = Clock()
         clock.start = perf_counter()
+        if self.stopped:  # before there was a reply to stop
+            self.talk.stop()
         answer = None
         try:
             with keys_wait():
