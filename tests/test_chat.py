@@ -165,6 +165,21 @@ def test_settings_and_numbers(chat, tmp_path):
     assert "cut off at its limit" in done.err
 
 
+def test_a_full_context_leaves_the_oldest_out_of_the_prompt_only(chat):
+    lines = [f"{number} {'x' * 20}" for number in range(5)]
+    done = chat(*lines, "/context", "/json", "/clear", "again", options=("--max-context", "105"))
+    near = "warning: 14 tokens are left; then the oldest questions and answers are left out of the prompt"
+    full = "warning: the context is full: the oldest 4 messages are left out of the prompt, not of the session"
+    # what has gone stays away as long as the rest fits
+    assert [line for line in done.err.splitlines() if line.startswith("warning")] == [near, full, near]
+    answers, _, document = done.out.partition("{\n")
+    assert answers.startswith("Yes.\n" * 5)
+    assert "91 of 105 tokens used, 14 left\nthe oldest 4 messages are left out of the prompt\n" in answers
+    messages = json.JSONDecoder().raw_decode("{\n" + document)[0]["messages"]
+    assert [message["content"] for message in messages] == [text for line in lines for text in (line, "Yes.")]
+    assert done.out.endswith("Yes.\n")
+
+
 def test_thinking_is_one_line_and_kept(chat):
     answers = ("some thoughts</think>Yes.",)
     done = chat("why?", "/json", "/show-thinking", answers=answers, options=("--think", "high"))

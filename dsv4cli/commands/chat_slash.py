@@ -209,12 +209,10 @@ def _tokens(chat: Chat, text: str) -> None:
 
 
 def _context(chat: Chat, _: str) -> None:
-    messages = chat.session.prompt()
-    used, room = chat.talk.tokens(messages) if messages else 0, chat.talk.context
+    used, room = chat.talk.tokens(chat.prompt()) if chat.session.messages else 0, chat.talk.context
     chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
-    surplus = chat.talk.surplus(messages) if messages else 0
-    if surplus > 0:
-        chat.out.line(f"the oldest {counted(surplus, 'message')} will be left out of the next prompt")
+    if chat.left_out:
+        chat.out.line(f"the oldest {counted(chat.left_out, 'message')} are left out of the prompt")
 
 
 def _copy(chat: Chat, _: str) -> None:

@@ -85,7 +85,7 @@ class Chat:
     stopped: bool = False  # the last turn was, by Ctrl-C
     leaving: bool = False  # by the second Ctrl-C
     _breakable: bool = False  # the prompt is read or calls are carried out, which Ctrl-C ends at once
-    _left_out: int = 0  # messages after the system message that the context has no room for
+    left_out: int = 0  # messages after the system message that the context has no room for
 
     def ask(self, question: str, before: "list[Message]") -> None:
         """A whole turn, with the calls of tools in it; without an answer the conversation is as `before`.
@@ -120,7 +120,7 @@ class Chat:
         from dsv4cli.engine.settings import MAX_SEED
 
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
-        answer = self._follow(self.talk.reply(self._prompt(), self.sampling, think_budget=self.think_budget))
+        answer = self._follow(self.talk.reply(self.prompt(), self.sampling, think_budget=self.think_budget))
         if answer is None:
             self.out.status("stopped before the first word")
             return False
@@ -194,7 +194,7 @@ class Chat:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _prompt(self) -> "list[Message]":
+    def prompt(self) -> "list[Message]":
         """The conversation as far as the context has room for it: the oldest questions, with their answers, go first.
 
         What has gone stays away while the whole does not fit, so that the cache serves for many turns.
@@ -204,15 +204,15 @@ class Chat:
         while start < len(messages) and messages[start]["role"] == "system":
             start += 1
         if self.talk.surplus(messages) == 0:
-            self._left_out = 0
+            self.left_out = 0
             return messages
-        shorter = messages[:start] + messages[start + self._left_out :]
+        shorter = messages[:start] + messages[start + self.left_out :]
         surplus = max(self.talk.surplus(shorter), 0)
         if surplus:
-            self._left_out += surplus
-            left = counted(self._left_out, "message")
+            self.left_out += surplus
+            left = counted(self.left_out, "message")
             self.out.warning(f"the context is full: the oldest {left} are left out of the prompt, not of the session")
-        return messages[:start] + messages[start + self._left_out :]
+        return messages[:start] + messages[start + self.left_out :]
 
     def _report(self, answer: "Answer") -> None:
         """The line below a turn."""
