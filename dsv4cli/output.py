@@ -164,8 +164,8 @@ class Output:
 
 
 def stdout_columns() -> int:
-    """How wide stdout's terminal is now."""
-    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 80
+    """How wide stdout's terminal is now; 80 where it does not say."""
+    return (os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0) or 80
 
 
 def markdown_lines(text: str, columns: int) -> list[str]:
