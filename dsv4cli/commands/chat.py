@@ -12,12 +12,14 @@ from dsv4cli.commands.chat_session import Journal, Session, newest_journal, read
 from dsv4cli.commands.chat_slash import COMMANDS, check_budget, obey
 from dsv4cli.commands.chat_tools import Tools, read_tools, split_command
 from dsv4cli.commands.chat_turn import Chat, Interrupts
+from dsv4cli.commands.run_experts import budget
 from dsv4cli.commands.run_modes import Job
 from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.options import (
     BackendOpt,
     DeviceOpt,
     DtypeOpt,
+    GpuMemoryOpt,
     MaxContextOpt,
     MaxTokensOpt,
     ModelOpt,
@@ -85,6 +87,7 @@ def chat(
     device: DeviceOpt = "auto",
     dtype: DtypeOpt = "auto",
     backend: BackendOpt = "auto",
+    gpu_memory: GpuMemoryOpt = None,
     torchrun: TorchrunOpt = None,
     state_home: StateHomeOpt = None,
     term: TermOpt = "dumb",
@@ -97,22 +100,24 @@ def chat(
 
     Every finished turn is on the disk, in $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4: --continue goes on after a kill.
     """
-    from dsv4cli.engine.settings import Limits, check_device
+    from dsv4cli.engine.settings import Limits
     from dsv4cli.engine.source import resolve_model
 
-    _check_alone(torchrun)
-    check_device(device)
+    _check(device, torchrun)
     limits = Limits(max_tokens, max_context, prefill_chunk, 0, tuple(stop or ()))
     source = resolve_model(model)
     sampling = source.sampling.chosen(temperature, top_p, seed)
-    job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling)
+    job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling, budget(gpu_memory))
     state = state_folder(state_home)
     begun = _session(state, go_on, session, system, tools)
     wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term)
     _start(job, begun, wishes, _calls(tool_exec, tool_timeout, yes), None if no_history else state / "history")
 
 
-def _check_alone(torchrun: str | None) -> None:
+def _check(device: str, torchrun: str | None) -> None:
+    from dsv4cli.engine.settings import check_device
+
+    check_device(device)
     if torchrun is not None:
         raise UsageError("chat runs in one process", "leave out torchrun, or ask dsv4 run, which takes part in several")
 

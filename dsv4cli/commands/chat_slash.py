@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsv4cli.commands.chat_turn import Chat
+from dsv4cli.commands.run_experts import tell_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
@@ -192,6 +193,7 @@ def _stats(chat: Chat, _: str) -> None:
     if last.rate:
         rows.append(["then", f"{last.rate:.1f} tokens/s"])
     chat.out.table(rows)
+    tell_traffic(chat.out, chat.talk.model.host_experts)
 
 
 def _tokens(chat: Chat, text: str) -> None:

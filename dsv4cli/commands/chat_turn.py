@@ -156,9 +156,9 @@ class Chat:
         try:
             with keys_wait():
                 for answer, pieces in steps:
-                    # a step with a token is short; one of the prompt may take minutes, and the engine mends it
-                    self._breakable = self.talk.unread > 1
-                    if self._breakable and self.on_terminal and not self.talk.prefilled:
+                    # a step with a token is short; one of the prompt may take minutes
+                    self._breakable = self.talk.breakable
+                    if self.on_terminal and not self.talk.prefilled:
                         self._announce(self.talk.unread)
                     if len(answer.steps) > clock.tokens:
                         clock.tick()
@@ -177,8 +177,8 @@ class Chat:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C ends an answer before its next step and keeps it; the second one also leaves. The reading of a prompt
-        and calls it ends at once. Nothing else is interrupted: what is being saved is saved."""
+        """Ctrl-C ends an answer before its next step and keeps it; the second one also leaves. Calls it ends at once,
+        and the reading of a prompt where that is breakable. What is being saved is saved."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             self.leaving = self.interrupts.again()

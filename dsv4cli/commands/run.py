@@ -5,6 +5,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from dsv4cli.commands.run_experts import budget
 from dsv4cli.commands.run_modes import (
     Job,
     answer_many,
@@ -110,16 +111,10 @@ def run(
     check_device(device)
     _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
     _check_output(only_show, score, logprobs, as_json or prompts is not None)
-    job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling, _bytes(gpu_memory))
+    job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling, budget(gpu_memory))
     given = Inputs(prompt, messages, prompts, score, system)
     ranks = (None, False) if only_show else (tp, torchrun is not None)
     in_ranks(job, *ranks, lambda: _work(given, only_show))
-
-
-def _bytes(gpu_memory: str | None) -> int | None:
-    from dsv4cli.engine.settings import parse_size
-
-    return None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory)
 
 
 class Inputs(NamedTuple):

@@ -1,4 +1,4 @@
-"""What `dsv4 run` says of experts that do not fit on the GPU."""
+"""Experts that do not fit on the GPU: what `dsv4 run` and `dsv4 chat` are told of the room, and what they say."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,13 @@ from dsv4cli.output import Output, size_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.host_experts import HostExperts
+
+
+def budget(gpu_memory: str | None) -> int | None:
+    """The bytes of --gpu-memory. Raises UsageError."""
+    from dsv4cli.engine.settings import parse_size
+
+    return None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory)
 
 
 def division_sentence(experts: "HostExperts") -> str:

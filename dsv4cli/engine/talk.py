@@ -82,6 +82,13 @@ class Talk:
         """How many tokens of the running reply's prompt have not gone through the model yet."""
         return self.prompt_tokens - self.reused - self.prefilled
 
+    @property
+    def breakable(self) -> bool:
+        """Whether what comes next, the rest of a prompt, may be ended by an exception at any point: on a CPU, where
+        nothing but the cache changes. Launches on a GPU belong together, as do an expert's place and its copy."""
+        on_cpu = self._schedule.cache.device.type == "cpu"
+        return self.unread > 1 and on_cpu and self.model.host_experts is None
+
     def tokens(self, messages: Sequence[Message]) -> int:
         """How many tokens the prompt of these messages has."""
         return len(self.dialogue.prompt(messages).ids)
@@ -110,7 +117,7 @@ class Talk:
 
         Thinking ends after `think_budget` tokens at the latest, and where else no room would be left for an answer.
         Raises ContextFull and UsageError at once; while it runs UnsoundResult and NotEnoughMemory, after which, as
-        after any interruption, the next turn can be asked for.
+        after any interruption between steps or of one that is `breakable`, the next turn can be asked for.
         """
         self._end()
         ids = self.dialogue.prompt(messages).ids

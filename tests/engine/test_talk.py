@@ -303,6 +303,18 @@ def test_stop_ends_before_the_next_step_and_keeps_the_text():
     assert held(one) == (0, 0)
 
 
+def test_only_the_reading_of_a_prompt_is_breakable_and_no_fetching_of_experts(monkeypatch):
+    with talk() as one:
+        found = one.reply(LONG, SEEDED)
+        next(found)
+        assert one.breakable
+        monkeypatch.setattr(one.model, "host_experts", object())
+        assert not one.breakable
+        monkeypatch.undo()
+        drain(found)
+        assert (one.unread, one.breakable) == (0, False)
+
+
 def test_a_new_reply_ends_the_one_before():
     with talk() as one:
         first = one.reply(LONG, SEEDED)
