@@ -68,6 +68,8 @@ ROWS = (
     Row("top 512 of 1,024 as lists for attention", "choose_entries", 1, "entries ranked by many programs"),
     Row("top 512 of 8,192 as lists", "choose_entries", 1, SEARCH, None, 32768),
     Row("top 512 of 262,144 as lists", "choose_entries", 1, f"two launches, {SEARCH}", None, 1048576),
+    Row("indexer scores and lists, 4K context", "best_entries", 1, LAUNCH),
+    Row("indexer scores and lists, 128K context", "best_entries", 1, "three launches", None, 131072),
     Row("compressors CSA, an entry of each completed", "compress_both", 1, "latency of dependent loads"),
     Row("compressors CSA, none completed", "compress_both", 1, LAUNCH, None, 4095),
     Row("compressor HCA, none completed", "compress_hca", 1, LAUNCH, None, 4095),

@@ -35,16 +35,8 @@ class Indexer(nn.Module):
 
         q: prepared queries [T, H, d]; weights: of the heads [T, H].
         """
-        step = batch.compress[RATIO]
-        scores = self.scores(q, weights, batch, state)
-        return indexer.choose_entries(
-            scores, step.visible, self.topk, step.table, step.sequence,
+        step, stored = batch.compress[RATIO], state.tensors()
+        return indexer.best_entries(
+            q, weights, self.scale, stored.entries, stored.scale, step.table, step.sequence, step.visible, self.topk,
             batch.window_index, batch.window_columns, batch.window_rows,
         )  # fmt: skip
-
-    def scores(self, q: torch.Tensor, weights: torch.Tensor, batch: Batch, state: CompressorState) -> torch.Tensor:
-        """The score of each entry of a token's sequence: [T, E], -inf for entries that the token does not see."""
-        step, keys = batch.compress[RATIO], state.tensors()
-        return indexer.index_scores(
-            q, weights, self.scale, keys.entries, keys.scale, step.table, step.sequence, step.visible
-        )

@@ -28,6 +28,13 @@ def overlap_of_few(x: torch.Tensor, tokens: int) -> dict[str, Any]:
     return overlap(x) if tokens <= FEW else {"OVERLAP": False}
 
 
+def overlap_beside(x: torch.Tensor, registers: int) -> dict[str, Any]:
+    """The same for a kernel whose programs take no more registers a thread: where that leaves room on every
+    multiprocessor, the next kernel's programs start one beside each, and do not crowd where the first of these end."""
+    options = overlap(x)
+    return options | {"maxnreg": registers} if options["OVERLAP"] else options
+
+
 @cache
 def _can_overlap(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -35,7 +35,7 @@ def case(of, name):
 @pytest.mark.parametrize("model", ["flash", "pro", "tiny"])
 def test_every_preset_has_every_operation(model):
     cases = select_cases(scene(model), [])
-    assert len({one.name for one in cases}) == len(cases) == 42 - (0 not in PRESETS[model]["compress_ratios"][:-1])
+    assert len({one.name for one in cases}) == len(cases) == 43 - (0 not in PRESETS[model]["compress_ratios"][:-1])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_rival_is_timed_beside_it():
 
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
-    "name", ["rms_norm", "places", "queries_keys_index", "compress_both", "choose_entries", "noise"]
+    "name", ["rms_norm", "places", "queries_keys_index", "compress_both", "choose_entries", "best_entries", "noise"]
 )
 def test_the_reference_is_timed_beside_a_kernel(name):
     here = Scene(shapes_of("tiny", 1), 1, 300, torch.get_default_device())

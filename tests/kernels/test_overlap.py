@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4cli.kernels.overlap import FEW, overlap, overlap_of_few
+from dsv4cli.kernels.overlap import FEW, overlap, overlap_beside, overlap_of_few
 
 KERNELS = Path(__file__).resolve().parents[2] / "dsv4cli" / "kernels"
 
 
 def test_only_a_gpu_overlaps():
-    assert overlap(torch.zeros(1, device="cpu")) == {"OVERLAP": False}
+    x = torch.zeros(1, device="cpu")
+    assert overlap(x) == overlap_beside(x, 64) == {"OVERLAP": False}
 
 
 @pytest.mark.gpu
@@ -20,6 +21,7 @@ def test_a_hopper_overlaps():
     new = torch.cuda.get_device_capability() >= (9, 0)
     x = torch.zeros(1, device="cuda")
     assert overlap(x) == ({"OVERLAP": True, "launch_pdl": True} if new else {"OVERLAP": False})
+    assert overlap_beside(x, 64) == overlap(x) | ({"maxnreg": 64} if new else {})
     assert overlap_of_few(x, FEW) == overlap(x)
     assert overlap_of_few(x, FEW + 1) == {"OVERLAP": False}
 

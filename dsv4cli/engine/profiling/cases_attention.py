@@ -23,6 +23,7 @@ def index(scene: Scene) -> Iterator[Case]:
     yield Case("top_entries", "indexer", words, needs, tokens * entries, EXACT, _choice, exact=True)
     words = f"{words}, after {scene.config.sliding_window} rows"
     yield Case("choose_entries", "indexer", words, needs, tokens * entries, EXACT, _choice_as_lists, exact=True)
+    yield _best(scene)
 
 
 def _scores(scene: Scene) -> Case:
@@ -35,15 +36,46 @@ def _scores(scene: Scene) -> Case:
         return lambda q, weights, *rest: operation(q, weights, factor, *rest)
 
     def build(scene: Scene) -> Work:
-        step = scene.batch.compress[4]
-        # queries and keys as the model has them, both rounded to FP4
-        q = block_scale_ref.fp4_round(scene.randn(tokens, heads, width), FP4_BLOCK)
-        keys, scale = block_scale_ref.fp4_codes(scene.randn(scene.cells(4), width), FP4_BLOCK)
-        inputs = (q, scene.randn(tokens, heads), keys, scale, step.table, step.sequence, step.visible)
+        q, *stored = _queries_and_keys(scene)
+        inputs = (q, scene.randn(tokens, heads), *stored)
         return Work(inputs, through(indexer.index_scores), through(indexer_ref.index_scores), flops, compared=_finite)
 
-    needs = scene.cells(4) * (width // 2 + width // FP4_BLOCK)
-    return Case("index_scores", "indexer", f"{heads} heads x {entries} entries", needs, flops, SCORES, build)
+    return Case("index_scores", "indexer", f"{heads} heads x {entries} entries", _keys(scene), flops, SCORES, build)
+
+
+def _best(scene: Scene) -> Case:
+    """Scores and lists of the best, as the model asks for them."""
+    config, tokens, entries = scene.config, scene.tokens, scene.visible(4)
+    heads, topk = config.index_n_heads, config.index_topk
+    flops = 2 * tokens * heads * config.index_head_dim * entries
+
+    def build(scene: Scene) -> Work:
+        batch = scene.batch
+        q, *stored = _queries_and_keys(scene)
+        # a sum of FP4 values' products does not depend on its order
+        inputs = (q, torch.ones_like(q[..., 0]), *stored, batch.window_index, batch.window_columns)
+
+        def through(operation: Operation) -> Operation:
+            return lambda q, weights, *rest: operation(q, weights, 1.0, *rest[:-2], topk, *rest[-2:], batch.window_rows)
+
+        return Work(inputs, through(indexer.best_entries), through(indexer_ref.best_entries), flops, compared=_in_order)
+
+    words = f"{heads} heads, {min(topk, entries)} of {entries}, after {config.sliding_window} rows"
+    return Case("best_entries", "indexer", words, _keys(scene), flops, EXACT, build, exact=True)
+
+
+def _keys(scene: Scene) -> int:
+    """Bytes of the keys of all entries."""
+    width = scene.config.index_head_dim
+    return scene.cells(4) * (width // 2 + width // FP4_BLOCK)
+
+
+def _queries_and_keys(scene: Scene) -> Tensors:
+    """Queries and keys as the model has them, both rounded to FP4, and where the keys lie."""
+    step, heads, width = scene.batch.compress[4], scene.config.index_n_heads, scene.config.index_head_dim
+    q = block_scale_ref.fp4_round(scene.randn(scene.tokens, heads, width), FP4_BLOCK)
+    keys, scale = block_scale_ref.fp4_codes(scene.randn(scene.cells(4), width), FP4_BLOCK)
+    return q, keys, scale, step.table, step.sequence, step.visible
 
 
 def _choice(scene: Scene) -> Work:

@@ -64,3 +64,28 @@ def choose_entries(
     return choose(scores, ref).choose_entries(
         scores, visible, k, table, sequence, window_index, window_columns, window_rows
     )
+
+
+def best_entries(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    weight_scale: float,
+    keys: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    table: torch.Tensor,
+    sequence: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+    window_index: torch.Tensor,
+    window_columns: torch.Tensor,
+    window_rows: int,
+) -> torch.Tensor:
+    """The lists that `choose_entries` makes of the scores of `index_scores`; arguments and result as there.
+
+    Triton: as there; and what the operation just before gives may be q, weights, keys and key_scale, but nothing else,
+    for it may still run when the rest is read.
+    """
+    return choose(q, ref).best_entries(
+        q, weights, weight_scale, keys, key_scale, table, sequence, visible, k, window_index, window_columns,
+        window_rows,
+    )  # fmt: skip

@@ -5,13 +5,13 @@ import triton
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK
-from dsv4cli.kernels.indexer.choice import choose_entries, top_entries
+from dsv4cli.kernels.indexer.choice import choose_by_peaks, choose_entries, takes_peaks, top_entries
 from dsv4cli.kernels.indexer.plain import scores_of_plain_keys
 from dsv4cli.kernels.indexer.stream import scores_of_one_token
 from dsv4cli.kernels.indexer.tiles import prepare_queries, scores_of_many_tokens
-from dsv4cli.kernels.overlap import overlap
+from dsv4cli.kernels.overlap import overlap, overlap_beside
 
-__all__ = ["choose_entries", "index_scores", "top_entries"]
+__all__ = ["best_entries", "choose_entries", "index_scores", "top_entries"]
 
 # tokens of a sequence from which on a tile of keys is unpacked once for several of them
 MANY = 8
@@ -87,14 +87,50 @@ def _score_few(
     table: torch.Tensor,
     sequence: torch.Tensor,
     visible: torch.Tensor,
+    found: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
+    """found: peaks and counts for `choose_by_peaks`, if these are wanted."""
     (tokens, heads, width), entries = q.shape, table.shape[1]
     rows, splits, warps = _stream(tokens, entries)
+    peaks, counts = found or (out, out)
+    # four programs of 128 threads leave 8,192 registers of a multiprocessor to one that keeps the high scores
+    options = overlap_beside(q, 112) if found and rows == 64 else overlap(q)
     scores_of_one_token[(tokens, splits)](
-        q, weights, weight_scale, keys, key_scale, table, sequence, visible, out, entries, splits,
-        q.stride(0), weights.stride(0), table.stride(0), out.stride(0), heads, width, max(16, _power(heads)), rows,
-        num_warps=warps, **overlap(q),
+        q, weights, weight_scale, keys, key_scale, table, sequence, visible, out, peaks, counts, entries, splits,
+        q.stride(0), weights.stride(0), table.stride(0), out.stride(0), peaks.stride(0), heads, width,
+        max(16, _power(heads)), rows, found is not None, num_warps=warps, **options,
     )  # fmt: skip
+
+
+def best_entries(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    weight_scale: float,
+    keys: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    table: torch.Tensor,
+    sequence: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+    window_index: torch.Tensor,
+    window_columns: torch.Tensor,
+    window_rows: int,
+) -> torch.Tensor:
+    tokens, entries = len(q), table.shape[1]
+    if key_scale is None or not takes_peaks(tokens, entries, k):
+        scores = index_scores(q, weights, weight_scale, keys, key_scale, table, sequence, visible)
+        return choose_entries(scores, visible, k, table, sequence, window_index, window_columns, window_rows)
+    _check(q, weights, keys, key_scale, table)
+    # both begin where a wide load may, and have room for one behind their end
+    wide = triton.cdiv(entries, 128) * 128
+    both = torch.empty(tokens, wide + wide // 8, dtype=q.dtype, device=q.device)
+    scores, peaks = both[:, :entries], both[:, wide:]
+    counts = torch.empty(tokens, dtype=torch.int32, device=q.device)
+    words, sizes = keys.view(torch.int32), key_scale.view(torch.uint8)
+    _score_few(scores, q, weights, weight_scale, words, sizes, table, sequence, visible, (peaks, counts))
+    return choose_by_peaks(
+        scores, peaks, counts, visible, k, table, sequence, window_index, window_columns, window_rows
+    )
 
 
 def _stream(tokens: int, entries: int) -> tuple[int, int, int]:

@@ -55,3 +55,21 @@ def choose_entries(
     lists = torch.cat((window_index, torch.full_like(cells, -1)), 1)
     columns = window_columns[:, None] + torch.arange(cells.shape[1], device=cells.device)
     return lists.scatter(1, columns, cells)
+
+
+def best_entries(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    weight_scale: float,
+    keys: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    table: torch.Tensor,
+    sequence: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+    window_index: torch.Tensor,
+    window_columns: torch.Tensor,
+    window_rows: int,
+) -> torch.Tensor:
+    scores = index_scores(q, weights, weight_scale, keys, key_scale, table, sequence, visible)
+    return choose_entries(scores, visible, k, table, sequence, window_index, window_columns, window_rows)
