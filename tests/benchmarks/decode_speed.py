@@ -2,19 +2,21 @@
 
 python -m tests.benchmarks.decode_speed --model random:flash,experts=192 --context 4096 --context 131072
 torchrun --nproc-per-node 2 -m tests.benchmarks.decode_speed --batch 1 --batch 16 --batch 64 --prefill 8192
+python -m tests.benchmarks.decode_speed    # all 256 experts: those that do not fit stay in host memory
 """
 
 import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
+from dsv4cli.engine.cache import Cache, Sequence
 from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.model import Transformer
@@ -24,8 +26,10 @@ from dsv4cli.engine.profiling.step import fill
 from dsv4cli.engine.ranks import joined
 from dsv4cli.engine.source import resolve_model
 
-# steps that are timed, after some that are not; prompts likewise
-STEPS, WARM, PROMPTS = 40, 5, 4
+# steps, the first of which are not timed: experts from host memory need some until those often chosen are there
+STEPS, WARM = 65, 30
+# the first of which is not timed
+PROMPTS = 4
 
 
 @contextmanager
@@ -45,27 +49,27 @@ def say(world: World, *words: object) -> None:
         print(*words, flush=True)
 
 
-def filled(model: Transformer, device: torch.device, context: int, batch: int) -> tuple[Cache, list]:
-    """A cache of random values in place of `context` tokens of each sequence, and their next tokens."""
+def filled(model: Transformer, device: torch.device, context: int, batch: int) -> tuple[Cache, list[Sequence]]:
+    """A cache of random values in place of all but one of `context` tokens of each sequence."""
     cache = Cache(model.config, model.numerics, slots=batch + 1, device=device)
-    work = []
-    for number in range(batch):
-        sequence = cache.allocate()
+    sequences = [cache.allocate() for _ in range(batch)]
+    for sequence in sequences:
         cache.reserve(sequence, context)
         cache.advance(sequence, context - 1)
-        work.append((sequence, 17 * number + 5))
     cache.provide(cache.blocks + 2 * batch)
     fill(cache)
-    return cache, work
+    return cache, sequences
 
 
 def decode(model: Transformer, world: World, device: torch.device, context: int, batch: int) -> None:
-    """Prints the median of a step with its token drawn, and of the GPU's part of it."""
-    cache, work = filled(model, device, context, batch)
+    """Prints the median of a step with its token drawn, and of the GPU's part of it; each step has other tokens."""
+    cache, sequences = filled(model, device, context, batch)
     decoder = Decoder(model, cache, context + STEPS + 1)
-    assert bool(decoder.logits(work).isfinite().all())
-    wall, busy = [], []
+    random, wall, busy = Random(0), [], []
     for step in range(STEPS):
+        if step == WARM:
+            before = traffic(model)
+        work = [(sequence, random.randrange(model.config.vocab_size)) for sequence in sequences]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin = perf_counter()
@@ -74,7 +78,8 @@ def decode(model: Transformer, world: World, device: torch.device, context: int,
         end.record()
         logits.argmax(-1).tolist()
         seconds = perf_counter() - begin
-        for sequence, _ in work:
+        assert bool(logits.isfinite().all())
+        for sequence in sequences:
             cache.advance(sequence, 1)
         if step >= WARM:
             wall.append(seconds * 1e3)
@@ -85,6 +90,16 @@ def decode(model: Transformer, world: World, device: torch.device, context: int,
         f"{batch / median(wall) * 1e3:,.0f} tokens/s; the GPU {median(busy):.2f} ms, "
         f"the host's part {median(wall) - median(busy):.2f} ms",
     )
+    chosen, found, nbytes = (after - first for after, first in zip(traffic(model), before, strict=True))
+    if chosen:
+        each = nbytes / len(wall) / batch
+        say(world, f"{100 * found / chosen:.1f} % of the experts lay on the GPU; {each / 1e6:.0f} MB a token came")
+
+
+def traffic(model: Transformer) -> tuple[int, int, int]:
+    """Experts chosen so far, those of them that lay on the GPU, bytes of the others; zeros where all fit."""
+    so_far = model.host_experts and model.host_experts.traffic()
+    return (so_far.chosen, so_far.found, so_far.nbytes) if so_far else (0, 0, 0)
 
 
 def prefill(model: Transformer, world: World, device: torch.device, tokens: int, chunk: int) -> None:
@@ -123,7 +138,8 @@ def main() -> None:
     with torch.no_grad(), ranks() as (world, device):
         begin = perf_counter()
         model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world)
-        size = sum(parameter.nbytes for parameter in model.parameters())
+        held = model.host_experts
+        size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
         say(world, f"{torch.cuda.get_device_name()}, {world.size} of it; torch {torch.__version__}")
         say(world, f"{asked.model}: {size / 1e9:.1f} GB a GPU in {perf_counter() - begin:.1f} s")
         for tokens in asked.prefill:
