@@ -92,7 +92,7 @@ def chat(
     state_home: StateHomeOpt = None,
     term: TermOpt = "dumb",
 ) -> None:
-    """Talk with the model: questions in, answers out, as long as you like.
+    """Talk with the model, as long as you like.
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
     answer, twice it quits. From a pipe each line is a question, and stdout has the answers alone; it ends with the code

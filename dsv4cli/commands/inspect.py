@@ -155,7 +155,7 @@ def _ask_for(out: Output, result: "Inspection", consumer: "Consumer") -> bool:
 
 
 def _ask_fit(out: Output, result: "Inspection", gpus: str | None, context: int, batch: int) -> bool:
-    return show_fit(out, result, gpus=gpus, context=context, batch=batch, **_remote(result))
+    return show_fit(out, result, gpus=gpus, context=context, batch=batch)
 
 
 def _remote(result: "Inspection") -> dict[str, Any]:

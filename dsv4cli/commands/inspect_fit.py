@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from dsv4cli.output import UNIT_NOTE, Output, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from dsv4cli.engine.fit.answer import Answer
     from dsv4cli.engine.fit.plan import Fit, Share
@@ -27,19 +26,16 @@ def show_fit(
     gpus: str | None,
     context: int,
     batch: int,
-    folder: "Path | None" = None,
-    files: "Collection[str] | None" = None,
 ) -> bool:
     """Answers and reports whether the inspected model runs on this machine, or on `gpus` as in 2x141GB.
 
-    folder, files: of a repository on the hub, where its configuration lies here and what it has. Raises what
-    answer_fit and parse_gpus raise.
+    Raises what answer_fit and parse_gpus raise.
     """
     from dsv4cli.engine.fit.answer import answer_fit, fit_document
     from dsv4cli.engine.fit.machine import parse_gpus, this_machine
 
     machine = parse_gpus(gpus) if gpus is not None else this_machine()
-    answer = answer_fit(result, machine, context=context, batch=batch, folder=folder, files=files)
+    answer = answer_fit(result, machine, context=context, batch=batch)
     out.document(fit_document(answer))
     _report(out, answer)
     return answer.runs
@@ -66,16 +62,20 @@ def _report(out: Output, answer: "Answer") -> None:
 
 
 def _answer(answer: "Answer") -> str:
-    fit = answer.fit
+    fit, runs = answer.fit, answer.fit.runs
     has_gpus = any(share.devices[0].is_gpu for share in fit.shares)
-    if fit.runs is None:
+    first = fit.shares[0].devices[0]
+    if runs is not None and runs.devices[0].is_gpu:
+        words = f"fits {runs.devices[0].torch_name} ({runs.devices[0].name})"
+    elif fit.together is not None and fit.together.fits:
+        words = f"fits {fit.together.ranks} GPUs together"
+    elif fit.beside is not None:
+        words = f"fits {first.torch_name} ({first.name}) with experts in host memory"
+    elif runs is not None:
+        words = "fits this machine's RAM" + (", but none of its GPUs" if has_gpus else "")
+    else:
         return "does not fit one GPU" if has_gpus else "does not fit this machine"
-    if not answer.runs:
-        return "would fit, but dsv4 would not load it"
-    device = fit.runs.devices[0]
-    if device.is_gpu:
-        return f"fits {device.torch_name} ({device.name})"
-    return "fits this machine's RAM" + (", but none of its GPUs" if has_gpus else "")
+    return words if answer.runs else "would fit, but dsv4 would not load it"
 
 
 def _shown(fit: "Fit") -> "list[Share]":

@@ -37,7 +37,6 @@ from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import World
 from dsv4cli.engine.presets import FLASH, PRO, TINY, shortened
-from dsv4cli.engine.verdict.judge import Verdict
 from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale.ref import widen_e4m3
@@ -371,40 +370,56 @@ def test_a_load_that_the_engine_does_not_take(context, batch):
         plan_fit(CONFIG, OFFICIAL, gpus(1), context=context, batch=batch)
 
 
-LOADS = Verdict("vllm", "vLLM", True, (), (), "vllm serve X")
+def steps_of(machine: Machine, context: int = 8192, batch: int = 1):
+    fit = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, machine, context=context, batch=batch)
+    return advise(fit, "my model")
 
 
-def steps_of(machine: Machine, context: int = 8192, batch: int = 1, *, preset=TWELVE_LAYERS, vllm=LOADS):
-    fit = plan_fit(parse_config(preset, "short"), OFFICIAL, machine, context=context, batch=batch)
-    return advise(fit, "my model", vllm=vllm)
+RUN = "dsv4 run --model 'my model' --max-context 8192"
 
 
 def test_advice_where_it_fits():
     (step,) = steps_of(gpus(5, 80), batch=4)
-    assert step.command == "dsv4 run --model 'my model' --max-context 8192 --device cuda:1 --prompts questions.jsonl"
-    (step,) = steps_of(with_ram(gpus(5), 80))
-    assert step.command == "dsv4 run --model 'my model' --max-context 8192 --device cpu 'What is 17 + 25?'"
+    assert step.command == f"{RUN} --device cuda:1 --prompts questions.jsonl"
     (step,) = steps_of(with_ram(gpus(), 80))
-    assert step.command == "dsv4 run --model 'my model' --max-context 8192 'What is 17 + 25?'"
+    assert step.command == f"{RUN} 'What is 17 + 25?'"
 
 
 def test_advice_where_only_several_gpus_hold_it():
     more, fewer = steps_of(gpus(7, 7))
-    assert "by size it fits 2 GPUs, but dsv4 run uses one device" in more.why
-    assert more.command == "vllm serve X --tensor-parallel-size 2"
+    assert more.why == "2 GPUs hold it"
+    assert more.command == f"{RUN} --tp 2 'What is 17 + 25?'"
     assert re.fullmatch(r"dsv4 convert 'my model' OUT --to official --layers 0-\d --no-mtp", fewer.command)
 
 
 def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
     more, _ = steps_of(gpus(7, 7), 1048576, 16)
-    assert re.search(r"by size it fits 2 GPUs with at most [\d,]+ tokens, but", more.why)
+    limit = re.fullmatch(r"2 GPUs hold it with at most ([\d,]+) tokens", more.why)
+    assert limit is not None
+    assert f"--max-context {limit[1].replace(',', '')} --tp 2" in more.command
 
 
-def test_advice_where_vllm_would_not_load_it_either():
-    refuses = Verdict("vllm", "vLLM", False, ("no tokenizer.json",), (), remedy="copy it")
-    more, _ = steps_of(gpus(7, 7), vllm=refuses)
-    assert more.why.endswith("once this is settled: no tokenizer.json")
-    assert more.command == "copy it"
+def test_advice_where_host_memory_helps_a_gpu():
+    more, beside, ram = steps_of(with_ram(gpus(9.5, 9.5), 80))
+    assert "--tp 2" in more.command
+    assert "stay in host memory" in beside.why
+    assert beside.command == f"{RUN} 'What is 17 + 25?'"
+    assert ram.command == f"{RUN} --device cpu 'What is 17 + 25?'"
+    # what the GPU lacks, twice
+    lacking = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, gpus(9.5), context=8192, batch=1).shares[0]
+    room = 2 * (lacking.needed - lacking.available) / GB
+    assert any("host memory" in step.why for step in steps_of(with_ram(gpus(9.5), room + 0.001)))
+    assert not any("host memory" in step.why for step in steps_of(with_ram(gpus(9.5), room - 0.001)))
+    # what is no expert has to fit: 4.3 of the 7 GB of weights, 3.4 beside them
+    assert not any("host memory" in step.why for step in steps_of(with_ram(gpus(7), 80)))
+
+
+def test_flash_on_one_gpu_with_host_memory():
+    machine = with_ram(parse_gpus("1x149GB"), 100)
+    fit = plan_fit(parse_config(FLASH, "flash"), OFFICIAL, machine, context=8192, batch=1)
+    assert fit.runs is None
+    assert fit.beside is not None
+    assert fit.beside.devices[0].torch_name == "cuda:0"
 
 
 def test_advice_where_the_load_is_too_large():
@@ -416,9 +431,9 @@ def test_advice_where_the_load_is_too_large():
 
 def test_advice_for_random_weights():
     fit = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, gpus(7, 7), context=8192, batch=1)
-    (step,) = advise(fit, "random:flash,experts=16")
+    _, step = advise(fit, "random:flash,experts=16", is_random=True)
     assert re.fullmatch(r"dsv4 run --model random:flash,experts=16,layers=\d 'What is 17 \+ 25\?'", step.command)
-    (step,) = advise(fit, "random:flash,layers=12,seed=3")
+    _, step = advise(fit, "random:flash,layers=12,seed=3", is_random=True)
     assert re.fullmatch(r"dsv4 run --model random:flash,seed=3,layers=\d .*", step.command)
 
 
@@ -457,10 +472,14 @@ def test_the_table_fits_a_terminal(capsys, gpus, model):
 
 def test_the_answer_of_the_command(capsys):
     answer, text = shown(capsys, SHORT, "8x5GB")
-    assert answer is False
-    assert f"{SHORT} does not fit one GPU\nfor 8,192 tokens\n" in text
+    assert answer is True
+    assert f"{SHORT} fits 2 GPUs together\nfor 8,192 tokens\n" in text
+    assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 2 'What is 17 + 25?'\n" in text
     assert re.search(r"fits +no +yes", text)
     assert "Whole on every GPU: the cache, and of the weights" in text
+    answer, text = shown(capsys, SHORT, "1x1GB")
+    assert answer is False
+    assert f"{SHORT} does not fit one GPU\n" in text
     answer, text = shown(capsys, SHORT, "1x192GB")
     assert answer is True
     assert f"→ dsv4 run --model {SHORT} --max-context 8192 'What is 17 + 25?'\n" in text

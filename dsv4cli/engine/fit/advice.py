@@ -4,7 +4,6 @@ import shlex
 from dataclasses import dataclass
 
 from dsv4cli.engine.fit.plan import CHUNKS, Fit, Share
-from dsv4cli.engine.verdict.judge import GPUS, Verdict
 from dsv4cli.errors import Dsv4Error
 
 
@@ -16,24 +15,30 @@ class Step:
     command: str
 
 
-def advise(fit: Fit, name: str, problem: Dsv4Error | None = None, vllm: Verdict | None = None) -> list[Step]:
+def advise(fit: Fit, name: str, problem: Dsv4Error | None = None, *, is_random: bool = False) -> list[Step]:
     """The commands that follow from an answer, the best first.
 
-    name: what dsv4 calls the model. problem: why dsv4 would not load it even where it fits. vllm: whether vLLM would
-    load it, None for random weights, which only dsv4 has.
+    name: what dsv4 calls the model. problem: why dsv4 would not load it even where it fits. is_random: whether its
+    weights are random, of which fewer layers need no conversion.
     """
     if problem is not None:
         return [Step(f"dsv4 would not load it: {problem.message}", problem.remedy)]
-    if fit.runs is not None:
-        return [Step("", run_command(fit, fit.runs, name, fit.context, fit.batch))]
-    return [*_smaller_load(fit, name), *_more_gpus(fit, vllm), *_fewer_layers(fit, name, is_random=vllm is None)]
+    runs, has_gpus = fit.runs, any(share.devices[0].is_gpu for share in fit.shares)
+    if runs is not None and (runs.devices[0].is_gpu or not has_gpus):
+        return [Step("", run_command(fit, runs, name, fit.context, fit.batch))]
+    steps = [*_more_gpus(fit, name), *_host_memory(fit, name)]
+    if runs is not None:
+        return [*steps, Step("the RAM holds it", run_command(fit, runs, name, fit.context, fit.batch))]
+    return [*steps, *_smaller_load(fit, name), *_fewer_layers(fit, name, is_random=is_random)]
 
 
 def run_command(fit: Fit, share: Share, name: str, context: int, batch: int) -> str:
-    """`dsv4 run` on the device of a share, with the options that make it fit."""
+    """`dsv4 run` on the devices of a share, with the options that make it fit."""
     words = ["dsv4", "run", "--model", shlex.quote(name), "--max-context", str(context)]
     automatic = "cuda:0" if any(other.devices[0].is_gpu for other in fit.shares) else "cpu"
-    if share.devices[0].torch_name != automatic:
+    if share.ranks > 1:
+        words += ["--tp", str(share.ranks)]
+    elif share.devices[0].torch_name != automatic:
         words += ["--device", share.devices[0].torch_name]
     if share.chunk != CHUNKS[0]:
         words += ["--prefill-chunk", str(share.chunk)]
@@ -52,18 +57,22 @@ def _smaller_load(fit: Fit, name: str) -> list[Step]:
     return steps
 
 
-def _more_gpus(fit: Fit, vllm: Verdict | None) -> list[Step]:
+def _more_gpus(fit: Fit, name: str) -> list[Step]:
+    """The fewest GPUs that hold it together, with a shorter context where that is too long."""
     together = fit.together
-    if together is None or vllm is None:
+    if together is None:
         return []
-    load = "" if together.fits else f" with at most {fit.context_together:,} tokens"
-    why = (
-        f"by size it fits {together.ranks} GPUs{load}, but dsv4 run uses one device in this version; "
-        f"{vllm.version} uses all of them"
-    )
-    if vllm.loads:
-        return [Step(why, f"{vllm.command} {GPUS['vllm']} {together.ranks}")]
-    return [Step(f"{why}, once this is settled: {vllm.reasons[0]}", vllm.remedy)]
+    context = fit.context if together.fits else fit.context_together
+    load = "" if together.fits else f" with at most {context:,} tokens"
+    return [Step(f"{together.ranks} GPUs hold it{load}", run_command(fit, together, name, context, fit.batch))]
+
+
+def _host_memory(fit: Fit, name: str) -> list[Step]:
+    """One GPU, and host memory for the experts that it has no room for."""
+    if fit.beside is None:
+        return []
+    why = "one GPU runs it, slower: experts that it has no room for stay in host memory"
+    return [Step(why, run_command(fit, fit.beside, name, fit.context, fit.batch))]
 
 
 def _fewer_layers(fit: Fit, name: str, *, is_random: bool) -> list[Step]:

@@ -1,8 +1,6 @@
 """Does the inspected model run on a machine: the answer of `--fit` as a whole; no torch."""
 
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.fit.advice import Step, advise
@@ -11,8 +9,6 @@ from dsv4cli.engine.fit.plan import Fit, plan_fit
 from dsv4cli.engine.inspectable import FileSource
 from dsv4cli.engine.inspection import Inspection
 from dsv4cli.engine.source import RandomSource
-from dsv4cli.engine.verdict.examine import subject_of
-from dsv4cli.engine.verdict.judge import verdict
 from dsv4cli.errors import UsageError
 
 SCHEMA = "dsv4.fit/1"
@@ -20,7 +16,7 @@ SCHEMA = "dsv4.fit/1"
 
 @dataclass(frozen=True)
 class Answer:
-    """runs: whether it fits one device and dsv4 would load it. steps: what to do, the best first."""
+    """runs: whether `dsv4 run` would load it and run it here. steps: what to do, the best first."""
 
     model: str
     fit: Fit
@@ -28,18 +24,8 @@ class Answer:
     runs: bool
 
 
-def answer_fit(
-    result: Inspection,
-    machine: Machine,
-    *,
-    context: int,
-    batch: int,
-    folder: Path | None = None,
-    files: Collection[str] | None = None,
-) -> Answer:
-    """folder, files: as for `verdict.examine.judge`.
-
-    Raises the inspection's problem where it does not tell the dimensions of the model, UsageError for a single file,
+def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int) -> Answer:
+    """Raises the inspection's problem where it does not tell the dimensions of the model, UsageError for a single file,
     and what plan_fit raises.
     """
     source, identity = result.source, result.identity
@@ -49,9 +35,9 @@ def answer_fit(
         assert result.problem is not None
         raise result.problem
     fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch)
-    subject = None if isinstance(source, RandomSource) else subject_of(result, folder, files)
-    steps = advise(fit, source.name, result.problem, verdict(subject, "vllm") if subject else None)
-    return Answer(source.name, fit, steps, fit.runs is not None and result.problem is None)
+    fits = fit.runs is not None or fit.beside is not None or (fit.together is not None and fit.together.fits)
+    steps = advise(fit, source.name, result.problem, is_random=isinstance(source, RandomSource))
+    return Answer(source.name, fit, steps, fits and result.problem is None)
 
 
 def fit_document(answer: Answer) -> dict[str, Any]:
@@ -69,6 +55,7 @@ def fit_document(answer: Answer) -> dict[str, Any]:
         "layers": fit.layers,
         "gpus_together": fit.together and fit.together.ranks,
         "largest_context_together": fit.context_together,
+        "beside_host_memory": fit.beside is not None,
         "whole_on_every_gpu": fit.whole,
         "shares": [
             asdict(share) | {"ranks": share.ranks, "needed": share.needed, "fits": share.fits} for share in fit.shares

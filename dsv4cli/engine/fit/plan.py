@@ -1,4 +1,4 @@
-"""Whether a model fits a machine: on one device, as the engine runs it, and by size on several GPUs; no torch."""
+"""Whether a model fits a machine: on one device, on several GPUs, on a GPU beside host memory; no torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +16,8 @@ from dsv4cli.errors import UnsupportedHardware
 GPU_RESERVE = 10**9
 # Python, PyTorch's libraries and the tokenizer
 CPU_RESERVE = 5 * 10**8
+# the host holds twice what a GPU lacks, for experts that may move lie there too; and the GPU keeps a quarter of them
+HOST_TIMES, HOST_SHARE = 2, 0.75
 # tokens of a prompt in a step, the default first; smaller ones take less memory
 CHUNKS = (Limits.prefill_chunk, 1024, 512, 256, 128, 64)
 
@@ -58,12 +60,13 @@ class Fit:
     """The answer for sequences of `context` tokens, `batch` at once.
 
     shares: one GPU, then each number of GPUs that divides the model, then the CPU. whole: bytes that every GPU holds,
-    by family. runs: the one device that `dsv4 run` can use, None if none is large enough. largest_context at this batch
+    by family. runs: the one device that holds all of it, None if none is large enough. largest_context at this batch
     and largest_batch at this context are those of that device, or else of the largest one; 0 for not even one token.
     shorter, fewer: that device's share at each of the two, None at 0. layers: how many of the first layers the largest
     device can run, None where it runs all of them. together: the smallest number of GPUs above one that hold the model
     by its size, or the largest number where it is the load that does not fit; context_together: the largest context at
-    this batch there.
+    this batch there. beside: the emptiest GPU's share of all, where it is too large, but experts beyond it find room in
+    host memory (engine/host_experts.py decides it exactly).
     """
 
     context: int
@@ -78,6 +81,7 @@ class Fit:
     layers: int | None
     together: Share | None
     context_together: int
+    beside: Share | None
 
 
 def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context: int, batch: int) -> Fit:
@@ -112,7 +116,18 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
         layers=None if runs else _largest(config.num_hidden_layers, lambda count: model.first(count, best, context)),
         together=together,
         context_together=context_together,
+        beside=_beside(model, machine, shares),
     )
+
+
+def _beside(model: "_Model", machine: Machine, shares: Sequence[Share]) -> Share | None:
+    first = shares[0]
+    lacking, experts = (
+        first.needed - first.available,
+        sum(weigh([s], 1).nbytes for s in model.specs if s.expert is not None),
+    )
+    room = machine.cpu is not None and HOST_TIMES * lacking <= machine.cpu.free and lacking <= HOST_SHARE * experts
+    return first if first.devices[0].is_gpu and not first.fits and room else None
 
 
 def _together(model: "_Model", shares: Sequence[Share], batch: int) -> tuple[Share | None, int]:
