@@ -6,7 +6,7 @@ import torch
 from dsv4cli.engine import generate, schedule
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.generate import Generator
+from dsv4cli.engine.generate import Generator, Step
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
@@ -22,53 +22,64 @@ def nothing_is_held(one: Generator) -> bool:
     return (cache.free_slots, cache.used_blocks) == (len(cache.layers[0].window.data), 0)
 
 
-def greedy(ids: list[int], count: int) -> list[int]:
-    """Token by token by hand, the whole text anew for each."""
-    ids, start = list(ids), len(ids)
-    for _ in range(count):
-        cache = Cache(model().config, model().numerics)
-        batch = make_batch(cache, [(cache.allocate(), ids)])
-        with torch.no_grad():
-            ids.append(int(model().logits(model()(batch, cache).streams[-1:]).argmax()))
-    return ids[start:]
+def fresh_prefill(ids: list[int], answer: list[int]) -> list[int]:
+    """The likeliest token at each place of the answer, by one step over text and answer."""
+    cache = Cache(model().config, model().numerics)
+    batch = make_batch(cache, [(cache.allocate(), ids + answer[:-1])])
+    with torch.no_grad():
+        return model().logits(model()(batch, cache).streams[-len(answer) :]).argmax(-1).tolist()
 
 
 def test_greedy_is_the_argmax_of_a_fresh_prefill():
     one = generator(prompts(), Sampling(temperature=0), max_tokens=4, prefill_chunk=50)
-    assert tokens(one.steps()) == {number: greedy(ids, 4) for number, ids in enumerate(prompts())}
+    found = tokens(one.steps())
+    assert found == {number: fresh_prefill(ids, found[number]) for number, ids in enumerate(prompts())}
+    assert [len(answer) for answer in found.values()] == [4] * len(prompts())
     assert nothing_is_held(one)
 
 
+SAMPLING, LIMITS = Sampling(1.3, 0.98, 7), {"max_tokens": 6, "logprobs": 2}
+
+
+def each_alone(texts: list[list[int]]) -> list[list[Step]]:
+    # prompt n draws with seed + n
+    return [
+        list(generator([ids], Sampling(1.3, 0.98, 7 + number), **LIMITS).steps()) for number, ids in enumerate(texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[Step]]:
+    return each_alone(prompts())
+
+
 @pytest.mark.parametrize(("slots", "chunk"), [(64, 2048), (2, 30), (1, 50)])
-def test_a_sequence_does_not_depend_on_the_others(monkeypatch, slots, chunk):
-    sampling, limits = Sampling(1.3, 0.98, 7), {"max_tokens": 6, "logprobs": 2}
+def test_a_sequence_does_not_depend_on_the_others(alone, monkeypatch, slots, chunk):
     monkeypatch.setattr(schedule, "MAX_SLOTS", slots)
     monkeypatch.setattr(schedule, "MAX_STEP_TOKENS", 100)
-    together = generator(prompts(), sampling, prefill_chunk=chunk, **limits)
+    together = generator(prompts(), SAMPLING, prefill_chunk=chunk, **LIMITS)
     found = by_number(together.steps())
     assert nothing_is_held(together)
-    for number, ids in enumerate(prompts()):
-        # prompt n draws with seed + n
-        alone = list(generator([ids], Sampling(1.3, 0.98, 7 + number), **limits).steps())
-        assert [step.token for step in found[number]] == [step.token for step in alone]
-        for ours, other in zip(found[number], alone, strict=True):
+    for number, expected in enumerate(alone):
+        assert [step.token for step in found[number]] == [step.token for step in expected]
+        for ours, other in zip(found[number], expected, strict=True):
             assert ours.logprob == pytest.approx(other.logprob, abs=1e-4)  # fp32 sums in another order
             assert len(ours.top) == 2
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(64, 2048), (2, 30), (3, 1)])
-def test_a_decoder_draws_the_same_tokens(monkeypatch, slots, chunk):
+@pytest.mark.parametrize(("slots", "chunk", "longest"), [(64, 2048, 131), (2, 30, 131), (3, 1, 9)])
+def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longest):
     """As on a GPU, but for the graphs: steps of one token of each sequence go through numbers that stay in place."""
-    sampling, limits = Sampling(1.3, 0.98, 7), {"max_tokens": 6, "prefill_chunk": chunk}
+    texts = [ids[:longest] for ids in prompts()]
+    expected = alone if texts == prompts() else each_alone(texts)
     monkeypatch.setattr(schedule, "MAX_SLOTS", slots)
-    expected = tokens(generator(prompts(), sampling, **limits).steps())
     monkeypatch.setattr(schedule, "captures", lambda device: True)
-    one = generator(prompts(), sampling, **limits)
+    one = generator(texts, SAMPLING, prefill_chunk=chunk, **LIMITS)
     decoded = one.schedule._decoder
     asked = []
     monkeypatch.setattr(decoded, "logits", lambda work: asked.append(len(work)) or type(decoded).logits(decoded, work))
-    assert tokens(one.steps()) == expected
-    assert max(asked) == min(slots, len(prompts()))
+    assert tokens(one.steps()) == {number: [step.token for step in steps] for number, steps in enumerate(expected)}
+    assert max(asked) == min(slots, len(texts))
     cache = one.schedule.cache
     assert (cache.free_slots, cache.used_blocks) == (cache.slots - 1, 0)
 
