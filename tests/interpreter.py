@@ -30,8 +30,14 @@ def correct() -> None:
     ):
         setattr(builder, name, wrap(getattr(builder, name)))
     builder.create_fp_to_fp = conversion
-    executor.__call__ = quiet(executor.__call__)
     interpreter._patch_lang_tensor = with_index(interpreter._patch_lang_tensor)
+    launched: set[str] = set()
+    interpreter._patch_lang = once(interpreter._patch_lang, launched)
+    executor.__call__ = quiet(executor.__call__, launched)
+    interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
+    running = interpreter.interpreter_builder
+    # it computes everything anew in 64 bits, and without `debug` drops what it finds
+    running.options = dataclasses.replace(running.options, sanitize_overflow=False)
 
 
 def rounding_cast(cast: Method) -> Method:
@@ -87,10 +93,29 @@ def poisoned_load(load: Method) -> Method:
     return call
 
 
-def quiet(launch: Method) -> Method:
+def quiet(launch: Method, launched: set[str]) -> Method:
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        launched.clear()
         with np.errstate(all="ignore"):  # infinities and NaN are results
             return launch(self, *arguments, **options)
+
+    return call
+
+
+def once(patch: Method, launched: set[str]) -> Method:
+    """Each module of the language made interpretable once a launch, not at every call of a device function: 1 ms."""
+    from triton.runtime.interpreter import _LangPatchScope
+
+    @cache
+    def language(function: Any) -> frozenset[str]:
+        found = {getattr(value, "__name__", "") for value in function.__globals__.values()}
+        return frozenset(found & {"triton.language", "triton.language.core"})
+
+    def call(function: Any) -> Any:
+        if language(function) <= launched:
+            return _LangPatchScope()
+        launched.update(language(function))
+        return patch(function)
 
     return call
 
@@ -103,10 +128,25 @@ def with_index(patch: Method) -> Method:
     return call
 
 
+def remembered(numpy_dtype: Method) -> Method:
+    """It makes a table of all types for each tensor."""
+    known: dict[str, Any] = {}
+
+    def call(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = numpy_dtype(dtype)
+        return known[name]
+
+    return call
+
+
+NARROW = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+
+
 def narrow_dtype(dtype: Any) -> torch.dtype | None:
     """The torch dtype of a float format that numpy does not have; None for every other type."""
-    names = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-    return names.get(dtype.scalar.name)
+    return NARROW.get(dtype.scalar.name)
 
 
 def wide_type(dtype: Any) -> Any:
