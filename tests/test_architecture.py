@@ -40,6 +40,11 @@ def trees() -> dict[str, ast.Module]:
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in files}
 
 
+@cache
+def nodes(file: str) -> list[ast.AST]:
+    return list(ast.walk(trees()[file]))
+
+
 def module_name(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
@@ -49,9 +54,10 @@ def layer_of(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else "root"
 
 
-def imports(file: str) -> Iterator[tuple[int, str]]:
+@cache
+def imports(file: str) -> list[tuple[int, str]]:
     """Line and full name of everything that the file imports, inside functions and for type checkers too."""
-    yield from imports_in(ast.walk(trees()[file]))
+    return list(imports_in(nodes(file)))
 
 
 def imports_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
@@ -66,9 +72,9 @@ def found(pattern: str, *kinds: type[ast.AST], outside: str = "") -> list[str]:
     """Places whose source, as Python would write it, matches the pattern, in every file but one."""
     return [
         f"{file}:{node.lineno} {ast.unparse(node)}"
-        for file, tree in trees().items()
+        for file in trees()
         if file != outside
-        for node in ast.walk(tree)
+        for node in nodes(file)
         if isinstance(node, kinds) and re.match(pattern, ast.unparse(node))
     ]
 
@@ -90,11 +96,11 @@ def test_modules_do_not_load_in_a_circle():
     for module, file in modules.items():
         hidden = {
             node
-            for branch in ast.walk(trees()[file])
+            for branch in nodes(file)
             if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
             for node in ast.walk(branch)
         }
-        seen = imports_in(node for node in ast.walk(trees()[file]) if node not in hidden)
+        seen = imports_in(node for node in nodes(file) if node not in hidden)
         graph[module] = {name if name in modules else name.rpartition(".")[0] for _, name in seen} & modules.keys()
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
@@ -141,8 +147,8 @@ def test_files_and_functions_are_short():
     long_files = [f"{file}: {length} lines" for file, length in lengths.items() if length > MAX_FILE]
     long_functions = [
         f"{file}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for file, tree in trees().items()
-        for node in ast.walk(tree)
+        for file in trees()
+        for node in nodes(file)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= longest(node)
     ]
     assert long_files + long_functions == []

@@ -1,6 +1,7 @@
 """Launches that overlap: on which GPUs they do, and that each such kernel waits for its inputs before it stores."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,15 @@ def test_a_hopper_overlaps():
     assert overlap_of_few(x, FEW + 1) == {"OVERLAP": False}
 
 
+@cache
 def parsed():
     """The functions of the kernels' files: file, name, node."""
-    for file in sorted(KERNELS.rglob("*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef):
-                yield file, node.name, node
+    return [
+        (file, node.name, node)
+        for file in sorted(KERNELS.rglob("*.py"))
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def launched():
@@ -45,6 +49,7 @@ def called(call):
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
+@cache
 def calls(node):
     return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
 
@@ -58,6 +63,7 @@ def waits(node):
     ]
 
 
+@cache
 def storing():
     """The names of functions that store, themselves or by what they call."""
     names, more = set(), {"store", "atomic_add"}
