@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dsv4cli.engine.profiling import compare, plot, step
+from dsv4cli.engine.profiling import clock, compare, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
 from dsv4cli.kernels import norm
 from tests.program import Program
@@ -15,6 +15,7 @@ ONE_LAYER = ("profile", "step", "--model", "random:tiny,layers=1", "--context", 
 
 @pytest.fixture
 def dsv4(monkeypatch, capfd):
+    monkeypatch.setattr(clock, "CPU_SECONDS", 0)
     monkeypatch.setattr(step, "SECONDS", 0)
     monkeypatch.setattr(step, "FEWEST", 2)
     return Program(monkeypatch, capfd)

@@ -105,7 +105,8 @@ def test_fill_refuses_a_table_of_another_model():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_table_and_model_name_the_same_parameters(preset):
-    config = parse_config(PRESETS[preset], preset)
+    # every layer and a few experts, which are parts of one parameter
+    config = parse_config(shortened(PRESETS[preset], None, 8), preset)
     named = {spec.parameter for spec in expected_tensors(config, Formats()).values()}
     modules = Transformer(config, Numerics.reference()).named_modules()
     places = {
