@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from threading import get_ident
 
@@ -39,8 +40,14 @@ SCALE = "layers.1.attn.wq_b.scale"
 Pairs = list[tuple[TensorSpec, torch.Tensor]]
 
 
+@cache
+def drawn() -> tuple[tuple[TensorSpec, torch.Tensor], ...]:
+    return tuple(random_tensors(expected_tensors(SMALL, Formats()).values(), 0, SMALL.n_routed_experts))
+
+
 def pairs() -> Pairs:
-    return list(random_tensors(expected_tensors(SMALL, Formats()).values(), 0, SMALL.n_routed_experts))
+    """All tensors; nobody writes into them."""
+    return list(drawn())
 
 
 def filled(tensors: Pairs, specs: dict[str, TensorSpec] | None = None) -> Transformer:
@@ -54,6 +61,7 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
 
 
 def with_nan_byte(scale: torch.Tensor) -> torch.Tensor:
+    scale = scale.clone()
     scale.view(torch.uint8)[-1, -1] = 255
     return scale
 
