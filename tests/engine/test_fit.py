@@ -191,7 +191,7 @@ def ready(model: Transformer, device: str, tokens: int, context: int, batch: int
     return step
 
 
-LONG = ("indexer", "matrices of experts", "tokens of experts")
+LONG = ("indexer", "matrices of experts", "tokens of experts", "sorting the scores", "many heads")
 
 
 @pytest.mark.parametrize(

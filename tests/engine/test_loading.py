@@ -126,7 +126,8 @@ def test_table_and_model_name_the_same_parameters(preset):
 
 
 def test_random_tensors_follow_name_and_seed():
-    specs = expected_tensors(SMALL, Formats())
+    # every seventh: some of each kind
+    specs = dict(list(expected_tensors(SMALL, Formats()).items())[::7])
     first = {spec.name: tensor for spec, tensor in random_tensors(specs.values(), 5, 2)}
     backwards = {spec.name: tensor for spec, tensor in random_tensors(reversed(specs.values()), 5, 2)}
     other = {spec.name: tensor for spec, tensor in random_tensors(specs.values(), 6, 2)}
