@@ -53,11 +53,13 @@ class Journal:
         self._messages, self._tools = messages, tools
 
     def _add(self, line: dict[str, Any]) -> None:
+        from dsv4cli.engine.durable import sync_folder
+
         path = self._path
         if path is None:
             path = self._new_path()
             _append(path, [{"schema": SCHEMA}])
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         _append(path, [line])
         self._path = path
 
@@ -70,22 +72,13 @@ class Journal:
 
 
 def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    rest = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    from dsv4cli.engine.durable import append
+
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        while rest:
-            rest = rest[os.write(file, rest) :]
-        os.fsync(file)
+        append(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
     finally:
         os.close(file)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_journal(path: Path) -> "tuple[list[Message], list[Tool]]":
@@ -140,19 +133,15 @@ class Session:
 
         Raises OSError.
         """
+        from dsv4cli.engine.durable import write_file
+
         text = json.dumps(self.document(), ensure_ascii=False, indent=1) + "\n"
         path = path.resolve()  # a link stays a link
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(text.encode(errors="surrogatepass"))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
+            write_file(path, text.encode(errors="surrogatepass"), beside, 0o600)
         finally:
             beside.unlink(missing_ok=True)
-        _sync_folder(path.parent)
 
     def document(self) -> dict[str, Any]:
         """The conversation as the OpenAI API has it."""

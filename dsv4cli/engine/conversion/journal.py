@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4cli.engine import durable
 from dsv4cli.engine.checkpoint import UNFINISHED
 from dsv4cli.errors import CheckpointError, UsageError
 
@@ -75,11 +76,7 @@ class Journal:
         self.batches[file] = batches
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        line = (json.dumps(entry) + "\n").encode()
-        while line:
-            # a disk that fills up takes a part
-            line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
+        durable.append(self._file, (json.dumps(entry) + "\n").encode())
 
 
 @contextmanager
@@ -123,22 +120,7 @@ def read_plan(path: Path) -> dict[str, Any]:
 def write_file(path: Path, content: bytes, workshop: Path) -> None:
     """Writes a file that appears complete or not at all, also after a crash; `workshop` is the journal's folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = workshop / f"{path.name}.{os.getpid()}"
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, path)
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Gives a synced file its final name, and syncs the name."""
-    os.replace(temporary, path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    durable.write_file(path, content, workshop / f"{path.name}.{os.getpid()}")
 
 
 def _lock(descriptor: int, path: Path) -> None:

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from dsv4cli.engine.checkpoint import UNFINISHED
-from dsv4cli.engine.conversion.journal import Journal, publish
+from dsv4cli.engine.conversion.journal import Journal
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
 from dsv4cli.engine.conversion.recode import Recoder
+from dsv4cli.engine.durable import publish
 from dsv4cli.engine.layout import Role, TensorSpec
 from dsv4cli.engine.values import Raw
 
