@@ -44,7 +44,8 @@ def large_programs(backend, monkeypatch):
         from dsv4cli.kernels.gemm import stream as linears
 
         monkeypatch.setattr(linears, "_shape", lambda x, products: (64, 4, min(2, len(x)), 0))
-        monkeypatch.setattr(stream, "_blocks", lambda tokens: (2 if tokens <= 2 else 4, (64, 2, 1, 2), (128, 2, 1, 2)))
+        rows = (64, 2, 1, 2), (128, 2, 1, 2)
+        monkeypatch.setattr(stream, "_blocks", lambda tokens: (2, 8, *rows) if tokens <= 2 else (4, 16, *rows))
         monkeypatch.setattr(stream, "SINGLE_DOWN", (128, 1, 2, 2, 2))
         monkeypatch.setattr(stream, "ALONE_EACH", 2)
 

@@ -2,8 +2,8 @@
 
 A chunk of up to two tokens, as most are, takes the narrowest product of the tensor core, a larger one twice that.
 
-What needs several programs is done by the last of them, which a counter tells: the rounding of 128 inner values, the
-sum of a token's experts. So nothing depends on the order of programs.
+128 inner values are rounded by the last of the programs that compute them, which a counter tells; a token's experts are
+added in a launch of its own. So nothing depends on the order of programs.
 """
 
 import triton
@@ -105,32 +105,6 @@ def up(
 
 
 @triton.jit
-def _add(
-    token,
-    row,
-    parts,
-    shared_part,
-    place,
-    y,
-    D: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-):
-    """Adds what the programs before have stored for a token: its experts in ascending order, then the shared one."""
-    total = tl.zeros(row.shape, tl.float32)
-    last = -1
-    places: tl.constexpr = triton.next_power_of_2(PER_TOKEN)
-    slot = tl.arange(0, places)
-    positions = tl.load(place + token * PER_TOKEN + slot, slot < PER_TOKEN, other=0x7FFFFFFF)
-    for _ in tl.static_range(PER_TOKEN):
-        last = tl.min(tl.where(positions > last, positions, 0x7FFFFFFF), 0)
-        total += tl.load(parts + last.to(tl.int64) * D + row, cache_modifier=".cg").to(tl.float32)
-    if HAS_SHARED:
-        total += tl.load(shared_part + token.to(tl.int64) * D + row, cache_modifier=".cg").to(tl.float32)
-    tl.store(y + token.to(tl.int64) * D + row, total.to(y.dtype.element_ty))
-
-
-@triton.jit
 def _down_routed(
     rows, scales, tiles, factors, inner, parts, begin, size, row,
     D: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
@@ -153,17 +127,14 @@ def down(
     shared_w2, shared_w2_scale,  # FP8 [D, SHARED_INNER]
     parts,  # bf16 [pairs, D] w2's results by position
     shared_part,  # bf16 [tokens, D]
-    counters,  # [tokens, D / ROWS] of parts that are stored
-    place,  # as prepare leaves it
-    y,  # [tokens, D]
-    order, chunks, tokens, shared_chunks,
-    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PER_TOKEN: tl.constexpr,
-    CHUNK: tl.constexpr, SHARED_CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr,
+    chunks, tokens, shared_chunks,
+    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, CHUNK: tl.constexpr,
+    SHARED_CHUNK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     first, number = tl.program_id(0) * ROWS, tl.program_id(1)
     row = first + tl.arange(0, ROWS)
-    begin, size = number - shared_chunks, 0
+    begin = number - shared_chunks
     if begin >= 0:
         # `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
         chunk = tl.load(chunks + begin, cache_modifier=".cg")
@@ -196,13 +167,26 @@ def down(
         token = number * SHARED_CHUNK + tl.arange(0, SHARED_CHUNK)
         to = shared_part + token.to(tl.int64)[None] * D + row[:, None]
         tl.store(to, sums.to(tl.bfloat16), (token < tokens)[None])
-        size = tl.minimum(tokens - number * SHARED_CHUNK, SHARED_CHUNK)
-    needed: tl.constexpr = PER_TOKEN + (SHARED_INNER > 0)
-    tl.debug_barrier()  # before the counters say that the part is there
-    for i in range(size):
-        token = number * SHARED_CHUNK + i
-        if begin >= 0:
-            token = tl.load(order + begin + i) // PER_TOKEN
-        counter = counters + token * (D // ROWS) + first // ROWS
-        if tl.atomic_add(counter, 1, sem="acq_rel") == needed - 1:
-            _add(token, row, parts, shared_part, place, y, D, PER_TOKEN, SHARED_INNER > 0)
+
+
+@triton.jit
+def add(
+    parts, shared_part,  # as down leaves them
+    place,  # as prepare leaves it
+    y,  # [tokens, D]
+    D: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_SHARED: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A token's experts in ascending order, then the shared one."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    places: tl.constexpr = triton.next_power_of_2(PER_TOKEN)
+    slot = tl.arange(0, places)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    last = -1
+    wait_for_inputs(OVERLAP)
+    positions = tl.load(place + token * PER_TOKEN + slot, slot < PER_TOKEN, other=0x7FFFFFFF)
+    for _ in tl.static_range(PER_TOKEN):
+        last = tl.min(tl.where(positions > last, positions, 0x7FFFFFFF), 0)
+        total += tl.load(parts + last.to(tl.int64) * D + column).to(tl.float32)
+    if HAS_SHARED:
+        total += tl.load(shared_part + token * D + column).to(tl.float32)
+    tl.store(y + token * D + column, total.to(y.dtype.element_ty))

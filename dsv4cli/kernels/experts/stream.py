@@ -1,8 +1,8 @@
-"""Routed experts, alone or with the shared one, for few tokens: weights are streamed once, in three launches.
+"""Routed experts, alone or with the shared one, for few tokens: weights are streamed once, in three launches or four.
 
 `prepare` rounds and arranges the inputs and sorts the pairs (token, expert) by expert. A program of `up` or `down`
 computes some rows of a matrix (w1 and w3; w2): of `several` for a few tokens of one expert, of `single` for one token,
-which needs no sorting, and whose sum over experts `down` makes in its registers.
+which needs no sorting, and whose sum over experts `down` makes in its registers. `add` makes that of several tokens.
 The launches overlap (`wait_for_inputs`): weights are loaded while the launch before still runs, those of the shared
 expert at once, those of routed experts where what names them, the choice or the sorting, was made before that launch.
 """
@@ -21,6 +21,8 @@ from dsv4cli.kernels.overlap import overlap
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
+# columns of a token that a program adds up
+COLUMNS = 512
 # of one token: rows of w2 in a program, steps ahead and in a pass of routed experts and of the shared one
 SINGLE_DOWN = (16, 4, 4, 4, 4)
 # in a pass of routed experts alone: registers are left, 34.0 us instead of 35.4 on an H200
@@ -77,10 +79,6 @@ class _Call:
         """Hidden, inner, the shared expert's inner."""
         return self.x.shape[1], self.weights.w1.shape[-2], self.shared.w1.shape[-2] if self.shared else 0
 
-    @property
-    def shared_chunks(self) -> int:
-        return triton.cdiv(self.tokens, FP8_TOKENS) if self.shared else 0
-
     def new(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
 
@@ -95,18 +93,18 @@ class _Call:
 
 
 def _stream(call: _Call) -> None:
-    chunk, up, down = _blocks(call.tokens)
+    chunk, shared_chunk, up, down = _blocks(call.tokens)
     width, inner, shared_inner = call.widths
     if call.tokens == 1:
         _one_token(call, _fitting(up, width))
     else:
-        _tokens(call, chunk, _fitting(up, width), _fitting(down, math.gcd(inner, shared_inner)))
+        _tokens(call, (chunk, shared_chunk), _fitting(up, width), _fitting(down, math.gcd(inner, shared_inner)))
 
 
-def _prepare(call: _Call, chunk: int, pairs: int, sums: int) -> tuple[torch.Tensor, ...]:
-    """Inputs, the shared expert's, and counters, the last of them so many; the first so many pairs sorted."""
+def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[torch.Tensor, ...]:
+    """Inputs, the shared expert's, counters; the first so many pairs sorted."""
     (width, inner, shared_inner), tokens = call.widths, call.tokens
-    counts = call.experts.numel() * (inner // 128) + call.shared_chunks * (shared_inner // 128) + sums
+    counts = call.experts.numel() * (inner // 128) + shared_chunks * (shared_inner // 128)
     order, place, chunks, counters = (call.new(n, dtype=torch.int32) for n in (pairs, pairs, pairs, counts))
     inputs, shared_inputs = call.new(tokens, width), call.new(tokens if call.shared else 0, width)
     others = max(triton.cdiv(counts, prepare.COUNTERS), triton.cdiv(pairs, prepare.PAIRS))
@@ -122,7 +120,7 @@ def _one_token(call: _Call, up: tuple[int, int, int, int]) -> None:
     (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
     places = triton.next_power_of_2(per_token)
     splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
-    inputs, shared_inputs, counters, *_ = _prepare(call, 1, 0, 0)
+    inputs, shared_inputs, counters, *_ = _prepare(call, 1, 1 if call.shared else 0, 0)
     inner, shared_inner = call.new(2, per_token, inner_width), call.new(2, shared_width)
     single.up[(shared_width // up[0] + per_token * (inner_width // up[0]),)](
         inputs, shared_inputs, *call.first(), call.experts, call.weights.rows, call.routing, inner, shared_inner,
@@ -139,30 +137,41 @@ def _one_token(call: _Call, up: tuple[int, int, int, int]) -> None:
     )  # fmt: skip
 
 
-def _tokens(call: _Call, chunk: int, up: tuple[int, int, int, int], down: tuple[int, int, int, int]) -> None:
-    (width, inner_width, shared_width), tokens, shared_chunks = call.widths, call.tokens, call.shared_chunks
-    pairs, per_token, sums = call.experts.numel(), call.experts.shape[1], tokens * (width // down[0])
-    inputs, shared_inputs, counters, order, place, chunks = _prepare(call, chunk, pairs, sums)
+def _tokens(
+    call: _Call, sizes: tuple[int, int], up: tuple[int, int, int, int], down: tuple[int, int, int, int]
+) -> None:
+    """sizes: of a chunk and of one of the shared expert."""
+    (width, inner_width, shared_width), tokens, chunk = call.widths, call.tokens, sizes[0]
+    pairs, per_token, shared_tokens = call.experts.numel(), call.experts.shape[1], tokens if call.shared else 0
+    shared_chunks = triton.cdiv(shared_tokens, sizes[1])
+    inputs, shared_inputs, counters, order, place, chunks = _prepare(call, chunk, shared_chunks, pairs)
     inner, shared_inner = call.new(2, pairs, inner_width), call.new(2, tokens, shared_width)
     several.up[(shared_chunks * (shared_width // up[0]) + pairs * (inner_width // up[0]),)](
         inputs, shared_inputs, *call.first(), call.routing, inner, shared_inner, counters, order, chunks, tokens, pairs,
-        shared_chunks, call.limit, width, inner_width, shared_width, per_token, chunk, FP8_TOKENS, call.round_inputs,
-        *up, **overlap(call.x), **_registers(call.x, chunk), num_warps=up[1],
+        shared_chunks, call.limit, width, inner_width, shared_width, per_token, *sizes, call.round_inputs, *up,
+        **overlap(call.x), **_registers(call.x, chunk), num_warps=up[1],
     )  # fmt: skip
+    parts, shared_part = call.new(pairs, width), call.new(shared_tokens, width)
     several.down[(width // down[0], shared_chunks + pairs)](
-        inner, shared_inner, *call.last(), call.new(pairs, width), call.new(tokens if call.shared else 0, width),
-        counters[len(counters) - sums :], place, call.y, order, chunks, tokens, shared_chunks, width, inner_width,
-        shared_width, per_token, chunk, FP8_TOKENS, *down, **overlap(call.x), **_registers(call.x, chunk),
-        num_warps=down[1],
+        inner, shared_inner, *call.last(), parts, shared_part, chunks, tokens, shared_chunks, width, inner_width,
+        shared_width, *sizes, *down, **overlap(call.x), **_registers(call.x, chunk), num_warps=down[1],
     )  # fmt: skip
+    columns = math.gcd(width, COLUMNS)
+    several.add[(tokens, width // columns)](
+        parts, shared_part, place, call.y, width, per_token, call.shared is not None, columns, **overlap(call.x)
+    )
 
 
-def _blocks(tokens: int) -> tuple[int, tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Tokens of a chunk; of a program of w1 and w3, and of w2: rows, warps, steps ahead, steps in a pass of its loop.
+def _blocks(tokens: int) -> tuple[int, int, tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Tokens of a chunk and of one of the shared expert; of a program of w1 and w3, and of w2: rows, warps, steps
+    ahead, steps in a pass of its loop.
 
-    Measured on an H200 with 6 of 256 experts of 4096-2048-4096.
+    Measured on an H200 with 6 of 256 experts of 4096-2048-4096, and of 4096-1024-4096 as on one rank of two.
     """
-    return (2, (16, 2, 2, 2), (16, 1, 2, 4)) if tokens <= 4 else (4, (16, 1, 2, 2), (32, 1, 2, 2))
+    up = (16, 2, 2, 2) if tokens <= 8 else (16, 1, 2, 2)
+    if tokens <= 4:
+        return FP4_TOKENS, FP8_TOKENS, up, (16, 1, 2, 4)
+    return 2 * FP4_TOKENS, FP8_TOKENS if tokens <= 8 else 2 * FP8_TOKENS, up, (32, 1, 2, 2)
 
 
 def _registers(x: torch.Tensor, chunk: int) -> dict[str, int]:

@@ -64,9 +64,12 @@ def tile_shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, 
     coded = [p.scale is not None for p in products]
     tiles = sum(triton.cdiv(p.weight.shape[0], 128) for p in products)
     if tokens <= OWN and any(coded) and tiles * steps >= 1024:
-        return 128, _splits(tiles, 256, steps // 4), 3 if all(coded) else 2, 8
+        return 128, _splits(tiles, 256, steps // 4 if steps > 8 else 1), 3 if all(coded) else 2, 8
     if tokens > 32 and coded == [True] and tiles * steps >= 1024:
         return 128, _splits(tiles, 128, steps // 4), 3, 8
+    if tokens > 32 and any(coded) and not all(coded):
+        rows, warps = (128, 8) if tiles > 24 else (64, 4)
+        return rows, _splits(tiles * (128 // rows), 128, steps // 8), 3, warps
     splits = _splits(2 * tiles, 512, steps // 8)
     return 64, splits if 2 * tiles * splits >= 256 else _splits(2 * tiles, 256, steps // 4), 3, 4
 
