@@ -47,7 +47,10 @@ TopPOpt = Annotated[
 ]
 SeedOpt = Annotated[int | None, typer.Option(help="Makes the draws repeatable; without it each run differs.")]
 StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")]
-PrefillChunkOpt = Annotated[int, typer.Option(help="The most tokens of a prompt in one step; 1 is decoding.")]
+PrefillChunkOpt = Annotated[
+    int,
+    typer.Option(help="The most tokens of a prompt in one step: more are faster and take more memory; 1 is decoding."),
+]
 MaxContextOpt = Annotated[
     int | None, typer.Option(help="The most tokens of prompt and answer together; the model's own limit if absent.")
 ]

@@ -82,7 +82,7 @@ def chat(
     top_p: TopPOpt = None,
     seed: SeedOpt = None,
     stop: StopOpt = None,
-    prefill_chunk: PrefillChunkOpt = 2048,
+    prefill_chunk: PrefillChunkOpt = 4096,
     max_context: MaxContextOpt = None,
     device: DeviceOpt = "auto",
     dtype: DtypeOpt = "auto",

@@ -80,7 +80,7 @@ def run(
     seed: SeedOpt = None,
     stop: StopOpt = None,
     logprobs: LogprobsOpt = 0,
-    prefill_chunk: PrefillChunkOpt = 2048,
+    prefill_chunk: PrefillChunkOpt = 4096,
     max_context: MaxContextOpt = None,
     device: DeviceOpt = "auto",
     dtype: DtypeOpt = "auto",

@@ -24,8 +24,8 @@ from dsv4cli.kernels import residency
 from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.residency import Residency
 
-# of free memory: the cache, a step of 2,048 tokens, graphs, what CUDA and Triton load
-RESERVE = 5 * 10**9
+# of free memory: the cache, a step of 4,096 tokens, graphs, what CUDA and Triton load
+RESERVE = 7 * 10**9
 # of an expert, as `ExpertWeights` has them
 PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scale")
 

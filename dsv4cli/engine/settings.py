@@ -87,7 +87,7 @@ class Limits:
 
     max_tokens: int = 4096
     max_context: int | None = None
-    prefill_chunk: int = 2048
+    prefill_chunk: int = 4096
     logprobs: int = 0
     stops: tuple[str, ...] = ()
 

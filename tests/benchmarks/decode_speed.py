@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, action="append", help="tokens before the step; 4096 if absent")
     parser.add_argument("--batch", type=int, action="append", help="sequences; 1 if absent")
     parser.add_argument("--prefill", type=int, action="append", default=[], help="tokens of a prompt")
-    parser.add_argument("--chunk", type=int, action="append", help="of a prompt; 2048 if absent")
+    parser.add_argument("--chunk", type=int, action="append", help="of a prompt; 4096 if absent")
     asked = parser.parse_args()
     with torch.no_grad(), ranks() as (world, device):
         begin = perf_counter()
@@ -143,7 +143,7 @@ def main() -> None:
         say(world, f"{torch.cuda.get_device_name()}, {world.size} of it; torch {torch.__version__}")
         say(world, f"{asked.model}: {size / 1e9:.1f} GB a GPU in {perf_counter() - begin:.1f} s")
         for tokens in asked.prefill:
-            for chunk in asked.chunk or [2048]:
+            for chunk in asked.chunk or [4096]:
                 prefill(model, world, device, tokens, chunk)
         for context in asked.context or [4096]:
             for batch in asked.batch or [1]:

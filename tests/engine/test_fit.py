@@ -341,15 +341,15 @@ def test_the_limits_are_the_last_that_fit():
 
 
 def test_a_shorter_chunk_where_the_default_does_not_fit():
-    wide = plan_fit(SMALL_FLASH, OFFICIAL, gpus(40), context=1048576, batch=1).shares[0]
-    assert wide.chunk == 2048
+    wide = plan_fit(SMALL_FLASH, OFFICIAL, gpus(80), context=1048576, batch=1).shares[0]
+    assert wide.chunk == 4096
     machine = gpus((wide.needed - 1) / GB)
     fit = plan_fit(SMALL_FLASH, OFFICIAL, machine, context=1048576, batch=1)
     assert fit.runs is not None
-    assert fit.runs.chunk == 1024
+    assert fit.runs.chunk == 2048
     assert fit.runs.workspace < wide.workspace
     assert advise(fit, "x")[0].command == (
-        "dsv4 run --model x --max-context 1048576 --prefill-chunk 1024 'What is 17 + 25?'"
+        "dsv4 run --model x --max-context 1048576 --prefill-chunk 2048 'What is 17 + 25?'"
     )
 
 
@@ -370,8 +370,8 @@ def test_a_load_that_the_engine_does_not_take(context, batch):
         plan_fit(CONFIG, OFFICIAL, gpus(1), context=context, batch=batch)
 
 
-def steps_of(machine: Machine, context: int = 8192, batch: int = 1):
-    fit = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, machine, context=context, batch=batch)
+def steps_of(machine: Machine, context: int = 8192, batch: int = 1, config: dict[str, object] = TWELVE_LAYERS):
+    fit = plan_fit(parse_config(config, "short"), OFFICIAL, machine, context=context, batch=batch)
     return advise(fit, "my model")
 
 
@@ -386,7 +386,7 @@ def test_advice_where_it_fits():
 
 
 def test_advice_where_only_several_gpus_hold_it():
-    more, fewer = steps_of(gpus(7, 7))
+    more, fewer = steps_of(gpus(9, 9))
     assert more.why == "2 GPUs hold it"
     assert more.command == f"{RUN} --tp 2 'What is 17 + 25?'"
     assert re.fullmatch(r"dsv4 convert 'my model' OUT --to official --layers 0-\d --no-mtp", fewer.command)
@@ -400,18 +400,23 @@ def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
 
 
 def test_advice_where_host_memory_helps_a_gpu():
-    more, beside, ram = steps_of(with_ram(gpus(9.5, 9.5), 80))
+    config = shortened(FLASH, 12, 64)
+
+    def steps(*free, ram):
+        return steps_of(with_ram(gpus(*free), ram), config=config)
+
+    more, beside, ram = steps(15, 15, ram=80)
     assert "--tp 2" in more.command
     assert "stay in host memory" in beside.why
     assert beside.command == f"{RUN} 'What is 17 + 25?'"
     assert ram.command == f"{RUN} --device cpu 'What is 17 + 25?'"
     # what the GPU lacks, twice
-    lacking = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, gpus(9.5), context=8192, batch=1).shares[0]
+    lacking = plan_fit(parse_config(config, "short"), OFFICIAL, gpus(15), context=8192, batch=1).shares[0]
     room = 2 * (lacking.needed - lacking.available) / GB
-    assert any("host memory" in step.why for step in steps_of(with_ram(gpus(9.5), room + 0.001)))
-    assert not any("host memory" in step.why for step in steps_of(with_ram(gpus(9.5), room - 0.001)))
-    # what is no expert has to fit: 4.3 of the 7 GB of weights, 3.4 beside them
-    assert not any("host memory" in step.why for step in steps_of(with_ram(gpus(7), 80)))
+    assert any("host memory" in step.why for step in steps(15, ram=room + 0.001))
+    assert not any("host memory" in step.why for step in steps(15, ram=room - 0.001))
+    # what is no expert has to fit: 4.3 of the 14.7 GB of weights, 5.4 beside them
+    assert not any("host memory" in step.why for step in steps(9, ram=80))
 
 
 def test_flash_on_one_gpu_with_host_memory():
@@ -471,7 +476,7 @@ def test_the_table_fits_a_terminal(capsys, gpus, model):
 
 
 def test_the_answer_of_the_command(capsys):
-    answer, text = shown(capsys, SHORT, "8x5GB")
+    answer, text = shown(capsys, SHORT, "8x6GB")
     assert answer is True
     assert f"{SHORT} fits 2 GPUs together\nfor 8,192 tokens\n" in text
     assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 2 'What is 17 + 25?'\n" in text

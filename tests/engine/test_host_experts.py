@@ -104,7 +104,7 @@ def test_every_budget_gives_the_same_tokens(device):
 
 
 def test_a_small_gpu_keeps_half_for_all_else():
-    assert [most_weights(free * 10**9) for free in (4, 10, 24, 150)] == [2e9, 5e9, 19e9, 145e9]
+    assert [most_weights(free * 10**9) for free in (4, 10, 24, 150)] == [2e9, 5e9, 17e9, 143e9]
 
 
 @pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_a_host_without_room_is_refused(monkeypatch):
         loaded(TINY, rows=5)
 
 
-@pytest.mark.parametrize(("world", "rows"), [(SINGLE, 237), (World(0, 2), None)])
+@pytest.mark.parametrize(("world", "rows"), [(SINGLE, 234), (World(0, 2), None)])
 def test_flash_on_one_h200(monkeypatch, world, rows):
     config = parse_config(FLASH, "flash").without_drafter()
     monkeypatch.setattr(host_experts, "free_memory", lambda device: 100 * 10**9)
@@ -160,4 +160,4 @@ def test_flash_on_one_h200(monkeypatch, world, rows):
     assert (plan and plan.division.rows) == rows
     if plan is not None:
         # twice what must lie there
-        assert plan.host_bytes < 25e9
+        assert plan.host_bytes < 26e9

@@ -19,7 +19,7 @@ CPU_RESERVE = 5 * 10**8
 # the host holds twice what a GPU lacks, for experts that may move lie there too; and the GPU keeps a quarter of them
 HOST_TIMES, HOST_SHARE = 2, 0.75
 # tokens of a prompt in a step, the default first; smaller ones take less memory
-CHUNKS = (Limits.prefill_chunk, 1024, 512, 256, 128, 64)
+CHUNKS = (Limits.prefill_chunk, 2048, 1024, 512, 256, 128, 64)
 
 
 @dataclass(frozen=True)
