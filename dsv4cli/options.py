@@ -63,7 +63,7 @@ GpuMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most GPU memory for weights, as in 120GB; what is free but 5 GB if absent. Experts beyond it stay in "
+        help="The most GPU memory for weights, as in 120GB; what is free but 7 GB if absent. Experts beyond it stay in "
         "host memory.",
     ),
 ]
