@@ -41,30 +41,22 @@ class _Source:
     def draw(self, spec: TensorSpec, experts: int) -> torch.Tensor:
         """The tensor of a spec."""
         if spec.is_scale:
-            return self._scale(spec)
+            return _tiled(spec, self._scale(spec))
         if spec.dtype == "I8":
-            return self._tiled(spec, self._bytes)
+            return _tiled(spec, _period(self._bytes, spec))
         if spec.dtype == "I64":
             generator = torch.Generator().manual_seed(crc32(spec.name.encode()) ^ self.seed)
             first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator, device="cpu")
             return (first + torch.arange(spec.shape[1], device="cpu")) % experts  # distinct experts in a row
         mean, deviation = _moments(spec)
-        return self._tiled(spec, (self._normal * deviation + mean).to(TORCH_DTYPES[spec.dtype]))
+        return _tiled(spec, (_period(self._normal, spec) * deviation + mean).to(TORCH_DTYPES[spec.dtype]))
 
     def _scale(self, spec: TensorSpec) -> torch.Tensor:
         """Exponents that give a matrix rows of unit length, one step up or down from block to block."""
         is_fp4 = spec.shape[-1] * FP4_BLOCK == spec.columns
         deviation = (E2M1_STD if is_fp4 else E4M3_STD) * spec.columns**0.5
         exponent = -round(torch.tensor(deviation).log2().item()) + E8M0_BIAS
-        return self._tiled(spec, self._bytes % 3 + (exponent - 1))
-
-    def _tiled(self, spec: TensorSpec, pattern: torch.Tensor) -> torch.Tensor:
-        """The tensor in its stored dtype, of a pattern in it or in its bits; nothing else of its size is made."""
-        count = torch.Size(spec.shape).numel()
-        start = crc32(spec.name.encode()) % PATTERN
-        bits = pattern.view(BITS[pattern.itemsize])  # CUDA does not roll FP8
-        tiled = bits.roll(-start).repeat(-(-count // PATTERN))[:count]
-        return tiled.view(spec.shape).view(TORCH_DTYPES[spec.dtype])
+        return _period(self._bytes, spec) % 3 + (exponent - 1)
 
     @cached_property
     def _bytes(self) -> torch.Tensor:
@@ -75,6 +67,20 @@ class _Source:
     def _normal(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(PATTERN, generator=generator, device="cpu").to(self.device)
+
+
+def _period(pattern: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The values of a pattern from the tensor's place on: as many as the tensor has, and once round at most."""
+    start = crc32(spec.name.encode()) % PATTERN
+    end = start + min(torch.Size(spec.shape).numel(), PATTERN)
+    return torch.cat((pattern[start:end], pattern[: max(0, end - PATTERN)]))
+
+
+def _tiled(spec: TensorSpec, period: torch.Tensor) -> torch.Tensor:
+    """The tensor in its stored dtype, of a period in it or in its bytes; nothing else of its size is made."""
+    count = torch.Size(spec.shape).numel()
+    bits = period.view(BITS[period.itemsize])  # which every device copies
+    return bits.repeat(-(-count // PATTERN))[:count].view(spec.shape).view(TORCH_DTYPES[spec.dtype])
 
 
 def _moments(spec: TensorSpec) -> tuple[float, float]:
