@@ -5,6 +5,7 @@ Without this it cuts fp32 to bf16 instead of rounding, takes the bits of bf16 fo
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -34,7 +35,11 @@ def correct() -> None:
     launched: set[str] = set()
     interpreter._patch_lang = once(interpreter._patch_lang, launched)
     executor.__call__ = quiet(executor.__call__, launched)
+    interpreter._patch_builtin = with_known_members(interpreter._patch_builtin)
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
+    core = interpreter.tl.core
+    core.block_type.__init__ = like_the_first_block(core.block_type.__init__)
+    core.tensor.__init__ = like_the_first_tensor(core.tensor.__init__)
     running = interpreter.interpreter_builder
     # it computes everything anew in 64 bits, and without `debug` drops what it finds
     running.options = dataclasses.replace(running.options, sanitize_overflow=False)
@@ -137,6 +142,49 @@ def remembered(numpy_dtype: Method) -> Method:
         if name not in known:
             known[name] = numpy_dtype(dtype)
         return known[name]
+
+    return call
+
+
+def with_known_members(patch: Method) -> Method:
+    """It goes through everything in the language at each launch to find what to patch: 1 ms."""
+    from triton.runtime.interpreter import _patch_attr, tl
+
+    @cache
+    def builtins(owner: Any) -> dict[str, Any]:
+        return {name: member for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member)}
+
+    def call(owner: Any, builder: Any, scope: Any) -> None:
+        for name, member in builtins(owner).items():
+            if getattr(owner, name) is member:
+                _patch_attr(owner, name, member, builder, scope)
+
+    return call
+
+
+def like_the_first_block(init: Method) -> Method:
+    """Every operation makes the type of its result, and most of the time goes into that."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def call(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in known:
+            init(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key], element_ty=element_ty)
+
+    return call
+
+
+def like_the_first_tensor(init: Method) -> Method:
+    """The same for what a tensor knows of its shape."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def call(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            init(self, handle, type)
+            known[type.name] = dict(vars(self))
+        vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
 
     return call
 
