@@ -33,6 +33,14 @@ REFERENCE_MAY_IMPORT = r"(torch|math|functools|dataclasses|typing|collections\.a
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 300, 50, 120
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten() -> Iterator[None]:
+    """A million nodes, which the garbage collector would go through until the end of the run."""
+    yield
+    for known in (trees, nodes, imports):
+        known.cache_clear()
+
+
 @cache
 def trees() -> dict[str, ast.Module]:
     """Every file of the package, parsed, by its path from the repository's root."""
