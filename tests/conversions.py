@@ -13,6 +13,7 @@ from dsv4cli import cli
 from dsv4cli.kernels.block_scale import dequantise
 from tests import damage
 from tests.damage import Stored
+from tests.oracle import RENAMES
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 TORCH = {
@@ -122,9 +123,6 @@ def transformers_place(name: str) -> tuple[str, int | None, int | None]:
         return name, None, None
     found = EXPERT.search(name)
     if found is None:
-        # transformers takes seconds to import, and most tests do without
-        from tests.oracle import RENAMES
-
         for pattern, replacement in RENAMES:
             name = re.sub(pattern, replacement, name)
         return name, None, None

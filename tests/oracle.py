@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import Any
 
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
@@ -104,8 +104,11 @@ def random_ids(seed: int, count: int = TOKENS) -> list[int]:
     return torch.randint(0, VALUES["vocab_size"], (count,), generator=generator).tolist()
 
 
-def transformers_model(model: Transformer) -> DeepseekV4ForCausalLM:
+def transformers_model(model: Transformer) -> Any:
     """transformers' model with the weights of `model`. Raises when a tensor of either side has no partner."""
+    # it takes seconds to import, and most tests do without
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
     twin = DeepseekV4ForCausalLM(DeepseekV4Config.from_dict(deepcopy(VALUES), attn_implementation="eager")).eval()
     tensors = dict(model.named_parameters())
     renamed = {}

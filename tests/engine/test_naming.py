@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.layout import Formats, expected_tensors
@@ -16,6 +15,8 @@ MODEL = parse_config(shortened(FLASH, 5, 8), "flash of five layers")
 
 
 def test_the_stacked_tensors_are_the_parameters_of_transformers():
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
     config = DeepseekV4Config(
         vocab_size=MODEL.vocab_size,
         num_hidden_layers=5,
