@@ -3,6 +3,7 @@
 And the backends: a test with the fixture `backend` runs in plain PyTorch and in Triton's interpreter, or on a GPU.
 """
 
+import ctypes
 import gc
 import os
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 PACKAGE = "dsv4cli"
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 gc.disable()  # until all tests are imported: a tenth of their time
 if not torch.cuda.is_available():
@@ -31,6 +33,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """What is there after the imports lives as long as the run: the garbage collector need not look at it again."""
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # rarely everything: what a test leaves behind is small
     gc.enable()
 
 
@@ -71,6 +74,14 @@ def _one_thread() -> None:
     # torch lists its constructors at their first use under a device: let it list the real ones, not the poisoned
     with torch.device("cpu"):
         torch.empty(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_is_kept() -> None:
+    """Freed memory is kept for the next tensor; the kernel would clear half a million pages anew in a minute."""
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):  # glibc has it
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 @pytest.fixture(autouse=True)
