@@ -1,27 +1,28 @@
 """`dsv4 run` in a process of its own: terminals, pipes, signals, and what is not imported."""
 
 import os
-import pty
 import shlex
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
+from itertools import cycle
 
 import pytest
+import torch
 
-from tests.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL
+from dsv4cli.engine import generate
+from tests.program import BYTES, IMPORTS_NOTHING_HEAVY, ROOT, SMALL
+from tests.terminals import Terminal
 
-# a model of one layer that says the bytes of SAYS for ever
+# a model of one layer that says words for ever
 SAYS = """
-import fcntl, os, sys, termios, torch
-if os.isatty(0):
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that its Ctrl-C is ours
+import torch
 torch.set_num_threads(1)
 from itertools import cycle
 from dsv4cli import cli
 from dsv4cli.engine import generate
-ids = cycle(byte + 3 for byte in os.environ["SAYS"].encode())
+ids = cycle(byte + 3 for byte in b"words\\n")
 generate.sample = lambda *_: torch.tensor([next(ids)])
 cli.main()
 """
@@ -33,74 +34,44 @@ def command(*arguments: str, script: str = SAYS) -> list[str]:
     return [sys.executable, "-c", script, *arguments]
 
 
-def environment(**values: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "TERM"}}
-    return {**clean, "TERM": "xterm", "SAYS": "words\n", "CUDA_VISIBLE_DEVICES": "", **values}
+    return {**clean, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""}
 
 
-class Terminal:
-    """A program in the foreground of a terminal of its own, with all three streams on it."""
-
-    def __init__(self, *arguments: str, **values: str) -> None:
-        self.master, theirs = pty.openpty()
-        self.program = subprocess.Popen(
-            command(*arguments),
-            cwd=ROOT,
-            env=environment(**values),
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-        )
-        os.close(theirs)
-        self.shown = b""
-
-    def read_until(self, words: bytes) -> None:
-        end = time.monotonic() + SECONDS
-        while words not in self.shown and time.monotonic() < end:
-            self.shown += os.read(self.master, 1000)
-
-    def type(self, keys: bytes) -> None:
-        os.write(self.master, keys)
-
-    def leave(self) -> int:
-        """Reads the rest; the exit code."""
-        try:
-            while part := os.read(self.master, 1000):
-                self.shown += part
-        except OSError:  # EIO: the other end is closed
-            pass
-        os.close(self.master)
-        return self.program.wait(SECONDS)
+def saying(text: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Prepares a program whose model says the bytes of `text` for ever."""
+    ids = cycle(BYTES.encode(text))
+    return lambda patch: patch.setattr(generate, "sample", lambda *_: torch.tensor([next(ids)]))
 
 
 def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
-    terminal = Terminal(*RUN, SAYS="word ")
-    terminal.read_until(b"word word")
-    terminal.type(b"\x03")
+    terminal = Terminal(*RUN, prepare=saying("word "))
+    terminal.until("word word")
+    terminal.type("\x03")
     assert terminal.leave() == 130
-    assert b"means nothing\x1b[0m\r\nword word" in terminal.shown
-    assert terminal.shown.endswith(b"^C\r\n")
-    assert b"Traceback" not in terminal.shown
+    assert "means nothing\x1b[0m\r\nword word" in terminal.shown
+    assert terminal.shown.endswith("^C\r\n")
+    assert "Traceback" not in terminal.shown
 
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_model_loads():
     terminal = Terminal("run", "hi", "--model", "random:flash,layers=4,experts=16")
-    terminal.read_until(b"loading")
-    terminal.type(b"\x03")
+    terminal.until("loading")
+    terminal.type("\x03")
     assert terminal.leave() == 130
-    assert b"Traceback" not in terminal.shown
-    assert b"\x1b[?25h" in terminal.shown  # the cursor is back
-    assert terminal.shown.endswith(b"\r\n")
+    assert "Traceback" not in terminal.shown
+    assert "\x1b[?25h" in terminal.shown  # the cursor is back
+    assert terminal.shown.endswith("\r\n")
 
 
 def test_no_control_character_of_the_model_reaches_a_terminal():
-    terminal = Terminal(*RUN, "--max-tokens", "24", SAYS="a\x1b[31mb\x9b1m\r\x07", NO_COLOR="1", TERM="dumb")
+    prepare = saying("a\x1b[31mb\x9b1m\r\x07")
+    terminal = Terminal(*RUN, "--max-tokens", "24", prepare=prepare, NO_COLOR="1", TERM="dumb")
     assert terminal.leave() == 0
-    text = terminal.shown.decode()
-    assert "a\ufffd[31mb\ufffd1m\ufffd\ufffda" in text
-    assert not set("\x1b\x9b\x07") & set(text)
+    assert "a\ufffd[31mb\ufffd1m\ufffd\ufffda" in terminal.shown
+    assert not set("\x1b\x9b\x07") & set(terminal.shown)
 
 
 @pytest.mark.slow
