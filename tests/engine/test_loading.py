@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import get_ident
+from zlib import crc32
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.presets import FLASH, PRESETS, TINY, shortened
-from dsv4cli.engine.random_weights import random_tensors
+from dsv4cli.engine.random_weights import PATTERN, random_tensors
 from dsv4cli.engine.source import FolderSource, RandomSource, resolve_model
 from dsv4cli.engine.weights import fill, local_shape, local_slice, made
 from dsv4cli.errors import CheckpointError, UsageError
@@ -137,6 +138,17 @@ def test_random_tensors_follow_name_and_seed():
     # a scale of one block has only three values to choose from
     large = [name for name, tensor in first.items() if tensor.numel() > 16]
     assert not any(torch.equal(first[name].view(torch.uint8), other[name].view(torch.uint8)) for name in large)
+
+
+def test_random_tensors_are_one_pattern_from_places_that_their_names_give():
+    count = PATTERN
+    wanted = (("one", count + 7), ("other", count), ("one", 100), ("other", 100))
+    specs = [TensorSpec(name, "F32", (size,), "", size) for name, size in wanted]
+    one, other, *beginnings = (tensor for _, tensor in random_tensors(specs, 5, 2))
+    assert torch.equal(one[count:], one[:7])
+    assert not torch.equal(one[:count], other)
+    assert torch.equal(one[:count].roll(crc32(b"one") % count - crc32(b"other") % count), other)
+    assert all(torch.equal(small, large[:100]) for small, large in zip(beginnings, (one, other), strict=True))
 
 
 @pytest.mark.parametrize(
