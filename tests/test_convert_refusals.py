@@ -307,9 +307,9 @@ def test_nvfp4_needs_one_scale_for_gate_and_up(source, tmp_path):
 @pytest.mark.parametrize(
     ("tensor", "byte", "options", "place"),
     [
-        (f"{EXPERT}.scale", 0xFF, "bf16", "a scale is NaN at row 255, column 96"),
-        (f"{EXPERT}.scale", 0xFF, "fp8", "a scale is NaN at row 255, column 96"),
-        (f"{EXPERT}.scale", 0xFF, "nvfp4", "a scale is NaN at row 255, column 96"),
+        (f"{EXPERT}.scale", 0xFF, "bf16", "a scale is NaN at row 255, column 224"),
+        (f"{EXPERT}.scale", 0xFF, "fp8", "a scale is NaN at row 255, column 224"),
+        (f"{EXPERT}.scale", 0xFF, "nvfp4", "a scale is NaN at row 255, column 224"),
         (f"{LINEAR}.scale", 0xFF, "mp --ranks 1", "a scale is NaN at row 128, column 128"),
         (f"{LINEAR}.weight", 0x7F, "transformers", "a value is NaN at row 255, column 255"),
         (f"{LINEAR}.weight", 0xFF, "official --attention bf16", "a value is NaN at row 255, column 255"),

@@ -76,7 +76,7 @@ TINY = COMMON | {
     "o_groups": 2,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 256,
     "num_hash_layers": 1,
     "routed_scaling_factor": 1.5,
     "index_n_heads": 16,

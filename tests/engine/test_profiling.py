@@ -82,7 +82,7 @@ def test_bytes_and_flop_of_a_linear():
 
 def test_bytes_of_experts_are_those_of_the_chosen():
     found = measure(case(scene(tokens=1), "routed_experts"), scene(tokens=1), "torch")
-    expert = 3 * 128 * 256 // 2 + 3 * 128 * 256 // 32
+    expert = 3 * 256 * 256 // 2 + 3 * 256 * 256 // 32
     assert found.nbytes == 2 * expert + 256 * 2 + 2 * (8 + 4) + 256 * 4
 
 
