@@ -13,6 +13,7 @@ import typer
 
 from dsv4cli import __version__
 from dsv4cli.commands.chat import chat
+from dsv4cli.commands.chat_ranks import follow
 from dsv4cli.commands.convert import convert
 from dsv4cli.commands.download import download
 from dsv4cli.commands.inspect import inspect
@@ -39,12 +40,15 @@ app.command(
     epilog=epilog(
         "dsv4 chat",
         "dsv4 chat --model flash --think high --think-budget 2000",
+        "dsv4 chat --model flash --tp 2",
         "dsv4 chat --continue",
         "dsv4 chat --session notes.json --system 'Answer in one sentence.'",
         "dsv4 chat --tools tools.json --tool-exec ./call.py",
         "printf 'What is 17 + 25?\\n' | dsv4 chat",
     )
 )(chat)
+# what `chat --tp` starts
+app.command(hidden=True)(follow)
 app.command(
     # the first sentence of its help is too long for the list of commands
     short_help="Convert a checkpoint to another layout, and prove the result.",

@@ -61,6 +61,10 @@ class HubError(Dsv4Error):
     exit_code = 6
 
 
+class RankLost(Dsv4Error):
+    """A rank of a run in several has ended, and the others cannot go on."""
+
+
 class UnsoundResult(Dsv4Error):
     """The computation finished but its numbers are not finite."""
 

@@ -274,4 +274,4 @@ def test_nothing_heavy_is_imported_where_nothing_is_computed(arguments):
 
 def test_torchrun_is_refused(chat, dsv4):
     dsv4.patch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert "chat runs in one process" in chat("hello").err
+    assert "chat starts its ranks itself" in chat("hello").err

@@ -8,13 +8,14 @@ from typing import Annotated, NamedTuple
 import typer
 
 from dsv4cli.commands.chat_input import Input, Lines, Plain, Readline
+from dsv4cli.commands.chat_ranks import open_talk
 from dsv4cli.commands.chat_session import Journal, Session, newest_journal, read_journal, state_folder
 from dsv4cli.commands.chat_slash import COMMANDS, check_budget, obey
 from dsv4cli.commands.chat_tools import Tools, read_tools, split_command
 from dsv4cli.commands.chat_turn import Chat, Interrupts
 from dsv4cli.commands.run_experts import budget
 from dsv4cli.commands.run_modes import Job
-from dsv4cli.errors import Dsv4Error, UsageError
+from dsv4cli.errors import Dsv4Error, RankLost, UsageError
 from dsv4cli.options import (
     BackendOpt,
     DeviceOpt,
@@ -58,6 +59,9 @@ NoMarkdownOpt = Annotated[
     bool, typer.Option("--no-markdown", help="Show answers as they are written, also on a terminal.")
 ]
 NoHistoryOpt = Annotated[bool, typer.Option("--no-history", help="Keep no history of inputs.")]
+ChatTpOpt = Annotated[
+    int | None, typer.Option("--tp", min=1, help="Processes of this machine that share the model, one GPU each.")
+]
 StateHomeOpt = Annotated[Path | None, typer.Option(envvar="XDG_STATE_HOME", hidden=True)]
 TermOpt = Annotated[str, typer.Option(envvar="TERM", hidden=True)]
 
@@ -87,6 +91,7 @@ def chat(
     device: DeviceOpt = "auto",
     dtype: DtypeOpt = "auto",
     backend: BackendOpt = "auto",
+    tp: ChatTpOpt = None,
     gpu_memory: GpuMemoryOpt = None,
     torchrun: TorchrunOpt = None,
     state_home: StateHomeOpt = None,
@@ -95,8 +100,7 @@ def chat(
     """Talk with the model, as long as you like.
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
-    answer, twice it quits. From a pipe each line is a question, and stdout has the answers alone; it ends with the code
-    of the last error.
+    answer, twice it quits. Piped lines are questions; stdout has the answers, and the exit code is the last error's.
 
     Every finished turn is on the disk, in $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4: --continue goes on after a kill.
     """
@@ -111,7 +115,7 @@ def chat(
     state = state_folder(state_home)
     begun = _session(state, go_on, session, system, tools)
     wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term)
-    _start(job, begun, wishes, _calls(tool_exec, tool_timeout, yes), None if no_history else state / "history")
+    _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes), None if no_history else state / "history")
 
 
 def _check(device: str, torchrun: str | None) -> None:
@@ -119,7 +123,7 @@ def _check(device: str, torchrun: str | None) -> None:
 
     check_device(device)
     if torchrun is not None:
-        raise UsageError("chat runs in one process", "leave out torchrun, or ask dsv4 run, which takes part in several")
+        raise UsageError("chat starts its ranks itself, on one machine", "leave out torchrun and give --tp")
 
 
 class Wishes(NamedTuple):
@@ -139,13 +143,10 @@ class Calls(NamedTuple):
     ask_first: bool
 
 
-def _start(job: Job, session: Session, wishes: Wishes, calls: Calls, history: Path | None) -> None:
+def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls, history: Path | None) -> None:
     """Loads the model and talks."""
-    from dsv4cli.engine.talk import Talk
-
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    dialogue = job.dialogue  # refused before the model is loaded
-    with job.model() as model, Talk(model, dialogue, job.limits, job.place) as talk:
+    with open_talk(job, ranks) as talk:
         chat = Chat(job.out, job.source.name, talk, session, job.sampling, Interrupts(), on_terminal=terminal)
         chat.think_budget, chat.show_thinking = wishes.think_budget, wishes.show_thinking
         chat.markdown = wishes.markdown and job.out.colours.stdout
@@ -211,16 +212,15 @@ def _readline(out: Output) -> Input:
 def _converse(chat: Chat, source: Input) -> None:
     """Reads and answers to the end. Exits with 130 when it was Ctrl-C, and in a pipe as the last error would."""
     code = 0
-    if chat.session.messages:
-        chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}")
-    if chat.on_terminal:
-        chat.out.status("/help lists the commands; Ctrl-D quits")
+    _greet(chat)
     while True:
         try:
             draft, chat.draft = chat.draft, ""
             _take(chat, source.read(draft))
         except EOFError:
             break
+        except RankLost:
+            raise
         except Dsv4Error as error:
             chat.out.error(error)
             code = error.exit_code
@@ -232,6 +232,13 @@ def _converse(chat: Chat, source: Input) -> None:
             raise typer.Exit(130)
     if code and not chat.on_terminal:
         raise typer.Exit(code)
+
+
+def _greet(chat: Chat) -> None:
+    if chat.session.messages:
+        chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}")
+    if chat.on_terminal:
+        chat.out.status("/help lists the commands; Ctrl-D quits")
 
 
 def _take(chat: Chat, line: str) -> None:

@@ -6,8 +6,9 @@ second thread writes between the words of an answer.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 from dsv4cli.output import Output
@@ -107,11 +108,21 @@ def keys_wait() -> Iterator[None]:
         return
     import termios
 
-    number = sys.stdin.fileno()
-    before = termios.tcgetattr(number)
-    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    number, restore = sys.stdin.fileno(), terminal_as_it_was()
+    now = termios.tcgetattr(number)
+    silent = [*now[:3], now[3] & ~termios.ECHO, *now[4:]]
     termios.tcsetattr(number, termios.TCSANOW, silent)
     try:
         yield
     finally:
-        termios.tcsetattr(number, termios.TCSANOW, before)
+        restore()
+
+
+def terminal_as_it_was() -> Callable[[], None]:
+    """What makes the terminal again what it is now; nothing where there is none."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        return lambda: None
+    import termios
+
+    number = sys.stdin.fileno()
+    return partial(termios.tcsetattr, number, termios.TCSANOW, termios.tcgetattr(number))

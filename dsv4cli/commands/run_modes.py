@@ -3,7 +3,7 @@
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Job:
     """What every mode needs; `device`, `dtype` and `backend` are the options' words, gpu_memory is its bytes; world is
-    None in one process."""
+    None in one process; loaded is called once the model is there."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -46,6 +46,7 @@ class Job:
     sampling: "Sampling"
     gpu_memory: int | None = None
     world: "World | None" = None
+    loaded: Callable[[], None] = lambda: None
 
     @cached_property
     def dialogue(self) -> "Dialogue":
@@ -75,10 +76,7 @@ class Job:
 
         with use(self.kernels):
             model = self._load()
-            if self.world is not None:
-                from dsv4cli.engine.ranks import interruptible
-
-                interruptible()
+            self.loaded()
             yield model
 
     def _load(self) -> "Transformer":

@@ -39,7 +39,7 @@ def _start(job: Job, size: int) -> None:
     """Runs this very command in `size` processes of this machine, once it is sure that they can run the model."""
     from dsv4cli.engine.ranks import check_devices, launch
 
-    _check(job, size)
+    check_shares(job, size)
     check_devices(size, job.place)
     code = launch(size, ["-m", "dsv4cli", *sys.argv[1:]])
     if code == READER_GONE:
@@ -50,21 +50,23 @@ def _start(job: Job, size: int) -> None:
 def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
     """One rank's part: rank 0 reads what to do, and alone speaks. Raises UsageError when torchrun has started other
     than `size` ranks."""
-    from dsv4cli.engine.ranks import joined
+    from dsv4cli.engine.ranks import end_with_launcher, interruptible, joined
 
+    end_with_launcher()
     with joined(job.place) as (world, place):
         if size not in (None, world.size):
             raise UsageError(f"--tp {size}, and torchrun has started {counted(world.size, 'rank')}", "leave out --tp")
-        _check(job, world.size)
-        with _silent_but_for(world.rank == 0):
+        check_shares(job, world.size)
+        with silent_but_for(world.rank == 0):
             task = world.share((read(), job.sampling) if world.rank == 0 else None)
             assert task is not None
             work, sampling = task
             job.out.status(f"{world.size} ranks; small sums go through {world.short_way}")
-            _carry_out(replace(job, device=str(place), world=world, sampling=sampling), work)
+            _carry_out(replace(job, device=str(place), world=world, sampling=sampling, loaded=interruptible), work)
 
 
-def _check(job: Job, size: int) -> None:
+def check_shares(job: Job, size: int) -> None:
+    """Raises UsageError or CheckpointError for a model that so many ranks do not divide."""
     from dsv4cli.engine.ranks import check_degree
 
     identity = job.source.identity
@@ -72,7 +74,8 @@ def _check(job: Job, size: int) -> None:
 
 
 @contextmanager
-def _silent_but_for(speaks: bool) -> Iterator[None]:
+def silent_but_for(speaks: bool) -> Iterator[None]:
+    """Prints nothing of what runs inside, unless this rank speaks."""
     if speaks:
         try:
             yield

@@ -7,11 +7,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import sleep
 from uuid import uuid4
 
 import torch
 from torch import distributed
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
@@ -19,16 +21,12 @@ from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.layout import Formats, expected_tensors
 from dsv4cli.engine.parallel import World
 from dsv4cli.engine.weights import local_shape
-from dsv4cli.errors import Dsv4Error, UnsupportedHardware, UsageError
+from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.peers import PROGRAMS, Inboxes, box_shape
 
 # how long a rank that fails because of another waits to be ended by the launcher, which sees that other first
 PATIENCE_SECONDS = 10
-
-
-class RankLost(Dsv4Error):
-    """A rank has ended, and the others cannot go on."""
 
 
 def check_degree(size: int, config: ModelConfig, formats: Formats, *, rounds: bool) -> None:
@@ -95,26 +93,41 @@ def launch(size: int, command: Sequence[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Seat:
+    """The place of one of `size` ranks on this machine, which meet at a port of it."""
+
+    port: int
+    rank: int
+    size: int
+
+
+def seats(size: int) -> list[Seat]:
+    """Places for so many ranks, at a port that is free now."""
+    port = get_free_port()
+    return [Seat(port, rank, size) for rank in range(size)]
+
+
 @contextmanager
-def joined(device: torch.device) -> Iterator[tuple[World, torch.device]]:
-    """Joins the ranks that torchrun or `launch` has started: this one's place, and its own GPU where device is CUDA.
+def joined(device: torch.device, seat: Seat | None = None) -> Iterator[tuple[World, torch.device]]:
+    """Joins the ranks at a seat, or as the environment says: this one's place, and its own GPU where device is CUDA.
 
     A rank that fails inside leaves at once, and only the first to fail says why.
     """
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # a rank does not outlive its launcher
-    local = distributed.get_node_local_rank()
+    local = distributed.get_node_local_rank() if seat is None else seat.rank
     if device.type == "cuda":
         check_devices(local + 1, device)
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    store, rank, size = next(rendezvous("env://"))
+    address = seat and f"tcp://localhost:{seat.port}?rank={seat.rank}&world_size={seat.size}"
+    store, rank, size = next(rendezvous(address or "env://"))
     try:
         backend, gpu = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
         yield _world(local, device), device
         distributed.destroy_process_group()
     except BaseException as error:
-        code = getattr(error, "exit_code", 1)
+        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
         # an orderly end of the interpreter may wait for what the other ranks still owe this one
         atexit.register(os._exit, code)
         lost = _lost_others(error)
@@ -131,6 +144,11 @@ def joined(device: torch.device) -> Iterator[tuple[World, torch.device]]:
 def _lost_others(error: BaseException) -> bool:
     # gloo has no class of its own for a rank that is gone
     return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
+
+
+def end_with_launcher() -> None:
+    """From here on this process does not outlive the one that has started it."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
 
 
 def interruptible() -> None:

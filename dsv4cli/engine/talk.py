@@ -85,9 +85,10 @@ class Talk:
     @property
     def breakable(self) -> bool:
         """Whether what comes next, the rest of a prompt, may be ended by an exception at any point: on a CPU, where
-        nothing but the cache changes. Launches on a GPU belong together, as do an expert's place and its copy."""
+        nothing but the cache changes. Launches on a GPU belong together, as do an expert's place and its copy, and
+        what several ranks tell each other."""
         on_cpu = self._schedule.cache.device.type == "cpu"
-        return self.unread > 1 and on_cpu and self.model.host_experts is None
+        return self.unread > 1 and on_cpu and self.model.host_experts is None and self.model.world.size == 1
 
     def tokens(self, messages: Sequence[Message]) -> int:
         """How many tokens the prompt of these messages has."""
@@ -180,7 +181,7 @@ class Talk:
         yield answer, []
         for boundary in self._boundaries(ids, stream.done):
             yield from self._prefill(stream, ids[len(stream.ids) : boundary], answer)
-        while not self._stopping:
+        while not self._ends():
             with self._step():
                 logits = self._logits if stream.caught_up else self._schedule.logits()[1]
                 assert logits is not None
@@ -213,7 +214,7 @@ class Talk:
 
     def _prefill(self, stream: Stream, ids: list[int], answer: Answer) -> Reply:
         """Runs the next tokens of the prompt, in as many steps as it takes, and keeps the state after them."""
-        if self._stopping:
+        if self._ends():
             return
         stream.ids += ids
         while not stream.caught_up:
@@ -223,8 +224,12 @@ class Talk:
                 if stream.caught_up:
                     self._prefixes.mark()
             yield answer, []
-            if self._stopping:
+            if self._ends():
                 return
+
+    def _ends(self) -> bool:
+        """Whether `stop` was called, on rank 0 of several: they end a reply before the same step."""
+        return self.model.world.agree(self._stopping)
 
     @torch.no_grad()
     def _draw(self, stream: Stream, end: int, logits: torch.Tensor, sampling: Sampling, thinking: Thinking) -> Step:
