@@ -46,13 +46,13 @@ class Followers:
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Sends an order to all, who are busy with it until `rest`. Raises RankLost when one has ended."""
-        for rank, process in enumerate(self._processes, 1):
-            if process.poll() is not None:
-                raise _lost(rank, process.returncode)
         self._busy = True
-        for process in self._processes:
-            _stdin(process).write(json.dumps(order).encode() + b"\n")
-            _stdin(process).flush()
+        for rank, process in enumerate(self._processes, 1):
+            try:
+                _stdin(process).write(json.dumps(order).encode() + b"\n")
+                _stdin(process).flush()
+            except BrokenPipeError:
+                raise _lost(rank, process.wait()) from None
 
     def rest(self) -> None:
         """They wait for the next order."""

@@ -63,7 +63,7 @@ class World:
         return x
 
     def agree(self, here: bool) -> bool:
-        """What rank 0 has here: for what may come to one rank at any time, as Ctrl-C does; tens of microseconds."""
+        """What rank 0 has here: for what may come to one rank at any time, as Ctrl-C does."""
         if self.size == 1:
             return here
         said = torch.tensor([here], dtype=torch.uint8)
