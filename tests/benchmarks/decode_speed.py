@@ -7,6 +7,7 @@ python -m tests.benchmarks.decode_speed    # all 256 experts: those that do not 
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -135,6 +136,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, action="append", default=[], help="tokens of a prompt")
     parser.add_argument("--chunk", type=int, action="append", help="of a prompt; 4096 if absent")
     asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("there is no CUDA GPU to measure")
     with torch.no_grad(), ranks() as (world, device):
         begin = perf_counter()
         model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world)
