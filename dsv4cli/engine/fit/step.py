@@ -147,16 +147,20 @@ class Step:
 
     def experts(self) -> float:
         """One expert over its tokens beside the outputs of those before it, the input and the rows of it that are its;
-        then all outputs, put in order."""
+        then all outputs, put in order. The attention's output, which is in the streams by now, is still there."""
         c, form = self.config, self.formats
         chosen = self.hidden * c.num_experts_per_tok
         order = 11 * INDEX * self.tokens * c.num_experts_per_tok
         router = FP32 * (self.hidden + c.n_routed_experts * (c.hidden_size + 4 * self.tokens))
-        return self.base() + max(
-            ACTIVATION * (chosen + 3 * self.hidden) + order + self.expert(form.experts),
-            (3 * ACTIVATION + FP32) * chosen + order + 2 * FP32 * self.hidden,
-            (FP32 + 2 * ACTIVATION) * self.hidden + self.expert(form.linear),
-            router,
+        return (
+            self.base()
+            + ACTIVATION * self.hidden
+            + max(
+                ACTIVATION * (chosen + 3 * self.hidden) + order + self.expert(form.experts),
+                (3 * ACTIVATION + FP32) * chosen + order + 2 * FP32 * self.hidden,
+                (FP32 + 2 * ACTIVATION) * self.hidden + self.expert(form.linear),
+                router,
+            )
         )
 
     def expert(self, form: str) -> float:
