@@ -13,11 +13,11 @@ import typer
 
 from dsv4cli import __version__
 from dsv4cli.commands.chat import chat
-from dsv4cli.commands.chat_ranks import follow
 from dsv4cli.commands.convert import convert
 from dsv4cli.commands.download import download
 from dsv4cli.commands.inspect import inspect
 from dsv4cli.commands.profile import profile
+from dsv4cli.commands.ranks import follow
 from dsv4cli.commands.run import run
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory
 from dsv4cli.options import epilog
@@ -47,7 +47,7 @@ app.command(
         "printf 'What is 17 + 25?\\n' | dsv4 chat",
     )
 )(chat)
-# what `chat --tp` starts
+# what --tp starts
 app.command(hidden=True)(follow)
 app.command(
     # the first sentence of its help is too long for the list of commands

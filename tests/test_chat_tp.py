@@ -13,7 +13,7 @@ import pytest
 from dsv4cli.engine.followers import Followers, LeadingTalk, follow
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.talk import ContextFull, Talk
-from dsv4cli.errors import NotEnoughMemory, RankLost
+from dsv4cli.errors import NotEnoughMemory, RankLost, UnsoundResult
 from tests.engine.test_talk import dialogue, user
 from tests.program import ROOT
 from tests.small_model import model
@@ -57,8 +57,8 @@ def gone(pid):
 def test_two_ranks_converse_as_one(tmp_path):
     out, err = started(tmp_path).communicate("What is 17 + 25?\nAnd what is 3 + 4?\n", SECONDS)
     assert out == "17 + 25 = 42.\n3 + 4 = 7.\n"
-    first, *rest = err.splitlines()
-    assert first == "2 ranks; small sums go through gloo"
+    starting, first, *rest = err.splitlines()
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; small sums go through gloo")
     assert sum("first after" in line for line in rest) == 2
 
 
@@ -66,7 +66,7 @@ class Recorder(Followers):
     """Followers that are not there."""
 
     def __init__(self):
-        super().__init__([], lambda error: None)
+        super().__init__([], lambda error: None, "")
         self.orders = []
 
     def tell(self, order):
@@ -117,6 +117,24 @@ def test_ranks_that_may_be_out_of_step_end(monkeypatch):
             list(reply)
 
 
+@pytest.mark.parametrize(
+    ("error", "resting"),
+    [(RuntimeError("gloo: Connection closed by peer"), False), (UnsoundResult("not finite"), True)],
+    ids=["a lost rank", "a result"],
+)
+def test_a_lost_rank_is_told_of_by_whoever_watches_them(monkeypatch, error, resting):
+    """Which it was is known when it is gone: until then the others count as busy."""
+    recorder = Recorder()
+    with LeadingTalk(model(), dialogue(), Limits(5), "cpu", recorder) as talk:
+        reply = talk.reply([user("hi")], Sampling())
+        next(reply)
+        recorder._busy = True
+        monkeypatch.setattr(talk._schedule, "logits", lambda: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            list(reply)
+    assert recorder._busy is not resting
+
+
 @pytest.mark.slow
 def test_ctrl_c_stops_an_answer_on_all_ranks(tmp_path):
     program = started(tmp_path, *ENDLESS)
@@ -144,19 +162,40 @@ def test_a_rank_that_is_killed_ends_the_conversation(tmp_path, moment):
     assert time.monotonic() - begin < 5
     assert program.returncode == 1
     assert err.splitlines()[-2:] == [
-        "error: rank 1 was killed by signal 9",
+        "error: rank 1 was killed by SIGKILL",
         "→ dsv4 chat --continue goes on after the last finished turn",
     ]
 
 
 @pytest.mark.slow
-def test_a_leader_that_is_killed_takes_the_others_with_it(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
+def test_a_leader_that_ends_takes_the_others_with_it(tmp_path, number):
     program = started(tmp_path, *ENDLESS)
     ask(program, "hi")
     [follower] = ranks(program)
-    program.kill()
+    program.send_signal(number)
     assert gone(follower)
-    program.communicate()
+    program.communicate(timeout=SECONDS)
+    assert program.returncode == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)],
+    ids=lambda value: str(value),
+)
+def test_signals_while_ranks_start(tmp_path, number, code):
+    program = started(tmp_path, *ENDLESS)
+    assert program.stderr.readline() == "starting 2 ranks\n"
+    begin = time.monotonic()
+    while not (pids := ranks(program)):
+        assert time.monotonic() - begin < SECONDS
+        time.sleep(0.05)
+    program.send_signal(number)
+    assert gone(pids[0])
+    assert "Traceback" not in program.communicate(timeout=SECONDS)[1]
+    assert program.returncode == code
 
 
 @pytest.mark.slow
@@ -164,4 +203,4 @@ def test_a_degree_that_does_not_divide_is_refused(tmp_path):
     program = started(tmp_path, "--tp", "3")
     out, err = program.communicate("hi\n", SECONDS)
     assert (program.returncode, out) == (2, "")
-    assert err.startswith("error: 3 ranks do not divide num_attention_heads = 4\n")
+    assert err.startswith("starting 3 ranks\nerror: 3 ranks do not divide num_attention_heads = 4\n")

@@ -53,14 +53,23 @@ def started(*arguments, **streams):
 
 def ranks(program):
     """The process ids of its ranks, in their order."""
-    return sorted(map(int, Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()))
+    others = map(int, Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split())
+    return [program.pid, *sorted(others)]
+
+
+def gone(pid):
+    """Whether it ends within five seconds."""
+    end = time.monotonic() + 5
+    while Path(f"/proc/{pid}/cmdline").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    return not Path(f"/proc/{pid}/cmdline").exists()
 
 
 def test_two_ranks_answer_as_one():
     done = run(*RUN, "-", "--tp", "2", stdin=QUESTION)
     assert (done.returncode, done.stdout) == (0, ANSWER)
-    first, *rest = done.stderr.splitlines()
-    assert first == "2 ranks; small sums go through gloo"
+    starting, first, *rest = done.stderr.splitlines()
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; small sums go through gloo")
     assert sum("first token after" in line for line in rest) == 1
 
 
@@ -97,20 +106,31 @@ def test_another_number_than_torchrun_has_started_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_is_killed_ends_all(number):
+def test_a_rank_that_is_killed_ends_all():
     program = started(*ENDLESS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    pids = ranks(program)
-    os.kill(pids[number], signal.SIGKILL)
+    _, follower = ranks(program)
+    os.kill(follower, signal.SIGKILL)
     begin = time.monotonic()
     _, err = program.communicate(timeout=SECONDS)
     assert program.returncode == 1
     assert time.monotonic() - begin < 5
-    assert err.decode().splitlines()[-2:] == [
-        f"error: rank {number} was killed: SIGKILL",
-        "→ see whether memory ran out",
-    ]
-    assert not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
+    assert err.decode().splitlines()[-2:] == ["error: rank 1 was killed by SIGKILL", "→ see whether memory ran out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)],
+    ids=lambda value: str(value),
+)
+def test_a_signal_to_the_first_rank_ends_all(number, code):
+    program = started(*ENDLESS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, follower = ranks(program)
+    program.send_signal(number)
+    _, err = program.communicate(timeout=SECONDS)
+    assert program.returncode == code
+    assert b"Traceback" not in err
+    assert gone(follower)
 
 
 @pytest.mark.slow
@@ -118,7 +138,7 @@ def test_a_reader_that_leaves_ends_all():
     with started(*ENDLESS, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         program.stdout.close()
         assert program.wait(SECONDS) == 0
-        assert len(program.stderr.read().splitlines()) == 3  # the ranks, what was loaded, and that it is random
+        assert len(program.stderr.read().splitlines()) == 4  # the ranks, what was loaded, and that it is random
 
 
 @pytest.mark.slow
@@ -144,7 +164,7 @@ def test_ctrl_c_ends_all(words):
         pass
     assert b"Traceback" not in shown
     assert shown.endswith(b"^C\r\n")
-    assert not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
+    assert all(gone(pid) for pid in pids[1:])
 
 
 def test_usage_is_checked_without_torch():

@@ -5,6 +5,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from dsv4cli.commands.ranks import Work
 from dsv4cli.commands.run_experts import budget
 from dsv4cli.commands.run_modes import (
     Job,
@@ -15,7 +16,7 @@ from dsv4cli.commands.run_modes import (
     show_prompt,
     show_prompts,
 )
-from dsv4cli.commands.run_ranks import Work, in_ranks
+from dsv4cli.commands.run_ranks import in_ranks
 from dsv4cli.errors import UsageError
 from dsv4cli.options import (
     BackendOpt,

@@ -74,19 +74,20 @@ class Decoder:
 
     def _prepared(self, size: int) -> "DecodeStep":
         step = DecodeStep(self.cache, size, self.columns, self.nobody.slot)
+        numbers = step.numbers  # nothing that `run` holds refers to the step: it goes when it is forgotten
         if self._memory is None:
-            step.run = lambda: self._compute(step.numbers)
+            step.run = lambda: self._compute(numbers)
             return step
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
-                self._compute(step.numbers)
+                self._compute(numbers)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # NCCL asks for its events from a thread of its own
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = self._compute(step.numbers)
+            logits = self._compute(numbers)
 
         def replay() -> torch.Tensor:
             graph.replay()

@@ -1,11 +1,12 @@
-"""A conversation in several ranks: rank 0 has the terminal, starts the others and tells them of every reply it begins.
+"""Several ranks on one machine: rank 0 is the process that the user has started, and starts and ends the others.
 
-An order is a line of JSON to a follower's stdin, so that followers wait for as long as people do. Within a reply the
-ranks meet in each step as those of any run do.
+In a conversation it tells them of every reply it begins: a line of JSON to a follower's stdin, so that followers wait
+for as long as people do. Within a reply the ranks meet in each step as those of any run do.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,26 +21,30 @@ from dsv4cli.engine.dialogue import Dialogue
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.parallel import World
 from dsv4cli.engine.prompt import Message
-from dsv4cli.engine.ranks import joined, seats
+from dsv4cli.engine.ranks import joined, lost_others, seats
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.talk import Reply, Talk
 from dsv4cli.errors import NotEnoughMemory, RankLost, UnsoundResult
 
 # how long followers that have been dismissed may take to end
 PATIENCE_SECONDS = 5
-REMEDY = "dsv4 chat --continue goes on after the last finished turn"
+GO_ON = "dsv4 chat --continue goes on after the last finished turn"
 
 
 class Followers:
     """The ranks that this one, rank 0, has started.
 
-    When one ends by itself while they are busy, as they are from the start, `lost` is called in a thread of its own,
-    and then this process ends with the same code: it may wait on a GPU, where nothing reaches it.
+    When one ends by itself while they are busy, as they are from the start, this process ends with the same code, from
+    a thread of its own: it may wait on a GPU, where nothing reaches it. Before, `lost` is called for a rank that was
+    killed; any other has said why it ends.
     """
 
-    def __init__(self, processes: Sequence["subprocess.Popen[bytes]"], lost: Callable[[RankLost], None]) -> None:
+    def __init__(
+        self, processes: Sequence["subprocess.Popen[bytes]"], lost: Callable[[RankLost], None], remedy: str
+    ) -> None:
+        """remedy: what a RankLost advises."""
         self._processes = processes
-        self._lost = lost
+        self._lost, self._remedy = lost, remedy
         self._busy, self._dismissed = True, False
         for rank, process in enumerate(processes, 1):
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -52,7 +57,7 @@ class Followers:
                 _stdin(process).write(json.dumps(order).encode() + b"\n")
                 _stdin(process).flush()
             except BrokenPipeError:
-                raise _lost(rank, process.wait()) from None
+                raise self._loss(rank, process.wait()) from None
 
     def rest(self) -> None:
         """They wait for the next order."""
@@ -79,13 +84,13 @@ class Followers:
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
         if self._busy and not self._dismissed:
-            self._lost(_lost(rank, code))
+            if code <= 0:
+                self._lost(self._loss(rank, code))
             os._exit(code if code > 0 else 1)
 
-
-def _lost(rank: int, code: int) -> RankLost:
-    how = f"was killed by signal {-code}" if code < 0 else "has ended"
-    return RankLost(f"rank {rank} {how}", REMEDY)
+    def _loss(self, rank: int, code: int) -> RankLost:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "has ended"
+        return RankLost(f"rank {rank} {how}", self._remedy)
 
 
 def _stdin(process: "subprocess.Popen[bytes]") -> IO[bytes]:
@@ -95,11 +100,11 @@ def _stdin(process: "subprocess.Popen[bytes]") -> IO[bytes]:
 
 @contextmanager
 def leading(
-    size: int, command: Sequence[str], device: torch.device, lost: Callable[[RankLost], None]
+    size: int, command: Sequence[str], device: torch.device, lost: Callable[[RankLost], None], remedy: str
 ) -> Iterator[tuple[World, torch.device, Followers]]:
     """This process as rank 0 of `size` on this machine, the others running `dsv4 command… PORT RANK SIZE`.
 
-    They end with what runs inside, and see no Ctrl-C.
+    They end with what runs inside, and see no Ctrl-C. lost, remedy: as of `Followers`.
     """
     own, *others = seats(size)
     processes = [
@@ -111,7 +116,7 @@ def leading(
         )
         for seat in others
     ]
-    followers = Followers(processes, lost)
+    followers = Followers(processes, lost, remedy)
     try:
         with joined(device, own) as (world, place):
             yield world, place, followers
@@ -152,12 +157,17 @@ class LeadingTalk(Talk):
         return self._reply
 
     def _led(self, reply: Reply) -> Reply:
+        watched = False
         try:
             yield from reply
         except NotEnoughMemory as error:
-            raise RankLost(error.message, REMEDY) from None
+            raise RankLost(error.message, GO_ON) from None
+        except Exception as error:
+            watched = lost_others(error)  # whoever watches the ranks sees which one has ended, and how
+            raise
         finally:
-            self._followers.rest()
+            if not watched:
+                self._followers.rest()
 
 
 def follow(talk: Talk, orders: Iterable[str]) -> None:

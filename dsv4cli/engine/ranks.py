@@ -1,21 +1,18 @@
-"""The processes of a tensor-parallel run: started by torch's launcher, joined by each of them, and how they end."""
+"""The ranks of a tensor-parallel run: what a model asks of their number, how a process joins them, how they end."""
 
 import atexit
-import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import sleep
-from uuid import uuid4
 
 import torch
 from torch import distributed
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.rendezvous import rendezvous
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.layout import Formats, expected_tensors
@@ -56,43 +53,6 @@ def check_devices(size: int, device: torch.device) -> None:
         )
 
 
-def launch(size: int, command: Sequence[str]) -> int:
-    """Runs `python command…` in `size` processes of this machine as torchrun does; 0, or how the first to fail ended.
-
-    It has said why. When one ends badly the others are ended, and so are all when this process is interrupted. Raises
-    RankLost for one that a signal has killed.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=size,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="",  # ours end the launcher, which then ends the ranks
-    )
-    # it logs what it does, and each failure with a traceback
-    logging.disable()
-    try:
-        # the launcher replaces ${local_rank}, and $$ by $
-        elastic_launch(config, sys.executable)(*(word.replace("$", "$$") for word in command))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            return failure.exitcode
-        raise RankLost(f"rank {rank} was killed: {failure.signal_name()}", "see whether memory ran out") from None
-    finally:
-        logging.disable(logging.NOTSET)
-    return 0
-
-
 @dataclass(frozen=True)
 class Seat:
     """The place of one of `size` ranks on this machine, which meet at a port of it."""
@@ -112,7 +72,8 @@ def seats(size: int) -> list[Seat]:
 def joined(device: torch.device, seat: Seat | None = None) -> Iterator[tuple[World, torch.device]]:
     """Joins the ranks at a seat, or as the environment says: this one's place, and its own GPU where device is CUDA.
 
-    A rank that fails inside leaves at once, and only the first to fail says why.
+    A rank that fails inside leaves at once, and only the first to fail says why. What runs inside must have let go of
+    its CUDA graphs when it ends: the process group waits for those that hold NCCL's launches.
     """
     local = distributed.get_node_local_rank() if seat is None else seat.rank
     if device.type == "cuda":
@@ -127,28 +88,32 @@ def joined(device: torch.device, seat: Seat | None = None) -> Iterator[tuple[Wor
         yield _world(local, device), device
         distributed.destroy_process_group()
     except BaseException as error:
-        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        code = _exit_code(error)
         # an orderly end of the interpreter may wait for what the other ranks still owe this one
         atexit.register(os._exit, code)
-        lost = _lost_others(error)
+        lost = lost_others(error)
         if lost:
             sleep(PATIENCE_SECONDS)
         if store.add("failed", 1) > 1:
             sleep(PATIENCE_SECONDS)  # until the first has spoken and left
             sys.exit(code)
         if lost:
-            raise RankLost(f"rank {rank} has lost another: {error}", "see how the others ended") from None
+            raise RankLost(f"rank {rank} lost the connection to another rank", "see how the others ended") from error
         raise
 
 
-def _lost_others(error: BaseException) -> bool:
-    # gloo has no class of its own for a rank that is gone
+def _exit_code(error: BaseException) -> int:
+    """How this process ends for an error that nobody catches."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) else 1
+
+
+def lost_others(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone."""
+    # gloo has no class of its own for it
     return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
-
-
-def end_with_launcher() -> None:
-    """From here on this process does not outlive the one that has started it."""
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
 
 
 def interruptible() -> None:

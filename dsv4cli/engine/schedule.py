@@ -105,6 +105,12 @@ class Schedule:
         self._waiting.clear()
         self._active.clear()
 
+    def close(self) -> None:
+        """Lets go of every stream and of the graphs: with several ranks, before they part."""
+        self.clear()
+        if self._decoder is not None:
+            self._decoder.forget()
+
     def recover(self, snapshots: Items[Snapshot]) -> None:
         """Starts anew after an interruption: no streams, and of the cache only these snapshots are held."""
         self.clear()

@@ -71,6 +71,7 @@ class Talk:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.forget()
+        self._schedule.close()
 
     @property
     def context(self) -> int:

@@ -1,0 +1,127 @@
+"""`--tp N`: this process as rank 0 of several on this machine, and the part of the others."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from dsv4cli.commands.run_modes import Job
+from dsv4cli.errors import RankLost
+from dsv4cli.output import Output, ReaderGone
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.followers import Followers
+
+# what a mode of `run` is called with, and the mode
+Work = tuple[Callable[[Job, Any], None], Any]
+# of a job, what followers are given
+SHARED = ("source", "think", "dtype", "backend", "limits", "sampling", "gpu_memory")
+
+
+class Lead(NamedTuple):
+    """A job as rank 0 of several carries it out, and the others."""
+
+    job: Job
+    followers: "Followers"
+
+
+@contextmanager
+def leading_ranks(job: Job, size: int, work: Work | None, remedy: str) -> Iterator[Lead]:
+    """Starts the other ranks with the same job. work: what they carry out beside this one; None: a conversation.
+
+    Raises UsageError, CheckpointError or UnsupportedHardware for a model or a machine that so many ranks do not suit.
+    """
+    job.out.status(f"starting {size} ranks")
+    check_shares(job, size)
+    from dsv4cli.engine.followers import leading
+    from dsv4cli.engine.ranks import check_devices
+
+    check_devices(size, job.place)
+    command = ["follow", str(os.getpid()), str(job.place)]
+    with leading(size, command, job.place, _tell_loss(job.out), remedy) as (world, place, followers):
+        job.out.status(f"{size} ranks; small sums go through {world.short_way}")
+        world.share(({name: getattr(job, name) for name in SHARED}, work))
+        try:
+            yield Lead(replace(job, device=str(place), world=world), followers)
+        except ReaderGone:
+            os._exit(0)  # the others end with this process
+
+
+def _tell_loss(out: Output) -> Callable[[RankLost], None]:
+    """Says which rank has ended, on a terminal as it is now: what changes it meanwhile does not come to its end."""
+    from dsv4cli.commands.chat_input import terminal_as_it_was
+
+    restore = terminal_as_it_was()
+
+    def tell(error: RankLost) -> None:
+        restore()
+        out.new_line()
+        out.error(error)
+
+    return tell
+
+
+def left_by(out: Output) -> Callable[[int], None]:
+    """What to do when a signal ends this process while it waits in C."""
+    from dsv4cli.commands.chat_input import terminal_as_it_was
+
+    restore = terminal_as_it_was()
+
+    def leave(number: int) -> None:
+        restore()
+        if number == signal.SIGINT:
+            out.new_line()
+
+    return leave
+
+
+def follow(context: typer.Context, leader: int, device: str, port: int, rank: int, size: int) -> None:
+    """Take part in what another process leads: silent, until it is done or stdin has no more orders."""
+    from dsv4cli.engine.ending import end_with_parent
+
+    end_with_parent(leader)
+    import torch
+
+    from dsv4cli.engine.ranks import Seat, joined
+
+    with joined(torch.device(device), Seat(port, rank, size)) as (world, place), silent_but_for(False):
+        given = world.share(None)
+        assert given is not None
+        shared, work = given
+        job = Job(out=Output(context.obj), device=str(place), world=world, **shared)
+        if work is None:
+            _converse(job)
+        else:
+            mode, inputs = work
+            mode(job, inputs)
+
+
+def _converse(job: Job) -> None:
+    from dsv4cli.engine import followers
+    from dsv4cli.engine.talk import Talk
+
+    with job.model() as model, Talk(model, job.dialogue, job.limits, job.place) as talk:
+        followers.follow(talk, sys.stdin)
+
+
+def check_shares(job: Job, size: int) -> None:
+    """Raises UsageError or CheckpointError for a model that so many ranks do not divide."""
+    from dsv4cli.engine.ranks import check_degree
+
+    identity = job.source.identity
+    check_degree(size, identity.config, identity.formats, rounds=job.dtype == "auto")
+
+
+@contextmanager
+def silent_but_for(speaks: bool) -> Iterator[None]:
+    """Prints nothing of what runs inside, unless this rank speaks."""
+    if speaks:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield

@@ -1,0 +1,50 @@
+"""How a process ends: with the one that has started it, and soon after a signal; no torch."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+# prctl(2): the signal that this process gets when its parent ends
+PR_SET_PDEATHSIG = 1
+# how long a signal that Python handles may take to end this process
+PATIENCE_SECONDS = 3
+
+
+def end_with_parent(parent: int) -> None:
+    """From here on this process does not outlive the one that has started it, whose number is `parent`; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+@contextmanager
+def ends_soon(leaving: Callable[[int], None]) -> Iterator[None]:
+    """While this runs in the main thread, SIGINT and SIGTERM end this process, with 128 and their number, also where
+    the main thread waits in C for a GPU or another process and Python's handlers do not run.
+
+    What they raise has `PATIENCE_SECONDS` to leave here; then `leaving` is called with the number, and it is over.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    left = Event()
+
+    def watch() -> None:
+        while number := os.read(reading, 1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM) and not left.wait(PATIENCE_SECONDS):
+                leaving(number[0])
+                os._exit(128 + number[0])
+        os.close(reading)
+
+    before = signal.set_wakeup_fd(writing)
+    Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        os.close(writing)

@@ -1,0 +1,96 @@
+"""How ranks part: graphs first, and each way out with its exit code."""
+
+import atexit
+import os
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import distributed
+
+from dsv4cli.engine import ranks, schedule
+from dsv4cli.engine.answers import generate_answers
+from dsv4cli.engine.decode import Decoder
+from dsv4cli.engine.ranks import joined, seats
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.talk import Talk
+from dsv4cli.errors import NotEnoughMemory, RankLost
+from tests.engine.test_talk import dialogue, user
+from tests.small_model import model
+
+
+def converse(held):
+    with Talk(model(), dialogue(), Limits(5), "cpu") as talk:
+        held.append(talk)
+        for _ in talk.reply([user("hi")], Sampling(seed=1)):
+            pass
+
+
+def answers():
+    prompt = dialogue().prompt([user("hi")]).ids
+    return generate_answers(model(), dialogue(), [prompt], Sampling(seed=1), Limits(5), "cpu")
+
+
+def generate(held):
+    held.append(answers())
+    assert len(list(held[0])) > 1
+
+
+def generate_a_part(held):
+    held.append(answers())
+    next(held[0])
+    next(held[0])
+    held[0].close()
+
+
+@pytest.mark.parametrize("work", [converse, generate, generate_a_part])
+def test_graphs_go_before_the_ranks_part(monkeypatch, work):
+    """A process group waits for the graphs that hold NCCL's launches, and so would the program for ever."""
+    steps, left, held = WeakSet(), [], []
+    prepared, destroy = Decoder._prepared, distributed.destroy_process_group
+
+    def remembered(decoder, size):
+        step = prepared(decoder, size)
+        steps.add(step)
+        left.append(len(steps))
+        return step
+
+    def counted():
+        left.append(len(steps))
+        destroy()
+
+    monkeypatch.setattr(schedule, "captures", lambda device: True)
+    monkeypatch.setattr(Decoder, "_prepared", remembered)
+    monkeypatch.setattr(distributed, "destroy_process_group", counted)
+    with joined(torch.device("cpu"), seats(1)[0]):
+        work(held)
+    assert left == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (SystemExit(143), 143),
+        (NotEnoughMemory("full"), 5),
+        (ValueError("a bug"), 1),
+        (SystemExit("words"), 1),
+    ],
+    ids=lambda value: repr(value),
+)
+def test_a_rank_that_fails_ends_with_its_own_code(monkeypatch, error, code):
+    ends = []
+    monkeypatch.setattr(atexit, "register", lambda *call: ends.append(call))
+    with pytest.raises(type(error)), joined(torch.device("cpu"), seats(1)[0]):
+        raise error
+    distributed.destroy_process_group()
+    assert ends == [(os._exit, code)]
+
+
+def test_a_lost_connection_is_told_in_words(monkeypatch):
+    monkeypatch.setattr(atexit, "register", lambda *call: None)
+    monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0)
+    with pytest.raises(RankLost) as caught, joined(torch.device("cpu"), seats(1)[0]):
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+    distributed.destroy_process_group()
+    assert caught.value.message == "rank 0 lost the connection to another rank"
