@@ -11,15 +11,22 @@ from tests.program import ROOT
 
 # a main thread in C, which waits for itself
 STUCK = """\
-import ctypes, signal, sys
+import ctypes, os, signal, sys, threading, time
 from dsv4cli.engine import ending
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
 ending.PATIENCE_SECONDS = 0.2
 mutex = ctypes.create_string_buffer(64)
 libc = ctypes.CDLL(None)
 libc.pthread_mutex_lock(mutex)
-with ending.ends_soon(lambda number: print("leaving", number, flush=True)):
+def tell():
+    still = 0
+    while still < 20:
+        state = open(f"/proc/self/task/{os.getpid()}/stat").read().rpartition(")")[2].split()[0]
+        still = still + 1 if state == "S" else 0
+        time.sleep(0.01)
     print("stuck", flush=True)
+with ending.ends_soon(lambda number: print("leaving", number, flush=True)):
+    threading.Thread(target=tell, daemon=True).start()
     libc.pthread_mutex_lock(mutex)
 """
 ENDS = """\
