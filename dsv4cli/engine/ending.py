@@ -11,7 +11,7 @@ from threading import Event, Thread
 # prctl(2): the signal that this process gets when its parent ends
 PR_SET_PDEATHSIG = 1
 # how long a signal that Python handles may take to end this process
-PATIENCE_SECONDS = 3
+PATIENCE_SECONDS = 2
 
 
 def end_with_parent(parent: int) -> None:
