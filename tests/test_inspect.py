@@ -158,7 +158,21 @@ def test_a_name_with_control_characters_does_not_reach_the_terminal(tmp_path):
     path = folder / damage.SHARD
     damage.write_shard(path, damage.read_shard(path) | {"a\x1b[31m[bold]b": damage.Stored("U8", [1], b"x")})
     stdout = inside("inspect", str(folder)).stdout
-    assert "a\N{REPLACEMENT CHARACTER}[31m[bold]b is no tensor of this model" in stdout
+    assert r"a\x1b[31m[bold]b is no tensor of this model" in stdout
+
+
+def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    path = folder / damage.SHARD
+    name = f"a\n{folder} would load\u202e" + "y" * 10**6
+    damage.write_shard(path, damage.read_shard(path) | {name: damage.Stored("U8", [1], b"x")})
+    for options in ([], ["--for", "vllm"], ["--tensor", name]):
+        stdout = inside("inspect", str(folder), *options).stdout
+        assert "\u202e" not in stdout
+        assert f"{folder} would load" not in [line[: len(f"{folder} would load")] for line in stdout.splitlines()]
+        assert len(stdout) < 4000
+        assert "y…y" in stdout.replace("\n", "").replace(" ", "")
+        assert ",000," in stdout
 
 
 @pytest.mark.parametrize(

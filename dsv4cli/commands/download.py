@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsv4cli.harmless import brief_line
 from dsv4cli.options import JsonOpt, LayersOpt, NoMtpOpt, RevisionOpt
 from dsv4cli.output import UNIT_NOTE, Output, duration_text, size_text
 
@@ -135,7 +136,7 @@ def _show_end(out: Output, plan: "Plan", outcomes: "Mapping[str, Outcome]", verd
     _show_left_out(out, plan)
     out.line(verdict.sentence, strong=True)
     if verdict.problem:
-        out.line(f"  {verdict.problem.message}")
+        out.line(f"  {brief_line(verdict.problem.message)}")
         out.line(f"→ {verdict.problem.remedy}")
     elif plan.wish.is_whole and verdict.tensors:
         at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"

@@ -4,6 +4,7 @@ import textwrap
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from dsv4cli.harmless import brief_line
 from dsv4cli.output import UNIT_NOTE, Output, count_text, counted, size_text
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def show_problem(out: Output, result: "Inspection") -> None:
     if problem:
         out.line(f"{name} {'is not sound' if contents else 'would not load'}", strong=True)
         if result.refused:
-            out.line(f"  {problem.message}")
+            out.line(f"  {brief_line(problem.message)}")
         for sentence in islice(coverage.sentences(), SHOWN) if coverage else ():
-            out.line(f"  {sentence}")
+            out.line(f"  {brief_line(sentence)}")
         if coverage and coverage.count > SHOWN:
             out.line(f"  and {coverage.count - SHOWN:,} more; --json lists them all")
         out.line(f"→ {problem.remedy}")

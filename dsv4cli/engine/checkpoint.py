@@ -31,6 +31,8 @@ DTYPE_BITS = {
 MAX_HEADER = 100_000_000
 # numpy has no tensors with more dimensions
 MAX_DIMENSIONS = 64
+# of a file, in any file system
+LONGEST_NAME = 255
 LFS_POINTER = b"version https://git-lfs"
 # files of the official convert.py: each holds one rank's part under the same names
 MP_FILE = re.compile(r"model\d+-mp\d+\.safetensors")
@@ -168,7 +170,7 @@ def read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} is no safetensors index: its weight_map is empty or no object", remedy)
     for name in set(map(str, weight_map.values())):
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        if Path(name).name != name or not name.endswith(".safetensors") or len(name) > LONGEST_NAME:
             raise CheckpointError(f"{path} names {name!r}, which is no safetensors file of this folder", remedy)
     return weight_map
 
