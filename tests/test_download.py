@@ -144,6 +144,29 @@ def test_a_damaged_file_is_found_and_repaired(hub, dsv4, tmp_path, place):
     assert content(folder) == FLASH
 
 
+@pytest.mark.parametrize("mine", [b'{"mine": 1}', b"x" * len(GOLDEN["config.json"])], ids=["shorter", "as-long"])
+def test_a_file_that_no_download_has_put_there_is_not_overwritten(hub, dsv4, tmp_path, mine):
+    hub.add(REPOSITORY, FLASH)
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(mine)
+    (folder / "README.md").write_bytes(FLASH["README.md"])
+    done = dsv4("download", "flash", "--local-dir", str(folder))
+    assert (done.code, done.out) == (2, "")
+    assert f"{folder}/config.json is not the file of {REPOSITORY}" in done.err
+    command = f"mv '{folder}/config.json' '{folder}/config.json.old'"
+    assert f"name another --local-dir, or keep yours: {command}" in done.err
+    assert content(folder)["config.json"] == mine
+    subprocess.run(["bash", "-c", command], check=True)
+    assert dsv4("download", "flash", "--local-dir", str(folder)).code == 0
+    assert content(folder) == FLASH | {"config.json.old": mine}
+    # from now on these files are the download's, and what is wrong with them is repaired
+    for name in ("README.md", "config.json"):
+        (folder / name).write_bytes(b"x" * 11)
+    assert dsv4("download", "flash", "--local-dir", str(folder)).code == 0
+    assert content(folder) == FLASH | {"config.json.old": mine}
+
+
 @pytest.mark.parametrize(
     ("options", "left_out", "owners"),
     [

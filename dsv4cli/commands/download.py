@@ -49,8 +49,9 @@ def download(
     """Download a model, or a part of it, and verify every byte.
 
     Checks first that all of it fits on the disk. Every file is compared with the hub's hash, those that are there
-    already too: running the command again checks a download. A wrong file is fetched again. Interrupted, the same
-    command continues where it stopped, within a file too.
+    already too: running the command again checks a download. A wrong file is fetched again; one in --local-dir that no
+    download has put there is never overwritten. Interrupted, the same command continues where it stopped, within a
+    file too.
 
     A part is chosen by layers, with the index of the weights, or by kinds of files (--only, several with commas):
     config and index are JSON files, tokenizer has all that makes text into tokens, weights are the .safetensors

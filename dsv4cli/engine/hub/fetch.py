@@ -28,13 +28,16 @@ Outcome = Literal["there", "fetched", "repaired", "broken"]
 def settle(errand: Errand, file: RemoteFile) -> Outcome:
     """Sees to it that the file is there with the size and hash of the listing; what is there already is read too.
 
-    Raises HubError when the hub does not serve it, OSError when the disk does not take it, Stopped when called off.
+    Raises HubError when the hub does not serve it, OSError when the disk does not take it, UsageError for another file
+    that no download has put there, Stopped when called off.
     """
     found = errand.place.find(file)
     if found is not None and errand.is_intact(found, file):
         errand.place.show(file)
         return "there"
     is_wrong = found is not None
+    if is_wrong:
+        errand.place.guard(file)
     for _ in range(1 + REPAIRS):
         if _bring(errand, file, is_wrong):
             return "repaired" if is_wrong else "fetched"

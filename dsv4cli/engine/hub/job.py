@@ -92,7 +92,8 @@ def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
 def plan(text: str, revision: str | None, wish: Wish, local_dir: Path | None, patience: Patience) -> Plan:
     """Lists the repository, chooses by its index, and looks at what is there; downloads the index at most.
 
-    Raises UsageError, HubError, and CheckpointError for an index that is none.
+    Raises UsageError, also for a file in the way that no download has put there, HubError, and CheckpointError for an
+    index that is none.
     """
     listing = list_files(*repository_of(text, revision), patience)
     index: Mapping[str, str] = {}
@@ -127,6 +128,8 @@ def _held(place: Place, file: RemoteFile) -> int:
     found, part = place.find(file), place.part(file)
     if found is not None and found.stat().st_size == file.size:
         return file.size
+    if found is not None:
+        place.guard(file)
     begun = part.stat().st_size if part.is_file() else max(map(written, place.leftovers(file)), default=0)
     return min(begun, file.size)
 
