@@ -298,10 +298,10 @@ def test_a_cut_connection_continues_where_it_stopped(hub, dsv4, tmp_path, place)
         ({"flip": 5000, "times": 2}, ""),
         ({"pause": (5000, 9.0), "times": 1}, ""),
         ({"ignore_range": True, "cut": 5000, "times": 3}, ""),
-        ({"status": 503, "times": 99}, "the hub fails with HTTP 503"),
+        ({"status": 503, "times": 99}, "fails with HTTP 503"),
         ({"status": 429, "times": 99, "headers": {"Retry-After": "0"}}, "the hub limits the rate of requests"),
         ({"status": 429, "times": 1, "headers": {"Retry-After": "4000"}}, "the hub limits the rate of requests"),
-        ({"status": 403, "times": 1}, "the hub refuses access to org/name"),
+        ({"status": 403, "times": 1}, "fails with HTTP 403 on org/name"),
         ({"cut": 0, "times": 99}, "cannot be reached"),
         ({"ignore_range": True, "cut": 5000, "times": 99}, "cannot be reached"),
         ({"flip": 5000, "times": 99}, "came with wrong bytes 3 times; the other files are complete"),
@@ -466,6 +466,36 @@ def test_no_hub_at_all(hub, dsv4, monkeypatch):
     done = dsv4("download", "flash")
     assert (done.code, "http://127.0.0.1:9 cannot be reached: ConnectError" in done.err) == (6, True)
     assert "HF_ENDPOINT" in done.err
+
+
+def test_storage_that_cannot_be_reached_is_not_called_the_hub(hub, dsv4, monkeypatch):
+    hub.add(REPOSITORY, FLASH)
+    monkeypatch.setattr(HubServer, "storage", "http://localhost:9/storage")
+    done = dsv4("download", "flash")
+    assert (done.code, done.out) == (6, "")
+    assert "error: the hub's storage http://localhost:9 cannot be reached: ConnectError" in done.err
+    assert "let it through" in done.err
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"cut": 500}], ids=str)
+def test_storage_that_fails_is_named(hub, dsv4, fault):
+    hub.add(REPOSITORY, FLASH)
+    hub.fail("storage", times=99, **fault)
+    assert f"the hub's storage {hub.storage.removesuffix('/storage')} " in dsv4("download", "flash").err
+
+
+def test_a_failure_that_is_tried_again_is_told_with_its_reason_and_the_wait(hub, dsv4, monkeypatch):
+    hub.add(REPOSITORY, FLASH)
+    hub.fail("storage", status=503, times=2)
+    done = dsv4("download", "flash", "--max-workers", "1")
+    assert done.code == 0
+    told = [line for line in done.err.splitlines() if "HTTP 503" in line]
+    assert [line.partition("; ")[2] for line in told] == ["try 2 of 6 in 0.001 s", "try 3 of 6 in 0.002 s"]
+    hub.fail("api/models", status=503)
+    assert "the hub fails with HTTP 503" in dsv4("download", "flash").err
+    hub.fail("api/models", status=503)
+    assert document(dsv4("download", "flash", "--json"))["complete"]
 
 
 def test_another_server_at_the_endpoint(hub, dsv4):

@@ -65,7 +65,7 @@ def download(
     from dsv4cli.engine.hub.verdict import judge
 
     out, started = Output(context.obj, as_json), time.monotonic()
-    patient = patience.Patience()
+    patient = patience.Patience(tell=patience.Notices(out.status))
     plan = job.plan(model, revision, _wish(layers, no_mtp, only), local_dir, patient)
     if dry_run:
         out.document(_document(plan, dry_run=True))

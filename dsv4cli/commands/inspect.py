@@ -96,7 +96,8 @@ def inspect(
     from dsv4cli.engine.inspectable import RemoteSource, resolve_inspectable
     from dsv4cli.engine.inspection import document, inspect_model
 
-    out, source = Output(context.obj, as_json), resolve_inspectable(model)
+    out = Output(context.obj, as_json)
+    source = resolve_inspectable(model, out.status)
     if isinstance(source, RemoteSource):
         out.status(f"reading the headers of {source.repository} over the network")
     result = inspect_model(source)

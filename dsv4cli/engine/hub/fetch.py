@@ -157,7 +157,7 @@ def _request(errand: Errand, file: RemoteFile, part: _Part) -> None:
         begin_at = f"bytes {part.size}-"
         if response.status_code == 416:
             part.restart()
-            raise BadConnection(f"the hub refuses to continue {file.name}")
+            raise BadConnection(f"the hub refuses to continue {file.name}", response.url)
         hf_raise_for_status(response)
         if part.size and not response.headers.get("Content-Range", "").startswith(begin_at):
             part.restart()
@@ -168,6 +168,6 @@ def _request(errand: Errand, file: RemoteFile, part: _Part) -> None:
                 return
             if time.monotonic() - window > errand.patience.stall:
                 if part.size - mark < errand.patience.slowest * errand.patience.stall:
-                    raise BadConnection(f"fewer than {errand.patience.slowest} bytes a second")
+                    raise BadConnection(f"fewer than {errand.patience.slowest} bytes a second", response.url)
                 window, mark = time.monotonic(), part.size
-    raise BadConnection(f"{file.name} ended after {part.size} of {file.size} bytes")
+    raise BadConnection(f"{file.name} ended after {part.size} of {file.size} bytes", response.url)
