@@ -461,6 +461,52 @@ def test_offline_says_so(hub, dsv4, monkeypatch):
     assert (done.code, "offline mode" in done.err, "HF_HUB_OFFLINE" in done.err) == (6, True, True)
 
 
+def offline(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+
+
+def test_offline_a_full_cache_is_checked(hub, dsv4, tmp_path, monkeypatch):
+    commit = hub.add(REPOSITORY, FLASH).branches["main"]
+    assert dsv4("download", "flash").code == 0
+    offline(hub, monkeypatch)
+    done = dsv4("download", "flash")
+    assert (done.code, hub.requests) == (0, [])
+    assert "huggingface_hub is offline: checking what the cache holds of " in done.err
+    assert done.out.startswith("flash is complete: 8 files, 7.42 MB, every byte verified\n")
+    assert done.out.endswith("flash would load: all 432 tensors are there and as expected\n")
+    value = document(dsv4("download", "flash", "--revision", commit, "--json"))
+    assert (value["offline"], value["commit"], value["complete"]) == (True, commit, True)
+    assert {file["outcome"] for file in value["files"]} == {"there"}
+    assert dsv4("download", "flash", "--layers", "0-1", "--no-mtp").code == 0
+    assert dsv4("download", "flash", "--local-dir", str(tmp_path / "model")).code == 0
+    assert (content(tmp_path / "model"), hub.requests) == (FLASH, [])
+
+
+def test_offline_what_is_wrong_or_absent_in_the_cache_is_named(hub, dsv4, tmp_path, monkeypatch):
+    commit = hub.add(REPOSITORY, FLASH).branches["main"]
+    assert dsv4("download", "flash", "--layers", "0-1", "--no-mtp").code == 0
+    offline(hub, monkeypatch)
+    done = dsv4("download", "flash")
+    assert (done.code, done.out) == (6, "")
+    assert f"huggingface_hub is offline, and the cache lacks {SHARDS[1]}" in done.err
+    assert dsv4("download", "flash", "--layers", "0-1", "--no-mtp").code == 0
+    shard = cached(tmp_path) / "snapshots" / commit / SHARDS[0]
+    shard.resolve().write_bytes(b"x" * len(FLASH[SHARDS[0]]))
+    done = dsv4("download", "flash", "--layers", "0-1", "--no-mtp")
+    assert (done.code, "offline mode" in done.err, hub.requests) == (6, True, [])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert dsv4("download", "flash").code == 0
+
+
+def test_offline_configurations_alone_are_no_model(hub, dsv4, monkeypatch):
+    hub.add(REPOSITORY, FLASH)
+    assert dsv4("download", "flash", "--only", "config,index").code == 0
+    offline(hub, monkeypatch)
+    assert dsv4("download", "flash", "--only", "config,index").code == 0
+    assert (dsv4("download", "flash").code, dsv4("download", "pro").code) == (6, 6)
+
+
 def test_no_hub_at_all(hub, dsv4, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     done = dsv4("download", "flash")

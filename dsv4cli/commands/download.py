@@ -58,6 +58,8 @@ def download(
     files, other is the rest. All files come from one commit. At the end stands the verdict of `dsv4 inspect`, for
     a part that of the layers which were wanted.
 
+    Where huggingface_hub is offline (HF_HUB_OFFLINE=1), what its cache holds is checked in the same way.
+
     The cache, the login (`hf auth login`), the endpoint and the proxies are those of huggingface_hub: HF_HOME,
     HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.
     """
@@ -67,6 +69,9 @@ def download(
     out, started = Output(context.obj, as_json), time.monotonic()
     patient = patience.Patience(tell=patience.Notices(out.status))
     plan = job.plan(model, revision, _wish(layers, no_mtp, only), local_dir, patient)
+    if plan.listing.cached:
+        what = f"{plan.listing.repository} at commit {plan.listing.commit}"
+        out.status(f"huggingface_hub is offline: checking what the cache holds of {what}")
     if dry_run:
         out.document(_document(plan, dry_run=True))
         _show_plan(out, plan)
@@ -163,6 +168,7 @@ def _document(
         "commit": plan.listing.commit,
         "folder": str(plan.place.folder),
         "dry_run": dry_run,
+        "offline": plan.listing.cached,
         "complete": outcomes is not None,
         "part": {
             "layers": None if wish.layers is None else [wish.layers.start, wish.layers.stop - 1],

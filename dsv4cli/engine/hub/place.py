@@ -19,7 +19,6 @@ from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.file_download import are_symlinks_supported, repo_folder_name
 
 from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile
-
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
 
