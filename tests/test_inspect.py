@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from dsv4cli import __version__, cli
 from dsv4cli.engine import inspection
+from dsv4cli.engine.config_storage import contradictions
+from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.presets import FLASH as FLASH_KEYS
 from dsv4cli.errors import Dsv4Error
 from tests import damage
@@ -55,7 +57,7 @@ def test_the_document_of_a_sound_checkpoint():
     assert (done.returncode, done.stderr) == (0, "")
     document = json.loads(done.stdout)
     sections = ["contents", "values", "tensor", "layer", "tree", "verdict", "fit", "diff"]
-    known = ["schema", "model", "folder", "file", "loads", "problem", "identity", "coverage", "sizes"]
+    known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "coverage", "sizes"]
     assert list(document) == known + sections
     assert (document["schema"], document["loads"], document["problem"]) == ("dsv4.inspect/1", True, None)
     identity = document["identity"]
@@ -151,6 +153,46 @@ def test_a_long_list_is_cut_in_the_table_and_whole_in_the_document(tmp_path):
     table = inside("inspect", str(folder)).stdout
     assert "  and 208 more; --json lists them all\n" in table
     assert len(json.loads(inside("inspect", str(folder), "--json").stdout)["coverage"]["missing"]) == 216
+
+
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [
+        ({"expert_dtype": "fp8"}, "config.json says expert_dtype 'fp8', and the experts are fp4"),
+        ({"quantization_config": {"expert_dtype": "bf16"}}, "quantization_config.expert_dtype 'bf16', and the experts"),
+        ({"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}}, ""),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_contradicts_the_tensors_is_told(tmp_path, config, note):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.edit_config(folder, **config)
+    done, document = inside("inspect", str(folder)), json.loads(inside("inspect", str(folder), "--json").stdout)
+    assert (done.exit_code, document["loads"], len(document["notes"])) == (0, True, bool(note))
+    shown = " ".join(done.stdout.split())
+    assert (note in "".join(document["notes"]), note in shown) == (True, True)
+    assert ("; dsv4 goes by the tensors, other programs may not" in shown) is bool(note)
+
+
+@pytest.mark.parametrize(
+    ("formats", "config", "note"),
+    [
+        (Formats("bf16", "bf16"), {"quantization_config": {}}, "and no matrix is quantised"),
+        (Formats("bf16", "bf16"), {}, ""),
+        (Formats("bf16", "fp4"), {"quantization_config": {}}, "fp8, and the matrices outside the experts are bf16"),
+        (Formats("bf16", "fp4"), {"quantization_config": {"ignored_layers": ["attn"]}}, ""),
+        (Formats("fp8", "nvfp4"), {"quantization_config": {}}, "does not say moe_quant_algo 'NVFP4', and the experts"),
+        (Formats("fp8", "nvfp4"), {"quantization_config": {"moe_quant_algo": "NVFP4"}, "expert_dtype": "fp4"}, ""),
+        (Formats(), {"quantization_config": {"moe_quant_algo": "NVFP4"}}, "says moe_quant_algo 'NVFP4', and the"),
+        (Formats(), {"quantization_config": {}}, ""),
+    ],
+    ids=str,
+)
+def test_what_contradicts_the_stored_formats(formats, config, note):
+    if "quantization_config" in config:
+        config = config | {"quantization_config": {"quant_method": "fp8"} | config["quantization_config"]}
+    notes = list(contradictions(config, formats))
+    assert (len(notes), note in "".join(notes)) == (bool(note), True)
 
 
 def test_a_name_with_control_characters_does_not_reach_the_terminal(tmp_path):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.hub.fetch import Outcome
     from dsv4cli.engine.hub.files import RemoteFile
     from dsv4cli.engine.hub.job import Plan
+    from dsv4cli.engine.hub.patience import Patience
     from dsv4cli.engine.hub.verdict import Verdict
 
 SCHEMA = "dsv4.download/1"
@@ -64,7 +65,6 @@ def download(
     HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.
     """
     from dsv4cli.engine.hub import job, patience
-    from dsv4cli.engine.hub.verdict import judge
 
     out, started = Output(context.obj, as_json), time.monotonic()
     patient = patience.Patience(tell=patience.Notices(out.status))
@@ -75,13 +75,20 @@ def download(
     if dry_run:
         out.document(_document(plan, dry_run=True))
         _show_plan(out, plan)
-        plan.raise_if_it_does_not_fit()
-        return
     plan.raise_if_it_does_not_fit()
+    if not dry_run:
+        _carry_out(out, plan, max_workers, patient, started)
+
+
+def _carry_out(out: Output, plan: "Plan", workers: int, patient: "Patience", started: float) -> None:
+    """Fetches, judges and reports. started: by the monotonic clock."""
+    from dsv4cli.engine.hub import job
+    from dsv4cli.engine.hub.verdict import judge
+
     out.status(f"{len(plan.wanted)} files, {size_text(plan.missing)} of {size_text(plan.nbytes)} to fetch")
     try:
-        with out.progress(f"downloading {model}") as report:
-            outcomes = job.carry_out(plan, max_workers, patient, report)
+        with out.progress(f"downloading {plan.name}") as report:
+            outcomes = job.carry_out(plan, workers, patient, report)
     except KeyboardInterrupt:
         out.hint("the same command continues where it stopped")
         raise

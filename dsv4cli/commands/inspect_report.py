@@ -52,6 +52,8 @@ def show_problem(out: Output, result: "Inspection") -> None:
         out.line(f"{name} would load: all {coverage.expected:,} tensors are there and as expected", strong=True)
     else:
         out.line(f"{name}: random weights in the stored formats, no files", strong=True)
+    for note in result.notes:
+        out.paragraph(f"note: {note}; dsv4 goes by the tensors, other programs may not", "  ")
 
 
 def show_report(out: Output, result: "Inspection") -> None:

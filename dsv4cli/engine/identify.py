@@ -9,6 +9,7 @@ from typing import Any
 
 from dsv4cli.engine.checkpoint import MP_FILE, UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
 from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config, read_json
+from dsv4cli.engine.config_storage import contradictions
 from dsv4cli.engine.layout import DTYPES, Formats
 from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
 from dsv4cli.engine.presets import PRESETS
@@ -79,10 +80,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class FolderIdentity(Identity):
-    """What a folder holds, with its headers and the way its tensors are named."""
+    """What a folder holds, with its headers and the way its tensors are named. contradictions: what its config.json
+    says of the storage that the tensors do not bear out."""
 
     checkpoint: Checkpoint
     naming: Naming
+    contradictions: tuple[str, ...] = ()
 
     @property
     def layout(self) -> str:
@@ -111,7 +114,7 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     _refuse_exports(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=True)
-    return _identity(checkpoint, read_config(folder))
+    return _identity(checkpoint, read_config(folder), _root_config(folder))
 
 
 def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint) -> FolderIdentity:
@@ -122,12 +125,14 @@ def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint
     _refuse_relatives(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=False)
-    return _identity(checkpoint, read_any_config(folder, _has_drafter(checkpoint)))
+    return _identity(checkpoint, read_any_config(folder, _has_drafter(checkpoint)), _root_config(folder))
 
 
-def _identity(checkpoint: Checkpoint, config: ModelConfig) -> FolderIdentity:
+def _identity(checkpoint: Checkpoint, config: ModelConfig, said: Mapping[str, Any]) -> FolderIdentity:
     _check_drafter(checkpoint, config)
-    return FolderIdentity(_size(config), config, _formats(checkpoint), checkpoint, _naming(checkpoint, config))
+    formats, naming = _formats(checkpoint), _naming(checkpoint, config)
+    notes = tuple(contradictions(said, formats))
+    return FolderIdentity(_size(config), config, formats, checkpoint, naming, notes)
 
 
 def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
