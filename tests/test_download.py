@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -189,6 +190,19 @@ def test_a_part(hub, dsv4, tmp_path, options, left_out, owners):
     wanted += [name for name in names for owner in owners or () if name.startswith(owner + ".")]
     sound, count = (True, len(wanted)) if owners else (None, 0)
     assert (value["verdict"]["sound"], value["verdict"]["tensors"]) == (sound, count)
+
+
+def test_a_hint_can_be_pasted_and_leads_to_a_model(hub, dsv4, tmp_path):
+    hub.add(REPOSITORY, FLASH)
+    folder, made = tmp_path / "it's mine", tmp_path / "made"
+    done = dsv4("download", "flash", "--layers", "0-1", "--no-mtp", "--local-dir", str(folder))
+    hint = done.err.splitlines()[-1].partition("layers: ")[2]
+    words = shlex.split(hint.replace(" OUT ", f" {made} "))
+    assert words == ["dsv4", "convert", str(folder), str(made), "--to", "official", "--layers", "0-1", "--no-mtp"]
+    assert dsv4(*words[1:]).code == 0
+    assert dsv4("inspect", str(made)).code == 0
+    done = dsv4("download", "flash", "--local-dir", str(folder))
+    assert shlex.split(done.err.splitlines()[-1]) == ["→", "dsv4", "inspect", str(folder)]
 
 
 def test_a_part_says_what_was_left_out(hub, dsv4):

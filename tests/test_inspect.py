@@ -14,10 +14,13 @@ from typer.testing import CliRunner
 from dsv4cli import __version__, cli
 from dsv4cli.engine import inspection
 from dsv4cli.engine.config_storage import contradictions
+from dsv4cli.engine.identify import identify
 from dsv4cli.engine.layout import Formats
+from dsv4cli.engine.naming import TransformersNaming
 from dsv4cli.engine.presets import FLASH as FLASH_KEYS
 from dsv4cli.errors import Dsv4Error
 from tests import damage
+from tests.clothes import dress
 from tests.program import IMPORTS_NOTHING_HEAVY
 from tests.relatives import RELATIVES
 from tests.synthetic import write_holes
@@ -153,6 +156,32 @@ def test_a_long_list_is_cut_in_the_table_and_whole_in_the_document(tmp_path):
     table = inside("inspect", str(folder)).stdout
     assert "  and 208 more; --json lists them all\n" in table
     assert len(json.loads(inside("inspect", str(folder), "--json").stdout)["coverage"]["missing"]) == 216
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """What a user would paste of a text, as a shell parts it."""
+    return [shlex.split(command) for command in re.findall("`([^`]*)`", text)]
+
+
+@pytest.mark.parametrize(("formats", "consumer"), [(Formats("fp8", "nvfp4"), "vllm"), (None, "transformers")], ids=str)
+def test_a_layout_that_others_run_is_complete_and_its_commands_can_be_pasted(tmp_path, formats, consumer):
+    naming = None if formats else TransformersNaming(identify(damage.GOLDEN / "tiny-flash").config)
+    folder = dress(tmp_path / "it's mine", formats or Formats("bf16", "bf16"), naming)
+    done = inside("inspect", str(folder))
+    assert done.exit_code == 3
+    assert done.stdout.startswith(f"{folder} is complete, and dsv4 does not run its layout\n")
+    look, back = commands_in(done.stdout)
+    assert look == ["dsv4", "inspect", str(folder), "--for", consumer]
+    assert back == ["dsv4", "convert", str(folder), "OUT", "--to", "official"]
+    assert inside(*look[1:]).stdout.splitlines()[0].endswith(f"load {folder}")
+
+
+def test_a_damaged_snapshot_of_the_cache_is_repaired_by_a_command(tmp_path):
+    folder = tmp_path / "models--org--a-b" / "snapshots" / ("0" * 40)
+    folder.parent.mkdir(parents=True)
+    damage.copy_checkpoint(tmp_path).rename(folder)
+    damage.tensor_missing(folder)
+    assert commands_in(inside("inspect", str(folder)).stdout) == [["dsv4", "download", "org/a-b@" + "0" * 40]]
 
 
 @pytest.mark.parametrize(

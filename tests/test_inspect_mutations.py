@@ -258,7 +258,7 @@ MALICE = {
     "a configuration too deep to be read": (with_text("config.json", "[" * 10**5), "not readable JSON"),
     "a configuration too deep to be shown": (config(rope_scaling=nested(900)), "nested more than 20 deep"),
     "an entry too deep to be shown": (header("x", shape=nested(900)), "the entry of x is "),
-    "a file name that no disk takes": (index(damage.WEIGHT, "x" * 300 + ".safetensors"), "no safetensors file"),
+    "a file name that no disk takes": (index(damage.WEIGHT, "x" * 300 + ".safetensors"), "is missing"),
     "a file name with an end inside": (index(damage.WEIGHT, "x\0.safetensors"), "is missing"),
     "cut for no processes": (header("model0-mp0/norm.weight"), "cut for one number of GPUs"),
     "cut for countless processes": (header(f"model0-mp{'9' * 5000}/norm.weight"), "cut for one number of GPUs"),

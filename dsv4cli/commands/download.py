@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4cli.harmless import brief_line
+from dsv4cli.harmless import brief_line, shell_word
 from dsv4cli.options import JsonOpt, LayersOpt, NoMtpOpt, RevisionOpt
 from dsv4cli.output import UNIT_NOTE, Output, duration_text, size_text
 
@@ -152,8 +152,16 @@ def _show_end(out: Output, plan: "Plan", outcomes: "Mapping[str, Outcome]", verd
         out.line(f"  {brief_line(verdict.problem.message)}")
         out.line(f"→ {verdict.problem.remedy}")
     elif plan.wish.is_whole and verdict.tensors:
-        at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"
-        out.hint(f"dsv4 inspect {plan.place.folder if plan.is_folder else plan.name + at}")
+        out.hint(f"dsv4 inspect {_as_model(plan)}")
+    elif plan.wish.layers and verdict.tensors:
+        only = f"{plan.wish.layers.start}-{plan.wish.layers.stop - 1}" + ("" if plan.wish.mtp else " --no-mtp")
+        out.hint(f"make a model of these layers: dsv4 convert {_as_model(plan)} OUT --to official --layers {only}")
+
+
+def _as_model(plan: "Plan") -> str:
+    """What names the download as MODEL, for a shell."""
+    at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"
+    return shell_word(plan.place.folder if plan.is_folder else plan.name + at)
 
 
 def _document(

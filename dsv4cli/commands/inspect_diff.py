@@ -6,7 +6,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from dsv4cli.errors import UsageError
-from dsv4cli.harmless import brief_line
+from dsv4cli.harmless import brief_line, shell_word
 from dsv4cli.output import Output, duration_text, size_text
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def compare(
         found = diff_models(_identity(a), _identity(b), progress, _wanted(layer, tensor))
     if not (found.matrices or found.only_a or found.only_b):
         what = tensor or f"layer {layer}"
-        raise UsageError(f"neither model has {what}", "`dsv4 inspect MODEL --tree` lists the names")
+        raise UsageError(f"neither model has {what}", f"`dsv4 inspect {shell_word(a.name)} --tree` lists the names")
     seconds = max(monotonic() - start, 1e-9)
     out.status(
         f"read {size_text(found.nbytes)} in {duration_text(seconds)}, {size_text(int(found.nbytes / seconds))}/s"
@@ -81,7 +81,7 @@ def _identity(source: "Inspectable") -> "FolderIdentity":
         return source.identity
     remedy = "name a folder, a file or a downloaded model"
     if isinstance(source, RemoteSource):
-        remedy = f"fetch them with `dsv4 download {source.repository}`"
+        remedy = f"fetch them with `dsv4 download {shell_word(source.repository)}`"
     raise UsageError(f"{source.name} has no weights on this machine to compare", remedy)
 
 

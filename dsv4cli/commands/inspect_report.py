@@ -37,7 +37,7 @@ def show_problem(out: Output, result: "Inspection") -> None:
     """Whether the model would load, or the file is sound; if not, why."""
     name, coverage, problem, contents = result.source.name, result.coverage, result.problem, result.contents
     if problem:
-        out.line(f"{name} {'is not sound' if contents else 'would not load'}", strong=True)
+        out.line(f"{name} {_complaint(result)}", strong=True)
         if result.refused:
             out.line(f"  {brief_line(problem.message)}")
         for sentence in islice(coverage.sentences(), SHOWN) if coverage else ():
@@ -54,6 +54,12 @@ def show_problem(out: Output, result: "Inspection") -> None:
         out.line(f"{name}: random weights in the stored formats, no files", strong=True)
     for note in result.notes:
         out.paragraph(f"note: {note}; dsv4 goes by the tensors, other programs may not", "  ")
+
+
+def _complaint(result: "Inspection") -> str:
+    if result.contents:
+        return "is not sound"
+    return "is complete, and dsv4 does not run its layout" if result.runs_elsewhere else "would not load"
 
 
 def show_report(out: Output, result: "Inspection") -> None:

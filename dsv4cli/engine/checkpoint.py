@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dsv4cli.engine.remedies import download_again
 from dsv4cli.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -31,8 +32,6 @@ DTYPE_BITS = {
 MAX_HEADER = 100_000_000
 # numpy has no tensors with more dimensions
 MAX_DIMENSIONS = 64
-# of a file, in any file system
-LONGEST_NAME = 255
 LFS_POINTER = b"version https://git-lfs"
 # files of the official convert.py: each holds one rank's part under the same names
 MP_FILE = re.compile(r"model\d+-mp\d+\.safetensors")
@@ -90,7 +89,7 @@ def whole(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint. Raises CheckpointError when one of its files is not there."""
     if checkpoint.missing_files:
         path = checkpoint.folder / checkpoint.missing_files[0]
-        raise CheckpointError(f"{path} is missing, but {INDEX} names it", f"download {path.name} again")
+        raise CheckpointError(f"{path} is missing, but {INDEX} names it", download_again(path.parent, path.name))
     return checkpoint
 
 
@@ -153,7 +152,7 @@ def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tu
     missing = tuple(path.name for path in files if not os.path.isfile(path))
     if missing and (not index or len(missing) == len(files)):
         why = f"{INDEX} names it" if index else "a link points to it"
-        raise CheckpointError(f"{folder / missing[0]} is missing, but {why}", f"download {missing[0]} again")
+        raise CheckpointError(f"{folder / missing[0]} is missing, but {why}", download_again(folder, missing[0]))
     return tuple(path for path in files if path.name not in missing), missing
 
 
@@ -161,7 +160,7 @@ def read_index(path: Path) -> dict[str, str]:
     """Tensor name to file name; empty where there is no index. Raises CheckpointError for a file that is none."""
     if not os.path.isfile(path):
         return {}
-    remedy = f"download {path.name} again"
+    remedy = download_again(path.parent, path.name)
     try:
         index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_unique, path))
         weight_map = index["weight_map"]
@@ -170,7 +169,7 @@ def read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} is no safetensors index: its weight_map is empty or no object", remedy)
     for name in set(map(str, weight_map.values())):
-        if Path(name).name != name or not name.endswith(".safetensors") or len(name) > LONGEST_NAME:
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{path} names {name!r}, which is no safetensors file of this folder", remedy)
     return weight_map
 
@@ -280,4 +279,4 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
 
 
 def _damaged(path: Path, sentence: str) -> CheckpointError:
-    return CheckpointError(f"{path} {sentence}", f"download {path.name} again")
+    return CheckpointError(f"{path} {sentence}", download_again(path.parent, path.name))

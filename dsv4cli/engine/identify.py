@@ -15,9 +15,11 @@ from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, Transformers
 from dsv4cli.engine.presets import PRESETS
 from dsv4cli.engine.prompt import Release
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+from dsv4cli.harmless import shell_word
 
 OFFICIAL = "use the official checkpoint: `dsv4 download flash`"
-CONVERT = "convert it back with `dsv4 convert {folder} OUT --to official`"
+BACK = ", or convert it back with `dsv4 convert {folder} OUT --to official`"
+FOR = "see who loads it with `dsv4 inspect {folder} --for "
 OTHER_MODELS = {
     "deepseek_v41": "DeepSeek-V4.1, another architecture",
     "deepseek_v32": "DeepSeek-V3.2",
@@ -36,8 +38,8 @@ class Foreign:
 
 
 GGUF = Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL)
-MP = Foreign("a checkpoint cut for one number of GPUs by the official convert.py", CONVERT, convertible=True)
-NVFP4 = Foreign("an NVFP4 export", CONVERT, convertible=True)
+MP = Foreign("a checkpoint cut for one number of GPUs by the official convert.py", FOR + "official`" + BACK, True)
+NVFP4 = Foreign("an NVFP4 export", FOR + "vllm`" + BACK, True)
 # what only the weights of a conversion or of a relative have, by a pattern of tensor names; the first match counts
 FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
@@ -47,7 +49,7 @@ FOREIGN_TENSORS = {
     r"\.weight_scale_2$": NVFP4,
     r"\.weight_scale(_inv)?$": Foreign("a checkpoint of another quantisation tool"),
     r"^model\.(layers|embed_tokens)\.": Foreign(
-        "a checkpoint with transformers' tensor names", CONVERT, convertible=True
+        "a checkpoint with transformers' tensor names", FOR + "transformers`" + BACK, True
     ),
 }
 # the tensor that tells a drafter
@@ -147,7 +149,7 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
 
 def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
     """The refusal of what a folder holds by its name. sign: what tells it."""
-    remedy = foreign.remedy.format(folder=folder)
+    remedy = foreign.remedy.format(folder=shell_word(folder))
     return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)
 
 

@@ -18,6 +18,7 @@ from dsv4cli.engine.source import (
     resolve_repository,
 )
 from dsv4cli.errors import CheckpointError, ModelNotFound, UnsupportedCheckpoint, UsageError
+from dsv4cli.harmless import shell_word
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,8 +91,9 @@ class RemoteSource:
             return find(remote)
         except (CheckpointError, UnsupportedCheckpoint) as error:
             # the folder is temporary: its name would tell the user nothing
-            texts = (text.replace(str(remote.folder), self.name) for text in (error.message, error.remedy))
-            raise type(error)(*texts) from None
+            remedy = error.remedy.replace(shell_word(remote.folder), shell_word(self.name))
+            message, remedy = (text.replace(str(remote.folder), self.name) for text in (error.message, remedy))
+            raise type(error)(message, remedy) from None
 
 
 Inspectable = FolderSource | FileSource | RemoteSource | RandomSource

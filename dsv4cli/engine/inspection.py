@@ -39,6 +39,11 @@ class Inspection:
     refused: bool = False
 
     @property
+    def runs_elsewhere(self) -> bool:
+        """Whether everything is there, in a layout that other programs run and dsv4 does not."""
+        return self.refused and self.coverage is not None and self.coverage.complete
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What does not keep dsv4 from loading it and may mislead another program."""
         return self.identity.contradictions if isinstance(self.identity, FolderIdentity) else ()

@@ -166,7 +166,7 @@ def explain(error: Exception, repository: str, revision: str | None) -> HubError
     if isinstance(error, OfflineModeIsEnabled):
         return HubError(
             f"{repository} cannot be fetched: huggingface_hub is in offline mode",
-            "unset HF_HUB_OFFLINE; `dsv4 inspect` shows what the cache holds",
+            f"unset HF_HUB_OFFLINE; `dsv4 inspect {repository}` shows what the cache holds",
         )
     if isinstance(error, GatedRepoError):
         return HubError(
