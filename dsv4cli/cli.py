@@ -6,10 +6,13 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from dsv4cli import __version__
 from dsv4cli.commands.chat import chat
@@ -20,11 +23,39 @@ from dsv4cli.commands.profile import profile
 from dsv4cli.commands.ranks import follow
 from dsv4cli.commands.run import run
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory
+from dsv4cli.harmless import brief_line
 from dsv4cli.options import epilog
 from dsv4cli.output import Colours, Output, ReaderGone
 
+# Typer's UsageError, which it does not export
+WRONG_ARGUMENT: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; what is wrong about their arguments is said on one line."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with _one_line():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, *arguments: Any) -> Any:
+        with _one_line():
+            return super().invoke(*arguments)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Typer repeats arguments in its complaints: a name with control characters must not reach the terminal so."""
+    try:
+        yield
+    except WRONG_ARGUMENT as error:
+        error.message = brief_line(error.message)  # type: ignore[attr-defined]
+        raise
+
+
 app = typer.Typer(
     name="dsv4",
+    cls=_Commands,
     help="The command-line toolkit for DeepSeek-V4: one model family, exact and readable.",
     epilog=epilog(
         'dsv4 run "What is 17 + 25?"',

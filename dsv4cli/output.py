@@ -1,6 +1,7 @@
 """What the user sees: stdout is the answer, stderr the conversation; the only file that prints; standard library only.
 
-Text from checkpoints, models and files is data: nothing in it is markup, and no control character reaches a terminal.
+Text from checkpoints, models and files is data: nothing in it is markup, no control character reaches a terminal, and
+what is said in a line stays in that line (see `dsv4cli.harmless`).
 """
 
 import base64
@@ -15,15 +16,19 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from dsv4cli.errors import Dsv4Error
+from dsv4cli.harmless import LONGEST_WORD, brief_line, harmless, harmless_line
 
 # ECMA-48: select graphic rendition
 BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
-# C0 without newline and tab, DEL, C1: a terminal would obey them
-CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-# in JSON, which itself escapes only C0; a reader of lines may also end one at U+2028 and U+2029
-ESCAPED = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
+# in JSON, which itself escapes only C0: DEL, C1, what turns directions; and some end a line at U+2028 and U+2029
+DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+ESCAPED = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029, *DIRECTIONS)}
 # what begins the lines that a narrow terminal makes of one
 FOLDED = "    "
+# of a paragraph
+WIDTH = 80
+# characters of a line of advice: a path may be that long (Linux's PATH_MAX), and a command is pasted whole
+LONGEST_ADVICE = 4096
 # what a table says once, wherever it shows bytes
 UNIT_NOTE = "1 GB = 10^9 bytes"
 
@@ -49,20 +54,31 @@ class Output:
         self._open: TextIO | None = None  # where a piece has left a line open
 
     def line(self, text: str = "", *, strong: bool = False) -> None:
-        """A line of a human answer; nothing in JSON mode."""
+        """A line of a human answer, whole; a newline in it is shown as `\\n`. Nothing in JSON mode."""
         if not self.as_json:
-            _write(sys.stdout, _styled(_harmless(text), BOLD, strong and self.colours.stdout))
+            _write(sys.stdout, _styled(harmless_line(text), BOLD, strong and self.colours.stdout))
+
+    def paragraph(self, text: str, indent: str = "", *, strong: bool = False) -> None:
+        """A sentence of a human answer in lines of 80 columns, those after the first indented by two more. Very long
+        words are cut."""
+        further = indent + "  "
+        for line in textwrap.wrap(
+            brief_line(text), WIDTH, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False
+        ):
+            self.line(line, strong=strong)
 
     def table(self, rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
         """Aligned columns of a human answer; with `numbers` every column but the first is flush right. A terminal that
-        is too narrow has them folded between words."""
+        is too narrow has them folded between words. Very long cells are cut."""
+        rows = [[brief_line(cell, line=LONGEST_WORD) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = [
                 cell.rjust(width) if numbers and column else cell.ljust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
-            self.line(_folded("  ".join(cells).rstrip(), sys.stdout))
+            for line in _folded("  ".join(cells).rstrip(), sys.stdout).split("\n"):
+                self.line(line)
 
     def document(self, value: Mapping[str, Any]) -> None:
         """The one JSON document of a command; nothing in human mode."""
@@ -76,7 +92,7 @@ class Output:
     def stream(self, text: str) -> None:
         """A piece of a human answer as it arrives, exact unless stdout is a terminal; nothing in JSON mode."""
         if not self.as_json:
-            self._piece(sys.stdout, _harmless(text) if sys.stdout.isatty() else text)
+            self._piece(sys.stdout, harmless(text) if sys.stdout.isatty() else text)
 
     def rendered(self, lines: Sequence[str]) -> None:
         """Lines that `markdown_lines` has made, on a terminal that has colours."""
@@ -91,7 +107,7 @@ class Output:
     def aside(self, text: str) -> None:
         """A piece of the model's reasoning as it arrives: on stderr, dimmed; nothing in JSON mode."""
         if not self.as_json:
-            self._piece(sys.stderr, _harmless(text), DIM if self.colours.stderr else "")
+            self._piece(sys.stderr, harmless(text), DIM if self.colours.stderr else "")
 
     def end_line(self) -> None:
         """Ends the line that the last piece has left open, if it has."""
@@ -137,30 +153,30 @@ class Output:
         words = TextColumn("{task.description}", markup=False)
         columns = (words, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(_harmless(label), total=None)
+            task = progress.add_task(brief_line(label), total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 
     def status(self, text: str) -> None:
         """What is going on, or a measured number."""
-        self._remark(text, DIM)
+        self._remark(brief_line(text), DIM)
 
     def hint(self, text: str) -> None:
-        """What to do next."""
-        self._remark(f"→ {text}", DIM)
+        """What to do next; what a shell is to read in it is quoted by `shell_word`."""
+        self._remark(_advice(text), DIM)
 
     def warning(self, text: str) -> None:
         """What may surprise."""
-        self._remark(f"warning: {text}", YELLOW)
+        self._remark(brief_line(f"warning: {text}"), YELLOW)
 
     def error(self, error: Dsv4Error) -> None:
         """Why the command ends, and the remedy; in both modes."""
-        _write(sys.stderr, _styled(_harmless(f"error: {error.message}"), RED, self.colours.stderr))
+        _write(sys.stderr, _styled(brief_line(f"error: {error.message}"), RED, self.colours.stderr))
         if error.remedy:
-            _write(sys.stderr, _harmless(f"→ {error.remedy}"))
+            _write(sys.stderr, _advice(error.remedy))
 
     def _remark(self, text: str, style: str) -> None:
         if not self.as_json:
-            _write(sys.stderr, _styled(_folded(_harmless(text), sys.stderr), style, self.colours.stderr))
+            _write(sys.stderr, _styled(_folded(text, sys.stderr), style, self.colours.stderr))
 
 
 def stdout_columns() -> int:
@@ -178,7 +194,7 @@ def markdown_lines(text: str, columns: int) -> list[str]:
         file=io.StringIO(), width=columns, force_terminal=True, color_system="standard", legacy_windows=False
     )
     with console.capture() as capture:
-        console.print(Markdown(_harmless(text), code_theme="ansi_dark", hyperlinks=False))
+        console.print(Markdown(harmless(text), code_theme="ansi_dark", hyperlinks=False))
     return [line.rstrip() for line in capture.get().strip("\n").split("\n")]
 
 
@@ -200,21 +216,18 @@ def _styled(text: str, style: str, wanted: bool) -> str:
 
 
 def _folded(text: str, stream: TextIO) -> str:
-    """The text in lines of a terminal's width, parted between words; as it is for any other stream."""
+    """A line in lines of a terminal's width, parted between words; as it is for any other stream."""
     if not stream.isatty():
         return text
     width = os.get_terminal_size(stream.fileno()).columns
     if width <= len(FOLDED) or len(text) <= width:
         return text
-    lines = [
-        textwrap.wrap(line, width, subsequent_indent=FOLDED, break_long_words=False, break_on_hyphens=False)
-        for line in text.split("\n")
-    ]
-    return "\n".join("\n".join(line) for line in lines)
+    lines = textwrap.wrap(text, width, subsequent_indent=FOLDED, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
-def _harmless(text: str) -> str:
-    return text.translate(CONTROLS)
+def _advice(text: str) -> str:
+    return brief_line(f"→ {text}", LONGEST_ADVICE, 2 * LONGEST_ADVICE)
 
 
 def size_text(nbytes: int) -> str:

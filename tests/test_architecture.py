@@ -19,13 +19,14 @@ PACKAGE = ROOT / "dsv4cli"
 MAY_IMPORT = {
     "root": set(),
     "__main__": {"cli"},
-    "cli": {"root", "commands", "options", "output", "errors"},
-    "commands": {"root", "options", "output", "errors", "engine"},
+    "cli": {"root", "commands", "options", "output", "errors", "harmless"},
+    "commands": {"root", "options", "output", "errors", "harmless", "engine"},
     "options": {"root", "output", "errors"},
-    "output": {"root", "options", "errors"},
-    "engine": {"root", "kernels", "errors"},
+    "output": {"root", "options", "errors", "harmless"},
+    "engine": {"root", "kernels", "errors", "harmless"},
     "kernels": {"errors"},
     "errors": set(),
+    "harmless": set(),
 }
 TERMINAL = {"typer", "click", "rich"}
 SLOW = {"torch", "triton", "transformers", "huggingface_hub", "numpy", "safetensors", "tokenizers", "rich"}

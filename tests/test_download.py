@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -144,6 +145,29 @@ def test_a_damaged_file_is_found_and_repaired(hub, dsv4, tmp_path, place):
     assert content(folder) == FLASH
 
 
+@pytest.mark.parametrize("mine", [b'{"mine": 1}', b"x" * len(GOLDEN["config.json"])], ids=["shorter", "as-long"])
+def test_a_file_that_no_download_has_put_there_is_not_overwritten(hub, dsv4, tmp_path, mine):
+    hub.add(REPOSITORY, FLASH)
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(mine)
+    (folder / "README.md").write_bytes(FLASH["README.md"])
+    done = dsv4("download", "flash", "--local-dir", str(folder))
+    assert (done.code, done.out) == (2, "")
+    assert f"{folder}/config.json is not the file of {REPOSITORY}" in done.err
+    command = f"mv '{folder}/config.json' '{folder}/config.json.old'"
+    assert f"name another --local-dir, or keep yours: {command}" in done.err
+    assert content(folder)["config.json"] == mine
+    subprocess.run(["bash", "-c", command], check=True)
+    assert dsv4("download", "flash", "--local-dir", str(folder)).code == 0
+    assert content(folder) == FLASH | {"config.json.old": mine}
+    # from now on these files are the download's, and what is wrong with them is repaired
+    for name in ("README.md", "config.json"):
+        (folder / name).write_bytes(b"x" * 11)
+    assert dsv4("download", "flash", "--local-dir", str(folder)).code == 0
+    assert content(folder) == FLASH | {"config.json.old": mine}
+
+
 @pytest.mark.parametrize(
     ("options", "left_out", "owners"),
     [
@@ -166,6 +190,19 @@ def test_a_part(hub, dsv4, tmp_path, options, left_out, owners):
     wanted += [name for name in names for owner in owners or () if name.startswith(owner + ".")]
     sound, count = (True, len(wanted)) if owners else (None, 0)
     assert (value["verdict"]["sound"], value["verdict"]["tensors"]) == (sound, count)
+
+
+def test_a_hint_can_be_pasted_and_leads_to_a_model(hub, dsv4, tmp_path):
+    hub.add(REPOSITORY, FLASH)
+    folder, made = tmp_path / "it's mine", tmp_path / "made"
+    done = dsv4("download", "flash", "--layers", "0-1", "--no-mtp", "--local-dir", str(folder))
+    hint = done.err.splitlines()[-1].partition("layers: ")[2]
+    words = shlex.split(hint.replace(" OUT ", f" {made} "))
+    assert words == ["dsv4", "convert", str(folder), str(made), "--to", "official", "--layers", "0-1", "--no-mtp"]
+    assert dsv4(*words[1:]).code == 0
+    assert dsv4("inspect", str(made)).code == 0
+    done = dsv4("download", "flash", "--local-dir", str(folder))
+    assert shlex.split(done.err.splitlines()[-1]) == ["→", "dsv4", "inspect", str(folder)]
 
 
 def test_a_part_says_what_was_left_out(hub, dsv4):
@@ -275,10 +312,10 @@ def test_a_cut_connection_continues_where_it_stopped(hub, dsv4, tmp_path, place)
         ({"flip": 5000, "times": 2}, ""),
         ({"pause": (5000, 9.0), "times": 1}, ""),
         ({"ignore_range": True, "cut": 5000, "times": 3}, ""),
-        ({"status": 503, "times": 99}, "the hub fails with HTTP 503"),
+        ({"status": 503, "times": 99}, "fails with HTTP 503"),
         ({"status": 429, "times": 99, "headers": {"Retry-After": "0"}}, "the hub limits the rate of requests"),
         ({"status": 429, "times": 1, "headers": {"Retry-After": "4000"}}, "the hub limits the rate of requests"),
-        ({"status": 403, "times": 1}, "the hub refuses access to org/name"),
+        ({"status": 403, "times": 1}, "fails with HTTP 403 on org/name"),
         ({"cut": 0, "times": 99}, "cannot be reached"),
         ({"ignore_range": True, "cut": 5000, "times": 99}, "cannot be reached"),
         ({"flip": 5000, "times": 99}, "came with wrong bytes 3 times; the other files are complete"),
@@ -438,11 +475,87 @@ def test_offline_says_so(hub, dsv4, monkeypatch):
     assert (done.code, "offline mode" in done.err, "HF_HUB_OFFLINE" in done.err) == (6, True, True)
 
 
+def offline(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+
+
+def test_offline_a_full_cache_is_checked(hub, dsv4, tmp_path, monkeypatch):
+    commit = hub.add(REPOSITORY, FLASH).branches["main"]
+    assert dsv4("download", "flash").code == 0
+    offline(hub, monkeypatch)
+    done = dsv4("download", "flash")
+    assert (done.code, hub.requests) == (0, [])
+    assert "huggingface_hub is offline: checking what the cache holds of " in done.err
+    assert done.out.startswith("flash is complete: 8 files, 7.42 MB, every byte verified\n")
+    assert done.out.endswith("flash would load: all 432 tensors are there and as expected\n")
+    value = document(dsv4("download", "flash", "--revision", commit, "--json"))
+    assert (value["offline"], value["commit"], value["complete"]) == (True, commit, True)
+    assert {file["outcome"] for file in value["files"]} == {"there"}
+    assert dsv4("download", "flash", "--layers", "0-1", "--no-mtp").code == 0
+    assert dsv4("download", "flash", "--local-dir", str(tmp_path / "model")).code == 0
+    assert (content(tmp_path / "model"), hub.requests) == (FLASH, [])
+
+
+def test_offline_what_is_wrong_or_absent_in_the_cache_is_named(hub, dsv4, tmp_path, monkeypatch):
+    commit = hub.add(REPOSITORY, FLASH).branches["main"]
+    assert dsv4("download", "flash", "--layers", "0-1", "--no-mtp").code == 0
+    offline(hub, monkeypatch)
+    done = dsv4("download", "flash")
+    assert (done.code, done.out) == (6, "")
+    assert f"huggingface_hub is offline, and the cache lacks {SHARDS[1]}" in done.err
+    assert dsv4("download", "flash", "--layers", "0-1", "--no-mtp").code == 0
+    shard = cached(tmp_path) / "snapshots" / commit / SHARDS[0]
+    shard.resolve().write_bytes(b"x" * len(FLASH[SHARDS[0]]))
+    done = dsv4("download", "flash", "--layers", "0-1", "--no-mtp")
+    assert (done.code, "offline mode" in done.err, hub.requests) == (6, True, [])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert dsv4("download", "flash").code == 0
+
+
+def test_offline_configurations_alone_are_no_model(hub, dsv4, monkeypatch):
+    hub.add(REPOSITORY, FLASH)
+    assert dsv4("download", "flash", "--only", "config,index").code == 0
+    offline(hub, monkeypatch)
+    assert dsv4("download", "flash", "--only", "config,index").code == 0
+    assert (dsv4("download", "flash").code, dsv4("download", "pro").code) == (6, 6)
+
+
 def test_no_hub_at_all(hub, dsv4, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     done = dsv4("download", "flash")
     assert (done.code, "http://127.0.0.1:9 cannot be reached: ConnectError" in done.err) == (6, True)
     assert "HF_ENDPOINT" in done.err
+
+
+def test_storage_that_cannot_be_reached_is_not_called_the_hub(hub, dsv4, monkeypatch):
+    hub.add(REPOSITORY, FLASH)
+    monkeypatch.setattr(HubServer, "storage", "http://localhost:9/storage")
+    done = dsv4("download", "flash")
+    assert (done.code, done.out) == (6, "")
+    assert "error: the hub's storage http://localhost:9 cannot be reached: ConnectError" in done.err
+    assert "let it through" in done.err
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"cut": 500}], ids=str)
+def test_storage_that_fails_is_named(hub, dsv4, fault):
+    hub.add(REPOSITORY, FLASH)
+    hub.fail("storage", times=99, **fault)
+    assert f"the hub's storage {hub.storage.removesuffix('/storage')} " in dsv4("download", "flash").err
+
+
+def test_a_failure_that_is_tried_again_is_told_with_its_reason_and_the_wait(hub, dsv4, monkeypatch):
+    hub.add(REPOSITORY, FLASH)
+    hub.fail("storage", status=503, times=2)
+    done = dsv4("download", "flash", "--max-workers", "1")
+    assert done.code == 0
+    told = [line for line in done.err.splitlines() if "HTTP 503" in line]
+    assert [line.partition("; ")[2] for line in told] == ["try 2 of 6 in 0.001 s", "try 3 of 6 in 0.002 s"]
+    hub.fail("api/models", status=503)
+    assert "the hub fails with HTTP 503" in dsv4("download", "flash").err
+    hub.fail("api/models", status=503)
+    assert document(dsv4("download", "flash", "--json"))["complete"]
 
 
 def test_another_server_at_the_endpoint(hub, dsv4):

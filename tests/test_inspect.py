@@ -13,9 +13,14 @@ from typer.testing import CliRunner
 
 from dsv4cli import __version__, cli
 from dsv4cli.engine import inspection
+from dsv4cli.engine.config_storage import contradictions
+from dsv4cli.engine.identify import identify
+from dsv4cli.engine.layout import Formats
+from dsv4cli.engine.naming import TransformersNaming
 from dsv4cli.engine.presets import FLASH as FLASH_KEYS
 from dsv4cli.errors import Dsv4Error
 from tests import damage
+from tests.clothes import dress
 from tests.program import IMPORTS_NOTHING_HEAVY
 from tests.relatives import RELATIVES
 from tests.synthetic import write_holes
@@ -55,7 +60,7 @@ def test_the_document_of_a_sound_checkpoint():
     assert (done.returncode, done.stderr) == (0, "")
     document = json.loads(done.stdout)
     sections = ["contents", "values", "tensor", "layer", "tree", "verdict", "fit", "diff"]
-    known = ["schema", "model", "folder", "file", "loads", "problem", "identity", "coverage", "sizes"]
+    known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "coverage", "sizes"]
     assert list(document) == known + sections
     assert (document["schema"], document["loads"], document["problem"]) == ("dsv4.inspect/1", True, None)
     identity = document["identity"]
@@ -153,12 +158,92 @@ def test_a_long_list_is_cut_in_the_table_and_whole_in_the_document(tmp_path):
     assert len(json.loads(inside("inspect", str(folder), "--json").stdout)["coverage"]["missing"]) == 216
 
 
+def commands_in(text: str) -> list[list[str]]:
+    """What a user would paste of a text, as a shell parts it."""
+    return [shlex.split(command) for command in re.findall("`([^`]*)`", text)]
+
+
+@pytest.mark.parametrize(("formats", "consumer"), [(Formats("fp8", "nvfp4"), "vllm"), (None, "transformers")], ids=str)
+def test_a_layout_that_others_run_is_complete_and_its_commands_can_be_pasted(tmp_path, formats, consumer):
+    naming = None if formats else TransformersNaming(identify(damage.GOLDEN / "tiny-flash").config)
+    folder = dress(tmp_path / "it's mine", formats or Formats("bf16", "bf16"), naming)
+    done = inside("inspect", str(folder))
+    assert done.exit_code == 3
+    assert done.stdout.startswith(f"{folder} is complete, and dsv4 does not run its layout\n")
+    look, back = commands_in(done.stdout)
+    assert look == ["dsv4", "inspect", str(folder), "--for", consumer]
+    assert back == ["dsv4", "convert", str(folder), "OUT", "--to", "official"]
+    assert inside(*look[1:]).stdout.splitlines()[0].endswith(f"load {folder}")
+
+
+def test_a_damaged_snapshot_of_the_cache_is_repaired_by_a_command(tmp_path):
+    folder = tmp_path / "models--org--a-b" / "snapshots" / ("0" * 40)
+    folder.parent.mkdir(parents=True)
+    damage.copy_checkpoint(tmp_path).rename(folder)
+    damage.tensor_missing(folder)
+    assert commands_in(inside("inspect", str(folder)).stdout) == [["dsv4", "download", "org/a-b@" + "0" * 40]]
+
+
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [
+        ({"expert_dtype": "fp8"}, "config.json says expert_dtype 'fp8', and the experts are fp4"),
+        ({"quantization_config": {"expert_dtype": "bf16"}}, "quantization_config.expert_dtype 'bf16', and the experts"),
+        ({"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}}, ""),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_contradicts_the_tensors_is_told(tmp_path, config, note):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.edit_config(folder, **config)
+    done, document = inside("inspect", str(folder)), json.loads(inside("inspect", str(folder), "--json").stdout)
+    assert (done.exit_code, document["loads"], len(document["notes"])) == (0, True, bool(note))
+    shown = " ".join(done.stdout.split())
+    assert (note in "".join(document["notes"]), note in shown) == (True, True)
+    assert ("; dsv4 goes by the tensors, other programs may not" in shown) is bool(note)
+
+
+@pytest.mark.parametrize(
+    ("formats", "config", "note"),
+    [
+        (Formats("bf16", "bf16"), {"quantization_config": {}}, "and no matrix is quantised"),
+        (Formats("bf16", "bf16"), {}, ""),
+        (Formats("bf16", "fp4"), {"quantization_config": {}}, "fp8, and the matrices outside the experts are bf16"),
+        (Formats("bf16", "fp4"), {"quantization_config": {"ignored_layers": ["attn"]}}, ""),
+        (Formats("fp8", "nvfp4"), {"quantization_config": {}}, "does not say moe_quant_algo 'NVFP4', and the experts"),
+        (Formats("fp8", "nvfp4"), {"quantization_config": {"moe_quant_algo": "NVFP4"}, "expert_dtype": "fp4"}, ""),
+        (Formats(), {"quantization_config": {"moe_quant_algo": "NVFP4"}}, "says moe_quant_algo 'NVFP4', and the"),
+        (Formats(), {"quantization_config": {}}, ""),
+    ],
+    ids=str,
+)
+def test_what_contradicts_the_stored_formats(formats, config, note):
+    if "quantization_config" in config:
+        config = config | {"quantization_config": {"quant_method": "fp8"} | config["quantization_config"]}
+    notes = list(contradictions(config, formats))
+    assert (len(notes), note in "".join(notes)) == (bool(note), True)
+
+
 def test_a_name_with_control_characters_does_not_reach_the_terminal(tmp_path):
     folder = damage.copy_checkpoint(tmp_path)
     path = folder / damage.SHARD
     damage.write_shard(path, damage.read_shard(path) | {"a\x1b[31m[bold]b": damage.Stored("U8", [1], b"x")})
     stdout = inside("inspect", str(folder)).stdout
-    assert "a\N{REPLACEMENT CHARACTER}[31m[bold]b is no tensor of this model" in stdout
+    assert r"a\x1b[31m[bold]b is no tensor of this model" in stdout
+
+
+def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    path = folder / damage.SHARD
+    name = f"a\n{folder} would load\u202e" + "y" * 10**6
+    damage.write_shard(path, damage.read_shard(path) | {name: damage.Stored("U8", [1], b"x")})
+    for options in ([], ["--for", "vllm"], ["--tensor", name]):
+        stdout = inside("inspect", str(folder), *options).stdout
+        assert "\u202e" not in stdout
+        assert f"{folder} would load" not in [line[: len(f"{folder} would load")] for line in stdout.splitlines()]
+        assert len(stdout) < 4000
+        assert "y…y" in stdout.replace("\n", "").replace(" ", "")
+        assert ",000," in stdout
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def hub(tmp_path, monkeypatch):
     server = HubServer()
     point_at(server, tmp_path / "home", monkeypatch)
     hasty = functools.partial(patience.Patience, first_wait=0.002, longest_wait=0.01, stall=0.4)
-    monkeypatch.setattr(headers, "Patience", hasty)
+    monkeypatch.setattr(patience, "Patience", hasty)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield server
     close_session()
@@ -183,6 +183,15 @@ def test_a_failing_hub_is_asked_again_and_then_told(hub, fault, words):
     with pytest.raises(HubError, match=words) as caught:
         resolve_inspectable(NAME).identity  # noqa: B018 - the question raises
     assert (caught.value.exit_code, bool(caught.value.remedy)) == (6, True)
+
+
+def test_a_hub_that_is_asked_again_is_told_meanwhile(hub, dsv4):
+    hub.add(NAME, GOLDEN)
+    hub.fail("api/models", status=503)
+    done = dsv4("inspect", NAME)
+    assert done.code == 0
+    assert "the hub fails with HTTP 503 on" in done.err
+    assert "; try 2 of 4 in 0.002 s\n" in done.err
 
 
 def test_what_the_hub_does_not_have_or_show_is_told(hub):

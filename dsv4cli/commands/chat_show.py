@@ -127,7 +127,7 @@ class Show:
         for code, text in blocks:
             if code:
                 self._begin("code")
-                self.out.line(f"    {text}" if text else "")
+                self.out.stream(f"    {text}\n" if text else "\n")  # a tab stays one
             else:
                 self._lines_out(text, self._laid_out(text))
             self._columns = self._characters = self._lines = 0

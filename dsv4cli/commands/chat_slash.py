@@ -226,7 +226,7 @@ def _copy(chat: Chat, _: str) -> None:
 
 
 def _json(chat: Chat, _: str) -> None:
-    chat.out.line(json.dumps(chat.session.document(), ensure_ascii=False, indent=1))
+    chat.out.stream(json.dumps(chat.session.document(), ensure_ascii=False, indent=1) + "\n")
 
 
 def _path(name: str) -> Path:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsv4cli.harmless import brief_line, shell_word
 from dsv4cli.options import JsonOpt, LayersOpt, NoMtpOpt, RevisionOpt
 from dsv4cli.output import UNIT_NOTE, Output, duration_text, size_text
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.hub.fetch import Outcome
     from dsv4cli.engine.hub.files import RemoteFile
     from dsv4cli.engine.hub.job import Plan
+    from dsv4cli.engine.hub.patience import Patience
     from dsv4cli.engine.hub.verdict import Verdict
 
 SCHEMA = "dsv4.download/1"
@@ -48,33 +50,45 @@ def download(
     """Download a model, or a part of it, and verify every byte.
 
     Checks first that all of it fits on the disk. Every file is compared with the hub's hash, those that are there
-    already too: running the command again checks a download. A wrong file is fetched again. Interrupted, the same
-    command continues where it stopped, within a file too.
+    already too: running the command again checks a download. A wrong file is fetched again; one in --local-dir that no
+    download has put there is never overwritten. Interrupted, the same command continues where it stopped, within a
+    file too.
 
     A part is chosen by layers, with the index of the weights, or by kinds of files (--only, several with commas):
     config and index are JSON files, tokenizer has all that makes text into tokens, weights are the .safetensors
     files, other is the rest. All files come from one commit. At the end stands the verdict of `dsv4 inspect`, for
     a part that of the layers which were wanted.
 
+    Where huggingface_hub is offline (HF_HUB_OFFLINE=1), what its cache holds is checked in the same way.
+
     The cache, the login (`hf auth login`), the endpoint and the proxies are those of huggingface_hub: HF_HOME,
     HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.
     """
     from dsv4cli.engine.hub import job, patience
-    from dsv4cli.engine.hub.verdict import judge
 
     out, started = Output(context.obj, as_json), time.monotonic()
-    patient = patience.Patience()
+    patient = patience.Patience(tell=patience.Notices(out.status))
     plan = job.plan(model, revision, _wish(layers, no_mtp, only), local_dir, patient)
+    if plan.listing.cached:
+        what = f"{plan.listing.repository} at commit {plan.listing.commit}"
+        out.status(f"huggingface_hub is offline: checking what the cache holds of {what}")
     if dry_run:
         out.document(_document(plan, dry_run=True))
         _show_plan(out, plan)
-        plan.raise_if_it_does_not_fit()
-        return
     plan.raise_if_it_does_not_fit()
+    if not dry_run:
+        _carry_out(out, plan, max_workers, patient, started)
+
+
+def _carry_out(out: Output, plan: "Plan", workers: int, patient: "Patience", started: float) -> None:
+    """Fetches, judges and reports. started: by the monotonic clock."""
+    from dsv4cli.engine.hub import job
+    from dsv4cli.engine.hub.verdict import judge
+
     out.status(f"{len(plan.wanted)} files, {size_text(plan.missing)} of {size_text(plan.nbytes)} to fetch")
     try:
-        with out.progress(f"downloading {model}") as report:
-            outcomes = job.carry_out(plan, max_workers, patient, report)
+        with out.progress(f"downloading {plan.name}") as report:
+            outcomes = job.carry_out(plan, workers, patient, report)
     except KeyboardInterrupt:
         out.hint("the same command continues where it stopped")
         raise
@@ -135,11 +149,19 @@ def _show_end(out: Output, plan: "Plan", outcomes: "Mapping[str, Outcome]", verd
     _show_left_out(out, plan)
     out.line(verdict.sentence, strong=True)
     if verdict.problem:
-        out.line(f"  {verdict.problem.message}")
+        out.line(f"  {brief_line(verdict.problem.message)}")
         out.line(f"→ {verdict.problem.remedy}")
     elif plan.wish.is_whole and verdict.tensors:
-        at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"
-        out.hint(f"dsv4 inspect {plan.place.folder if plan.is_folder else plan.name + at}")
+        out.hint(f"dsv4 inspect {_as_model(plan)}")
+    elif plan.wish.layers and verdict.tensors:
+        only = f"{plan.wish.layers.start}-{plan.wish.layers.stop - 1}" + ("" if plan.wish.mtp else " --no-mtp")
+        out.hint(f"make a model of these layers: dsv4 convert {_as_model(plan)} OUT --to official --layers {only}")
+
+
+def _as_model(plan: "Plan") -> str:
+    """What names the download as MODEL, for a shell."""
+    at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"
+    return shell_word(plan.place.folder if plan.is_folder else plan.name + at)
 
 
 def _document(
@@ -161,6 +183,7 @@ def _document(
         "commit": plan.listing.commit,
         "folder": str(plan.place.folder),
         "dry_run": dry_run,
+        "offline": plan.listing.cached,
         "complete": outcomes is not None,
         "part": {
             "layers": None if wish.layers is None else [wish.layers.start, wish.layers.stop - 1],

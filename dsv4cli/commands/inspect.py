@@ -13,6 +13,7 @@ from dsv4cli.commands.inspect_report import show_problem, show_report
 from dsv4cli.commands.inspect_tensor import show_layer, show_tensor, show_tree
 from dsv4cli.commands.inspect_values import show_values
 from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
 from dsv4cli.options import JsonOpt
 from dsv4cli.output import Output
 
@@ -96,7 +97,8 @@ def inspect(
     from dsv4cli.engine.inspectable import RemoteSource, resolve_inspectable
     from dsv4cli.engine.inspection import document, inspect_model
 
-    out, source = Output(context.obj, as_json), resolve_inspectable(model)
+    out = Output(context.obj, as_json)
+    source = resolve_inspectable(model, out.status)
     if isinstance(source, RemoteSource):
         out.status(f"reading the headers of {source.repository} over the network")
     result = inspect_model(source)
@@ -192,7 +194,8 @@ def _ask_values(out: Output, result: "Inspection", depth: "Depth") -> bool:
 
     identity, name = _known(result), result.source.name
     if isinstance(result.source, RemoteSource):
-        raise UsageError(f"the weights of {name} are not here", f"fetch them with `dsv4 download {name}`")
+        fetch = f"dsv4 download {shell_word(result.source.repository)}"
+        raise UsageError(f"the weights of {name} are not here", f"fetch them with `{fetch}`")
     if not isinstance(identity, FolderIdentity):
         raise UsageError(f"{name} has no files whose values could be read", "leave --values out")
     return show_values(out, identity, depth)

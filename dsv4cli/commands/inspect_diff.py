@@ -1,12 +1,12 @@
 """`dsv4 inspect A --diff B`: whether two checkpoints are the same model in other clothes, and where not."""
 
-import textwrap
 from collections import Counter
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from dsv4cli.errors import UsageError
+from dsv4cli.harmless import brief_line, shell_word
 from dsv4cli.output import Output, duration_text, size_text
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # matrices, fields and names that a person reads at once; --json has all
 SHOWN = 8
-WIDTH = 80
 VERDICTS = {
     "identical": "with the same bytes",
     "equal": "with the same values in other bytes",
@@ -61,7 +60,7 @@ def compare(
         found = diff_models(_identity(a), _identity(b), progress, _wanted(layer, tensor))
     if not (found.matrices or found.only_a or found.only_b):
         what = tensor or f"layer {layer}"
-        raise UsageError(f"neither model has {what}", "`dsv4 inspect MODEL --tree` lists the names")
+        raise UsageError(f"neither model has {what}", f"`dsv4 inspect {shell_word(a.name)} --tree` lists the names")
     seconds = max(monotonic() - start, 1e-9)
     out.status(
         f"read {size_text(found.nbytes)} in {duration_text(seconds)}, {size_text(int(found.nbytes / seconds))}/s"
@@ -82,7 +81,7 @@ def _identity(source: "Inspectable") -> "FolderIdentity":
         return source.identity
     remedy = "name a folder, a file or a downloaded model"
     if isinstance(source, RemoteSource):
-        remedy = f"fetch them with `dsv4 download {source.repository}`"
+        remedy = f"fetch them with `dsv4 download {shell_word(source.repository)}`"
     raise UsageError(f"{source.name} has no weights on this machine to compare", remedy)
 
 
@@ -107,7 +106,7 @@ def report_diff(out: Output, found: "Diff") -> None:
         if number:
             out.line(f"  {number:,} {VERDICTS[verdict]}")
     if found.counts["zero_signs"]:
-        _paragraph(out, ZERO_NOTE, "  ")
+        out.paragraph(ZERO_NOTE, "  ")
     _sides(out, found)
     if bad:
         _worst(out, found)
@@ -123,26 +122,26 @@ def _how_equal(found: "Diff") -> str:
 def _sides(out: Output, found: "Diff") -> None:
     """Fields of the configuration that differ, and what only one of the two has."""
     for field in found.fields[:SHOWN]:
-        _paragraph(out, f"{field.name}: {field.a} in A, {field.b} in B", "  ")
+        out.paragraph(f"{field.name}: {field.a} in A, {field.b} in B", "  ")
     if len(found.fields) > SHOWN:
         out.line(f"  and {len(found.fields) - SHOWN:,} more fields of the configuration; --json lists them all")
     for side, names in (("A", found.only_a), ("B", found.only_b)):
         if names:
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            _paragraph(out, f"{len(names):,} only in {side}: {shown}", "  ")
+            out.paragraph(f"{len(names):,} only in {side}: {shown}", "  ")
 
 
 def _worst(out: Output, found: "Diff") -> None:
     worst = found.worst
     patterns = Counter(matrix.pattern for matrix in worst if matrix.pattern)
     for words, number in patterns.most_common(SHOWN) if len(worst) > 1 else []:
-        _paragraph(out, f"{number:,} of them: {words}", "  ")
+        out.paragraph(f"{number:,} of them: {words}", "  ")
     out.line()
     out.line("the worst first")
     for matrix in worst[:SHOWN]:
-        out.line(f"  {matrix.name}  {matrix.forms[0]} in A, {matrix.forms[1]} in B")
+        out.line(f"  {brief_line(matrix.name)}  {matrix.forms[0]} in A, {matrix.forms[1]} in B")
         for line in _numbers(matrix):
-            _paragraph(out, line, "    ")
+            out.paragraph(line, "    ")
     if len(worst) > SHOWN:
         out.line(f"  and {len(worst) - SHOWN:,} more; --json lists them all")
 
@@ -157,8 +156,3 @@ def _numbers(matrix: "MatrixDiff") -> "Iterator[str]":
     yield f"first at [{first.row}, {first.column}]: {first.first:.9g} in A, {first.second:.9g} in B"
     if matrix.pattern:
         yield matrix.pattern
-
-
-def _paragraph(out: Output, text: str, indent: str) -> None:
-    for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  "):
-        out.line(line)

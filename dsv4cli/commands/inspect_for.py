@@ -1,6 +1,5 @@
 """`dsv4 inspect --for CONSUMER`: would another program load the folder, why not, and what would help."""
 
-import textwrap
 from typing import TYPE_CHECKING
 
 from dsv4cli.output import Output
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection import Inspection
     from dsv4cli.engine.verdict.judge import Consumer, Verdict
 
-WIDTH = 80
 ANSWERS = {True: "would load", False: "would not load", None: "may or may not load"}
 
 
@@ -42,14 +40,9 @@ def _report(out: Output, name: str, found: "Verdict") -> None:
     """The answer, the reasons, what else to know, and the command."""
     out.line(f"{found.version} {ANSWERS[found.loads]} {name}", strong=True)
     for reason in found.reasons:
-        _item(out, reason if found.loads is False else f"not known: {reason}")
+        out.paragraph(reason if found.loads is False else f"not known: {reason}", "  ")
     for note in found.notes:
-        _item(out, f"note: {note}")
+        out.paragraph(f"note: {note}", "  ")
     step = found.command or found.remedy
     if step:
         out.line(f"→ {step}")
-
-
-def _item(out: Output, text: str) -> None:
-    for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    "):
-        out.line(line)

@@ -4,6 +4,7 @@ import textwrap
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from dsv4cli.harmless import brief_line
 from dsv4cli.output import UNIT_NOTE, Output, count_text, counted, size_text
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ def show_problem(out: Output, result: "Inspection") -> None:
     """Whether the model would load, or the file is sound; if not, why."""
     name, coverage, problem, contents = result.source.name, result.coverage, result.problem, result.contents
     if problem:
-        out.line(f"{name} {'is not sound' if contents else 'would not load'}", strong=True)
+        out.line(f"{name} {_complaint(result)}", strong=True)
         if result.refused:
-            out.line(f"  {problem.message}")
+            out.line(f"  {brief_line(problem.message)}")
         for sentence in islice(coverage.sentences(), SHOWN) if coverage else ():
-            out.line(f"  {sentence}")
+            out.line(f"  {brief_line(sentence)}")
         if coverage and coverage.count > SHOWN:
             out.line(f"  and {coverage.count - SHOWN:,} more; --json lists them all")
         out.line(f"→ {problem.remedy}")
@@ -51,6 +52,14 @@ def show_problem(out: Output, result: "Inspection") -> None:
         out.line(f"{name} would load: all {coverage.expected:,} tensors are there and as expected", strong=True)
     else:
         out.line(f"{name}: random weights in the stored formats, no files", strong=True)
+    for note in result.notes:
+        out.paragraph(f"note: {note}; dsv4 goes by the tensors, other programs may not", "  ")
+
+
+def _complaint(result: "Inspection") -> str:
+    if result.contents:
+        return "is not sound"
+    return "is complete, and dsv4 does not run its layout" if result.runs_elsewhere else "would not load"
 
 
 def show_report(out: Output, result: "Inspection") -> None:

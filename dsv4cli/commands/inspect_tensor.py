@@ -5,6 +5,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from dsv4cli.errors import UsageError
+from dsv4cli.harmless import brief_line
 from dsv4cli.output import Output, size_text
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def show_tensor(out: Output, source: "Inspectable", identity: "Identity | None",
 
 def report_tensor(out: Output, view: "TensorView") -> None:
     """Where it is and how it is stored; then its values, if they were read."""
-    out.line(f"{view.name}" + (f"  ({view.family})" if view.family else ""), strong=True)
+    out.line(brief_line(view.name) + (f"  ({view.family})" if view.family else ""), strong=True)
     rows = [("format", f"{view.form}, values {list(view.shape)}")]
     for part in view.parts:
         whole = f"{part.dtype} {list(part.shape)}" + (f", {part.note}" if part.note else "")
@@ -63,8 +64,7 @@ def report_tensor(out: Output, view: "TensorView") -> None:
         _bars(out, "scales", [(f"2^{power}", "", count) for power, count in view.values.exponents.items()])
         for finding in view.values.findings:
             out.line()
-            for line in textwrap.wrap(f"{finding.severity}: {finding.message}", VALUE_WIDTH, break_on_hyphens=False):
-                out.line(line, strong=finding.severity == "wrong")
+            out.paragraph(f"{finding.severity}: {finding.message}", strong=finding.severity == "wrong")
 
 
 def _values(values: "Values") -> "Iterator[tuple[str, str]]":
@@ -78,7 +78,7 @@ def _values(values: "Values") -> "Iterator[tuple[str, str]]":
 
 
 def _wrapped(label: str, text: str) -> "list[tuple[str, str]]":
-    lines = textwrap.wrap(text, VALUE_WIDTH, break_on_hyphens=False)
+    lines = textwrap.wrap(brief_line(text), VALUE_WIDTH, break_on_hyphens=False)
     return list(zip([label, *[""] * len(lines)], lines, strict=False))
 
 

@@ -1,6 +1,5 @@
 """`dsv4 inspect MODEL --values`: what cannot be right about the values, and their statistics by family."""
 
-import textwrap
 from typing import TYPE_CHECKING
 
 from dsv4cli.output import Output, count_text, duration_text, size_text
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.checks.survey import Depth, ValueReport
     from dsv4cli.engine.identify import FolderIdentity
 
-WIDTH = 80
 # findings of one rule that a person reads at once; --json has all
 SHOWN = 4
 DEPTHS = {"sample": "first, middle and last rows of each tensor", "full": "every byte"}
@@ -41,7 +39,7 @@ def report_values(out: Output, report: "ValueReport") -> None:
     scales = list(_scales(report))
     if scales:
         out.line()
-        _paragraph(out, "scales: " + ", ".join(scales))
+        out.paragraph("scales: " + ", ".join(scales), "  ")
     rate = report.nbytes / max(report.seconds, 1e-9)
     out.status(f"read {size_text(report.nbytes)} in {duration_text(report.seconds)}, {size_text(int(rate))}/s")
 
@@ -54,7 +52,7 @@ def _findings(out: Output, report: "ValueReport") -> None:
         out.line("  nothing is wrong, nothing is suspicious", strong=True)
     for (severity, _), findings in groups.items():
         for finding in findings[:SHOWN]:
-            _paragraph(out, f"{severity}: {finding.message}", strong=severity == "wrong")
+            out.paragraph(f"{severity}: {finding.message}", "  ", strong=severity == "wrong")
         if len(findings) > SHOWN:
             out.line(f"    and {len(findings) - SHOWN:,} more like these; --json lists them all")
 
@@ -73,8 +71,3 @@ def _scales(report: "ValueReport") -> "Iterator[str]":
         if family.exponents:
             low, high = family.exponents
             yield f"{family.name} 2^{low} to 2^{high}"
-
-
-def _paragraph(out: Output, text: str, *, strong: bool = False) -> None:
-    for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False):
-        out.line(line, strong=strong)

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dsv4cli.engine.remedies import download_again
 from dsv4cli.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -88,7 +89,7 @@ def whole(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint. Raises CheckpointError when one of its files is not there."""
     if checkpoint.missing_files:
         path = checkpoint.folder / checkpoint.missing_files[0]
-        raise CheckpointError(f"{path} is missing, but {INDEX} names it", f"download {path.name} again")
+        raise CheckpointError(f"{path} is missing, but {INDEX} names it", download_again(path.parent, path.name))
     return checkpoint
 
 
@@ -151,7 +152,7 @@ def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tu
     missing = tuple(path.name for path in files if not os.path.isfile(path))
     if missing and (not index or len(missing) == len(files)):
         why = f"{INDEX} names it" if index else "a link points to it"
-        raise CheckpointError(f"{folder / missing[0]} is missing, but {why}", f"download {missing[0]} again")
+        raise CheckpointError(f"{folder / missing[0]} is missing, but {why}", download_again(folder, missing[0]))
     return tuple(path for path in files if path.name not in missing), missing
 
 
@@ -159,7 +160,7 @@ def read_index(path: Path) -> dict[str, str]:
     """Tensor name to file name; empty where there is no index. Raises CheckpointError for a file that is none."""
     if not os.path.isfile(path):
         return {}
-    remedy = f"download {path.name} again"
+    remedy = download_again(path.parent, path.name)
     try:
         index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_unique, path))
         weight_map = index["weight_map"]
@@ -278,4 +279,4 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
 
 
 def _damaged(path: Path, sentence: str) -> CheckpointError:
-    return CheckpointError(f"{path} {sentence}", f"download {path.name} again")
+    return CheckpointError(f"{path} {sentence}", download_again(path.parent, path.name))

@@ -3,11 +3,14 @@
 The formats themselves are read off the tensors; what is said here must only be possible and not contradict itself.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from dsv4cli.engine.config_keys import EXPERT_DTYPES, FP8_QUANTIZATION, NVFP4_QUANTIZATION
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.layout import Formats
 
 
 def check_official_storage(values: Mapping[str, Any], where: str) -> None:
@@ -21,8 +24,7 @@ def check_known_storage(values: Mapping[str, Any], where: str) -> None:
     quantization = _quantization(values, where)
     nvfp4 = quantization.get("moe_quant_algo") is not None
     _check(quantization, {**FP8_QUANTIZATION, **(NVFP4_QUANTIZATION if nvfp4 else {"quant_algo": None})}, where)
-    places = {"expert_dtype": values, "quantization_config.expert_dtype": quantization}
-    stated = {key: place["expert_dtype"] for key, place in places.items() if place.get("expert_dtype") is not None}
+    stated = _expert_dtypes(values, quantization)
     for key, value in stated.items():
         if value not in EXPERT_DTYPES:
             known = ", ".join(EXPERT_DTYPES)
@@ -32,6 +34,37 @@ def check_known_storage(values: Mapping[str, Any], where: str) -> None:
             f"{where}: {' and '.join(stated)} contradict each other: {' and '.join(map(repr, stated.values()))}",
             "say in both what the tensors are",
         )
+
+
+def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[str]:
+    """What a config.json says about the storage that is not so, a sentence each; other programs may go by it.
+
+    formats: as the tensors are stored.
+    """
+    quantization = values.get("quantization_config")
+    found = quantization if isinstance(quantization, Mapping) else {}
+    for key, said in _expert_dtypes(values, found).items():
+        if said != ("fp4" if formats.experts == "nvfp4" else formats.experts):
+            yield f"config.json says {key} {said!r}, and the experts are {formats.experts}"
+    if not found:
+        return
+    matrices = {formats.linear, formats.output}
+    if not {"fp8", "fp4", "nvfp4"} & {*matrices, formats.experts}:
+        yield "config.json has a quantization_config, and no matrix is quantised"
+        return
+    is_nvfp4 = str(found.get("moe_quant_algo")).upper() == "NVFP4"
+    if is_nvfp4 is not (formats.experts == "nvfp4"):
+        says = "says" if is_nvfp4 else "does not say"
+        yield f"quantization_config {says} moe_quant_algo 'NVFP4', and the experts are {formats.experts}"
+    others = " and ".join(sorted(matrices - {"fp8"}))
+    if others and not any(found.get(key) for key in ("ignored_layers", "modules_to_not_convert")):
+        yield f"quantization_config says fp8, and the matrices outside the experts are {others}"
+
+
+def _expert_dtypes(values: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says of the experts, by the key that says it."""
+    places = {"expert_dtype": values, "quantization_config.expert_dtype": quantization}
+    return {key: place["expert_dtype"] for key, place in places.items() if place.get("expert_dtype") is not None}
 
 
 def _quantization(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:

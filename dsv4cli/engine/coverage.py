@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from dsv4cli.engine.checkpoint import INDEX, Checkpoint
 from dsv4cli.engine.layout import TensorSpec
+from dsv4cli.engine.remedies import download_again, look
 from dsv4cli.errors import CheckpointError
 
 
@@ -64,14 +66,14 @@ class Coverage:
         if self.complete:
             return None
         others = {0: "", 1: " (and 1 more problem)"}.get(self.count - 1, f" (and {self.count - 1:,} more problems)")
-        remedy = f"download {self.repair} again" if self.repair else "download the checkpoint again"
+        remedy = download_again(Path(self.folder), self.repair)
         return CheckpointError(f"{self.folder}: {next(self.sentences())}{others}", remedy)
 
     def raise_if_incomplete(self) -> None:
         """Raises the first problem, if there is one."""
         problem = self.problem()
         if problem:
-            remedy = f"{problem.remedy}; `dsv4 inspect {self.folder}` shows all that is wrong"
+            remedy = f"{problem.remedy}; {look(self.folder)} shows all that is wrong"
             raise CheckpointError(problem.message, remedy)
 
 

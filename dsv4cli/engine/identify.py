@@ -9,14 +9,17 @@ from typing import Any
 
 from dsv4cli.engine.checkpoint import MP_FILE, UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
 from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config, read_json
+from dsv4cli.engine.config_storage import contradictions
 from dsv4cli.engine.layout import DTYPES, Formats
 from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
 from dsv4cli.engine.presets import PRESETS
 from dsv4cli.engine.prompt import Release
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+from dsv4cli.harmless import shell_word
 
 OFFICIAL = "use the official checkpoint: `dsv4 download flash`"
-CONVERT = "convert it back with `dsv4 convert {folder} OUT --to official`"
+BACK = ", or convert it back with `dsv4 convert {folder} OUT --to official`"
+FOR = "see who loads it with `dsv4 inspect {folder} --for "
 OTHER_MODELS = {
     "deepseek_v41": "DeepSeek-V4.1, another architecture",
     "deepseek_v32": "DeepSeek-V3.2",
@@ -35,8 +38,8 @@ class Foreign:
 
 
 GGUF = Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL)
-MP = Foreign("a checkpoint cut for one number of GPUs by the official convert.py", CONVERT, convertible=True)
-NVFP4 = Foreign("an NVFP4 export", CONVERT, convertible=True)
+MP = Foreign("a checkpoint cut for one number of GPUs by the official convert.py", FOR + "official`" + BACK, True)
+NVFP4 = Foreign("an NVFP4 export", FOR + "vllm`" + BACK, True)
 # what only the weights of a conversion or of a relative have, by a pattern of tensor names; the first match counts
 FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
@@ -46,7 +49,7 @@ FOREIGN_TENSORS = {
     r"\.weight_scale_2$": NVFP4,
     r"\.weight_scale(_inv)?$": Foreign("a checkpoint of another quantisation tool"),
     r"^model\.(layers|embed_tokens)\.": Foreign(
-        "a checkpoint with transformers' tensor names", CONVERT, convertible=True
+        "a checkpoint with transformers' tensor names", FOR + "transformers`" + BACK, True
     ),
 }
 # the tensor that tells a drafter
@@ -79,10 +82,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class FolderIdentity(Identity):
-    """What a folder holds, with its headers and the way its tensors are named."""
+    """What a folder holds, with its headers and the way its tensors are named. contradictions: what its config.json
+    says of the storage that the tensors do not bear out."""
 
     checkpoint: Checkpoint
     naming: Naming
+    contradictions: tuple[str, ...] = ()
 
     @property
     def layout(self) -> str:
@@ -111,7 +116,7 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     _refuse_exports(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=True)
-    return _identity(checkpoint, read_config(folder))
+    return _identity(checkpoint, read_config(folder), _root_config(folder))
 
 
 def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint) -> FolderIdentity:
@@ -122,12 +127,14 @@ def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint
     _refuse_relatives(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=False)
-    return _identity(checkpoint, read_any_config(folder, _has_drafter(checkpoint)))
+    return _identity(checkpoint, read_any_config(folder, _has_drafter(checkpoint)), _root_config(folder))
 
 
-def _identity(checkpoint: Checkpoint, config: ModelConfig) -> FolderIdentity:
+def _identity(checkpoint: Checkpoint, config: ModelConfig, said: Mapping[str, Any]) -> FolderIdentity:
     _check_drafter(checkpoint, config)
-    return FolderIdentity(_size(config), config, _formats(checkpoint), checkpoint, _naming(checkpoint, config))
+    formats, naming = _formats(checkpoint), _naming(checkpoint, config)
+    notes = tuple(contradictions(said, formats))
+    return FolderIdentity(_size(config), config, formats, checkpoint, naming, notes)
 
 
 def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
@@ -142,7 +149,7 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
 
 def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
     """The refusal of what a folder holds by its name. sign: what tells it."""
-    remedy = foreign.remedy.format(folder=folder)
+    remedy = foreign.remedy.format(folder=shell_word(folder))
     return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)
 
 

@@ -1,7 +1,7 @@
 """What `dsv4 inspect` may look at: what runs, one file, or a repository on the hub by its headers alone; no torch."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from dsv4cli.engine.source import (
     resolve_repository,
 )
 from dsv4cli.errors import CheckpointError, ModelNotFound, UnsupportedCheckpoint, UsageError
+from dsv4cli.harmless import shell_word
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from dsv4cli.engine.hub.headers import RemoteHeaders
 
 SCHEME = "hf://"
+
+
+def _silent(text: str) -> None:
+    """Says nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,10 @@ class FileSource:
 @dataclass(frozen=True)
 class RemoteSource:
     """A repository on the hub of which headers and configuration are read, at the first question; `name` is what the
-    user called it."""
+    user called it. say: hears of a request that is repeated."""
 
     name: str
+    say: "Callable[[str], None]" = field(default=_silent, compare=False)
 
     @property
     def repository(self) -> str:
@@ -74,9 +80,10 @@ class RemoteSource:
 
         Raises CheckpointError for headers that are damaged, and HubError.
         """
+        from dsv4cli.engine.hub import patience
         from dsv4cli.engine.hub.headers import remote_headers
 
-        return remote_headers(self.repository)
+        return remote_headers(self.repository, patience.Patience(tell=patience.Notices(self.say)))
 
     def _told(self, find: "Callable[[RemoteHeaders], FolderIdentity]") -> FolderIdentity:
         remote = self.headers
@@ -84,18 +91,19 @@ class RemoteSource:
             return find(remote)
         except (CheckpointError, UnsupportedCheckpoint) as error:
             # the folder is temporary: its name would tell the user nothing
-            texts = (text.replace(str(remote.folder), self.name) for text in (error.message, error.remedy))
-            raise type(error)(*texts) from None
+            remedy = error.remedy.replace(shell_word(remote.folder), shell_word(self.name))
+            message, remedy = (text.replace(str(remote.folder), self.name) for text in (error.message, remedy))
+            raise type(error)(message, remedy) from None
 
 
 Inspectable = FolderSource | FileSource | RemoteSource | RandomSource
 
 
-def resolve_inspectable(text: str) -> Inspectable:
+def resolve_inspectable(text: str, say: "Callable[[str], None]" = _silent) -> Inspectable:
     """Finds what `text` names: as `resolve_model`, or a safetensors file, or `hf://org/name[@revision]`; a repository
     that is not in the cache is read over the network later, unless huggingface_hub is offline.
 
-    Raises what `resolve_model` raises.
+    say: hears meanwhile of a request that is repeated. Raises what `resolve_model` raises.
     """
     path = Path(os.path.expanduser(text))
     if path.suffix == ".safetensors" and os.path.isfile(path):
@@ -109,7 +117,7 @@ def resolve_inspectable(text: str) -> Inspectable:
     except ModelNotFound:
         if not is_repository or _is_offline():
             raise
-        return RemoteSource(text)
+        return RemoteSource(text, say)
 
 
 def _is_offline() -> bool:

@@ -38,6 +38,16 @@ class Inspection:
     problem: Dsv4Error | None = None
     refused: bool = False
 
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether everything is there, in a layout that other programs run and dsv4 does not."""
+        return self.refused and self.coverage is not None and self.coverage.complete
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What does not keep dsv4 from loading it and may mislead another program."""
+        return self.identity.contradictions if isinstance(self.identity, FolderIdentity) else ()
+
 
 def inspect_model(source: Inspectable) -> Inspection:
     """Identifies the model and compares its headers with the table; a problem is part of the answer, not an error.
@@ -140,6 +150,7 @@ def document(result: Inspection, sections: Mapping[str, Any] | None = None) -> d
         # a file is a part of a model
         "loads": None if isinstance(source, FileSource) else problem is None,
         "problem": problem and {"kind": _kind(problem), "message": problem.message, "remedy": problem.remedy},
+        "notes": [*result.notes],
         "identity": result.identity and _identity(result.identity),
         "coverage": result.coverage and {**asdict(result.coverage), "complete": result.coverage.complete},
         "sizes": result.sizes and asdict(result.sizes),

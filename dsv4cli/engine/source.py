@@ -16,6 +16,7 @@ from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.presets import PRESETS, shortened
 from dsv4cli.engine.settings import Sampling, own_sampling
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
+from dsv4cli.harmless import shell_word
 
 ALIASES = {
     "flash": "deepseek-ai/DeepSeek-V4-Flash",
@@ -103,7 +104,8 @@ def _no_folder(text: str, path: Path) -> Dsv4Error:
             f"{text} is a GGUF model, which this engine does not run",
             "run it with llama.cpp or ds4, or use the official checkpoint: `dsv4 download flash`",
         )
-    return UsageError(f"{text} is a file, a model is a folder", f"name the folder of the checkpoint: {path.parent}")
+    remedy = f"name the folder of the checkpoint: {shell_word(path.parent)}"
+    return UsageError(f"{text} is a file, a model is a folder", remedy)
 
 
 def resolve_repository(text: str) -> FolderSource:
@@ -123,7 +125,7 @@ def resolve_repository(text: str) -> FolderSource:
         place = f"{repository} at {revision}" if revision else repository
         other = "" if text in ALIASES else f" and there is no folder {text}"
         raise ModelNotFound(
-            f"{place} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {text}`"
+            f"{place} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {shell_word(text)}`"
         ) from None
     return FolderSource(text, Path(folder))
 

@@ -13,6 +13,7 @@ from dsv4cli.engine.files import Files
 from dsv4cli.engine.identify import FolderIdentity
 from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.naming import Place
+from dsv4cli.engine.remedies import look
 from dsv4cli.errors import CheckpointError
 
 # dtype name in a header -> how its bytes are held; what numpy has no type for stays as bytes or bit patterns
@@ -73,7 +74,7 @@ class StoredModel:
         info = self.identity.checkpoint.tensors.get(place.name)
         folder = self.identity.checkpoint.folder
         if info is None:
-            raise CheckpointError(f"{folder}: tensor {place.name} is missing", f"`dsv4 inspect {folder}` shows why")
+            raise CheckpointError(f"{folder}: tensor {place.name} is missing", f"{look(folder)} shows why")
         if (info.dtype, info.shape) != (place.dtype, place.shape):
             found, expected = f"{info.dtype} {list(info.shape)}", f"{place.dtype} {list(place.shape)}"
             raise CheckpointError(f"{folder}: {place.name} is {found} instead of {expected}")

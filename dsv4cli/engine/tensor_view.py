@@ -19,6 +19,7 @@ from dsv4cli.engine.identify import FolderIdentity
 from dsv4cli.engine.layout import Role, TensorSpec
 from dsv4cli.engine.matrix import StoredMatrix, stored_matrices
 from dsv4cli.engine.naming import Place
+from dsv4cli.engine.remedies import look
 from dsv4cli.engine.stored import StoredModel
 from dsv4cli.errors import UsageError
 
@@ -93,7 +94,9 @@ def view_tensor(identity: FolderIdentity, name: str, progress: Progress | None) 
         matrix = dict(stored_matrices(model)).get(owners[0].matrix)
         if matrix is None:
             lost = next(part for part in _stored_names(identity, model, owners[0]) if part not in checkpoint.tensors)
-            raise UsageError(f"{checkpoint.folder} lacks {lost}", "`dsv4 inspect` shows all that is missing")
+            raise UsageError(
+                f"{checkpoint.folder} lacks {lost}", f"{look(checkpoint.folder)} shows all that is missing"
+            )
         weight = matrix.parts["weight"]
         return TensorView(
             name=weight.name,
@@ -199,7 +202,7 @@ def _exponents(measurement: Measurement, measured: Measured) -> dict[int, int]:
 
 def _not_there(name: str, checkpoint: Checkpoint, names: Collection[str]) -> UsageError:
     near = nearest(name, names)
-    remedy = f"did you mean {' or '.join(near)}?" if near else "`dsv4 inspect MODEL --tree` lists the names"
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"{look(checkpoint.folder, '--tree')} lists the names"
     return UsageError(f"{checkpoint.folder} has no tensor {name!r}", remedy)
 
 

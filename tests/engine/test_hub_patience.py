@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import get_session
 
+from dsv4cli.engine.hub import patience
 from dsv4cli.engine.hub.patience import BadConnection, Patience, Stopped, Tries, explain, is_local, ordered_wait
 from dsv4cli.errors import HubError
 
@@ -126,3 +127,13 @@ def test_called_off_while_it_waits():
 )
 def test_whose_fault_it_is(error, local):
     assert is_local(error) is local
+
+
+def test_what_many_requests_say_at_once_is_said_once(monkeypatch):
+    said: list[str] = []
+    clock = iter([0.0, 0.1, 3.9, 4.1])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    notices = patience.Notices(said.append)
+    for number in range(4):
+        notices(f"{number}", 4)
+    assert said == ["0", "3"]

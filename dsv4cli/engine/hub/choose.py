@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dsv4cli.engine.checkpoint import INDEX
+from dsv4cli.engine.hub.cached import check_cache
 from dsv4cli.engine.hub.files import Listing, RemoteFile
 from dsv4cli.errors import CheckpointError, UsageError
 
@@ -69,9 +70,13 @@ def kind_of(name: str) -> Kind:
 def choose(listing: Listing, wish: Wish, index: Mapping[str, str]) -> tuple[RemoteFile, ...]:
     """The files of the listing that the part takes.
 
-    index: file of each tensor, needed only where not all weights are wanted. Raises UsageError for layers that the
-    model does not have, weights that cannot be taken in part, and a part that holds no file.
+    index: file of each tensor, needed only where not all weights are wanted or the listing is that of the cache. Raises
+    UsageError for layers that the model does not have, weights that cannot be taken in part, and a part that holds no
+    file; HubError for weights that the cache lacks.
     """
+    if listing.cached and "weights" in wish.kinds:
+        of_index = {file for name, file in index.items() if wish.takes(name)}
+        check_cache(listing, of_index or {file.name for file in listing.files if kind_of(file.name) == "weights"})
     chosen = [file for file in listing.files if kind_of(file.name) in wish.kinds]
     if not wish.is_all_weights:
         shards = _shards(listing, wish, index)

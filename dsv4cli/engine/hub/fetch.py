@@ -28,13 +28,16 @@ Outcome = Literal["there", "fetched", "repaired", "broken"]
 def settle(errand: Errand, file: RemoteFile) -> Outcome:
     """Sees to it that the file is there with the size and hash of the listing; what is there already is read too.
 
-    Raises HubError when the hub does not serve it, OSError when the disk does not take it, Stopped when called off.
+    Raises HubError when the hub does not serve it, OSError when the disk does not take it, UsageError for another file
+    that no download has put there, Stopped when called off.
     """
     found = errand.place.find(file)
     if found is not None and errand.is_intact(found, file):
         errand.place.show(file)
         return "there"
     is_wrong = found is not None
+    if is_wrong:
+        errand.place.guard(file)
     for _ in range(1 + REPAIRS):
         if _bring(errand, file, is_wrong):
             return "repaired" if is_wrong else "fetched"
@@ -154,7 +157,7 @@ def _request(errand: Errand, file: RemoteFile, part: _Part) -> None:
         begin_at = f"bytes {part.size}-"
         if response.status_code == 416:
             part.restart()
-            raise BadConnection(f"the hub refuses to continue {file.name}")
+            raise BadConnection(f"the hub refuses to continue {file.name}", response.url)
         hf_raise_for_status(response)
         if part.size and not response.headers.get("Content-Range", "").startswith(begin_at):
             part.restart()
@@ -165,6 +168,6 @@ def _request(errand: Errand, file: RemoteFile, part: _Part) -> None:
                 return
             if time.monotonic() - window > errand.patience.stall:
                 if part.size - mark < errand.patience.slowest * errand.patience.stall:
-                    raise BadConnection(f"fewer than {errand.patience.slowest} bytes a second")
+                    raise BadConnection(f"fewer than {errand.patience.slowest} bytes a second", response.url)
                 window, mark = time.monotonic(), part.size
-    raise BadConnection(f"{file.name} ended after {part.size} of {file.size} bytes")
+    raise BadConnection(f"{file.name} ended after {part.size} of {file.size} bytes", response.url)

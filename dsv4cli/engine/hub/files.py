@@ -57,12 +57,16 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of `repository` at one commit, in the order of their names. revision: as asked for, None for main."""
+    """The files of `repository` at one commit, in the order of their names.
+
+    revision: as asked for, None for main. cached: the hub was not asked; these are the files that the cache holds.
+    """
 
     repository: str
     revision: str | None
     commit: str
     files: tuple[RemoteFile, ...]
+    cached: bool = False
 
     @property
     def by_name(self) -> dict[str, RemoteFile]:

@@ -51,13 +51,12 @@ class RemoteHeaders:
     checkpoint: Checkpoint
 
 
-def remote_headers(text: str, patience: Patience | None = None) -> RemoteHeaders:
+def remote_headers(text: str, patience: Patience) -> RemoteHeaders:
     """Reads headers and small files of the repository that `text` names; the weights are not downloaded.
 
     Raises UsageError for what is no repository, HubError when the hub does not serve it, UnsupportedCheckpoint for GGUF
     files alone, CheckpointError, naming the file, for what `open_checkpoint` refuses.
     """
-    patience = patience or Patience()
     listing = list_files(*repository_of(text, None), patience)
     small = [file for file in listing.files if kind_of(file.name) in ("config", "index") and file.size <= MAX_SMALL]
     folder = Path(tempfile.mkdtemp(prefix="dsv4-"))
@@ -150,6 +149,6 @@ def _range(errand: Errand, file: RemoteFile, begin: int, end: int) -> bytes:
                 got += piece
                 if len(got) >= skip + end - begin:
                     return bytes(got[skip : skip + end - begin])
-        raise BadConnection(f"{file.name} ended after {len(got)} bytes")
+        raise BadConnection(f"{file.name} ended after {len(got)} bytes", response.url)
 
     return errand.listing.tries(errand.patience, errand.stop).call(request) if end > begin else b""

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from dsv4cli.engine.checkpoint import INDEX, read_index
 from dsv4cli.engine.crew import Meter, do_all
+from dsv4cli.engine.hub.cached import cached_listing
 from dsv4cli.engine.hub.choose import Wish, choose
 from dsv4cli.engine.hub.errand import Errand
 from dsv4cli.engine.hub.fetch import REPAIRS, Outcome, settle
@@ -90,14 +91,17 @@ def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def plan(text: str, revision: str | None, wish: Wish, local_dir: Path | None, patience: Patience) -> Plan:
-    """Lists the repository, chooses by its index, and looks at what is there; downloads the index at most.
+    """Lists the repository, chooses by its index, and looks at what is there; downloads the index at most. Where
+    huggingface_hub is offline, what its cache holds is the repository.
 
-    Raises UsageError, HubError, and CheckpointError for an index that is none.
+    Raises UsageError, also for a file in the way that no download has put there, HubError, and CheckpointError for an
+    index that is none.
     """
-    listing = list_files(*repository_of(text, revision), patience)
+    repository = repository_of(text, revision)
+    listing = cached_listing(*repository) if constants.HF_HUB_OFFLINE else list_files(*repository, patience)
     index: Mapping[str, str] = {}
     file = listing.by_name.get(INDEX)
-    if file is not None and not wish.is_all_weights:
+    if file is not None and (listing.cached or not wish.is_all_weights):
         with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
             fetch_small(listing, [file], Path(folder), patience)
             index = index_in(Path(folder), listing)
@@ -127,6 +131,8 @@ def _held(place: Place, file: RemoteFile) -> int:
     found, part = place.find(file), place.part(file)
     if found is not None and found.stat().st_size == file.size:
         return file.size
+    if found is not None:
+        place.guard(file)
     begun = part.stat().st_size if part.is_file() else max(map(written, place.leftovers(file)), default=0)
     return min(begun, file.size)
 

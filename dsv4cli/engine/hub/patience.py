@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 from huggingface_hub.errors import (
@@ -35,7 +36,33 @@ class Stopped(Exception):
 
 
 class BadConnection(Exception):
-    """A connection that ends before the content does, or stays open and delivers next to nothing."""
+    """A connection that ends before the content does, or stays open and delivers next to nothing. url: what it was
+    for, after redirection."""
+
+    def __init__(self, message: str, url: object = "") -> None:
+        super().__init__(message)
+        self.url = url
+
+
+class Notices:
+    """Passes on what many requests have to say while they wait, once for all of them; safe for threads."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._until = 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str, seconds: float) -> None:
+        """Says it, unless the wait of an earlier one has not ended. seconds: how long this one waits."""
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._until:
+                self._until = now + seconds
+                self._say(text)
+
+
+def _silent(text: str, seconds: float) -> None:
+    """Says nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +71,8 @@ class Patience:
 
     tries: failures in a row without a new byte. first_wait, longest_wait: seconds between them, doubling.
     longest_order: the longest wait that the hub may ask for (its rate limits count in windows of 300 s).
-    stall: seconds after which a connection that delivers fewer than `slowest` bytes a second is given up.
+    stall: seconds after which a connection that delivers fewer than `slowest` bytes a second is given up. tell: hears
+    before each wait what has failed, and how many seconds the wait takes.
     """
 
     tries: int = 6
@@ -53,6 +81,7 @@ class Patience:
     longest_order: float = 330.0
     stall: float = 60.0
     slowest: int = 1000
+    tell: Callable[[str, float], None] = _silent
 
 
 class Tries:
@@ -76,6 +105,8 @@ class Tries:
         if not is_passing(error) or self.failures >= patience.tries or (order or 0) > patience.longest_order:
             raise self.explain(error) from error
         wait = min(patience.longest_wait, patience.first_wait * 2 ** (self.failures - 1)) if order is None else order
+        again = f"try {self.failures + 1} of {patience.tries} in {wait:.3g} s"
+        patience.tell(f"{self.explain(error).message}; {again}", wait)
         if self.stop.wait(wait):
             raise Stopped
 
@@ -135,7 +166,7 @@ def explain(error: Exception, repository: str, revision: str | None) -> HubError
     if isinstance(error, OfflineModeIsEnabled):
         return HubError(
             f"{repository} cannot be fetched: huggingface_hub is in offline mode",
-            "unset HF_HUB_OFFLINE; `dsv4 inspect` shows what the cache holds",
+            f"unset HF_HUB_OFFLINE; `dsv4 inspect {repository}` shows what the cache holds",
         )
     if isinstance(error, GatedRepoError):
         return HubError(
@@ -152,16 +183,35 @@ def explain(error: Exception, repository: str, revision: str | None) -> HubError
     if isinstance(error, EntryNotFoundError):
         return HubError(f"{repository} no longer holds a file of its own listing: {_short(error)}", AGAIN)
     if isinstance(error, HfHubHTTPError):
-        return _explain_status(error.response.status_code, repository, page, _short(error))
+        return _explain_status(error, repository, page)
     if isinstance(error, FileMetadataError | ValueError | KeyError | TypeError):
         return HubError(f"{constants.ENDPOINT} does not answer as a hub does: {_short(error)}", "check HF_ENDPOINT")
-    return HubError(
-        f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}: {_short(error)}",
-        f"check the connection, the proxy and HF_ENDPOINT, then {AGAIN}",
-    )
+    words = f"cannot be reached: {type(error).__name__}: {_short(error)}"
+    storage = storage_of(error)
+    if storage:
+        return HubError(f"the hub's storage {storage} {words}", _open_the_way(storage))
+    return HubError(f"{constants.ENDPOINT} {words}", f"check the connection, the proxy and HF_ENDPOINT, then {AGAIN}")
 
 
-def _explain_status(status: int, repository: str, page: str, words: str) -> HubError:
+def storage_of(error: Exception) -> str:
+    """The host that the hub has sent a request to, as https://host, where that is where it failed; else ''."""
+    try:
+        asked: Any = getattr(error, "response", error)
+        url = urlsplit(str(error.url if isinstance(error, BadConnection) else asked.request.url))
+    except (AttributeError, RuntimeError):  # httpx: it has never had a request
+        return ""
+    return f"{url.scheme}://{url.netloc}" if url.netloc not in ("", urlsplit(constants.ENDPOINT).netloc) else ""
+
+
+def _open_the_way(storage: str) -> str:
+    return f"the hub itself answers: if a proxy or a firewall stops {storage}, let it through; then {AGAIN}"
+
+
+def _explain_status(error: HfHubHTTPError, repository: str, page: str) -> HubError:
+    status, storage = error.response.status_code, storage_of(error)
+    if storage and status != 429:
+        sentence = f"the hub's storage {storage} fails with HTTP {status} on {repository}"
+        return HubError(sentence, _open_the_way(storage) if status in (401, 403, 407) else AGAIN)
     if status == 401:
         return HubError(f"the hub refuses the login for {repository} (HTTP 401)", "log in again with `hf auth login`")
     if status == 403:
@@ -173,7 +223,7 @@ def _explain_status(status: int, repository: str, page: str, words: str) -> HubE
         return HubError(
             "the hub limits the rate of requests (HTTP 429)", f"wait some minutes, log in with `hf auth login`, {AGAIN}"
         )
-    return HubError(f"the hub fails with HTTP {status} on {repository}: {words}", AGAIN)
+    return HubError(f"the hub fails with HTTP {status} on {repository}: {_short(error)}", AGAIN)
 
 
 def _short(error: Exception) -> str:

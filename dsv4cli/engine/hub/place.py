@@ -2,11 +2,15 @@
 
 The layout is huggingface_hub's (guide "Understand caching"): `blobs/<hash>`, `snapshots/<commit>/<name>` as a link to
 it, `refs/<revision>` with the commit. An unfinished file is `<hash>.dsv4.incomplete`, which `hf cache prune` removes.
+A folder of the user's has a record of each file that a download has put there: `.cache/huggingface/download/<name>
+.metadata`, as huggingface_hub writes it.
 """
 
 import os
 import shutil
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +19,8 @@ from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.file_download import are_symlinks_supported, repo_folder_name
 
 from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile
+from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
 
 PART = ".dsv4.incomplete"
 
@@ -27,6 +33,9 @@ class Place(Protocol):
 
     def find(self, file: RemoteFile) -> Path | None:
         """What may be the content of a file, if anything is there."""
+
+    def guard(self, file: RemoteFile) -> None:
+        """Raises UsageError where what is there is not a download's, and would be lost if it were replaced."""
 
     def copy_of(self, file: RemoteFile) -> Path | None:
         """The same file elsewhere on this machine."""
@@ -75,6 +84,9 @@ class CachePlace:
     def find(self, file: RemoteFile) -> Path | None:
         candidates = (self.folder / file.name, self._blob(file))
         return next((path for path in candidates if path.is_file()), None)
+
+    def guard(self, file: RemoteFile) -> None:
+        """Nothing: the cache has its files from the hub."""
 
     def copy_of(self, file: RemoteFile) -> Path | None:
         return None
@@ -137,6 +149,15 @@ class FolderPlace:
         path = self.folder / file.name
         return path if path.is_file() else None
 
+    def guard(self, file: RemoteFile) -> None:
+        path = self.folder / file.name
+        if path.exists() and not self._record(file).exists():
+            raise UsageError(
+                f"{path} is not the file of {self.listing.repository}, and no download has put it there",
+                "name another --local-dir, or keep yours: "
+                f"mv {shell_word(path)} {shell_word(path.with_name(path.name + '.old'))}",
+            )
+
     def copy_of(self, file: RemoteFile) -> Path | None:
         path = try_to_load_from_cache(self.listing.repository, file.name, revision=self.listing.commit)
         return Path(path) if isinstance(path, str) else None
@@ -154,9 +175,14 @@ class FolderPlace:
     def put(self, file: RemoteFile) -> None:
         target = self.folder / file.name
         target.parent.mkdir(parents=True, exist_ok=True)
+        # first: a kill between the two must not leave a file that looks like the user's
+        self._write_record(file)
         os.replace(self.part(file), target)
 
     def show(self, file: RemoteFile) -> Path:
+        if not self._record(file).exists():
+            with suppress(OSError):  # a folder that cannot be written is not overwritten either
+                self._write_record(file)
         return self.folder / file.name
 
     def fetch(self, file: RemoteFile, **options: Any) -> Path:
@@ -167,7 +193,15 @@ class FolderPlace:
         return _unfinished(self.part(file))
 
     def close(self) -> None:
-        """Nothing: the folder itself is the record."""
+        """Nothing: every file has its record."""
+
+    def _record(self, file: RemoteFile) -> Path:
+        return self.folder / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
+
+    def _write_record(self, file: RemoteFile) -> None:
+        record = self._record(file)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(f"{self.listing.commit}\n{file.etag}\n{time.time()}\n", encoding="utf-8")
 
 
 def _unfinished(part: Path) -> set[Path]:

@@ -41,6 +41,8 @@ def judge(plan: Plan) -> Verdict:
 def _judge_whole(source: FolderSource) -> Verdict:
     result = inspect_model(source)
     tensors = result.coverage.expected if result.coverage else 0
+    if result.runs_elsewhere:
+        return Verdict(f"{source.name} is complete, and dsv4 does not run its layout", tensors, result.problem)
     if result.problem:
         return Verdict(f"{source.name} would not load", tensors, result.problem)
     return Verdict(f"{source.name} would load: all {tensors:,} tensors are there and as expected", tensors)

@@ -36,7 +36,7 @@ def fetch(errand: Errand, file: RemoteFile, anew: bool) -> bool:
     anew: what is there is wrong. Raises HubError when the hub refuses the file, Stopped when the work is called off.
     """
     place = errand.place
-    if not file.sha256 or constants.HF_HUB_DISABLE_XET or not find_spec("hf_xet"):
+    if not file.sha256 or errand.listing.cached or constants.HF_HUB_DISABLE_XET or not find_spec("hf_xet"):
         return False
     tries, timeout = errand.listing.tries(errand.patience, errand.stop), constants.HF_HUB_ETAG_TIMEOUT
     seen = tries.call(lambda: get_hf_file_metadata(errand.url(file), timeout=timeout, **LIBRARY))

@@ -1,14 +1,16 @@
 """Whether a program would load a folder: the verdict, its reasons, and the command that comes next; no torch."""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dsv4cli import __version__
+from dsv4cli.engine.remedies import download_again
 from dsv4cli.engine.verdict import hf, scripts, sglang, vllm
 from dsv4cli.engine.verdict.subject import Finding, Rule, Subject
 from dsv4cli.errors import CheckpointError, Dsv4Error
+from dsv4cli.harmless import shell_word
 
 SCHEMA = "dsv4.verdict/1"
 Consumer = Literal["vllm", "sglang", "transformers", "official", "dsv4"]
@@ -108,11 +110,11 @@ def _next_step(subject: Subject, consumer: Consumer, reasons: list[Finding]) -> 
     if subject.identity.checkpoint.missing_files or subject.damage:
         problem = subject.coverage.problem()
         missing = subject.identity.checkpoint.missing_files
-        return problem.remedy if problem and not missing else f"download {missing[0]} again"
+        return problem.remedy if problem and not missing else download_again(Path(subject.name), missing[0])
     if all(finding.fix for finding in reasons):
         return "; ".join(finding.fix for finding in reasons)
     target = TARGETS[consumer].format(ranks=_ranks(subject))
-    return f"dsv4 convert {shlex.quote(subject.name)} OUT --to {target}"
+    return f"dsv4 convert {shell_word(subject.name)} OUT --to {target}"
 
 
 def _ranks(subject: Subject) -> int:
@@ -125,7 +127,7 @@ def _ranks(subject: Subject) -> int:
 def start_command(consumer: Consumer, name: str, ranks: int = 0) -> str:
     """The command that starts a consumer with a model. ranks: GPUs; 0 leaves it to the consumer."""
     gpus = f" {GPUS[consumer]} {ranks}" if consumer in GPUS and ranks > 1 else ""
-    return STARTS[consumer].format(model=shlex.quote(name), ranks=ranks) + gpus
+    return STARTS[consumer].format(model=shell_word(name), ranks=ranks) + gpus
 
 
 def verdict_document(model: str, found: Verdict) -> dict[str, Any]:

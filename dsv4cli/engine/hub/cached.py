@@ -1,0 +1,48 @@
+"""What the Hugging Face cache holds of a repository, listed as the hub would: for checking a download without a hub."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from dsv4cli.engine.hub.files import SHA1, SHA256, Listing, RemoteFile
+from dsv4cli.errors import HubError, UsageError
+
+ONLINE = "unset HF_HUB_OFFLINE, then run the same command again"
+
+
+def cached_listing(repository: str, revision: str | None) -> Listing:
+    """The files of the snapshot in the cache, with the hashes that their blobs are named by.
+
+    Raises UsageError for a name that cannot be a repository's, HubError where the cache has no such snapshot.
+    """
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except HFValidationError:
+        raise UsageError(f"{repository!r} is no name of a repository", "name it as org/name") from None
+    except LocalEntryNotFoundError:
+        where = f"{repository} at {revision}" if revision else repository
+        raise HubError(f"huggingface_hub is in offline mode, and {where} is not in its cache", ONLINE) from None
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = tuple(_file(path.relative_to(folder).as_posix(), path) for path in paths)
+    return Listing(repository, revision, folder.name, files, cached=True)
+
+
+def _file(name: str, path: Path) -> RemoteFile:
+    etag = path.resolve().name
+    if SHA256.fullmatch(etag):
+        return RemoteFile(name, path.stat().st_size, "", etag)
+    if SHA1.fullmatch(etag):
+        return RemoteFile(name, path.stat().st_size, etag)
+    raise HubError(f"{path} is no link to a blob: without the hub nothing tells its hash", ONLINE)
+
+
+def check_cache(listing: Listing, needed: set[str]) -> None:
+    """Raises HubError for weights that are wanted and that the cache lacks. needed: by the index."""
+    absent = sorted(needed - listing.by_name.keys())
+    if absent or not needed:
+        what = absent[0] if absent else "its weights"
+        others = f" and {len(absent) - 1} more files" if absent[1:] else ""
+        raise HubError(
+            f"huggingface_hub is offline, and the cache lacks {what}{others} of {listing.repository}", ONLINE
+        )

@@ -1,0 +1,101 @@
+"""Text of others made harmless: nothing in it commands a terminal, begins a line of ours, or hides; a leaf.
+
+What a model or a tool writes is shown by `harmless`; names, values and errors by `harmless_line` or, cut where they are
+long, by `brief_line`; what a user is to paste into a shell by `shell_word`.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+# C0, DEL, C1, line and paragraph separator, lone surrogates, and what Unicode calls default ignorable
+# (DerivedCoreProperties.txt): zero-width and format characters, marks and overrides of direction, fillers, tags
+HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    "\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]"
+)
+# PEP 383: the other surrogates are bytes of a file name that is not UTF-8
+NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+JOINERS, EMOJI_FORM, KEYCAP = "\u200c\u200d", "\ufe0f", "\u20e3"
+SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+# in text of many lines: what a terminal obeys, and what turns the direction of all that follows
+COMMANDS = {
+    code: "\N{REPLACEMENT CHARACTER}"
+    for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
+    if chr(code) not in "\n\t"
+} | {0x2028: "\n", 0x2029: "\n"}
+# characters of a word, more than a file name has, and of a line
+LONGEST_WORD, LONGEST_LINE = 300, 4000
+
+
+def harmless(text: str) -> str:
+    """Text of many lines: it keeps its newlines, tabs, scripts, marks and emoji.
+
+    Each character is judged alone and stays one character, so it works on the pieces of a text too.
+    """
+    return text.translate(COMMANDS)
+
+
+def harmless_line(text: str) -> str:
+    r"""The text on one line, what is invisible in it escaped, as in `a\nb` or `\u202e`; nothing is cut.
+
+    Joiners between letters of other scripts and inside an emoji are spelling, and stay.
+    """
+    return HIDDEN.sub(_shown, text)
+
+
+def brief_line(text: str, word: int = LONGEST_WORD, line: int = LONGEST_LINE) -> str:
+    """As harmless_line; a word or a line of more characters is cut in its middle, and its length told."""
+    text = re.sub(rf"\S{{{word + 1},}}", lambda found: _cut(found[0], word), text)
+    return harmless_line(_cut(text, line))
+
+
+def shell_word(text: str | Path) -> str:
+    r"""A word of a command, quoted so that a shell reads exactly this text and a user sees it: `'a b'`, `$'a\x0ab'`."""
+    word = str(text)
+    if isinstance(text, Path) and word.startswith("-"):
+        word = f"./{word}"  # else an option
+    if harmless_line(word) == word:
+        return shlex.quote(word)
+    # bash, zsh, ksh and POSIX 2024 read it as bytes, as file names are kept; no name has another lone surrogate
+    content = NO_BYTE.sub("\N{REPLACEMENT CHARACTER}", word).encode("utf-8", "surrogateescape")
+    return "$'" + "".join(map(_quoted_byte, content)) + "'"
+
+
+def _quoted_byte(byte: int) -> str:
+    char = chr(byte)
+    return f"\\{char}" if char in "\\'" else char if 32 <= byte < 127 else f"\\x{byte:02x}"
+
+
+def _shown(found: re.Match[str]) -> str:
+    char, at = found[0], found.start()
+    return (
+        char if _is_spelling(char, found.string[max(at - 1, 0) : at], found.string[at + 1 : at + 2]) else _escaped(char)
+    )
+
+
+def _is_spelling(char: str, before: str, after: str) -> bool:
+    if char == EMOJI_FORM:
+        return _is_of_other_script(before) or after == KEYCAP
+    return char in JOINERS and (_is_of_other_script(before) or before == EMOJI_FORM) and _is_of_other_script(after)
+
+
+def _is_of_other_script(char: str) -> bool:
+    return char > "\x7f" and not HIDDEN.match(char)
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"\\x{code - 0xDC00:02x}"  # see NO_BYTE
+    if char in SHORT:
+        return SHORT[char]
+    return f"\\x{code:02x}" if code < 128 else f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
+
+
+def _cut(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    begin, end = longest * 2 // 3, longest // 3
+    return f"{text[:begin]}…{text[-end:]} ({len(text):,} characters)"
