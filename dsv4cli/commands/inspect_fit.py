@@ -65,12 +65,10 @@ def _report(out: Output, answer: "Answer") -> None:
 def _answer(answer: "Answer") -> str:
     fit, best = answer.fit, answer.fit.best
     if best is None:
-        where = (
-            "this machine" if fit.machine.cpu is not None else "these GPUs" if len(fit.machine.gpus) > 1 else "one GPU"
-        )
-        return f"does not fit {where}: it lacks {size_text(fit.missing)}" + (
-            " on each device" if len(fit.shares) > 1 else ""
-        )
+        here, several = fit.machine.cpu is not None, len(fit.machine.gpus) > 1
+        where = "this machine" if here else "these GPUs" if several else "one GPU"
+        each = " each" if fit.nearest.ranks > 1 else ""
+        return f"does not fit {where}: {_name(fit.nearest)} lack{'' if each else 's'} {size_text(fit.missing)}{each}"
     if not best.on_gpu:
         words = "fits this machine's RAM" + (", but none of its GPUs" if fit.machine.gpus else "")
     elif best.ranks > 1:
@@ -80,6 +78,12 @@ def _answer(answer: "Answer") -> str:
     if best.host:
         words += " with experts in host memory"
     return words if answer.runs else "would fit, but dsv4 would not load it"
+
+
+def _name(share: "Share") -> str:
+    if not share.on_gpu:
+        return "the CPU"
+    return f"{share.ranks} GPUs" if share.ranks > 1 else share.devices[0].torch_name
 
 
 def _shown(fit: "Fit") -> "list[Share]":
@@ -127,7 +131,7 @@ def _notes(fit: "Fit", shares: "list[Share]") -> "Iterator[str]":
 def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
     placement = best.placement
     assert placement is not None
-    where = f"On {best.ranks} GPUs" if best.ranks > 1 else f"On {best.devices[0].torch_name}"
+    where = f"On {_name(best)}"
     if placement.division is not None:
         division = placement.division
         yield (

@@ -537,7 +537,7 @@ def test_the_answer_of_the_command(capsys):
     assert "Whole on every GPU: the cache, and of the weights" in text
     answer, text = shown(capsys, SHORT, "1x1GB")
     assert answer is False
-    assert re.search(rf"{SHORT} does not fit one GPU: it lacks \d\.\d\d GB\n", text)
+    assert re.search(rf"{SHORT} does not fit one GPU: cuda:0 lacks \d\.\d\d GB\n", text)
     assert "largest context" not in text
     answer, text = shown(capsys, SHORT, "1x192GB")
     assert answer is True

@@ -91,7 +91,7 @@ def _larger_machine(fit: Fit, name: str) -> Iterator[Step]:
         yield _ask(fit, name, gpus, fit.host_needed, why)
     if fit.more_gpus is not None:
         count, label = fit.more_gpus.ranks, fit.more_gpus.devices[0].label
-        yield _ask(fit, name, [label] * count, 0, f"{count} GPUs of {label} hold it")
+        yield _ask(fit, name, [label] * count, 0, f"{count}x{label} hold it")
     cpu = fit.shares[-1]
     if fit.best is None and fit.more_host is None and not cpu.on_gpu:
         yield _ask(fit, name, [], cpu.needed, f"the RAM holds it where {_tenths(cpu.needed)} GB are free")

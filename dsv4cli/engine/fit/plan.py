@@ -49,9 +49,14 @@ class Fit:
     host_needed: int
 
     @property
+    def nearest(self) -> Share:
+        """The best way to run it; where none fits, the one whose devices lack least."""
+        return self.best or min(self.shares, key=lambda share: share.missing)
+
+    @property
     def missing(self) -> int:
-        """Bytes that the way that lacks least lacks, each of its devices; 0 where something fits."""
-        return 0 if self.best is not None else min(share.missing for share in self.shares)
+        """Bytes that each device of the nearest way lacks; 0 where one fits."""
+        return self.nearest.missing
 
 
 def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context: int, batch: int) -> Fit:
