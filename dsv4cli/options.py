@@ -67,6 +67,14 @@ GpuMemoryOpt = Annotated[
         "host memory.",
     ),
 ]
+HostMemoryOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="The most host memory for experts, for all ranks of a machine together; 7/8 of what is free if absent. "
+        "Name it where the system tells of less than there is.",
+    ),
+]
 
 LayersOpt = Annotated[
     str | None, typer.Option(metavar="A-B", help="Only these main layers, as in 0-3, with all outside the layers.")

@@ -13,7 +13,7 @@ from dsv4cli.commands.chat_session import Journal, Session, newest_journal, read
 from dsv4cli.commands.chat_slash import COMMANDS, check_budget, obey
 from dsv4cli.commands.chat_tools import Tools, read_tools, split_command
 from dsv4cli.commands.chat_turn import Chat, Interrupts
-from dsv4cli.commands.run_experts import budget
+from dsv4cli.commands.run_experts import memory_limits
 from dsv4cli.commands.run_modes import Job
 from dsv4cli.errors import Dsv4Error, RankLost, UsageError
 from dsv4cli.options import (
@@ -21,6 +21,7 @@ from dsv4cli.options import (
     DeviceOpt,
     DtypeOpt,
     GpuMemoryOpt,
+    HostMemoryOpt,
     MaxContextOpt,
     MaxTokensOpt,
     ModelOpt,
@@ -93,6 +94,7 @@ def chat(
     backend: BackendOpt = "auto",
     tp: ChatTpOpt = None,
     gpu_memory: GpuMemoryOpt = None,
+    host_memory: HostMemoryOpt = None,
     torchrun: TorchrunOpt = None,
     state_home: StateHomeOpt = None,
     term: TermOpt = "dumb",
@@ -108,11 +110,10 @@ def chat(
     from dsv4cli.engine.source import resolve_model
 
     _check(device, torchrun)
-    limits = Limits(max_tokens, max_context, prefill_chunk, 0, tuple(stop or ()))
-    source = resolve_model(model)
+    limits, source = Limits(max_tokens, max_context, prefill_chunk, 0, tuple(stop or ())), resolve_model(model)
     sampling = source.sampling.chosen(temperature, top_p, seed)
-    job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling, budget(gpu_memory))
-    state = state_folder(state_home)
+    state, memory = state_folder(state_home), memory_limits(gpu_memory, host_memory)
+    job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling, memory)
     begun = _session(state, go_on, session, system, tools)
     wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term)
     _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes), None if no_history else state / "history")

@@ -49,7 +49,13 @@ ForOpt = Annotated[
     typer.Option("--for", help="Would this program load it? Its verdict is the answer then."),
 ]
 FitOpt = Annotated[bool, typer.Option("--fit", help="Does it run here, or on --gpus? With bytes and a command.")]
-GpusOpt = Annotated[str | None, typer.Option(metavar="NxSIZE", help="For --fit: other GPUs, as in 2x141GB.")]
+GpusOpt = Annotated[
+    str | None, typer.Option(metavar="NxSIZE", help="For --fit: other GPUs, as in 2x141GB, 24GB,48GB or 2xH100.")
+]
+RamOpt = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="For --fit: so much RAM, as in 192GB; with --gpus that of their machine."),
+]
 ContextOpt = Annotated[int, typer.Option("--context", min=1, help="For --fit: tokens of a sequence.")]
 BatchOpt = Annotated[int, typer.Option(min=1, help="For --fit: sequences at once.")]
 DiffOpt = Annotated[
@@ -82,6 +88,7 @@ def inspect(
     consumer: ForOpt = None,
     fit: FitOpt = False,
     gpus: GpusOpt = None,
+    ram: RamOpt = None,
     tokens: ContextOpt = 8192,
     batch: BatchOpt = 1,
     diff: DiffOpt = None,
@@ -97,6 +104,7 @@ def inspect(
     from dsv4cli.engine.inspectable import RemoteSource, resolve_inspectable
     from dsv4cli.engine.inspection import document, inspect_model
 
+    _check_fit(fit, gpus, ram)
     out = Output(context.obj, as_json)
     source = resolve_inspectable(model, out.status)
     if isinstance(source, RemoteSource):
@@ -104,7 +112,7 @@ def inspect(
     result = inspect_model(source)
     questions: dict[str, _Question | None] = {
         "verdict": partial(_ask_for, consumer=consumer) if consumer else None,
-        "fit": partial(_ask_fit, gpus=gpus, context=tokens, batch=batch) if fit else None,
+        "fit": partial(_ask_fit, gpus=gpus, ram=ram, context=tokens, batch=batch) if fit else None,
         "diff": partial(_ask_diff, other=diff, layer=layer, tensor=tensor) if diff else None,
         "tensor": partial(_ask_tensor, name=tensor) if tensor and not diff else None,
         "layer": partial(_ask_layer, name=layer) if layer and not diff else None,
@@ -156,8 +164,14 @@ def _ask_for(out: Output, result: "Inspection", consumer: "Consumer") -> bool:
     return show_verdict(out, result, consumer, **_remote(result))
 
 
-def _ask_fit(out: Output, result: "Inspection", gpus: str | None, context: int, batch: int) -> bool:
-    return show_fit(out, result, gpus=gpus, context=context, batch=batch)
+def _check_fit(fit: bool, gpus: str | None, ram: str | None) -> None:
+    for option, value in (("--gpus", gpus), ("--ram", ram)):
+        if value is not None and not fit:
+            raise UsageError(f"{option} describes a machine for --fit", f"add it: --fit {option} {shell_word(value)}")
+
+
+def _ask_fit(out: Output, result: "Inspection", gpus: str | None, ram: str | None, context: int, batch: int) -> bool:
+    return show_fit(out, result, gpus=gpus, ram=ram, context=context, batch=batch)
 
 
 def _remote(result: "Inspection") -> dict[str, Any]:

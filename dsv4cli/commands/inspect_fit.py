@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dsv4cli.engine.fit.answer import Answer
-    from dsv4cli.engine.fit.plan import Fit, Share
+    from dsv4cli.engine.fit.plan import Fit
+    from dsv4cli.engine.fit.share import Share
     from dsv4cli.engine.inspection import Inspection
 
 WIDTH = 80
@@ -24,18 +25,18 @@ def show_fit(
     result: "Inspection",
     *,
     gpus: str | None,
+    ram: str | None,
     context: int,
     batch: int,
 ) -> bool:
-    """Answers and reports whether the inspected model runs on this machine, or on `gpus` as in 2x141GB.
+    """Answers and reports whether the inspected model runs on this machine, or on `gpus` as in 2x141GB, with `ram`.
 
-    Raises what answer_fit and parse_gpus raise.
+    Raises what answer_fit and parse_machine raise.
     """
     from dsv4cli.engine.fit.answer import answer_fit, fit_document
-    from dsv4cli.engine.fit.machine import parse_gpus, this_machine
+    from dsv4cli.engine.fit.machine import parse_machine
 
-    machine = parse_gpus(gpus) if gpus is not None else this_machine()
-    answer = answer_fit(result, machine, context=context, batch=batch)
+    answer = answer_fit(result, parse_machine(gpus, ram), context=context, batch=batch)
     out.document(fit_document(answer))
     _report(out, answer)
     return answer.runs
@@ -62,28 +63,34 @@ def _report(out: Output, answer: "Answer") -> None:
 
 
 def _answer(answer: "Answer") -> str:
-    fit, runs = answer.fit, answer.fit.runs
-    has_gpus = any(share.devices[0].is_gpu for share in fit.shares)
-    first = fit.shares[0].devices[0]
-    if runs is not None and runs.devices[0].is_gpu:
-        words = f"fits {runs.devices[0].torch_name} ({runs.devices[0].name})"
-    elif fit.together is not None and fit.together.fits:
-        words = f"fits {fit.together.ranks} GPUs together"
-    elif fit.beside is not None:
-        words = f"fits {first.torch_name} ({first.name}) with experts in host memory"
-    elif runs is not None:
-        words = "fits this machine's RAM" + (", but none of its GPUs" if has_gpus else "")
+    fit, best = answer.fit, answer.fit.best
+    if best is None:
+        here, several = fit.machine.cpu is not None, len(fit.machine.gpus) > 1
+        where = "this machine" if here else "these GPUs" if several else "one GPU"
+        each = " each" if fit.nearest.ranks > 1 else ""
+        return f"does not fit {where}: {_name(fit.nearest)} lack{'' if each else 's'} {size_text(fit.missing)}{each}"
+    if not best.on_gpu:
+        words = "fits this machine's RAM" + (", but none of its GPUs" if fit.machine.gpus else "")
+    elif best.ranks > 1:
+        words = f"fits {best.ranks} GPUs together"
     else:
-        return "does not fit one GPU" if has_gpus else "does not fit this machine"
+        words = f"fits {best.devices[0].torch_name} ({best.devices[0].name})"
+    if best.host:
+        words += " with experts in host memory"
     return words if answer.runs else "would fit, but dsv4 would not load it"
 
 
+def _name(share: "Share") -> str:
+    if not share.on_gpu:
+        return "the CPU"
+    return f"{share.ranks} GPUs" if share.ranks > 1 else share.devices[0].torch_name
+
+
 def _shown(fit: "Fit") -> "list[Share]":
-    """One GPU, the numbers of GPUs up to the first that is enough, and the CPU."""
-    cpu = [share for share in fit.shares if not share.devices[0].is_gpu]
-    gpus = [share for share in fit.shares if share.devices[0].is_gpu]
-    enough = next((number for number, share in enumerate(gpus) if share.fits), len(gpus) - 1)
-    chosen = gpus[: enough + 1]
+    """One GPU, the numbers of GPUs up to the best, and the CPU."""
+    cpu = [share for share in fit.shares if not share.on_gpu]
+    gpus = [share for share in fit.shares if share.on_gpu]
+    chosen = gpus[: gpus.index(fit.best) + 1] if fit.best in gpus else gpus
     room = COLUMNS - len(cpu)
     return [*chosen[:1], *chosen[1:][-(room - 1) :], *cpu]
 
@@ -92,7 +99,7 @@ def _rows(shares: "list[Share]") -> list[list[str]]:
     def row(label: str, values: list[int]) -> list[str]:
         return [label, *(size_text(value) for value in values)]
 
-    heads = [f"{share.ranks} GPU{'s' * (share.ranks > 1)}" if share.devices[0].is_gpu else "RAM" for share in shares]
+    heads = [f"{share.ranks} GPU{'s' * (share.ranks > 1)}" if share.on_gpu else "RAM" for share in shares]
     rows = [["", *heads], row("  weights", [share.weights for share in shares])]
     if any(share.ranks > 1 for share in shares):
         rows.append(row("    whole on each", [share.whole for share in shares]))
@@ -103,6 +110,7 @@ def _rows(shares: "list[Share]") -> list[list[str]]:
         row("  reserve", [share.reserve for share in shares]),
         row("  needed", [share.needed for share in shares]),
         row("  free", [share.available for share in shares]),
+        *([row("  in host memory", [share.host for share in shares])] if any(share.host for share in shares) else []),
         ["  fits", *("yes" if share.fits else "no" for share in shares)],
     ]
 
@@ -111,12 +119,27 @@ def _notes(fit: "Fit", shares: "list[Share]") -> "Iterator[str]":
     if any(share.ranks > 1 for share in shares):
         parts = ", ".join(f"{family} {size_text(size)}" for family, size in list(fit.whole.items())[:SHOWN])
         yield f"Whole on every GPU: the cache, and of the weights {parts}."
-    chunk = (fit.runs or shares[0]).chunk
+    best = fit.best or shares[0]
     yield (
-        f"Workspace: the most that the tensors of a step take, with prompts in chunks of {chunk:,} tokens. "
+        f"Workspace: the most that the tensors of a step take, with prompts in chunks of {best.chunk:,} tokens. "
         "Reserve: CUDA, Python, libraries."
     )
-    if fit.largest_context:
-        batch = "this batch" if fit.batch > 1 else "one sequence"
-        longest, most = fit.largest_context, fit.largest_batch
-        yield f"Largest context at {batch}: {longest:,} tokens. Most sequences at this context: {most}."
+    if fit.best is not None:
+        yield from _of_the_best(fit, fit.best)
+
+
+def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
+    placement = best.placement
+    assert placement is not None
+    where = f"On {_name(best)}"
+    if placement.division is not None:
+        division = placement.division
+        yield (
+            f"{where} lie {division.rows} of each layer's {division.experts} experts at a time; {division.waiting} "
+            f"stay in host memory, {size_text(best.host * best.ranks)} in all."
+        )
+    if not placement.drafter:
+        yield f"{where} the drafter is left out, which no command uses."
+    batch = "this batch" if fit.batch > 1 else "one sequence"
+    longest, most = fit.largest_context, fit.largest_batch
+    yield f"{where} the largest context of {batch} is {longest:,} tokens, and this context fits {most} sequences."

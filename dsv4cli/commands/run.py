@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from dsv4cli.commands.ranks import Work
-from dsv4cli.commands.run_experts import budget
+from dsv4cli.commands.run_experts import memory_limits
 from dsv4cli.commands.run_modes import (
     Job,
     answer_many,
@@ -23,6 +23,7 @@ from dsv4cli.options import (
     DeviceOpt,
     DtypeOpt,
     GpuMemoryOpt,
+    HostMemoryOpt,
     JsonOpt,
     MaxContextOpt,
     MaxTokensOpt,
@@ -89,6 +90,7 @@ def run(
     tp: TpOpt = None,
     torchrun: TorchrunOpt = None,
     gpu_memory: GpuMemoryOpt = None,
+    host_memory: HostMemoryOpt = None,
     only_show: ShowPromptOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
@@ -107,15 +109,14 @@ def run(
     from dsv4cli.engine.source import resolve_model
 
     limits = Limits(max_tokens, max_context, prefill_chunk, logprobs, tuple(stop or ()))
-    source = resolve_model(model)
+    source, memory = resolve_model(model), memory_limits(gpu_memory, host_memory)
     sampling = source.sampling.chosen(temperature, top_p, seed)
     check_device(device)
     _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
     _check_output(only_show, score, logprobs, as_json or prompts is not None)
-    job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling, budget(gpu_memory))
+    job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling, memory)
     given = Inputs(prompt, messages, prompts, score, system)
-    ranks = (None, False) if only_show else (tp, torchrun is not None)
-    in_ranks(job, *ranks, lambda: _work(given, only_show))
+    in_ranks(job, None if only_show else tp, torchrun is not None and not only_show, lambda: _work(given, only_show))
 
 
 class Inputs(NamedTuple):

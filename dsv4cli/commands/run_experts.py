@@ -5,14 +5,18 @@ from typing import TYPE_CHECKING
 from dsv4cli.output import Output, size_text
 
 if TYPE_CHECKING:
+    from dsv4cli.engine.fit.planner import MemoryLimits
     from dsv4cli.engine.host_experts import HostExperts
 
 
-def budget(gpu_memory: str | None) -> int | None:
-    """The bytes of --gpu-memory. Raises UsageError."""
+def memory_limits(gpu_memory: str | None, host_memory: str | None) -> "MemoryLimits":
+    """What --gpu-memory and --host-memory allow. Raises UsageError."""
+    from dsv4cli.engine.fit.planner import MemoryLimits
     from dsv4cli.engine.settings import parse_size
 
-    return None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory)
+    gpu = None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory)
+    host = None if host_memory is None else parse_size("--host-memory", host_memory)
+    return MemoryLimits(gpu, host)
 
 
 def division_sentence(experts: "HostExperts") -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.answers import Pieces
     from dsv4cli.engine.backend import Backend
     from dsv4cli.engine.dialogue import Dialogue
+    from dsv4cli.engine.fit.planner import MemoryLimits
     from dsv4cli.engine.host_experts import HostExperts
     from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every mode needs; `device`, `dtype` and `backend` are the options' words, gpu_memory is its bytes; world is
+    """What every mode needs; `device`, `dtype` and `backend` are the options' words, memory what it may take; world is
     None in one process; loaded is called once the model is there."""
 
     out: Output
@@ -44,7 +45,7 @@ class Job:
     backend: "Backend"
     limits: "Limits"
     sampling: "Sampling"
-    gpu_memory: int | None = None
+    memory: "MemoryLimits | None" = None
     world: "World | None" = None
     loaded: Callable[[], None] = lambda: None
 
@@ -91,9 +92,7 @@ class Job:
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
         start = perf_counter()
         with self.out.progress("loading") as progress:
-            model = load_model(
-                self.source, numerics, device=device, world=world, progress=progress, gpu_memory=self.gpu_memory
-            )
+            model = load_model(self.source, numerics, device=device, world=world, progress=progress, limits=self.memory)
         seconds, held = perf_counter() - start, model.host_experts
         size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
         loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"

@@ -61,16 +61,6 @@ def step_threads(tokens: int, weights: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_room(needed: int, device: torch.device) -> None:
-    """Raises NotEnoughMemory when the weights, `needed` bytes, exceed what the device has free."""
-    free = free_memory(device)
-    if free is not None and needed > free:
-        raise NotEnoughMemory(
-            f"the weights take {needed / 1e9:.2f} GB and {device} has {free / 1e9:.2f} GB free",
-            "use a machine with more memory, or fewer layers of random weights: random:flash,layers=4,experts=16",
-        )
-
-
 def free_memory(device: torch.device) -> int | None:
     """Bytes free on the device; None where the system does not tell."""
     if device.type == "cuda":

@@ -10,52 +10,21 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from mmap import PAGESIZE
 
 import torch
 from torch import nn
 
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.device import free_memory
+from dsv4cli.engine.fit.planner import Division, expert_layers, expert_part
 from dsv4cli.engine.layout import TensorSpec
-from dsv4cli.engine.parallel import World
-from dsv4cli.engine.weights import TORCH_DTYPES, local_shape, total_bytes
+from dsv4cli.engine.weights import TORCH_DTYPES
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels import residency
 from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.residency import Residency
 
-# of free memory: the cache, a step of 4,096 tokens, graphs, what CUDA and Triton load
-RESERVE = 7 * 10**9
 # of an expert, as `ExpertWeights` has them
 PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scale")
-
-
-@dataclass(frozen=True)
-class Division:
-    """How `experts` of each layer are divided: `rows` of them lie on the device, `slots` of these rows change hands.
-
-    There are as many slots as experts without a row, so that the host holds no more than twice what must lie there, but
-    enough for a token, and no more than rows.
-    """
-
-    experts: int
-    rows: int
-    slots: int
-
-    @property
-    def staying(self) -> int:
-        """Experts that lie on the device for good."""
-        return self.rows - self.slots
-
-    @property
-    def waiting(self) -> int:
-        """Experts in host memory."""
-        return self.experts - self.staying
-
-    @property
-    def staging(self) -> int:
-        """Rows that all layers share: for all experts that find no slot."""
-        return self.experts - self.rows
 
 
 @dataclass(frozen=True)
@@ -73,63 +42,15 @@ class Plan:
         return len(self.layers) * self.division.waiting * expert_bytes(self.parts)
 
 
-def most_weights(free: int) -> int:
-    """The most bytes of weights on a device that has so many free: a small one keeps half for all else."""
-    return max(free - RESERVE, free // 2)
-
-
 def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     """Bytes of an expert."""
     return sum(prod(shape) * dtype.itemsize for shape, dtype in parts.values())
 
 
-def plan_experts(specs: dict[str, TensorSpec], config: ModelConfig, world: World, budget: int | None) -> Plan | None:
-    """The plan for at most `budget` bytes of weights on the device; None where all of them may lie there.
-
-    Raises NotEnoughMemory for a budget that is too small for it and for a host that has no room.
-    """
-    total = total_bytes(specs, world)
-    if budget is None or total <= budget:
-        return None
-    layers, parts = _layers(specs, world)
-    count, nbytes = config.n_routed_experts, expert_bytes(parts)
-    rest = total - len(layers) * count * nbytes
-    # every layer has its rows, and all share the staging: layers * rows + (count - rows)
-    rows = min(((budget - rest) // nbytes - count) // (len(layers) - 1), count - 1) if len(layers) > 1 else 0
-    least = config.num_experts_per_tok
-    if rows < least:
-        needed = min(rest + (len(layers) * least + count - least) * nbytes, total)
-        raise NotEnoughMemory(
-            f"{budget / 1e9:.4g} GB of GPU memory are too few for the weights",
-            f"from --gpu-memory {-(-needed // 10**6)}MB on they run; more GPUs share them (--tp)",
-        )
-    plan = Plan(layers, parts, Division(count, rows, max(least, min(rows, count - rows))))
-    free = free_memory(torch.device("cpu"))
-    if free is not None and plan.host_bytes > free:
-        raise NotEnoughMemory(
-            f"experts of {plan.host_bytes / 1e9:.4g} GB stay in host memory, which has {free / 1e9:.4g} GB free",
-            "use more GPUs (--tp), or a machine with more memory",
-        )
-    return plan
-
-
-def _layers(
-    specs: dict[str, TensorSpec], world: World
-) -> tuple[tuple[str, ...], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """The modules with experts of the form of the first, and this form."""
-    forms: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
-    for spec in specs.values():
-        if spec.expert == 0:
-            module, part = _split(spec)
-            forms.setdefault(module, {})[part] = (local_shape(spec, world), TORCH_DTYPES[spec.dtype])
-    first = next(iter(forms.values()))
-    return tuple(module for module, form in forms.items() if form == first), first
-
-
-def _split(spec: TensorSpec) -> tuple[str, str]:
-    """The module of an expert's tensor, and which part of the expert it is."""
-    module, matrix, role = spec.parameter.rsplit(".", 2)
-    return module, f"{matrix}.{role}"
+def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> Plan:
+    """The plan of a table whose experts are divided so."""
+    layers, form = expert_layers(specs, ranks)
+    return Plan(layers, {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}, division)
 
 
 class HostExperts:
@@ -139,13 +60,12 @@ class HostExperts:
         """Raises NotEnoughMemory."""
         self.plan = plan
         division, layers = plan.division, len(plan.layers)
-        rows, waiting = layers * division.rows + division.staging, layers * division.waiting
+        rows = layers * division.rows + division.staging
         self.stacks = {
             part: torch.empty(rows, *shape, dtype=dtype, device=device) for part, (shape, dtype) in plan.parts.items()
         }
-        self.host = {
-            part: torch.empty(waiting, *shape, dtype=dtype, device="cpu") for part, (shape, dtype) in plan.parts.items()
-        }
+        self._blocks = [_block(sum(map(_whole_pages, self._waiting_bytes().values()))) for _ in plan.layers]
+        self.host = [self._cut(block) for block in self._blocks]
         numbers = torch.arange(division.experts).repeat(layers, 1)
         at = numbers + torch.arange(layers)[:, None] * division.rows
         self._place = torch.where(numbers < division.rows, at, -1).to(device)
@@ -154,17 +74,32 @@ class HostExperts:
         self._clock = torch.zeros(layers, 1, dtype=torch.int64, device=device)
         self._counts = torch.zeros(layers, 3, dtype=torch.int64, device=device)
 
+    def _waiting_bytes(self) -> dict[str, int]:
+        """Bytes of each part of the experts that wait, in one layer."""
+        waiting = self.plan.division.waiting
+        return {part: waiting * prod(shape) * dtype.itemsize for part, (shape, dtype) in self.plan.parts.items()}
+
+    def _cut(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of the experts of a layer that wait, [waiting, ...] each, in its block."""
+        sizes, start, found = self._waiting_bytes(), 0, {}
+        for part, (shape, dtype) in self.plan.parts.items():
+            found[part] = block[start : start + sizes[part]].view(dtype).view(-1, *shape)
+            start += _whole_pages(sizes[part])
+        return found
+
     def places(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Where the tensors of experts go, by name."""
         division, numbers = self.plan.division, {module: number for number, module in enumerate(self.plan.layers)}
         for spec in specs:
             if spec.expert is None:
                 continue
-            module, part = _split(spec)
-            if module in numbers:
-                stays = spec.expert < division.staying
-                stack, each = (self.stacks[part], division.rows) if stays else (self.host[part], division.waiting)
-                yield spec.name, stack[numbers[module] * each + spec.expert - (0 if stays else division.staying)]
+            module, part = expert_part(spec)
+            if module not in numbers:
+                continue
+            if spec.expert < division.staying:
+                yield spec.name, self.stacks[part][numbers[module] * division.rows + spec.expert]
+            else:
+                yield spec.name, self.host[numbers[module]][part][spec.expert - division.staying]
 
     def settle(self) -> None:
         """Pins the host memory and fills the slots, once everything has its place. Raises NotEnoughMemory."""
@@ -173,11 +108,11 @@ class HostExperts:
             # what loading has left unused: the memory of graphs is not taken from it
             torch.cuda.empty_cache()
             # not before: pinning alone gives memory its pages one after another, reading by several threads at once
-            weakref.finalize(self, _unpin, [_pin(tensor) for tensor in self.host.values()]).atexit = False
-        for part, stack in self.stacks.items():
-            for layer in range(len(self.plan.layers)):
-                first, source = layer * division.rows + division.staying, layer * division.waiting
-                stack[first : first + division.slots] = self.host[part][source : source + division.slots]
+            weakref.finalize(self, _unpin, [_pin(block) for block in self._blocks]).atexit = False
+        for layer, host in enumerate(self.host):
+            first = layer * division.rows + division.staying
+            for part, stack in self.stacks.items():
+                stack[first : first + division.slots] = host[part][: division.slots]
 
     def layer(self, number: int) -> "LayerExperts":
         """The experts of a layer."""
@@ -220,9 +155,8 @@ class LayerExperts(nn.Module):
 
     def __init__(self, experts: HostExperts, number: int, state: Residency) -> None:
         super().__init__()
-        waiting = experts.plan.division.waiting
         self._all, self._state = experts, state
-        self._host = [tensor[number * waiting : (number + 1) * waiting] for tensor in experts.host.values()]
+        self._host = list(experts.host[number].values())
 
     def at_hand(self, chosen: torch.Tensor) -> ExpertWeights:
         """The experts, those chosen int64 [T, k] on the device until this is called again for any layer."""
@@ -238,6 +172,26 @@ class LayerExperts(nn.Module):
     def each(self) -> int:
         """Bytes of an expert."""
         return expert_bytes(self._all.plan.parts)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGESIZE) * PAGESIZE
+
+
+def _block(nbytes: int) -> torch.Tensor:
+    """Host memory that shares no page: uint8 [nbytes].
+
+    A layer has one of its own, for no system gives more at once than it has now, and some get theirs only with its use.
+    """
+    try:
+        memory = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8, device="cpu")
+    except RuntimeError:  # torch has no class of its own for it
+        raise NotEnoughMemory(
+            f"the system does not give {nbytes / 1e9:.2f} GB of host memory for experts of a layer",
+            "lower --host-memory, or use more GPUs (--tp)",
+        ) from None
+    start = -memory.data_ptr() % PAGESIZE
+    return memory[start : start + nbytes]
 
 
 def _pin(tensor: torch.Tensor) -> int:

@@ -1,5 +1,8 @@
 """The memory of the host: what the machine has, within the limits of control groups (containers, jobs); no torch."""
 
+import os
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +17,10 @@ FILES = {
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 
+# where there are no such files, as on macOS: what its pages are used for
+VM_STAT, SECONDS = "/usr/bin/vm_stat", 5
+FREE_PAGES = ("free", "inactive", "speculative")
+
 
 class HostMemory(NamedTuple):
     """Bytes; free: what programs can still have, for which the kernel gives up pages of files."""
@@ -26,11 +33,25 @@ def host_memory() -> HostMemory | None:
     """What this process may have; None where the system does not tell."""
     values = _values(MEMINFO)
     if "MemTotal:" not in values or "MemAvailable:" not in values:
-        return None
+        return _of_a_mac()
     total, free = values["MemTotal:"] * 1024, values["MemAvailable:"] * 1024
     for limit, left in _limits():
         total, free = min(total, limit), min(free, max(left, 0))
     return HostMemory(total, free)
+
+
+def _of_a_mac() -> HostMemory | None:
+    """What vm_stat tells of: the pages that nobody uses, and those of files."""
+    try:
+        told = subprocess.run([VM_STAT], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    size = re.search(r"page size of (\d+) bytes", told)
+    pages = dict(re.findall(r"^Pages (\w+): +(\d+)\.$", told, re.MULTILINE))
+    if size is None or "free" not in pages:
+        return None
+    return HostMemory(total, int(size[1]) * sum(int(pages.get(name, 0)) for name in FREE_PAGES))
 
 
 def _limits() -> Iterator[tuple[int, int]]:

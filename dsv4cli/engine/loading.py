@@ -7,7 +7,8 @@ import torch
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.coverage import check_coverage
 from dsv4cli.engine.device import free_memory
-from dsv4cli.engine.host_experts import HostExperts, most_weights, plan_experts
+from dsv4cli.engine.fit.planner import MemoryLimits, Placement, Room, decide, measure
+from dsv4cli.engine.host_experts import HostExperts, plan_of
 from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
@@ -15,7 +16,7 @@ from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.random_weights import random_tensors
 from dsv4cli.engine.reading import stored
 from dsv4cli.engine.source import FolderSource, RandomSource
-from dsv4cli.engine.weights import Progress, Supply, fill, local_slice, made, total_bytes
+from dsv4cli.engine.weights import Progress, Supply, fill, local_slice, made
 from dsv4cli.errors import NotEnoughMemory
 
 
@@ -26,11 +27,10 @@ def load_model(
     device: torch.device | str = "cpu",
     world: World = SINGLE,
     progress: Progress | None = None,
-    gpu_memory: int | None = None,
+    limits: MemoryLimits | None = None,
 ) -> Transformer:
-    """The model of a source on a device. progress is called as weights arrive, with bytes done and in all. gpu_memory:
-    the most bytes of weights on the device; where there are more, the drafter is left out and routed experts stay in
-    host memory. None: on a GPU what is free, but for a reserve.
+    """The model of a source on a device. progress is called as weights arrive, with bytes done and in all. Where the
+    device has no room for all weights, the drafter is left out, and routed experts stay in host memory.
 
     Raises UnsupportedCheckpoint for what the engine does not run, CheckpointError for a checkpoint that does not match
     the table tensor by tensor, NotEnoughMemory when the weights do not fit on the device.
@@ -40,10 +40,9 @@ def load_model(
     try:
         if isinstance(source, RandomSource):
             return build_random(
-                source.config, numerics, seed=source.seed, device=device, world=world, progress=progress,
-                gpu_memory=gpu_memory,
+                source.config, numerics, seed=source.seed, device=device, world=world, progress=progress, limits=limits
             )  # fmt: skip
-        return _load_folder(source, numerics, _target(device, world, gpu_memory, progress))
+        return _load_folder(source, numerics, _Target(torch.device(device), world, limits or MemoryLimits(), progress))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise NotEnoughMemory(
             f"the weights do not fit on {device}: {error}", "use a machine with more memory, or a lower --gpu-memory"
@@ -59,48 +58,51 @@ def build_random(
     device: torch.device | str = "cpu",
     world: World = SINGLE,
     progress: Progress | None = None,
-    gpu_memory: int | None = None,
+    limits: MemoryLimits | None = None,
 ) -> Transformer:
     """A model of random weights in the given formats; with `bf16` or `f32` throughout, one that can be trained."""
-    target = _target(device, world, gpu_memory, progress)
-    config, specs = _what_fits(config, formats, target)
+    target = _Target(torch.device(device), world, limits or MemoryLimits(), progress)
+    config, specs, placement = _placed(config, formats, target)
     whole = random_tensors(specs.values(), seed, config.n_routed_experts, device)
     tensors = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in whole)
-    return _filled(config, numerics, specs, made(tensors), target)
+    return _filled(config, numerics, specs, made(tensors), placement, target)
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a model goes, the most bytes of weights there (None: any number), and who is told."""
+    """Where a model goes, what it may take there, and who is told."""
 
     device: torch.device
     world: World
-    budget: int | None
+    limits: MemoryLimits
     progress: Progress | None
 
-
-def _target(device: torch.device | str, world: World, gpu_memory: int | None, progress: Progress | None) -> _Target:
-    place = torch.device(device)
-    if gpu_memory is None and place.type == "cuda":
-        gpu_memory = most_weights(free_memory(place) or 0)
-    return _Target(place, world, gpu_memory, progress)
+    def room(self) -> Room:
+        """What there is, as the ranks find it together: the same on each, so that all decide the same."""
+        on_gpu = self.device.type == "cuda"
+        found = [free_memory(self.device) if on_gpu else None, free_memory(torch.device("cpu"))]
+        gpu, host = self.world.least(found)
+        return Room(gpu, host, self.world.ranks_here, self.limits)
 
 
 def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> Transformer:
     identity = source.identity
     check_coverage(identity.checkpoint, expected_tensors(identity.config, identity.formats)).raise_if_incomplete()
-    config, specs = _what_fits(identity.config, identity.formats, target)
+    config, specs, placement = _placed(identity.config, identity.formats, target)
     supply = stored(identity.checkpoint, specs.values(), target.world)
-    return _filled(config, numerics, specs, supply, target)
+    return _filled(config, numerics, specs, supply, placement, target)
 
 
-def _what_fits(config: ModelConfig, formats: Formats, target: _Target) -> tuple[ModelConfig, dict[str, TensorSpec]]:
-    """The model and its table: without the drafter, which no command uses, where not all of it fits."""
+def _placed(
+    config: ModelConfig, formats: Formats, target: _Target
+) -> tuple[ModelConfig, dict[str, TensorSpec], Placement]:
+    """The model and its table, without the drafter where the plan leaves it out, and where its weights lie."""
     specs = expected_tensors(config, formats)
-    if target.budget is None or total_bytes(specs, target.world) <= target.budget:
-        return config, specs
+    placement = decide(measure(specs.values(), config.num_experts_per_tok, target.world.size), target.room())
+    if placement.drafter:
+        return config, specs, placement
     config = config.without_drafter()
-    return config, expected_tensors(config, formats)
+    return config, expected_tensors(config, formats), placement
 
 
 def _filled(
@@ -108,13 +110,14 @@ def _filled(
     numerics: Numerics,
     specs: dict[str, TensorSpec],
     supply: Supply,
+    placement: Placement,
     target: _Target,
 ) -> Transformer:
     model, device, world = Transformer(config, numerics, target.world), target.device, target.world
-    plan = plan_experts(specs, config, world, target.budget)
-    if plan is None:
+    if placement.division is None:
         fill(model, specs, supply, device=device, world=world, progress=target.progress)
         return model.eval()
+    plan = plan_of(specs.values(), placement.division, world.size)
     held = model.host_experts = HostExperts(plan, device)
     for number, module in enumerate(plan.layers):
         model.set_submodule(module, held.layer(number))

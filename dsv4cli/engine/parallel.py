@@ -1,5 +1,6 @@
 """The ranks of a tensor-parallel run: what they tell each other while the model computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from dsv4cli.kernels.peers import Inboxes, peer_sum
 # the name from torch 2.13 on, and the name before
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 T = TypeVar("T")
+NONE = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class World:
     """This process's place among `size` ranks; with one rank every operation is the identity.
 
     Each operation is called by all ranks, in one order. inboxes: the short way of small sums, None where there is none.
+    ranks_here: the most ranks that one machine has, which share its memory.
     """
 
     rank: int = 0
     size: int = 1
     inboxes: Inboxes | None = None
+    ranks_here: int = 1
 
     @property
     def short_way(self) -> str:
@@ -76,6 +80,14 @@ class World:
         if self.size > 1:
             torch.distributed.broadcast_object_list(values, 0, device=torch.device("cpu"))
         return values[0]
+
+    def least(self, numbers: Sequence[int | None]) -> list[int | None]:
+        """The smallest that any rank has of each number; None where none has one."""
+        if self.size == 1:
+            return list(numbers)
+        every = torch.tensor([NONE if number is None else number for number in numbers], dtype=torch.int64)
+        torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MIN)
+        return [None if number == NONE else number for number in every.tolist()]
 
     def check_divides(self, config: ModelConfig) -> None:
         """Raises UsageError naming the first dimension that the number of ranks does not divide."""

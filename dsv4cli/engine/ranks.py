@@ -126,10 +126,11 @@ def _world(local: int, device: torch.device) -> World:
     """This process's place; local: its number on this machine."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     numbers = _said(local)
+    ranks_here = max(numbers) + 1
     if device.type == "cuda":
-        return World(rank, size, _inboxes(rank, numbers, device))
-    torch.set_num_threads(max(1, torch.get_num_threads() // (max(numbers) + 1)))
-    return World(rank, size)
+        return World(rank, size, _inboxes(rank, numbers, device), ranks_here)
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
+    return World(rank, size, None, ranks_here)
 
 
 def _inboxes(rank: int, numbers: list[int], device: torch.device) -> Inboxes | None:

@@ -9,7 +9,6 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from dsv4cli.engine.device import check_room
 from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.engine.parallel import World
 from dsv4cli.errors import CheckpointError
@@ -93,12 +92,11 @@ def fill(
     supply: `made` or `reading.stored`. progress is called at the start and with all that arrives, in this thread.
     elsewhere: the places of tensors that are no part of a parameter, by name.
 
-    Raises NotEnoughMemory before anything is read, CheckpointError for a tensor of another shape or dtype, a scale byte
-    255, a tensor that comes twice or not at all; nothing else fills a parameter.
+    Raises CheckpointError for a tensor of another shape or dtype, a scale byte 255, a tensor that comes twice or not at
+    all; nothing else fills a parameter.
     """
     done, total = 0, total_bytes(specs, world)
     own = {name: spec for name, spec in specs.items() if name not in elsewhere}
-    check_room(total_bytes(own, world), torch.device(device))
     if progress is not None:
         progress(0, total)
     places = {**_allocate(model, own, torch.device(device), world), **elsewhere}

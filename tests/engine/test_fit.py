@@ -25,9 +25,10 @@ from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.fit import machine as machines
 from dsv4cli.engine.fit.advice import advise
 from dsv4cli.engine.fit.answer import answer_fit, fit_document
-from dsv4cli.engine.fit.machine import Device, Machine, parse_gpus, this_machine
+from dsv4cli.engine.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
 from dsv4cli.engine.fit.memory import Load, cache_bytes, part_shape, refused_by, weigh
-from dsv4cli.engine.fit.plan import GPU_RESERVE, plan_fit
+from dsv4cli.engine.fit.plan import plan_fit
+from dsv4cli.engine.fit.share import GPU_RESERVE
 from dsv4cli.engine.fit.step import Step
 from dsv4cli.engine.inspectable import resolve_inspectable
 from dsv4cli.engine.inspection import inspect_model
@@ -45,6 +46,7 @@ from dsv4cli.kernels.indexer import ref as indexer_ref
 from dsv4cli.output import Colours, Output
 from tests import damage
 from tests.damage import GOLDEN
+from tests.program import Program
 
 CONFIG = parse_config(TINY, "tiny")
 SMALL_FLASH = parse_config(shortened(FLASH, 4, 8), "flash")
@@ -228,30 +230,57 @@ def test_workspace_on_a_gpu(tokens, context, batch):
     assert estimate <= 1.35 * peak
 
 
+GIB = 2**30
+
+
 @pytest.mark.parametrize(
-    ("text", "count", "size"),
+    ("text", "sizes"),
     [
-        ("2x141GB", 2, 141 * GB),
-        ("8x80GiB", 8, 80 * 2**30),
-        ("24GB", 1, 24 * GB),
-        (" 1X22.5gb ", 1, 22_500_000_000),
-        ("16×141GB", 16, 141 * GB),
+        ("2x141GB", [141 * GIB] * 2),
+        ("8x80GiB", [80 * GIB] * 8),
+        ("24GB", [24 * GIB]),
+        (" 1X22.5gb ", [22.5 * GIB]),
+        ("16×141GB", [141 * GIB] * 16),
+        ("24GB,48GB", [24 * GIB, 48 * GIB]),
+        ("H100", [81559 * 2**20]),
+        ("2xh200, RTX 4090", [143771 * 2**20] * 2 + [24564 * 2**20]),
     ],
 )
-def test_named_gpus(text, count, size):
-    named = parse_gpus(text)
-    assert [(gpu.torch_name, gpu.total, gpu.free) for gpu in named.gpus] == [
-        (f"cuda:{number}", size, size) for number in range(count)
-    ]
-    assert named.cpu is None
+def test_named_gpus(text, sizes):
+    named = parse_machine(text, None)
+    assert [(gpu.torch_name, gpu.total) for gpu in named.gpus] == [(f"cuda:{n}", size) for n, size in enumerate(sizes)]
+    assert all(0.97 < gpu.free / gpu.total < 0.99 for gpu in named.gpus)
+    assert (named.cpu, named.host, named.is_here) == (None, 0, False)
+    assert parse_machine(",".join(gpu.label for gpu in named.gpus), None).gpus[0].label == named.gpus[0].label
+
+
+def test_what_is_free_of_named_cards_is_less_than_an_idle_one_has():
+    # nvidia-smi's memory.free of idle ones
+    assert parse_machine("H200", None).gpus[0].free < 143156 * 2**20
+    assert parse_machine("80GB", None).gpus[0].free < 81004 * 2**20
+    assert {"H100", "H200", "4090"} <= CARDS.keys()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2", "2x", "0x80GB", "2x0GB", "x80GB", "2x80", "2x80TB", "2x-8GB", "80 GB", "²x8GB"]
+    "text",
+    ["", "2", "2x", "0x80GB", "2x0GB", "x80GB", "2x80", "2x80TB", "2x-8GB", "²x8GB", "24GB,", "H1000", "24GB;48GB"],
 )
 def test_gpus_that_cannot_be(text):
-    with pytest.raises(UsageError, match="--gpus cannot be"):
-        parse_gpus(text)
+    with pytest.raises(UsageError, match="--gpus cannot be") as refused:
+        parse_machine(text, None)
+    assert "24GB,48GB or 2xH100" in refused.value.remedy
+
+
+def test_named_ram(bare_machine):
+    there = parse_machine("24GB", "192GB")
+    assert there.cpu == Device("cpu", "RAM", 192 * GIB, 192 * GIB * 95 // 100)
+    assert (there.is_here, there.claims_ram) == (False, False)
+    here = parse_machine(None, "512GB")
+    assert here.cpu is not None
+    assert (here.cpu.total, here.is_here, here.claims_ram) == (512 * GIB, True, True)
+    for text in ("", "0GB", "192", "lots"):
+        with pytest.raises(UsageError, match="--ram cannot be"):
+            parse_machine(None, text)
 
 
 @pytest.fixture
@@ -292,47 +321,49 @@ def test_nvidia_smi_that_fails_or_hangs(bare_machine, monkeypatch, script):
     assert time.monotonic() - start < 5
 
 
-def test_nothing_is_known_of_a_system_without_meminfo(bare_machine):
+def test_nothing_is_known_of_a_system_without_meminfo(bare_machine, monkeypatch):
+    monkeypatch.setattr(host_memory, "VM_STAT", str(bare_machine / "none"))
     (bare_machine / "meminfo").unlink()
     with pytest.raises(UnsupportedHardware, match="does not say how much memory"):
         plan_fit(CONFIG, OFFICIAL, this_machine(), context=100, batch=1)
 
 
 def test_flash_on_eight_gpus():
-    fit = plan_fit(parse_config(FLASH, "flash"), OFFICIAL, parse_gpus("8x141GB"), context=8192, batch=1)
+    fit = plan_fit(parse_config(FLASH, "flash"), OFFICIAL, parse_machine("8xH200", None), context=8192, batch=1)
     assert [share.ranks for share in fit.shares] == [1, 2, 4, 8]
-    # the published size of the checkpoint
-    assert fit.shares[0].weights == 159_609_485_896
-    assert fit.runs is None
-    assert (fit.largest_context, fit.largest_batch) == (0, 0)
-    assert fit.together is not None
-    assert (fit.together.ranks, fit.context_together) == (2, 1048576)
+    # the published size of the checkpoint, less the drafter
+    assert fit.shares[0].weights == 159_609_485_896 - 3_593_787_756
+    assert fit.best is fit.shares[1]
+    assert fit.best.weights == 81_015_394_376
+    assert fit.best.placement.drafter
+    assert fit.largest_context == 1048576
+    assert fit.missing == 0
 
 
 @pytest.mark.parametrize(("preset", "count", "offered"), [(FLASH, 16, [1, 2, 4, 8]), (PRO, 17, [1, 2, 4, 8])])
 def test_degrees_that_do_not_divide_are_not_offered(preset, count, offered):
     config = parse_config(shortened(preset, 3, 16), "short")
-    fit = plan_fit(config, OFFICIAL, parse_gpus(f"{count}x1GB"), context=8192, batch=1)
+    fit = plan_fit(config, OFFICIAL, parse_machine(f"{count}x1GB", None), context=8192, batch=1)
     assert [share.ranks for share in fit.shares] == offered
 
 
 def test_the_emptiest_gpu_runs_it_and_the_ram_where_none_does():
     fit = plan_fit(CONFIG, OFFICIAL, with_ram(gpus(1.2, 4, 0.5), 64), context=100, batch=1)
-    assert fit.runs is not None
-    assert fit.runs.devices[0].torch_name == "cuda:1"
+    assert fit.best is not None
+    assert fit.best.devices[0].torch_name == "cuda:1"
     fit = plan_fit(CONFIG, OFFICIAL, with_ram(gpus(0.9, 0.5), 64), context=100, batch=1)
-    assert fit.runs is not None
-    assert fit.runs.devices[0].torch_name == "cpu"
+    assert fit.best is not None
+    assert fit.best.devices[0].torch_name == "cpu"
 
 
 def test_the_limits_are_the_last_that_fit():
-    machine, config = gpus(12), parse_config(TWELVE_LAYERS, "short")
+    machine, config = gpus(13), parse_config(TWELVE_LAYERS, "short")
     fit = plan_fit(config, OFFICIAL, machine, context=300_000, batch=2)
     assert 1 < fit.largest_batch < capacity.MAX_SLOTS
     assert 300_000 < fit.largest_context < config.max_position_embeddings
 
     def runs(context: int, batch: int) -> bool:
-        return plan_fit(config, OFFICIAL, machine, context=context, batch=batch).runs is not None
+        return plan_fit(config, OFFICIAL, machine, context=context, batch=batch).best is not None
 
     assert runs(fit.largest_context, 2)
     assert not runs(fit.largest_context + 1, 2)
@@ -345,9 +376,9 @@ def test_a_shorter_chunk_where_the_default_does_not_fit():
     assert wide.chunk == 4096
     machine = gpus((wide.needed - 1) / GB)
     fit = plan_fit(SMALL_FLASH, OFFICIAL, machine, context=1048576, batch=1)
-    assert fit.runs is not None
-    assert fit.runs.chunk == 2048
-    assert fit.runs.workspace < wide.workspace
+    assert fit.best is not None
+    assert fit.best.chunk == 2048
+    assert fit.best.workspace < wide.workspace
     assert advise(fit, "x")[0].command == (
         "dsv4 run --model x --max-context 1048576 --prefill-chunk 2048 'What is 17 + 25?'"
     )
@@ -361,7 +392,7 @@ def test_the_first_layers_that_fit():
     assert 1 <= layers < 12
     for count, fits in ((layers, True), (layers + 1, False)):
         shorter = parse_config(shortened(TWELVE_LAYERS, count, None), "shorter")
-        assert (plan_fit(shorter, OFFICIAL, machine, context=8192, batch=1).runs is not None) is fits
+        assert (plan_fit(shorter, OFFICIAL, machine, context=8192, batch=1).best is not None) is fits
 
 
 @pytest.mark.parametrize(("context", "batch"), [(0, 1), (1048577, 1), (100, 0), (100, 65)])
@@ -386,17 +417,30 @@ def test_advice_where_it_fits():
 
 
 def test_advice_where_only_several_gpus_hold_it():
-    more, fewer = steps_of(gpus(9, 9))
-    assert more.why == "2 GPUs hold it"
-    assert more.command == f"{RUN} --tp 2 'What is 17 + 25?'"
+    (step,) = steps_of(gpus(9, 9))
+    assert step.command == f"{RUN} --tp 2 'What is 17 + 25?'"
+
+
+def test_advice_where_nothing_holds_it_says_what_would():
+    host, more, fewer = steps_of(gpus(7, 7))
+    assert host.why == "2 GPUs run it where 3.0 GB of host memory are free, for experts beyond theirs"
+    assert host.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 3GB"
+    assert more.command == "dsv4 inspect 'my model' --fit --context 8192 --gpus 4x7GB"
     assert re.fullmatch(r"dsv4 convert 'my model' OUT --to official --layers 0-\d --no-mtp", fewer.command)
+    # what it asks for runs it
+    assert steps_of(with_ram(gpus(7, 7), 3.0))[0].command.startswith(f"{RUN} --tp 2")
+    assert steps_of(gpus(7, 7, 7, 7))[0].command.startswith(f"{RUN} --tp 4")
+    ram, _ = steps_of(with_ram(gpus(), 8))
+    assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 10GB"
+    (last,) = steps_of(with_ram(gpus(), 5.5))[1:]
+    assert last.why == "its first layer fits the RAM, for tests"
 
 
 def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
-    more, _ = steps_of(gpus(7, 7), 1048576, 16)
-    limit = re.fullmatch(r"2 GPUs hold it with at most ([\d,]+) tokens", more.why)
+    shorter, _ = steps_of(gpus(9, 9), 1048576, 16)
+    limit = re.fullmatch(r"with at most ([\d,]+) tokens it fits", shorter.why)
     assert limit is not None
-    assert f"--max-context {limit[1].replace(',', '')} --tp 2" in more.command
+    assert f"--max-context {limit[1].replace(',', '')} --tp 2" in shorter.command
 
 
 def test_advice_where_host_memory_helps_a_gpu():
@@ -405,40 +449,49 @@ def test_advice_where_host_memory_helps_a_gpu():
     def steps(*free, ram):
         return steps_of(with_ram(gpus(*free), ram), config=config)
 
-    more, beside, ram = steps(15, 15, ram=80)
-    assert "--tp 2" in more.command
-    assert "stay in host memory" in beside.why
-    assert beside.command == f"{RUN} 'What is 17 + 25?'"
+    several, one, ram = steps(15, 15, ram=80)
+    assert several.command == f"{RUN} --tp 2 --gpu-memory 9697MB 'What is 17 + 25?'"
+    assert "stay in host memory" in one.why
+    assert one.command == f"{RUN} 'What is 17 + 25?'"
     assert ram.command == f"{RUN} --device cpu 'What is 17 + 25?'"
-    # what the GPU lacks, twice
-    lacking = plan_fit(parse_config(config, "short"), OFFICIAL, gpus(15), context=8192, batch=1).shares[0]
-    room = 2 * (lacking.needed - lacking.available) / GB
-    assert any("host memory" in step.why for step in steps(15, ram=room + 0.001))
-    assert not any("host memory" in step.why for step in steps(15, ram=room - 0.001))
-    # what is no expert has to fit: 4.3 of the 14.7 GB of weights, 5.4 beside them
-    assert not any("host memory" in step.why for step in steps(9, ram=80))
+    assert any("9.6 GB of host memory" in step.why for step in steps(15, ram=9.5))
+    assert steps(15, ram=9.6)[0].command == f"{RUN} 'What is 17 + 25?'"
+    # what is no expert has to fit: the CPU runs it
+    cpu, more = steps(9, ram=80)
+    assert "--device cpu" in cpu.command
+    assert "--gpus 4x8GB" in more.command
 
 
-def test_flash_on_one_gpu_with_host_memory():
-    machine = with_ram(parse_gpus("1x149GB"), 100)
-    fit = plan_fit(parse_config(FLASH, "flash"), OFFICIAL, machine, context=8192, batch=1)
-    assert fit.runs is None
-    assert fit.beside is not None
-    assert fit.beside.devices[0].torch_name == "cuda:0"
+def test_unlike_gpus_keep_their_numbers():
+    unlike = Machine(tuple(replace(gpu, name=f"GPU {n}") for n, gpu in enumerate(gpus(5, 9, 9).gpus)), None)
+    (step,) = steps_of(unlike)
+    assert step.command.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2 dsv4 run ")
+    (step,) = steps_of(gpus(5, 9, 9))
+    assert step.command.startswith("CUDA_VISIBLE_DEVICES=1,2 dsv4 run ")
+
+
+def test_ram_that_the_system_does_not_tell_of_is_named_to_run_too():
+    machine = replace(with_ram(gpus(15), 40), claims_ram=True)
+    gpu, cpu = steps_of(machine, config=shortened(FLASH, 12, 64))
+    limit = re.search(r"--host-memory (\d+)MB", gpu.command)
+    fit = plan_fit(parse_config(shortened(FLASH, 12, 64), ""), OFFICIAL, machine, context=8192, batch=1)
+    assert fit.best is not None
+    assert limit is not None
+    assert int(limit[1]) == -(-fit.best.host // 10**6)
+    assert "--host-memory" in cpu.command
 
 
 def test_advice_where_the_load_is_too_large():
-    shorter, fewer, layers = steps_of(gpus(14), 1048576, 8)
+    shorter, fewer = steps_of(gpus(14), 1048576, 8)
     assert re.search(r"--max-context \d+ (--prefill-chunk \d+ )?--prompts", shorter.command)
     assert "--max-context 1048576" in fewer.command
-    assert "--layers 0-" in layers.command
 
 
 def test_advice_for_random_weights():
     fit = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, gpus(7, 7), context=8192, batch=1)
-    _, step = advise(fit, "random:flash,experts=16", is_random=True)
+    step = advise(fit, "random:flash,experts=16", is_random=True)[-1]
     assert re.fullmatch(r"dsv4 run --model random:flash,experts=16,layers=\d 'What is 17 \+ 25\?'", step.command)
-    _, step = advise(fit, "random:flash,layers=12,seed=3", is_random=True)
+    step = advise(fit, "random:flash,layers=12,seed=3", is_random=True)[-1]
     assert re.fullmatch(r"dsv4 run --model random:flash,seed=3,layers=\d .*", step.command)
 
 
@@ -454,16 +507,16 @@ def test_every_option_in_a_command_exists():
             if program == "dsv4":
                 seen.add(command)
                 assert {word for word in words if word.startswith("--")} <= known[command]
-    assert seen == {"run", "convert"}
+    assert seen == {"run", "convert", "inspect"}
 
 
 SHORT = "random:flash,layers=3,experts=8"
 TINY_FLASH = str(GOLDEN / "tiny-flash")
 
 
-def shown(capsys, model: str, gpus: str | None, *, batch: int = 1, as_json: bool = False):
+def shown(capsys, model: str, gpus: str | None, *, ram: str | None = None, batch: int = 1, as_json: bool = False):
     result = inspect_model(resolve_inspectable(model))
-    answer = show_fit(Output(Colours(), as_json), result, gpus=gpus, context=8192, batch=batch)
+    answer = show_fit(Output(Colours(), as_json), result, gpus=gpus, ram=ram, context=8192, batch=batch)
     return answer, capsys.readouterr().out
 
 
@@ -476,32 +529,62 @@ def test_the_table_fits_a_terminal(capsys, gpus, model):
 
 
 def test_the_answer_of_the_command(capsys):
-    answer, text = shown(capsys, SHORT, "8x6GB")
+    answer, text = shown(capsys, SHORT, "8x5GB")
     assert answer is True
     assert f"{SHORT} fits 2 GPUs together\nfor 8,192 tokens\n" in text
-    assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 2 'What is 17 + 25?'\n" in text
+    assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 2 " in text
     assert re.search(r"fits +no +yes", text)
     assert "Whole on every GPU: the cache, and of the weights" in text
     answer, text = shown(capsys, SHORT, "1x1GB")
     assert answer is False
-    assert f"{SHORT} does not fit one GPU\n" in text
+    assert re.search(rf"{SHORT} does not fit one GPU: cuda:0 lacks \d\.\d\d GB\n", text)
+    assert "largest context" not in text
     answer, text = shown(capsys, SHORT, "1x192GB")
     assert answer is True
+    assert "\nOn cuda:0 the largest context of one sequence is 1,048,576 tokens" in " ".join(text.split(" "))
     assert f"→ dsv4 run --model {SHORT} --max-context 8192 'What is 17 + 25?'\n" in text
+
+
+def test_experts_in_host_memory_are_shown(capsys):
+    model = "random:flash,layers=12,experts=64"
+    answer, text = shown(capsys, model, "15GB", ram="24GB")
+    words = " ".join(text.split())
+    assert answer is True
+    assert f"{model} fits cuda:0 (GPU of 15GB) with experts in host memory\n" in text
+    assert re.search(r"in host memory +\d+\.\d\d GB +0 B\n", text)
+    assert re.search(
+        r"On cuda:0 lie \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
+    )
+    assert "On cuda:0 the drafter is left out, which no command uses." in words
+    document = json.loads(shown(capsys, model, "15GB", ram="24GB", as_json=True)[1])
+    best = document["shares"][document["best"]]
+    assert best["host"] == best["placement"]["host"] > 0
+    assert best["placement"]["division"]["experts"] == 64
 
 
 def test_the_document(capsys):
     answer, text = shown(capsys, TINY_FLASH, "8x141GB", as_json=True)
     document = json.loads(text)
     assert answer is True
-    assert document["schema"] == "dsv4.fit/1"
+    assert document["schema"] == "dsv4.fit/2"
     assert document["runs"] is True
-    assert document["device"] == "cuda:0"
+    assert document["missing"] == 0
+    assert document["best"] == 0
     first = document["shares"][0]
+    assert first["devices"][0]["torch_name"] == "cuda:0"
+    assert first["placement"] == {"drafter": True, "division": None, "device": first["weights"], "host": 0}
     assert first["needed"] == first["weights"] + first["cache"] + first["workspace"] + GPU_RESERVE
     assert first["fits"] is True
     command = f"dsv4 run --model {TINY_FLASH} --max-context 8192 'What is 17 + 25?'"
     assert document["next"] == [{"why": "", "command": command}]
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--ram"])
+def test_a_machine_without_fit_is_an_error(monkeypatch, capsys, option):
+    done = Program(monkeypatch, capsys)("inspect", TINY_FLASH, option, "24 GB")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: {option} describes a machine for --fit\n→ add it: --fit {option} '24 GB'\n"
+    assert Program(monkeypatch, capsys)("inspect", TINY_FLASH, "--fit", option, "24 GB").code == 0
 
 
 def test_what_fits_and_does_not_load_does_not_run(tmp_path):
@@ -509,7 +592,7 @@ def test_what_fits_and_does_not_load_does_not_run(tmp_path):
     damage.tensor_missing(folder)
     result = inspect_model(resolve_inspectable(str(folder)))
     answer = answer_fit(result, gpus(40), context=100, batch=1)
-    assert answer.fit.runs is not None
+    assert answer.fit.best is not None
     assert answer.runs is False
     (step,) = answer.steps
     assert "dsv4 would not load it" in step.why

@@ -1,20 +1,22 @@
 """Experts that do not fit on the device: not a bit of a result depends on how many do."""
 
+from dataclasses import replace
+from mmap import PAGESIZE
+
 import pytest
 import torch
 
 from dsv4cli.engine import host_experts, loading
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.decode import Decoder
+from dsv4cli.engine.fit.planner import MemoryLimits, Room, decide, measure, most_weights
 from dsv4cli.engine.generate import Generator
-from dsv4cli.engine.host_experts import expert_bytes, most_weights, plan_experts
+from dsv4cli.engine.host_experts import expert_bytes
 from dsv4cli.engine.layout import Formats, expected_tensors
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.parallel import SINGLE, World
-from dsv4cli.engine.presets import FLASH
+from dsv4cli.engine.parallel import SINGLE
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.source import BUILT_IN, resolve_model
 from dsv4cli.engine.weights import total_bytes
@@ -29,7 +31,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def loaded(name, device="cpu", rows=None):
     """A model with so many experts of each layer on its device, or all."""
     source = resolve_model(name)
-    return load_model(source, Numerics.reference(), device=device, gpu_memory=rows and budget(name, rows))
+    limits = MemoryLimits(gpu=rows and budget(name, rows))
+    return load_model(source, Numerics.reference(), device=device, limits=limits)
 
 
 def tables(name):
@@ -41,10 +44,9 @@ def tables(name):
 def budget(name, rows):
     """The least bytes with which a layer has so many rows."""
     specs, config = tables(name)
-    total = total_bytes(specs, SINGLE)
-    plan = plan_experts(specs, config, SINGLE, total - 1)
-    layers, each = len(plan.layers), expert_bytes(plan.parts)
-    return total - (layers - 1) * (EXPERTS - rows) * each
+    sizes = measure(specs.values(), config.num_experts_per_tok, 1)
+    assert sizes.total == total_bytes(specs, SINGLE)
+    return sizes.total - (sizes.layers - 1) * (EXPERTS - rows) * sizes.expert
 
 
 @torch.no_grad()
@@ -129,7 +131,8 @@ def test_every_tensor_has_its_place():
             every = whole[f"{module}.{part}"].view(torch.uint8)
             on_device = stack.view(torch.uint8)[number * 5 : number * 5 + 5]
             assert torch.equal(on_device, every[:5])
-            assert torch.equal(held.host[part].view(torch.uint8)[number * 6 : number * 6 + 6], every[2:])
+            assert torch.equal(held.host[number][part].view(torch.uint8), every[2:])
+            assert held.host[number][part].data_ptr() % PAGESIZE == 0
     # the drafter is left out
     others = {name for name in whole if ".ffn.experts." not in name and not name.startswith("mtp.")}
     assert dict(model.named_parameters()).keys() == others
@@ -138,26 +141,36 @@ def test_every_tensor_has_its_place():
 def test_a_budget_too_small_for_the_experts_of_a_token_is_refused():
     least = budget(TINY, PER_TOKEN)
     specs, config = tables(TINY)
-    assert plan_experts(specs, config, SINGLE, least).division.rows == PER_TOKEN
+    sizes = measure(specs.values(), config.num_experts_per_tok, 1)
+    assert decide(sizes, Room(None, None, 1, MemoryLimits(gpu=least))).division.rows == PER_TOKEN
     with pytest.raises(NotEnoughMemory, match="too few for the weights") as refused:
         loaded(TINY, rows=PER_TOKEN - 1)
     assert f"--gpu-memory {-(-least // 10**6)}MB" in refused.value.remedy
     with pytest.raises(NotEnoughMemory, match="too few"):
-        plan_experts(specs, config, SINGLE, least - 1)
+        decide(sizes, Room(None, None, 1, MemoryLimits(gpu=least - 1)))
 
 
 def test_a_host_without_room_is_refused(monkeypatch):
-    monkeypatch.setattr(host_experts, "free_memory", lambda device: 10**6)
-    with pytest.raises(NotEnoughMemory, match=r"host memory, which has 0\.001 GB free"):
+    monkeypatch.setattr(loading, "free_memory", lambda device: 10**6)
+    with pytest.raises(NotEnoughMemory, match=r"need at least .* GB of host memory, and may have 0\.000875 GB"):
         loaded(TINY, rows=5)
 
 
-@pytest.mark.parametrize(("world", "rows"), [(SINGLE, 234), (World(0, 2), None)])
-def test_flash_on_one_h200(monkeypatch, world, rows):
-    config = parse_config(FLASH, "flash").without_drafter()
-    monkeypatch.setattr(host_experts, "free_memory", lambda device: 100 * 10**9)
-    plan = plan_experts(expected_tensors(config, Formats()), config, world, 143_771 * 2**20 - host_experts.RESERVE)
-    assert (plan and plan.division.rows) == rows
-    if plan is not None:
-        # twice what must lie there
-        assert plan.host_bytes < 26e9
+def test_host_memory_says_how_much_there_is(monkeypatch):
+    expected = history(loaded(TINY, rows=5), False)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 10**6)
+    source, limits = resolve_model(TINY), MemoryLimits(gpu=budget(TINY, 5), host=10**9)
+    plan = load_model(source, Numerics.reference(), limits=limits).host_experts.plan
+    assert (plan.division.rows, plan.division.slots) == (5, 3)
+    # an expert of each layer less in host memory: a slot less, and one more stays on the device
+    limits = replace(limits, host=plan.host_bytes - 1)
+    fewer = load_model(source, Numerics.reference(), limits=limits)
+    assert (fewer.host_experts.plan.division.rows, fewer.host_experts.plan.division.slots) == (5, PER_TOKEN)
+    assert torch.equal(history(fewer, False), expected)
+    with pytest.raises(NotEnoughMemory, match="need at least"):
+        load_model(source, Numerics.reference(), limits=replace(limits, host=fewer.host_experts.plan.host_bytes - 1))
+
+
+def test_memory_that_the_system_does_not_give():
+    with pytest.raises(NotEnoughMemory, match="does not give"):
+        host_experts._block(2**60)

@@ -22,6 +22,7 @@ def system(tmp_path, monkeypatch):
 
     for name, file in {"MEMINFO": "meminfo", "GROUPS": "groups", "CGROUP": "cgroup"}.items():
         monkeypatch.setattr(module, name, tmp_path / file)
+    monkeypatch.setattr(module, "VM_STAT", str(tmp_path / "none"))
     write("meminfo", MEMINFO)
     return write
 
@@ -41,6 +42,7 @@ def test_a_machine_without_control_groups(system):
 
 def test_a_system_that_does_not_tell(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(module, "VM_STAT", str(tmp_path / "none"))
     assert host_memory() is None
 
 
@@ -64,3 +66,28 @@ def test_a_limit(system, case):
     assert host_memory() == (4 * GIB, 0)
     group(system, folder, version, {V1: 2**63 - 4096, V2: "max"}[version], 3)
     assert host_memory() == (8 * GIB, 6 * GIB)
+
+
+# of macOS 15, on a machine of 16 GiB
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               65536.
+Pages active:                            300000.
+Pages inactive:                          131072.
+Pages speculative:                        65536.
+Pages wired down:                        100000.
+"Translation faults":                 123456789.
+File-backed pages:                       200000.
+"""
+
+
+@pytest.mark.parametrize(("told", "free"), [(VM_STAT, 4 * GIB), ("", None), ("Pages free: 3.\n", None)])
+def test_a_mac(tmp_path, monkeypatch, told, free):
+    program = tmp_path / "vm_stat"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{told}END\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(module, "VM_STAT", str(program))
+    found = host_memory()
+    assert (found and found.free) == free
+    if found is not None:
+        assert found.total > found.free > 0

@@ -114,13 +114,15 @@ def test_what_rank_0_says_reaches_all(tmp_path):
             world.share(["words", world.rank]),
             world.gather_columns(columns),
             world.sum_rounded(gaps, gaps.dtype),
+            world.least([world.rank + 5, None, None if world.rank else 3]),
         )
 
-    for first, shared, columns, total in in_ranks(2, work, tmp_path):
+    for first, shared, columns, total, least in in_ranks(2, work, tmp_path):
         assert first.tolist() == [5, 0]
         assert shared == ["words", 0]
         assert columns.tolist() == [[0, 1, 10, 11], [2, 3, 12, 13], [4, 5, 14, 15]]
         assert total.tolist() == [[3.0, 5.0], [11.0, 13.0], [19.0, 21.0]]
+        assert least == [5, None, 3]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -172,7 +174,7 @@ def fail(rank, port, path):
     try:
         with joined(torch.device("cpu")) as (world, _):
             if rank == 1:
-                raise NotEnoughMemory("rank 1 has no room")
+                raise NotEnoughMemory(f"one of {world.ranks_here} ranks here has no room")
             world.sum_rounded(torch.ones(3), torch.float32)
     except BaseException as error:  # noqa: BLE001 - SystemExit is among what is looked at
         (path / str(rank)).write_text(repr(error))
@@ -191,4 +193,4 @@ def test_only_the_first_rank_to_fail_says_why(tmp_path, monkeypatch):
     for process in processes:
         process.join()
     said = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
-    assert said == ["SystemExit(1)", "NotEnoughMemory('rank 1 has no room')"]
+    assert said == ["SystemExit(1)", "NotEnoughMemory('one of 2 ranks here has no room')"]

@@ -11,7 +11,7 @@ from dsv4cli.engine.inspection import Inspection
 from dsv4cli.engine.source import RandomSource
 from dsv4cli.errors import UsageError
 
-SCHEMA = "dsv4.fit/1"
+SCHEMA = "dsv4.fit/2"
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,8 @@ def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int
         assert result.problem is not None
         raise result.problem
     fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch)
-    fits = fit.runs is not None or fit.beside is not None or (fit.together is not None and fit.together.fits)
     steps = advise(fit, source.name, result.problem, is_random=isinstance(source, RandomSource))
-    return Answer(source.name, fit, steps, fits and result.problem is None)
+    return Answer(source.name, fit, steps, fit.best is not None and result.problem is None)
 
 
 def fit_document(answer: Answer) -> dict[str, Any]:
@@ -47,18 +46,17 @@ def fit_document(answer: Answer) -> dict[str, Any]:
         "schema": SCHEMA,
         "model": answer.model,
         "runs": answer.runs,
-        "device": fit.runs and fit.runs.devices[0].torch_name,
+        "best": None if fit.best is None else fit.shares.index(fit.best),
         "context": fit.context,
         "batch": fit.batch,
         "largest_context": fit.largest_context,
         "largest_batch": fit.largest_batch,
+        "missing": fit.missing,
         "layers": fit.layers,
-        "gpus_together": fit.together and fit.together.ranks,
-        "largest_context_together": fit.context_together,
-        "beside_host_memory": fit.beside is not None,
         "whole_on_every_gpu": fit.whole,
         "shares": [
-            asdict(share) | {"ranks": share.ranks, "needed": share.needed, "fits": share.fits} for share in fit.shares
+            asdict(share) | {"ranks": share.ranks, "needed": share.needed, "host": share.host, "fits": share.fits}
+            for share in fit.shares
         ],
         "next": [asdict(step) for step in answer.steps],
     }

@@ -1,58 +1,22 @@
-"""Whether a model fits a machine: on one device, on several GPUs, on a GPU beside host memory; no torch."""
+"""Whether a model fits a machine: each way to use it, the best of them, what it lacks; no torch.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+Where weights lie is what `planner.decide` says, as when the model is loaded; here the cache and a step have to fit too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from dsv4cli.engine.capacity import MAX_SLOTS
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.fit.machine import Device, Machine
-from dsv4cli.engine.fit.memory import Load, Weights, cache_bytes, refused_by, weigh, workspace_bytes
-from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
-from dsv4cli.engine.settings import Limits, require
+from dsv4cli.engine.fit.planner import HOST_EIGHTHS, least_in_host
+from dsv4cli.engine.fit.share import Share, SharedModel
+from dsv4cli.engine.layout import Formats
+from dsv4cli.engine.settings import require
 from dsv4cli.errors import UnsupportedHardware
 
-# the CUDA context, loaded kernels and the workspaces of cuBLAS: 0.75 GB on an H200 with torch 2.13
-GPU_RESERVE = 10**9
-# Python, PyTorch's libraries and the tokenizer
-CPU_RESERVE = 5 * 10**8
-# the host holds twice what a GPU lacks, for experts that may move lie there too; and the GPU keeps a quarter of them
-HOST_TIMES, HOST_SHARE = 2, 0.75
-# tokens of a prompt in a step, the default first; smaller ones take less memory
-CHUNKS = (Limits.prefill_chunk, 2048, 1024, 512, 256, 128, 64)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one of `ranks` devices holds, in bytes.
-
-    devices: those that would hold the model. whole: the part of the weights that every rank holds. available: what the
-    fullest of the devices has free. chunk: the most tokens of a prompt in a step.
-    """
-
-    devices: tuple[Device, ...]
-    chunk: int
-    weights: int
-    whole: int
-    cache: int
-    workspace: int
-    reserve: int
-    available: int
-
-    @property
-    def ranks(self) -> int:
-        """How many devices share the model."""
-        return len(self.devices)
-
-    @property
-    def needed(self) -> int:
-        """Bytes on each device."""
-        return self.weights + self.cache + self.workspace + self.reserve
-
-    @property
-    def fits(self) -> bool:
-        """Whether each device has that much free."""
-        return self.needed <= self.available
+# numbers of GPUs that are tried where those of the machine are too few
+MORE_GPUS = (2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -60,28 +24,39 @@ class Fit:
     """The answer for sequences of `context` tokens, `batch` at once.
 
     shares: one GPU, then each number of GPUs that divides the model, then the CPU. whole: bytes that every GPU holds,
-    by family. runs: the one device that holds all of it, None if none is large enough. largest_context at this batch
-    and largest_batch at this context are those of that device, or else of the largest one; 0 for not even one token.
-    shorter, fewer: that device's share at each of the two, None at 0. layers: how many of the first layers the largest
-    device can run, None where it runs all of them. together: the smallest number of GPUs above one that hold the model
-    by its size, or the largest number where it is the load that does not fit; context_together: the largest context at
-    this batch there. beside: the emptiest GPU's share of all, where it is too large, but experts beyond it find room in
-    host memory (engine/host_experts.py decides it exactly).
+    by family. best: the way to run it that is recommended, None where none fits; others: slower ways that fit, too.
+    largest_context at this batch and largest_batch at this context are those of the best way, or else of the best one
+    for a short sequence; 0 for not even one. shorter, fewer: that share at each of the two, None at 0. layers: how many
+    of the first layers the `largest` device can run, None where something runs all of them. more_gpus: GPUs like those
+    of the machine that would hold it. more_host: the share that `host_needed` bytes of free host memory would run.
     """
 
     context: int
     batch: int
+    machine: Machine
     shares: tuple[Share, ...]
     whole: dict[str, int]
-    runs: Share | None
+    best: Share | None
+    others: tuple[Share, ...]
     largest_context: int
     largest_batch: int
     shorter: Share | None
     fewer: Share | None
     layers: int | None
-    together: Share | None
-    context_together: int
-    beside: Share | None
+    largest: Device
+    more_gpus: Share | None
+    more_host: Share | None
+    host_needed: int
+
+    @property
+    def nearest(self) -> Share:
+        """The best way to run it; where none fits, the one whose devices lack least."""
+        return self.best or min(self.shares, key=lambda share: share.missing)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that each device of the nearest way lacks; 0 where one fits."""
+        return self.nearest.missing
 
 
 def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context: int, batch: int) -> Fit:
@@ -94,119 +69,93 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
     require(1 <= context <= longest, "--context", f"{context:,}", f"use a number from 1 to {longest:,}")
     require(1 <= batch <= MAX_SLOTS, "--batch", batch, f"use a number from 1 to {MAX_SLOTS}, more wait for a place")
     if not machine.gpus and machine.cpu is None:
-        raise UnsupportedHardware("this system does not say how much memory it has", "name the GPUs: --gpus 1x80GB")
-    model = _Model(config, formats, list(expected_tensors(config, formats).values()))
-    shares = tuple(model.shares(machine, context, batch))
-    together, context_together = _together(model, shares, batch)
-    single = [share for share in shares if share.ranks == 1]
-    runs = next((share for share in single if share.fits), None)
-    best = (runs or max(single, key=lambda share: share.available)).devices
-    longer = _largest(longest, lambda count: model.share(best, count, batch).fits)
-    more = _largest(MAX_SLOTS, lambda count: model.share(best, context, count).fits)
+        raise UnsupportedHardware(
+            "this system does not say how much memory it has", "name it: --ram 64GB, and GPUs if any: --gpus 1x80GB"
+        )
+    model = SharedModel(config, formats, machine.host)
+    shares = tuple(_shares(model, machine, context, batch))
+    best = _best(shares)
+    asked = best or _best(tuple(_shares(model, machine, 1, 1)))
+    longer = more = 0
+    if asked is not None:
+        devices = asked.devices
+        longer = _largest(longest, lambda count: model.share(devices, count, batch).fits)
+        more = _largest(MAX_SLOTS, lambda count: model.share(devices, context, count).fits)
+    largest = max(machine.devices, key=lambda device: device.free)
+    lacks_gpu = best is None or not best.on_gpu
+    host, needed = _more_host(model, shares, context, batch) if lacks_gpu else (None, 0)
     return Fit(
         context=context,
         batch=batch,
+        machine=machine,
         shares=shares,
-        whole=model.weights(1).whole,
-        runs=runs,
+        whole=model.whole(drafter=False),
+        best=best,
+        others=_others(shares, best),
         largest_context=longer,
         largest_batch=more,
-        shorter=model.share(best, longer, batch) if longer else None,
-        fewer=model.share(best, context, more) if more else None,
-        layers=None if runs else _largest(config.num_hidden_layers, lambda count: model.first(count, best, context)),
-        together=together,
-        context_together=context_together,
-        beside=_beside(model, machine, shares),
+        shorter=model.share(asked.devices, longer, batch) if asked and longer else None,
+        fewer=model.share(asked.devices, context, more) if asked and more else None,
+        layers=None if best else _layers(model, largest, context),
+        largest=largest,
+        more_gpus=_more_gpus(model, machine, context, batch) if lacks_gpu else None,
+        more_host=host,
+        host_needed=needed,
     )
 
 
-def _beside(model: "_Model", machine: Machine, shares: Sequence[Share]) -> Share | None:
-    first = shares[0]
-    lacking, experts = (
-        first.needed - first.available,
-        sum(weigh([s], 1).nbytes for s in model.specs if s.expert is not None),
-    )
-    room = machine.cpu is not None and HOST_TIMES * lacking <= machine.cpu.free and lacking <= HOST_SHARE * experts
-    return first if first.devices[0].is_gpu and not first.fits and room else None
+def _shares(model: SharedModel, machine: Machine, context: int, batch: int) -> Iterator[Share]:
+    """One for each way to use the machine that divides the model; of unequal GPUs the emptiest are taken."""
+    gpus = sorted(machine.gpus, key=lambda gpu: -gpu.free)
+    for ranks in range(1, len(gpus) + 1):
+        if model.divides(ranks):
+            yield model.share(tuple(gpus[:ranks]), context, batch)
+    if machine.cpu is not None:
+        yield model.share((machine.cpu,), context, batch)
 
 
-def _together(model: "_Model", shares: Sequence[Share], batch: int) -> tuple[Share | None, int]:
-    several = [share for share in shares if share.ranks > 1]
-    chosen = next((share for share in several if share.fits), several[-1] if several else None)
-    if chosen is None:
+def _best(shares: Sequence[Share]) -> Share | None:
+    """The fewest GPUs that hold all of it; else as many as there are, with experts in host memory; else the CPU."""
+    fitting = [share for share in shares if share.fits]
+    return min(fitting, key=_rank, default=None)
+
+
+def _rank(share: Share) -> tuple[bool, bool, int]:
+    return not share.on_gpu, share.host > 0, -share.ranks if share.host else share.ranks
+
+
+def _others(shares: Sequence[Share], best: Share | None) -> tuple[Share, ...]:
+    """Beside several GPUs or host memory: one GPU, and the CPU."""
+    if best is None or (best.ranks == 1 and not best.host):
+        return ()
+    return tuple(share for share in shares if share.fits and share.ranks == 1 and share is not best)
+
+
+def _layers(model: SharedModel, device: Device, context: int) -> int:
+    """How many of the first layers run on a device, one sequence at once."""
+    return _largest(model.config.num_hidden_layers, lambda count: model.first(count).share((device,), context, 1).fits)
+
+
+def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch: int) -> tuple[Share | None, int]:
+    """The most GPUs, if enough host memory for experts would make them run it, and how much has to be free."""
+    gpus = [share for share in shares if share.on_gpu]
+    if not gpus:
         return None, 0
-    devices, longest = chosen.devices, model.config.max_position_embeddings
-    context = _largest(longest, lambda count: model.share(devices, count, batch).fits)
-    return (chosen, context) if context else (None, 0)
+    share = model.with_any_host().share(gpus[-1].devices, context, batch)
+    if not share.fits or share.placement is None or share.placement.division is None:
+        return None, 0
+    least = least_in_host(model.sizes(share.ranks), share.placement.division.rows) * share.ranks
+    return share, -(-least * 8 // HOST_EIGHTHS)
 
 
-class _Model:
-    """A model whose shares on different devices are asked for."""
-
-    def __init__(self, config: ModelConfig, formats: Formats, specs: Sequence[TensorSpec]) -> None:
-        self.config = config
-        self.formats = formats
-        self.specs = specs
-        self._weights: dict[int, Weights] = {}
-
-    def weights(self, ranks: int) -> Weights:
-        """One rank's weights, added up once."""
-        if ranks not in self._weights:
-            self._weights[ranks] = weigh(self.specs, ranks)
-        return self._weights[ranks]
-
-    def shares(self, machine: Machine, context: int, batch: int) -> Iterator[Share]:
-        """One for each way to use the machine that divides the model; of unequal GPUs the emptiest are taken."""
-        gpus = sorted(machine.gpus, key=lambda gpu: -gpu.free)
-        for ranks in range(1, len(gpus) + 1):
-            if ranks == 1 or not refused_by(self.config, self.specs, ranks):
-                yield self.share(tuple(gpus[:ranks]), context, batch)
-        if machine.cpu is not None:
-            yield self.share((machine.cpu,), context, batch)
-
-    def share(self, devices: tuple[Device, ...], context: int, batch: int) -> Share:
-        """One device's part of the whole model."""
-        return _share(self.config, self.formats, self.weights(len(devices)), devices, context, batch)
-
-    def first(self, layers: int, devices: tuple[Device, ...], context: int) -> bool:
-        """Whether the model of the first `layers` layers, drafter included, fits with one sequence."""
-        kept = self.config.layer_ratios[:layers] + self.config.compress_ratios[self.config.num_hidden_layers :]
-        config = replace(self.config, num_hidden_layers=layers, compress_ratios=kept)
-        nbytes = sum(size for layer, size in self.by_layer.items() if layer < layers)
-        return _share(config, self.formats, Weights(1, nbytes, {}), devices, context, 1).fits
-
-    @cached_property
-    def by_layer(self) -> Mapping[int, int]:
-        """Bytes of each main layer, and under -1 of everything else."""
-        parts: dict[int, list[TensorSpec]] = {}
-        for spec in self.specs:
-            layer = int(spec.name.split(".", 2)[1]) if spec.name.startswith("layers.") else -1
-            parts.setdefault(layer, []).append(spec)
-        return {layer: weigh(specs, 1).nbytes for layer, specs in parts.items()}
-
-
-def _share(
-    config: ModelConfig, formats: Formats, weights: Weights, devices: tuple[Device, ...], context: int, batch: int
-) -> Share:
-    """The share with the largest chunk that fits; with the default chunk where none does."""
-    on_gpu = devices[0].is_gpu
-    shares = []
-    for chunk in CHUNKS:
-        load = Load(context, batch, chunk)
-        share = Share(
-            devices=devices,
-            chunk=chunk,
-            weights=weights.nbytes,
-            whole=sum(weights.whole.values()),
-            cache=cache_bytes(config, load),
-            workspace=workspace_bytes(config, formats, load, len(devices), on_gpu),
-            reserve=GPU_RESERVE if on_gpu else CPU_RESERVE,
-            available=min(device.free for device in devices),
-        )
-        if share.fits:
-            return share
-        shares.append(share)
-    return shares[0]
+def _more_gpus(model: SharedModel, machine: Machine, context: int, batch: int) -> Share | None:
+    """The fewest GPUs like the machine's emptiest that hold all of it."""
+    gpu = max(machine.gpus, key=lambda gpu: gpu.free, default=None)
+    if gpu is None:
+        return None
+    counts = [count for count in MORE_GPUS if count > len(machine.gpus) and model.divides(count)]
+    shares = (model.share((gpu,) * count, context, batch) for count in counts)
+    return next((share for share in shares if share.fits and not share.host), None)
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

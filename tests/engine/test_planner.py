@@ -1,0 +1,182 @@
+"""Where weights lie: one decision, for loading and for `inspect --fit`."""
+
+import shlex
+from functools import cache
+
+import pytest
+import torch
+import typer
+
+from dsv4cli.cli import app
+from dsv4cli.commands.run_experts import memory_limits
+from dsv4cli.engine import loading
+from dsv4cli.engine.config import ModelConfig, parse_config
+from dsv4cli.engine.fit import share as sharing
+from dsv4cli.engine.fit.advice import run_command
+from dsv4cli.engine.fit.machine import Machine, parse_machine
+from dsv4cli.engine.fit.plan import plan_fit
+from dsv4cli.engine.fit.planner import MemoryLimits, Room, Sizes, decide, least_in_host, measure, most_rows
+from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
+from dsv4cli.engine.parallel import World
+from dsv4cli.engine.presets import FLASH, FLASH_0731, PRO
+from dsv4cli.errors import NotEnoughMemory
+
+GB, GIB = 10**9, 2**30
+PRESETS = {"flash": FLASH, "pro": PRO, "flash-0731": FLASH_0731}
+# free on a GPU once CUDA is there: 24 GB, H100, H200
+SMALL, H100, H200 = 24 * GB, 84_500 * 10**6, 149_600 * 10**6
+
+
+@cache
+def tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorSpec]:
+    return expected_tensors(config, formats)
+
+
+@cache
+def table(name: str) -> list[TensorSpec]:
+    return list(tensors(parse_config(PRESETS[name], name), Formats()).values())
+
+
+@cache
+def sizes_of(name: str, ranks: int) -> Sizes:
+    return measure(table(name), 6, ranks)
+
+
+def test_the_drafter_is_what_a_model_without_it_lacks():
+    config = parse_config(FLASH, "flash").without_drafter()
+    assert sizes_of("flash", 1).main == measure(tensors(config, Formats()).values(), 6, 1).total
+
+
+def test_all_of_flash_on_an_h100_with_134_gb():
+    """85 GB must lie in host memory; all experts, which a slot for each would put there, are 147."""
+    placement = decide(sizes_of("flash", 1), Room(H100, 134 * GB))
+    division = placement.division
+    assert division is not None
+    assert (division.rows, division.slots, division.waiting) == (116, 63, 203)
+    assert placement.host == 43 * 203 * 13_369_344 <= 134 * GB * 7 // 8
+    assert placement.device <= H100 - 7 * GB
+    # enough memory: as many slots as rows
+    assert decide(sizes_of("flash", 1), Room(H100, 400 * GB)).host == 43 * 256 * 13_369_344
+    least = least_in_host(sizes_of("flash", 1), 116)
+    assert round(least / GB) == 84
+    assert decide(sizes_of("flash", 1), Room(H100, 0, limits=MemoryLimits(host=least))).division.slots == 6
+    with pytest.raises(NotEnoughMemory, match=r"need at least 83\.93 GB of host memory, and may have 83\.93 GB"):
+        decide(sizes_of("flash", 1), Room(H100, 0, limits=MemoryLimits(host=least - 1)))
+
+
+# one rank's part of Pro, by their number
+PRO_SIZES = {
+    2: Sizes(435_122_710_072, 7_042_790_860, 61, 384, 17_547_264, 6),
+    4: Sizes(220_331_668_760, 3_585_892_444, 61, 384, 8_773_632, 6),
+}
+
+
+def test_the_ranks_of_a_machine_share_its_memory():
+    """Pro in two ranks: 411 GB each was held against the 512 GB of both."""
+    with pytest.raises(NotEnoughMemory, match="of host memory by 2 ranks, and may have 448 GB"):
+        decide(PRO_SIZES[2], Room(H200, 512 * GB, 2))
+    alone = decide(PRO_SIZES[2], Room(H200, 512 * GB, 1))
+    assert alone.host > 512 * GB // 2
+    four = decide(PRO_SIZES[4], Room(H200, 512 * GIB, 4))
+    assert four.division is not None
+    assert (four.division.rows, four.division.slots) == (243, 83)
+    assert 4 * four.host <= 512 * GIB * 7 // 8
+
+
+def test_a_host_that_does_not_tell_is_tried():
+    assert decide(sizes_of("flash", 1), Room(SMALL, None)).division.waiting == 256
+    assert decide(sizes_of("flash", 1), Room(None, None)).drafter
+
+
+def test_on_a_cpu_the_ranks_need_it_together():
+    sizes = sizes_of("flash", 2)
+    assert decide(sizes, Room(None, 2 * sizes.total, 2)).drafter
+    assert not decide(sizes, Room(None, 2 * sizes.main, 2)).drafter
+    with pytest.raises(NotEnoughMemory, match=r"of 2 ranks take 158\.39 GB and cpu has 100\.00 GB free"):
+        decide(sizes, Room(None, 100 * GB, 2))
+    assert decide(sizes, Room(None, 100 * GB, 2, MemoryLimits(host=200 * GB))).drafter
+
+
+def test_a_limit_above_the_gpu_is_refused():
+    with pytest.raises(NotEnoughMemory, match=r"and 84\.5 GB of it are free"):
+        decide(sizes_of("flash", 1), Room(H100, 400 * GB, limits=MemoryLimits(gpu=200 * GB)))
+
+
+def test_more_memory_never_takes_rows():
+    sizes = sizes_of("flash", 1)
+    rows = [most_rows(sizes, most * GB) for most in range(10, 160)]
+    assert rows == sorted(rows)
+    assert rows[-1] == 255
+
+
+def test_loading_asks_with_what_it_finds(monkeypatch):
+    found = {"cuda": H100, "cpu": 134 * GB}
+    monkeypatch.setattr(loading, "free_memory", lambda device: found[device.type])
+    limits = MemoryLimits(host=100 * GB)
+    target = loading._Target(torch.device("cuda:3"), loading.SINGLE, limits, None)
+    assert target.room() == Room(H100, 134 * GB, 1, limits)
+    target = loading._Target(torch.device("cpu"), loading.SINGLE, limits, None)
+    assert target.room() == Room(None, 134 * GB, 1, limits)
+
+
+# GPUs and RAM; the best way to run all of Flash there, and all of Pro: ranks, + with experts in host memory
+MACHINES = [
+    ("24GB", "192GB", "1+", ""),
+    ("H100", "141GB", "1+", ""),
+    ("H200", "32GB", "1+", ""),
+    ("2xH100", None, "2", ""),
+    ("24GB,48GB", "192GB", "2+", ""),
+    ("8xH100", "2000GB", "2", "8+"),
+    ("4xH200", "512GB", "2", "4+"),
+    ("2xH200", "512GB", "2", ""),
+    (None, "1000GB", "cpu", "cpu"),
+]
+
+
+def loaded_on(machine: Machine, config: ModelConfig, devices, limits: MemoryLimits, patch):
+    """What loading decides on devices of a machine, None where it refuses."""
+    device, ranks = devices[0], len(devices)
+    free = {"cuda": min(one.free for one in devices) - sharing.CUDA_CONTEXT, "cpu": machine.host}
+    patch.setattr(loading, "free_memory", lambda device: free[device.type])
+    target = loading._Target(torch.device(device.torch_name), World(0, ranks, None, ranks), limits, None)
+    try:
+        return loading._placed(config, Formats(), target)
+    except NotEnoughMemory:
+        return None
+
+
+def asked_with(command: str) -> tuple[int, str, MemoryLimits]:
+    """Ranks, device and memory that `dsv4 run` reads from a command."""
+    words = shlex.split(command)
+    words = words[words.index("dsv4") :]
+    run = typer.main.get_command(app).commands["run"]
+    values = run.make_context("run", words[2:]).params
+    return values["tp"] or 1, values["device"], memory_limits(values["gpu_memory"], values["host_memory"])
+
+
+@pytest.mark.parametrize(
+    "name", ["flash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pro", "flash-0731"))]
+)
+def test_fit_and_loading_decide_the_same(name, monkeypatch):
+    assert name != "pro" or {ranks: sizes_of(name, ranks) for ranks in PRO_SIZES} == PRO_SIZES
+    sizes = cache(lambda count, chosen, ranks: sizes_of(name, ranks))
+    for module in (sharing, loading):
+        monkeypatch.setattr(module, "expected_tensors", tensors)
+        monkeypatch.setattr(module, "measure", lambda specs, chosen, ranks: sizes(len(specs), chosen, ranks))
+    monkeypatch.setattr(World, "least", lambda world, numbers: numbers)
+    config = parse_config(PRESETS[name], name)
+    for gpus, ram, flash, pro in MACHINES:
+        machine = parse_machine(gpus, ram) if gpus else Machine((), parse_machine("1GB", ram).cpu)
+        fit = plan_fit(config, Formats(), machine, context=8192, batch=1)
+        for share in fit.shares:
+            found = loaded_on(machine, config, share.devices, MemoryLimits(gpu=share.gpu_memory), monkeypatch)
+            assert (found and found[2]) == share.placement, (gpus, ram, share)
+        best = "" if fit.best is None else f"{fit.best.ranks}{'+' * (fit.best.host > 0)}" if fit.best.on_gpu else "cpu"
+        assert best == (pro if name == "pro" else flash), (gpus, ram)
+        for share in filter(None, (fit.best, *fit.others)):
+            ranks, device, limits = asked_with(run_command(fit, share, name, 8192, 1))
+            assert ranks == share.ranks
+            assert device in ("auto", share.devices[0].torch_name)
+            found = loaded_on(machine, config, share.devices, limits, monkeypatch)
+            assert found is not None
+            assert (found[2], found[0].draft_stages > 0) == (share.placement, share.placement.drafter)
