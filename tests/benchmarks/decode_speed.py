@@ -2,6 +2,7 @@
 
 python -m tests.benchmarks.decode_speed --model random:flash,experts=192 --context 4096 --context 131072
 torchrun --nproc-per-node 2 -m tests.benchmarks.decode_speed --batch 1 --batch 16 --batch 64 --prefill 8192
+torchrun --nproc-per-node 4 -m tests.benchmarks.decode_speed --model random:pro --host-memory 320GB
 python -m tests.benchmarks.decode_speed    # all 256 experts: those that do not fit stay in host memory
 """
 
@@ -16,6 +17,7 @@ from time import perf_counter
 
 import torch
 
+from dsv4cli.commands.run_experts import memory_limits
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache, Sequence
 from dsv4cli.engine.decode import Decoder
@@ -29,6 +31,8 @@ from dsv4cli.engine.source import resolve_model
 
 # steps, the first of which are not timed: experts from host memory need some until those often chosen are there
 STEPS, WARM = 65, 30
+# steps in a trace
+TRACED = 3
 # the first of which is not timed
 PROMPTS = 4
 
@@ -62,8 +66,11 @@ def filled(model: Transformer, device: torch.device, context: int, batch: int) -
     return cache, sequences
 
 
-def decode(model: Transformer, world: World, device: torch.device, context: int, batch: int) -> None:
-    """Prints the median of a step with its token drawn, and of the GPU's part of it; each step has other tokens."""
+def decode(model: Transformer, world: World, device: torch.device, context: int, batch: int, trace: str | None) -> None:
+    """Prints the median of a step with its token drawn, and of the GPU's part of it; each step has other tokens.
+
+    trace: a file for a trace of more such steps.
+    """
     cache, sequences = filled(model, device, context, batch)
     decoder = Decoder(model, cache, context + STEPS + 1)
     random, wall, busy = Random(0), [], []
@@ -95,6 +102,12 @@ def decode(model: Transformer, world: World, device: torch.device, context: int,
     if chosen:
         each = nbytes / len(wall) / batch
         say(world, f"{100 * found / chosen:.1f} % of the experts lay on the GPU; {each / 1e6:.0f} MB a token came")
+    if trace:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(TRACED):
+                decoder.logits(work).argmax(-1).tolist()
+        if world.rank == 0:
+            profile.export_chrome_trace(f"{trace.removesuffix('.json')}-{context}-{batch}.json")
 
 
 def traffic(model: Transformer) -> tuple[int, int, int]:
@@ -135,12 +148,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, action="append", help="sequences; 1 if absent")
     parser.add_argument("--prefill", type=int, action="append", default=[], help="tokens of a prompt")
     parser.add_argument("--chunk", type=int, action="append", help="of a prompt; 4096 if absent")
+    parser.add_argument("--host-memory", metavar="SIZE", help="what experts of all ranks may take of it")
+    parser.add_argument("--trace", metavar="FILE.json", help="a trace of three steps of the first rank, for Perfetto")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("there is no CUDA GPU to measure")
     with torch.no_grad(), ranks() as (world, device):
         begin = perf_counter()
-        model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world)
+        limits = memory_limits(None, asked.host_memory)
+        model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world, limits=limits)
         held = model.host_experts
         size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
         say(world, f"{torch.cuda.get_device_name()}, {world.size} of it; torch {torch.__version__}")
@@ -150,7 +166,7 @@ def main() -> None:
                 prefill(model, world, device, tokens, chunk)
         for context in asked.context or [4096]:
             for batch in asked.batch or [1]:
-                decode(model, world, device, context, batch)
+                decode(model, world, device, context, batch, asked.trace)
 
 
 if __name__ == "__main__":
