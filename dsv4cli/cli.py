@@ -149,6 +149,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Runs the program and exits: 0 to 7 as the help says, 130 after Ctrl-C, 143 after SIGTERM."""
     signal.signal(signal.SIGTERM, _terminate)
+    # what torch's processes tell each other's logs is no part of the conversation
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a name that is not UTF-8, or a terminal that is not, must not end the program

@@ -62,19 +62,17 @@ class Generator:
     def steps(self) -> Iterator[Step]:
         """Draws until every sequence has finished or was stopped; then it can draw no more. Raises UnsoundResult for
         logits that are not finite, NotEnoughMemory."""
-        try:
-            while self.schedule.busy:
-                with step_memory(self.schedule.cache.device):
-                    ready, logits = self.schedule.logits()
-                    drawn = [] if logits is None else self._draw(ready, logits)
-                for stream, (token, logprob, top) in zip(ready, drawn, strict=True):
-                    stream.ids.append(token)
-                    finish = self._finish(stream, token)
-                    if finish:
-                        self.schedule.remove(stream)
-                    yield Step(stream.number, token, logprob, top, finish)
-        finally:
-            self.schedule.close()
+        while self.schedule.busy:
+            with step_memory(self.schedule.cache.device):
+                ready, logits = self.schedule.logits()
+                drawn = [] if logits is None else self._draw(ready, logits)
+            for stream, (token, logprob, top) in zip(ready, drawn, strict=True):
+                stream.ids.append(token)
+                finish = self._finish(stream, token)
+                if finish:
+                    self.schedule.remove(stream)
+                yield Step(stream.number, token, logprob, top, finish)
+        self.schedule.close()
 
     def stop(self, number: int) -> None:
         """Ends a sequence from outside, at a stop string for instance; harmless when it has ended already."""

@@ -88,18 +88,22 @@ def joined(device: torch.device, seat: Seat | None = None) -> Iterator[tuple[Wor
         yield _world(local, device), device
         distributed.destroy_process_group()
     except BaseException as error:
-        code = _exit_code(error)
-        # an orderly end of the interpreter may wait for what the other ranks still owe this one
-        atexit.register(os._exit, code)
+        # an orderly end of the interpreter, as of a graph whose step is under way, may wait for what the other ranks
+        # still owe this one: nothing that the error holds goes before the process does
+        atexit.register(_leave, _exit_code(error), error)
         lost = lost_others(error)
         if lost:
             sleep(PATIENCE_SECONDS)
         if store.add("failed", 1) > 1:
             sleep(PATIENCE_SECONDS)  # until the first has spoken and left
-            sys.exit(code)
+            sys.exit(_exit_code(error))
         if lost:
             raise RankLost(f"rank {rank} lost the connection to another rank", "see how the others ended") from error
         raise
+
+
+def _leave(code: int, held: BaseException) -> None:
+    os._exit(code)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -71,7 +71,8 @@ class Talk:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.forget()
-        self._schedule.close()
+        if kind is None:  # else a step may be under way, which graphs that go would wait for
+            self._schedule.close()
 
     @property
     def context(self) -> int:

@@ -59,6 +59,7 @@ class Running:
         self.state = tempfile.TemporaryDirectory()
         self.master, theirs = pty.openpty()
         environment = {**os.environ, "TERM": "xterm", "XDG_STATE_HOME": self.state.name, "PROMPT_TOOLKIT_NO_CPR": "1"}
+        environment["PYTHONFAULTHANDLER"] = "1"
         self.program = subprocess.Popen(
             [sys.executable, "-m", "dsv4cli", *self.arguments],
             cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
@@ -116,6 +117,9 @@ class Running:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         if hangs:
+            self.program.send_signal(signal.SIGABRT)  # tells where it stands
+            while self.read() and self.program.poll() is None:
+                pass
             self.program.kill()
         self.program.wait()
         return (-999 if hangs else self.program.returncode), seconds, len(left)
@@ -202,6 +206,8 @@ def start(case: Case, asked: argparse.Namespace) -> Running:
     ]
     if asked.device:
         shared += ["--device", asked.device]
+    if asked.dtype:
+        shared += ["--dtype", asked.dtype]
     return Running(["run", QUESTION, *shared] if case.command == "run" else ["chat", "--no-markdown", *shared])
 
 
@@ -240,7 +246,7 @@ def carry_out(case: Case, asked: argparse.Namespace) -> tuple[bool, str]:
     code, seconds, left = running.end()
     right = code == case.expected and not left and "Traceback" not in running.shown
     last = running.plain.strip().rpartition("\n")[2][-70:]
-    mark = "" if right else f" WRONG, expected {case.expected}: {running.plain[-600:]!r}"
+    mark = "" if right else f" WRONG, expected {case.expected}: {running.plain[-3000:]!r}"
     return right, f"| {case.command} | {case.moment} | {case.way} | {code} | {seconds:.2f} s | {left} | {last}{mark} |"
 
 
@@ -251,6 +257,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--endless", default="random:tiny,layers=1,seed=6", help="a model whose answers do not end")
     parser.add_argument("--device", default="")
+    parser.add_argument("--dtype", default="")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--after", type=float, default=2.0, help="seconds after the start that signals come")
     parser.add_argument("--only", default="", help="words of the cases to carry out")

@@ -1,7 +1,8 @@
 """How ranks part: graphs first, and each way out with its exit code."""
 
 import atexit
-import os
+import subprocess
+import sys
 from weakref import WeakSet
 
 import pytest
@@ -16,6 +17,7 @@ from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.talk import Talk
 from dsv4cli.errors import NotEnoughMemory, RankLost
 from tests.engine.test_talk import dialogue, user
+from tests.program import ROOT
 from tests.small_model import model
 
 
@@ -84,7 +86,30 @@ def test_a_rank_that_fails_ends_with_its_own_code(monkeypatch, error, code):
     with pytest.raises(type(error)), joined(torch.device("cpu"), seats(1)[0]):
         raise error
     distributed.destroy_process_group()
-    assert ends == [(os._exit, code)]
+    [(_, *given)] = ends
+    assert given == [code, error]
+
+
+def test_a_rank_that_fails_lets_go_of_nothing(tmp_path):
+    """A graph that goes waits for its step, and the step for a rank that may be gone."""
+    script = (
+        "import torch\n"
+        "from dsv4cli.engine.ranks import joined, seats\n"
+        "class Graph:\n"
+        "    def __del__(self):\n"
+        "        print('waits for ever', flush=True)\n"
+        "def answers(graph):\n"
+        "    yield graph\n"
+        "    yield graph\n"
+        "def work():\n"
+        "    steps = answers(Graph())\n"
+        "    for _ in steps:\n"
+        "        raise KeyboardInterrupt\n"
+        "with joined(torch.device('cpu'), seats(1)[0]):\n"
+        "    work()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
 
 
 def test_a_lost_connection_is_told_in_words(monkeypatch):

@@ -45,7 +45,7 @@ def large_programs(backend, monkeypatch):
 
         monkeypatch.setattr(linears, "_shape", lambda x, products: (64, 4, min(2, len(x)), 0))
         rows = (64, 2, 1, 2), (128, 2, 1, 2)
-        monkeypatch.setattr(stream, "_blocks", lambda tokens: (2, 8, *rows) if tokens <= 2 else (4, 16, *rows))
+        monkeypatch.setattr(stream, "_blocks", lambda tokens, inner: (2, 8, *rows) if tokens <= 2 else (4, 16, *rows))
         monkeypatch.setattr(stream, "SINGLE_DOWN", (128, 1, 2, 2, 2))
         monkeypatch.setattr(stream, "ALONE_EACH", 2)
 

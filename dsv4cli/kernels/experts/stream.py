@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 COLUMNS = 512
 # of one token: rows of w2 in a program, steps ahead and in a pass of routed experts and of the shared one
 SINGLE_DOWN = (16, 4, 4, 4, 4)
+# up to this inner width a launch of one token has too few programs to keep the memory busy
+NARROW = 512
 # in a pass of routed experts alone: registers are left, 34.0 us instead of 35.4 on an H200
 ALONE_EACH = 8
 
@@ -93,8 +95,8 @@ class _Call:
 
 
 def _stream(call: _Call) -> None:
-    chunk, shared_chunk, up, down = _blocks(call.tokens)
     width, inner, shared_inner = call.widths
+    chunk, shared_chunk, up, down = _blocks(call.tokens, inner)
     if call.tokens == 1:
         _one_token(call, _fitting(up, width))
     else:
@@ -162,13 +164,18 @@ def _tokens(
     )
 
 
-def _blocks(tokens: int) -> tuple[int, int, tuple[int, int, int, int], tuple[int, int, int, int]]:
+def _blocks(tokens: int, inner: int) -> tuple[int, int, tuple[int, int, int, int], tuple[int, int, int, int]]:
     """Tokens of a chunk and of one of the shared expert; of a program of w1 and w3, and of w2: rows, warps, steps
     ahead, steps in a pass of its loop.
 
-    Measured on an H200 with 6 of 256 experts of 4096-2048-4096, and of 4096-1024-4096 as on one rank of two.
+    Measured on an H200 with 6 of 256 experts of 4096-2048-4096, of 4096-1024-4096 as on one rank of two, and of
+    4096-512-4096 as on one of four: there one token takes 17.9 us with eight warps and 25.3 with two, 16 take 97 with
+    two and 104 with one, 64 the reverse, 267 and 243.
     """
-    up = (16, 2, 2, 2) if tokens <= 8 else (16, 1, 2, 2)
+    narrow = inner <= NARROW
+    up = (16, 2, 2, 2) if tokens <= (16 if narrow else 8) else (16, 1, 2, 2)
+    if narrow and tokens == 1:
+        up = (16, 8, 2, 2)
     if tokens <= 4:
         return FP4_TOKENS, FP8_TOKENS, up, (16, 1, 2, 4)
     return 2 * FP4_TOKENS, FP8_TOKENS if tokens <= 8 else 2 * FP8_TOKENS, up, (32, 1, 2, 2)
