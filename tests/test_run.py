@@ -8,10 +8,10 @@ import torch
 
 from dsv4cli.commands import run_modes
 from dsv4cli.engine import schedule
-from dsv4cli.engine.prompt_text import CALLS_OPEN, calls_block
+from dsv4cli.engine.prompt_text import CALLS_OPEN
 from tests import damage
 from tests.golden_data import golden, need_recorded_arithmetic
-from tests.program import SMALL, Program
+from tests.program import SMALL, Program, calls_block
 
 KEYS = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason"]
 SCORE_KEYS = ["index", "ids", "logprobs", "perplexity"]

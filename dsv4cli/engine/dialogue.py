@@ -1,7 +1,7 @@
 """Between a conversation and the model's tokens: prompts written, lengths and ids checked; no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.prompt import Message, Release, encode_messages, think_options
@@ -13,29 +13,37 @@ from dsv4cli.errors import CheckpointError, UsageError
 
 @dataclass(frozen=True)
 class Prompt:
-    """The exact text that the model reads and its tokens."""
+    """The exact text that the model reads and its tokens; `lookalikes` are the special tokens' texts that messages
+    hold, which are read as text."""
 
     text: str
     ids: list[int]
+    lookalikes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A model's prompt format: its release, its vocabulary, and whether and how hard it is asked to think."""
+    """A model's prompt format: its release, its vocabulary, and whether and how hard it is asked to think.
+
+    special_tokens: a special token's text in a message is that token, as in the official encoder.
+    """
 
     config: ModelConfig
     release: Release
     tokenizer: Tokenizer
     thinking: bool
     effort: str | None
+    special_tokens: bool = False
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """The prompt of a checked conversation."""
-        text = encode_messages(list(messages), release=self.release, thinking=self.thinking, effort=self.effort)
-        return Prompt(text, self.tokenizer.encode(text))
+        parts = encode_messages(list(messages), release=self.release, thinking=self.thinking, effort=self.effort)
+        text = "".join(parts)
+        ids, lookalikes = self.tokenizer.encode_parts([text] if self.special_tokens else parts)
+        return Prompt(text, ids, lookalikes)
 
 
-def open_dialogue(source: FolderSource | RandomSource, think: str) -> Dialogue:
+def open_dialogue(source: FolderSource | RandomSource, think: str, special_tokens: bool = False) -> Dialogue:
     """The prompt format of a model.
 
     Raises what `identify` raises, CheckpointError for a tokenizer that is missing, damaged or another model's,
@@ -43,7 +51,8 @@ def open_dialogue(source: FolderSource | RandomSource, think: str) -> Dialogue:
     """
     identity = source.identity
     thinking, effort = think_options(identity.release, think)
-    return Dialogue(identity.config, identity.release, _tokenizer(source, identity.config), thinking, effort)
+    tokenizer = _tokenizer(source, identity.config)
+    return Dialogue(identity.config, identity.release, tokenizer, thinking, effort, special_tokens)
 
 
 def _tokenizer(source: FolderSource | RandomSource, config: ModelConfig) -> Tokenizer:
