@@ -144,7 +144,6 @@ class _Calls:
             self._words.append(f"the parameter {key} did not say whether it is text")
         self._arguments[key] = value if kind != "true" and _is_json(value) else to_json(value)
 
-
     def _value(self, key: str, text: str) -> str:
         """The text up to markup that is no tag."""
         markup = _MARKUP.search(text)

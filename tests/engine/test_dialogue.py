@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.dialogue import check_texts, open_dialogue, rooms
+from dsv4cli.engine.dialogue import check_texts, open_dialogue, room_of
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.source import FolderSource, resolve_model
 from dsv4cli.engine.tokens import ASSISTANT, BOS, DSML, EOS, SPECIAL, USER
@@ -60,7 +60,6 @@ def test_what_messages_say_is_text_to_the_model(think):
     )
 
 
-
 @pytest.mark.parametrize(
     ("name", "release", "levels"),
     [("random:tiny", "v4", ("high", "max")), ("random:flash-0731", "0731", ("low", "high", "max"))],
@@ -97,7 +96,7 @@ def test_the_tokenizer_belongs_to_the_checkpoint(tmp_path):
     ],
 )
 def test_the_room_for_answers(lengths, limits, expected):
-    assert rooms([[5] * length for length in lengths], CONFIG, limits) == expected
+    assert [room_of([5] * length, CONFIG, limits) for length in lengths] == expected
 
 
 @pytest.mark.parametrize(
@@ -117,9 +116,9 @@ def test_texts_that_do_not_fit(sequences, words):
 
 def test_a_remedy_that_helps():
     with pytest.raises(UsageError, match="the prompt has 10 tokens: the context has room for 9 and an") as caught:
-        rooms([[1] * 10], CONFIG, Limits(max_context=10))
+        room_of([1] * 10, CONFIG, Limits(max_context=10))
     assert caught.value.remedy == "shorten it or raise --max-context"
-    for check in (rooms, check_texts):
+    for check, ids in ((room_of, [1] * (LONGEST + 1)), (check_texts, [[1] * (LONGEST + 1)])):
         with pytest.raises(UsageError) as caught:
-            check([[1] * (LONGEST + 1)], CONFIG, Limits())
+            check(ids, CONFIG, Limits())
         assert caught.value.remedy == "shorten it"

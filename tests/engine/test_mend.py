@@ -86,7 +86,11 @@ def test_thinking(text, content, reasoning, calls, words):
         ),
         (f"\n\n<{DSML}tool_calls>", [], ["markup of tool calls without a call was left out"]),
         (f" {DSML} ", [], ["markup of tool calls without a call was left out"]),
-        (UNENDED.replace("x\ny", f"x\ny\n</{DSML}param>z"), [FIRST, SECOND], ["markup inside the parameter a and what"]),
+        (
+            UNENDED.replace("x\ny", f"x\ny\n</{DSML}param>z"),
+            [FIRST, SECOND],
+            ["markup inside the parameter a and what"],
+        ),
         (UNENDED.replace(">3<", f">3{DSML}<"), [FIRST, SECOND], ["markup inside the parameter n and what"]),
         (UNENDED.replace('"g"', f'"g{DSML}"'), [FIRST], ["a tool call without a name was left out"]),
         (
