@@ -155,7 +155,7 @@ def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls,
         chat.copies = terminal and wishes.term != "dumb"
         source = _input(chat, wishes.term, history)
         chat.edits = source.edits
-        talk.waits = job.out.compiling
+        talk.tell_waits(job.out.compiling)
         chat.run_calls = Tools(job.out, source, *calls).run
         _converse(chat, source)
 

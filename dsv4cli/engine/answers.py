@@ -26,10 +26,10 @@ def generate_answers(
     """After each drawn token: the request's number, its answer so far and what the token added. An answer whose
     `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
 
-    waits: as `Schedule.waits`.
+    waits: as `Preparing` has it.
     """
     generator = Generator(model, requests, device)
-    generator.schedule.waits = waits
+    generator.schedule.preparing.waits = waits
     answers = [Answer(dialogue.tokenizer, dialogue.thinking, one.limits.stops) for one in requests]
     for step in generator.steps():
         answer = answers[step.number]

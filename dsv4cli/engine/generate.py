@@ -72,7 +72,8 @@ class Generator:
                     if finish:
                         self.schedule.remove(stream)
                     count = self.requests[stream.number].limits.logprobs
-                    yield Step(stream.number, token, logprob, top[:count], finish, self.schedule.prepared)
+                    prepared = self.schedule.preparing.happened
+                    yield Step(stream.number, token, logprob, top[:count], finish, prepared)
         finally:
             self.schedule.close()
 

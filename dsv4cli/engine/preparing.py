@@ -15,12 +15,14 @@ def ignored(waiting: bool) -> None:
 
 
 class Preparing:
-    """Notes whether Triton compiles a kernel inside; on a CPU nothing does. `happened` says so, and `begin` where the
-    caller knows of other such work."""
+    """Notes whether Triton compiles a kernel inside; on a CPU nothing does. May be entered again and again.
 
-    def __init__(self, device: torch.device, waits: Waits) -> None:
+    happened: whether anything was prepared the last time. waits, which may be set, hears of it.
+    """
+
+    def __init__(self, device: torch.device, waits: Waits = ignored) -> None:
         self.happened = False
-        self._waits = waits
+        self.waits = waits
         self._runtime: Any = None
         if device.type == "cuda":
             import triton
@@ -28,12 +30,13 @@ class Preparing:
             self._runtime = triton.knobs.runtime
 
     def begin(self) -> None:
-        """It begins."""
+        """It begins, as the caller knows."""
         if not self.happened:
             self.happened = True
-            self._waits(True)
+            self.waits(True)
 
     def __enter__(self) -> "Preparing":
+        self.happened = False
         if self._runtime is not None:
             self._before, self._runtime.jit_cache_hook = self._runtime.jit_cache_hook, self._note
         return self
@@ -44,7 +47,7 @@ class Preparing:
         if self._runtime is not None:
             self._runtime.jit_cache_hook = self._before
         if self.happened:
-            self._waits(False)
+            self.waits(False)
 
     def _note(self, *arguments: Any, **details: Any) -> Any:
         """Triton's hook before it compiles; one that returns True keeps it from doing so."""

@@ -14,7 +14,7 @@ from dsv4cli.engine.capacity import BLOCK_TOKENS, MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.device import step_threads
 from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.preparing import Preparing, Waits, ignored
+from dsv4cli.engine.preparing import Preparing
 
 # the most blocks that are made before a token comes: 131,072 tokens, 0.8 GB for Flash
 BLOCKS_AT_ONCE = 1024
@@ -53,8 +53,7 @@ class Chunk:
 class Schedule:
     """Runs many streams through one model; a stream's tokens are appended by whoever reads the results.
 
-    prepared: whether the last step took time to compile kernels or to capture a graph. waits, which may be set, is
-    called with True where that begins, and with False after the step.
+    preparing: says whether the last call of `logits` took time to compile kernels or to capture a graph.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class Schedule:
         self._weights = sum(parameter.nbytes for parameter in model.parameters())
         slots = self._slots = max(1, min(streams, MAX_SLOTS))
         decodes = longest is not None and captures(torch.device(device))
+        self.preparing = Preparing(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=slots + decodes, device=device)
         self._decoder: Decoder | None = None
         if longest is not None and decodes:
@@ -80,8 +80,6 @@ class Schedule:
             self.lengthen(longest)
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream] = []
-        self.waits: Waits = ignored
-        self.prepared = False
 
     @property
     def busy(self) -> bool:
@@ -140,20 +138,16 @@ class Schedule:
         The next call may overwrite them.
         """
         chunks = self._next_chunks()
-        preparing = Preparing(self.cache.device, self.waits)
-        try:
-            with self._threads(chunks), preparing:
-                return self._logits(chunks, preparing)
-        finally:
-            self.prepared = preparing.happened
+        with self._threads(chunks), self.preparing:
+            return self._logits(chunks)
 
     def _threads(self, chunks: list[Chunk]) -> AbstractContextManager[None]:
         return step_threads(sum(chunk.end - chunk.first for chunk in chunks), self._weights)
 
-    def _logits(self, chunks: list[Chunk], preparing: Preparing) -> tuple[list[Stream], torch.Tensor | None]:
+    def _logits(self, chunks: list[Chunk]) -> tuple[list[Stream], torch.Tensor | None]:
         logits: torch.Tensor | None
         if self._decoder is not None and all(chunk.end - chunk.first == 1 for chunk in chunks):
-            every = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)], preparing.begin)
+            every = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)], self.preparing.begin)
             self._advance(chunks)
             ready = [chunk for chunk in chunks if chunk.stream.caught_up]
             logits = every if len(ready) == len(chunks) else every[[chunk.last_row for chunk in ready]]

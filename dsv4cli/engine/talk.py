@@ -16,7 +16,7 @@ from dsv4cli.engine.dialogue import Dialogue, context_of, room_of
 from dsv4cli.engine.generate import Step, taken
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.prefix import SNAPSHOTS, Prefixes
-from dsv4cli.engine.preparing import Waits, ignored
+from dsv4cli.engine.preparing import Waits
 from dsv4cli.engine.prompt import Message
 from dsv4cli.engine.sampler import sample
 from dsv4cli.engine.schedule import Schedule, Stream
@@ -49,7 +49,7 @@ class Talk:
     """Answers one conversation; its messages may be others each time. `dialogue` and `limits` may be set between turns.
 
     prompt_tokens: of the last turn's prompt; reused: how many of them the cache held; prefilled: how many have gone
-    through the model; lookalikes: as `Prompt` has them. waits: as `Schedule.waits`, may be set too.
+    through the model; lookalikes: as `Prompt` has them.
     """
 
     def __init__(self, model: Transformer, dialogue: Dialogue, limits: Limits, device: torch.device | str) -> None:
@@ -58,10 +58,8 @@ class Talk:
         self.limits = limits
         self.prompt_tokens = self.reused = self.prefilled = 0
         self.lookalikes: list[str] = []
-        self.waits: Waits = ignored
         longest = min(FEWEST_TOKENS, self.context)
         self._schedule = Schedule(model, streams=1, prefill_chunk=limits.prefill_chunk, device=device, longest=longest)
-        self._schedule.waits = lambda waiting: self.waits(waiting)
         self._prefixes = Prefixes(self._schedule.cache)
         self._logits: torch.Tensor | None = None  # after the last step of a prompt
         self._reply: Reply | None = None
@@ -81,6 +79,10 @@ class Talk:
     def context(self) -> int:
         """The most tokens of a prompt and its answer."""
         return context_of(self.dialogue.config, self.limits)
+
+    def tell_waits(self, waits: Waits) -> None:
+        """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
+        self._schedule.preparing.waits = waits
 
     @property
     def unread(self) -> int:
@@ -251,7 +253,7 @@ class Talk:
             drawn = taken(self.model, logits, torch.full_like(token, other), self.limits.logprobs)
         [(number, logprob, top)] = drawn
         finish = self._finish(number, len(stream.ids) + 1, end)
-        return Step(0, number, logprob, top, finish, self._schedule.prepared)
+        return Step(0, number, logprob, top, finish, self._schedule.preparing.happened)
 
     def _finish(self, token: int, length: int, end: int) -> Literal["stop", "length"] | None:
         if token == self.dialogue.config.eos_token_id:

@@ -79,7 +79,7 @@ def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longe
     one = generator(texts, SAMPLING, prefill_chunk=chunk, **LIMITS)
     decoded = one.schedule._decoder
     asked, waited = [], []
-    one.schedule.waits = waited.append
+    one.schedule.preparing.waits = waited.append
 
     def logits(work, begins):
         asked.append(len(work))

@@ -35,9 +35,14 @@ def test_a_kernel_that_is_compiled_is_noticed(runtime):
 
 def test_an_error_does_not_leave_the_hook(runtime):
     waited = []
-    with pytest.raises(KeyboardInterrupt), Preparing(torch.device("cuda"), waited.append):
-        runtime.jit_cache_hook(repr="a")
-        raise KeyboardInterrupt
+
+    def compiles():
+        with Preparing(torch.device("cuda"), waited.append):
+            runtime.jit_cache_hook(repr="a")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compiles()
     assert (waited, runtime.jit_cache_hook) == ([True, False], None)
 
 
