@@ -44,17 +44,17 @@ def out(tmp_path):
 
 def stopping_after(monkeypatch, count, error=KeyboardInterrupt):
     """The run is ended when so many answers have ended."""
-    answers = run_many.answers
+    drawn = run_many.drawn
 
     def some(*arguments):
         ended = 0
-        for number, answer, pieces in answers(*arguments):
+        for number, answer, pieces in drawn(*arguments):
             yield number, answer, pieces
             ended += bool(answer.finish)
             if ended == count:
                 raise error
 
-    monkeypatch.setattr(run_many, "answers", some)
+    monkeypatch.setattr(run_many, "drawn", some)
 
 
 def test_answers_have_the_labels_of_their_lines(dsv4, prompts):

@@ -25,15 +25,16 @@ class Clock:
     experts: "HostExperts | None" = None
 
     def __post_init__(self) -> None:
-        self._steady, self._seconds = 0, 0.0
+        self._steady, self._seconds, self._begun = 0, 0.0, False
 
-    def tick(self, prepared: bool = False) -> None:
-        """Counts one token, of a step that was `prepared` or not."""
+    def tick(self, prepared: bool = False, *, later: bool = True) -> None:
+        """Counts one token, of a step that was `prepared` or not; `later`: it is not the first of its answer."""
         now = perf_counter() - self.start
         passed = now - self.last
+        self._begun |= later and self.tokens > 0  # what comes before is the first step's, of many answers together
         if prepared:
             self.prepared += passed
-        elif self.tokens:
+        elif self._begun:
             self._steady += 1
             self._seconds += passed
         self.last = now

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.run_experts import tell_traffic
-from dsv4cli.commands.run_modes import Job, answers, record_of, tell_lookalikes
+from dsv4cli.commands.run_modes import Job, drawn, record_of, tell_lookalikes
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, ReaderGone, counted
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from dsv4cli.engine.questions import Question
     from dsv4cli.engine.request import Request
     from dsv4cli.engine.settings import Sampling
+
+# how often the rate is shown
+TOKENS_BETWEEN = 50
 
 
 class Asked(NamedTuple):
@@ -48,6 +51,10 @@ class Many(NamedTuple):
     asked: list[Asked]
     total: int
     out: Path | None
+
+
+# what takes an answer and its record
+Take = Callable[[Asked, dict[str, Any]], None]
 
 
 class Source(NamedTuple):
@@ -160,34 +167,37 @@ def answer_many(job: Job, many: Many) -> None:
     """Prints the answers as JSON lines in the order of the prompts, each as soon as those before it are done; or puts
     each into the file at once, and the file in order at the end."""
     clock, before = Clock(), many.total - len(many.asked)
-    with _sink(job, many) as take, job.out.counting("answers") as show:
-        note = ""
-
-        def waits(waiting: bool) -> None:
-            nonlocal note
-            note = "compiling kernels …" if waiting else ""
-            show(done, many.total, note)
-
-        done = before
-        show(done, many.total, note)
-        steps = answers(job, [one.request for one in many.asked], clock, waits) if many.asked else iter(())
-        for number, answer, _ in steps:
-            if answer.finish:
-                one, done = many.asked[number], done + 1
-                drawn = {"seed": one.request.sampling.seed}
-                take(one, one.head() | record_of(job, answer, one.request) | drawn)
-                show(done, many.total, f"{clock.rate:,.0f} tokens/s" if clock.rate else note)
-    tell_traffic(job.out, clock.experts)
+    with _sink(job, many) as take:
+        if many.asked:
+            _answer(job, many, clock, take)
     if not many.asked:
         job.out.status(f"{many.out} has {counted(many.total, 'answer')} already: all that are asked for")
         return
+    tell_traffic(job.out, clock.experts)
     job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {job.sampling.seed}")
     if before:
         job.out.status(f"{counted(before, 'answer')} had been in {many.out} before")
 
 
+def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
+    done = many.total - len(many.asked)
+    with job.model() as model, job.out.counting("answers") as show:
+
+        def tell(waiting: bool = False) -> None:
+            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else ""
+            show(done, many.total, "compiling kernels …" if waiting else rate)
+
+        tell()
+        for number, answer, _ in drawn(job, model, [one.request for one in many.asked], clock, tell):
+            if answer.finish:
+                one, done = many.asked[number], done + 1
+                take(one, one.head() | record_of(job, answer, one.request) | {"seed": one.request.sampling.seed})
+            if answer.finish or clock.tokens % TOKENS_BETWEEN == 0:
+                tell()
+
+
 @contextmanager
-def _sink(job: Job, many: Many) -> Iterator[Any]:
+def _sink(job: Job, many: Many) -> Iterator[Take]:
     """Where finished answers go, whatever ends this."""
     if many.out is None:
         lines = InOrder(job.out, [one.place for one in many.asked])

@@ -155,12 +155,19 @@ def answers(
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """What the model draws for each request, as it comes."""
     with job.model() as model:
-        from dsv4cli.engine.answers import generate_answers
+        yield from drawn(job, model, requests, clock, waits)
 
-        clock.start, clock.experts = perf_counter(), model.host_experts
-        for number, answer, pieces in generate_answers(model, job.dialogue, requests, job.place, waits):
-            clock.tick(answer.steps[-1].prepared)
-            yield number, answer, pieces
+
+def drawn(
+    job: Job, model: "Transformer", requests: "Sequence[Request]", clock: Clock, waits: "Waits"
+) -> "Iterator[tuple[int, Answer, Pieces]]":
+    """What a model that is loaded draws for each request, as it comes."""
+    from dsv4cli.engine.answers import generate_answers
+
+    clock.start, clock.experts = perf_counter(), model.host_experts
+    for number, answer, pieces in generate_answers(model, job.dialogue, requests, job.place, waits):
+        clock.tick(answer.steps[-1].prepared, later=len(answer.steps) > 1)
+        yield number, answer, pieces
 
 
 def prompt_ids(job: Job, talk: "list[Message]") -> list[int]:

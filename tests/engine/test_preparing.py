@@ -65,3 +65,12 @@ def test_the_rate_is_that_of_steps_that_only_compute(monkeypatch):
     assert one.rate == pytest.approx(200)
     sentence = "64 tokens; first token after 1.11 s, then 200.0 tokens/s; 1.4 s in steps that compiled kernels"
     assert one.sentence() == sentence
+
+
+def test_the_first_tokens_of_many_answers_are_no_rate(monkeypatch):
+    times = iter([1.0, 1.0, 1.0, 1.5, 1.5, 1.5])
+    monkeypatch.setattr(clock, "perf_counter", lambda: next(times))
+    one = Clock()
+    for number in range(6):
+        one.tick(later=number >= 3)
+    assert one.rate == 6
