@@ -97,6 +97,7 @@ def test_the_same_command_goes_on(dsv4, prompts, out, monkeypatch, seed, error, 
     assert all(one in whole for one in first)
     # as if it had never been stopped
     base = whole[0]["seed"]
+    assert f"; seed {base}\n" in done.err
     again = lines(dsv4(*command[:3], *SHORT, "--seed", str(base), "-n", "2").out)
     assert again == [{key: value for key, value in one.items() if key != "request"} for one in whole]
     before = out.read_text()

@@ -46,10 +46,11 @@ class Asked(NamedTuple):
 
 
 class Many(NamedTuple):
-    """What is to be answered, of how many answers in all, and the file for these."""
+    """What is to be answered, of how many answers in all, with which seed, and the file for these."""
 
     asked: list[Asked]
     total: int
+    seed: int
     out: Path | None
 
 
@@ -78,12 +79,12 @@ def read_many(job: Job, source: Source) -> Many:
         job.out.status(f"lines name {', '.join(named)} as their model; {job.source.name} answers")
     if source.out is None:
         asked = _asked(job, source, questions, prompts, job.sampling)
-        return Many(asked, len(asked), None)
+        return Many(asked, len(asked), job.sampling.seed, None)
     file = AnswerFile(source.out)
     try:
         usual = _seeded(file, source, questions, job.sampling)
         asked = _asked(job, source, questions, prompts, usual)
-        return Many(_missing(file, asked), len(asked), source.out)
+        return Many(_missing(file, asked), len(asked), usual.seed, source.out)
     finally:
         file.close()
 
@@ -174,7 +175,7 @@ def answer_many(job: Job, many: Many) -> None:
         job.out.status(f"{many.out} has {counted(many.total, 'answer')} already: all that are asked for")
         return
     tell_traffic(job.out, clock.experts)
-    job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {job.sampling.seed}")
+    job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {many.seed}")
     if before:
         job.out.status(f"{counted(before, 'answer')} had been in {many.out} before")
 
