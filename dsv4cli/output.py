@@ -205,6 +205,8 @@ class Output:
     def error(self, error: Dsv4Error) -> None:
         """Why the command ends, and the remedy; in both modes."""
         _write(sys.stderr, _styled(brief_line(f"error: {error.message}"), RED, self.colours.stderr))
+        for detail in error.details:
+            _write(sys.stderr, f"  {brief_line(detail)}")
         if error.remedy:
             _write(sys.stderr, _advice(error.remedy))
 

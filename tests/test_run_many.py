@@ -156,11 +156,11 @@ def test_bad_lines_are_named_at_once(dsv4, tmp_path):
     done = dsv4(*command)
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines() == [
-        f"error: {path} has 3 bad lines:",
+        f"error: {path} has 3 bad lines",
         "  line 2: not JSON: Expecting property name enclosed in double quotes (column 2)",
         "  line 3: the prompt has 103 tokens: the context has room for 49 and an answer",
         "  line 6: not a JSON object",
-        "→ mend them, or leave it out with --skip-bad",
+        "→ mend them, or leave them out with --skip-bad",
     ]
     done = dsv4(*command, "--skip-bad")
     assert [(one["index"], one["seed"]) for one in lines(done.out)] == [(0, 1), (3, 4)]

@@ -110,7 +110,7 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
     if source.skip_bad and good:
         _tell_bad(job.out, source.path, bad)
     else:
-        refuse(source.path, bad, "" if source.skip_bad else ", or leave it out with --skip-bad")
+        refuse(source.path, bad, "" if source.skip_bad else ", or leave them out with --skip-bad")
     tell_lookalikes(job.out, list(lookalikes))
     return good, prompts
 

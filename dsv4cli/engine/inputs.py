@@ -153,10 +153,10 @@ def refuse(path: Path, bad: Sequence[BadLine], otherwise: str = "") -> None:
         return
     bad = sorted(bad, key=lambda one: one.number)
     if len(bad) == 1:
-        [(number, error)] = [(one.number, one.error) for one in bad]
-        raise UsageError(f"{name_of(path)}, line {number}: {error.message}", error.remedy + otherwise)
-    listed = "".join(f"\n  line {one.number}: {one.error.message}" for one in bad)
-    raise UsageError(f"{name_of(path)} has {len(bad):,} bad lines:{listed}", f"mend them{otherwise}")
+        error = bad[0].error
+        raise UsageError(f"{name_of(path)}, line {bad[0].number}: {error.message}", error.remedy + otherwise)
+    listed = [f"line {one.number}: {one.error.message}" for one in bad]
+    raise UsageError(f"{name_of(path)} has {len(bad):,} bad lines", f"mend them{otherwise}", listed)
 
 
 def _object(line: str) -> dict[str, Any]:
