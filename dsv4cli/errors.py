@@ -3,6 +3,7 @@
 Every error says what failed and where; `remedy` is the next thing to do, one sentence or a command.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -11,10 +12,12 @@ class Dsv4Error(Exception):
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, remedy: str = "") -> None:
+    def __init__(self, message: str, remedy: str = "", details: Sequence[str] = ()) -> None:
+        """details: a line each, between the message and the remedy."""
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+        self.details = details
 
 
 class UsageError(Dsv4Error):

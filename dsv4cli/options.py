@@ -32,6 +32,15 @@ TpOpt = Annotated[
 TorchrunOpt = Annotated[str | None, typer.Option(envvar="TORCHELASTIC_RUN_ID", hidden=True)]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
 
+QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")]
+SpecialTokensOpt = Annotated[
+    bool,
+    typer.Option(
+        "--special-tokens",
+        help="Read special tokens that messages, files and tool results spell as these, not as text.",
+    ),
+]
+
 SystemOpt = Annotated[str | None, typer.Option("--system", "-s", help="The system message.")]
 ThinkOpt = Annotated[
     Literal["off", "low", "high", "max"],

@@ -13,10 +13,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.harmless import LONGEST_WORD, brief_line, harmless, harmless_line
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
 
 # ECMA-48: select graphic rendition
 BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
@@ -46,12 +49,15 @@ class Colours:
 
 
 class Output:
-    """Both streams in one of two modes: for people, or `--json`, where stderr carries errors only."""
+    """Both streams in one of two modes: for people, or `--json`. There, and where it is `quiet`, stderr carries errors
+    only."""
 
-    def __init__(self, colours: Colours, as_json: bool = False) -> None:
+    def __init__(self, colours: Colours, as_json: bool = False, quiet: bool = False) -> None:
         self.colours = colours
         self.as_json = as_json
+        self.silent = as_json or quiet
         self._open: TextIO | None = None  # where a piece has left a line open
+        self._waiting = 0  # characters of a wait that is shown
 
     def line(self, text: str = "", *, strong: bool = False) -> None:
         """A line of a human answer, whole; a newline in it is shown as `\\n`. Nothing in JSON mode."""
@@ -105,8 +111,8 @@ class Output:
         _write(sys.stdout, f"\x1b]52;c;{base64.b64encode(text.encode(errors='replace')).decode()}\x07", end="")
 
     def aside(self, text: str) -> None:
-        """A piece of the model's reasoning as it arrives: on stderr, dimmed; nothing in JSON mode."""
-        if not self.as_json:
+        """A piece of the model's reasoning as it arrives: on stderr, dimmed; nothing where stderr is silent."""
+        if not self.silent:
             self._piece(sys.stderr, harmless(text), DIM if self.colours.stderr else "")
 
     def end_line(self) -> None:
@@ -139,22 +145,50 @@ class Output:
 
         What is said meanwhile appears above the bar. A terminal that cannot move its cursor has none.
         """
-        if self.as_json or not sys.stderr.isatty():
+        if self.silent or not sys.stderr.isatty():
             yield lambda done, total: None
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
+
+        with self._bar(label, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn()) as update:
+            yield lambda done, total: update(completed=done, total=total)
+
+    @contextmanager
+    def counting(self, label: str) -> Iterator[Callable[[int, int, str], None]]:
+        """As `progress`, of things that are counted: a callback (done, in all, a word on the rate)."""
+        if self.silent or not sys.stderr.isatty():
+            yield lambda done, total, rate: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+        rates = TextColumn("{task.fields[rate]}", markup=False)
+        with self._bar(label, BarColumn(), MofNCompleteColumn(), rates, TimeRemainingColumn()) as update:
+            yield lambda done, total, rate: update(completed=done, total=total, rate=rate)
+
+    @contextmanager
+    def _bar(self, label: str, *columns: "ProgressColumn") -> Iterator[Callable[..., None]]:
+        from rich.console import Console
+        from rich.progress import Progress, TextColumn
 
         console = Console(stderr=True, no_color=not self.colours.stderr)
         if console.is_dumb_terminal:  # Rich would leave an empty line there
-            yield lambda done, total: None
+            yield lambda **changes: None
             return
         words = TextColumn("{task.description}", markup=False)
-        columns = (words, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(brief_line(label), total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+        # what goes to stdout appears above the bar where it is the same terminal, and nowhere else
+        both = sys.stdout.isatty()
+        with Progress(words, *columns, console=console, transient=True, redirect_stdout=both) as progress:
+            task = progress.add_task(brief_line(label), total=None, rate="")
+            yield lambda **changes: progress.update(task, **changes)
+
+    def compiling(self, waiting: bool) -> None:
+        """Shows on a terminal that kernels are compiled, until it is called with False."""
+        if self.silent or self._open is not None or not sys.stderr.isatty():
+            return
+        text = "compiling kernels …" if waiting else ""
+        _write(sys.stderr, f"\r{' ' * self._waiting}\r{_styled(text, DIM, waiting and self.colours.stderr)}", end="")
+        self._waiting = len(text)
 
     def status(self, text: str) -> None:
         """What is going on, or a measured number."""
@@ -171,11 +205,13 @@ class Output:
     def error(self, error: Dsv4Error) -> None:
         """Why the command ends, and the remedy; in both modes."""
         _write(sys.stderr, _styled(brief_line(f"error: {error.message}"), RED, self.colours.stderr))
+        for detail in error.details:
+            _write(sys.stderr, f"  {brief_line(detail)}")
         if error.remedy:
             _write(sys.stderr, _advice(error.remedy))
 
     def _remark(self, text: str, style: str) -> None:
-        if not self.as_json:
+        if not self.silent:
             _write(sys.stderr, _styled(_folded(text, sys.stderr), style, self.colours.stderr))
 
 

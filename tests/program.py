@@ -7,6 +7,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dsv4cli import cli
 from dsv4cli.engine import generate
 from dsv4cli.engine.attention import Attention
 from dsv4cli.engine.moe import MoE
+from dsv4cli.engine.prompt_text import calls_parts
 from dsv4cli.engine.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +75,11 @@ class Program:
         self.patch.setattr(MoE, "forward", lambda self, x, batch: x)
         ids = iter([*BYTES.encode(text), *([BYTES.eos_id] if ends else [])])
         self.patch.setattr(generate, "sample", lambda *_: torch.tensor([next(ids)]))
+
+
+def calls_block(calls: list[dict[str, Any]]) -> str:
+    """What an answer with these calls ends with."""
+    return "".join(calls_parts(calls))
 
 
 def save_tokenizer(folder: Path) -> None:

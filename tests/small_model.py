@@ -9,6 +9,7 @@ from dsv4cli.engine.generate import Generator, Step
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.source import resolve_model
 
@@ -28,8 +29,13 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 500, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+def requests(texts: list[list[int]], sampling: Sampling, limits: Limits) -> list[Request]:
+    """Text n is gone on with by the seed that is n larger."""
+    return [Request(ids, sampling.plus(number), limits) for number, ids in enumerate(texts)]
+
+
 def generator(texts: list[list[int]], sampling: Sampling = SEEDED, **limits) -> Generator:
-    return Generator(model(), texts, sampling, Limits(**limits), "cpu")
+    return Generator(model(), requests(texts, sampling, Limits(**limits)), "cpu")
 
 
 def by_number(steps) -> dict[int, list[Step]]:

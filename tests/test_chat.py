@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from dsv4cli.engine.prompt_text import calls_block
 from dsv4cli.engine.talk import Talk
-from tests.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program
+from tests.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program, calls_block
 from tests.terminals import says, speak
 
 

@@ -8,12 +8,12 @@ import torch
 
 from dsv4cli.commands import run_modes
 from dsv4cli.engine import schedule
-from dsv4cli.engine.prompt_text import CALLS_OPEN, calls_block
+from dsv4cli.engine.prompt_text import CALLS_OPEN
 from tests import damage
 from tests.golden_data import golden, need_recorded_arithmetic
-from tests.program import SMALL, Program
+from tests.program import SMALL, Program, calls_block
 
-KEYS = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason"]
+KEYS = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason", "usage"]
 SCORE_KEYS = ["index", "ids", "logprobs", "perplexity"]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}}
 SHORT = ("--model", SMALL, "--seed", "1", "--max-tokens", "3")
@@ -210,11 +210,13 @@ def test_many_prompts_are_answered_in_their_order(dsv4, tmp_path, monkeypatch):
     done = dsv4("run", "--prompts", path, *SHORT, "--prefill-chunk", "8")
     answers = lines(done.out)
     assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
-    assert all(list(answer) == KEYS and len(answer["ids"]) == 3 for answer in answers)
+    assert all(list(answer) == [*KEYS, "seed"] and len(answer["ids"]) == 3 for answer in answers)
+    assert [answer["seed"] for answer in answers] == [1, 2, 3, 4]
+    assert answers[2]["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
     assert "\n4 answers, 12 tokens; first token after " in done.err
     silent = dsv4("run", "--prompts", path, *SHORT, "--prefill-chunk", "8", "--json", "--logprobs", "1")
     assert silent.err == ""
-    assert [list(answer) for answer in lines(silent.out)] == [[*KEYS, "logprobs"]] * 4
+    assert [list(answer) for answer in lines(silent.out)] == [[*KEYS, "logprobs", "seed"]] * 4
     assert [answer["ids"] for answer in lines(silent.out)] == [answer["ids"] for answer in answers]
     shown = lines(dsv4("run", "--prompts", path, "--show-prompt").out)
     assert "two\u2028lines" in shown[1]["text"]

@@ -27,6 +27,7 @@ from dsv4cli.options import (
     ModelOpt,
     PrefillChunkOpt,
     SeedOpt,
+    SpecialTokensOpt,
     StopOpt,
     SystemOpt,
     TemperatureOpt,
@@ -87,6 +88,7 @@ def chat(
     top_p: TopPOpt = None,
     seed: SeedOpt = None,
     stop: StopOpt = None,
+    special_tokens: SpecialTokensOpt = False,
     prefill_chunk: PrefillChunkOpt = 4096,
     max_context: MaxContextOpt = None,
     device: DeviceOpt = "auto",
@@ -103,7 +105,6 @@ def chat(
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
     answer, twice it quits. Piped lines are questions; stdout has the answers, and the exit code is the last error's.
-
     Every finished turn is on the disk, in $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4: --continue goes on after a kill.
     """
     from dsv4cli.engine.settings import Limits
@@ -113,7 +114,7 @@ def chat(
     limits, source = Limits(max_tokens, max_context, prefill_chunk, 0, tuple(stop or ())), resolve_model(model)
     sampling = source.sampling.chosen(temperature, top_p, seed)
     state, memory = state_folder(state_home), memory_limits(gpu_memory, host_memory)
-    job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling, memory)
+    job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling, memory, special_tokens)
     begun = _session(state, go_on, session, system, tools)
     wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term)
     _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes), None if no_history else state / "history")
@@ -154,6 +155,7 @@ def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls,
         chat.copies = terminal and wishes.term != "dumb"
         source = _input(chat, wishes.term, history)
         chat.edits = source.edits
+        talk.tell_waits(job.out.compiling)
         chat.run_calls = Tools(job.out, source, *calls).run
         _converse(chat, source)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dsv4cli.commands.chat_input import keys_wait
 from dsv4cli.commands.chat_session import Session
 from dsv4cli.commands.chat_show import Show
-from dsv4cli.commands.run_modes import Clock
+from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.run_modes import tell_lookalikes
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.output import Output, counted
 
@@ -85,6 +86,7 @@ class Chat:
     stopped: bool = False  # the last turn was, by Ctrl-C
     leaving: bool = False  # by the second Ctrl-C
     _breakable: bool = False  # the prompt is read or calls are carried out, which Ctrl-C ends at once
+    lookalikes: set[str] = field(default_factory=set)  # those that have been told of
     left_out: int = 0  # messages after the system message that the context has no room for
 
     def ask(self, question: str, before: "list[Message]") -> None:
@@ -120,7 +122,10 @@ class Chat:
         from dsv4cli.engine.settings import MAX_SEED
 
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
-        answer = self._follow(self.talk.reply(self.prompt(), self.sampling, think_budget=self.think_budget))
+        steps = self.talk.reply(self.prompt(), self.sampling, think_budget=self.think_budget)
+        tell_lookalikes(self.out, [text for text in self.talk.lookalikes if text not in self.lookalikes])
+        self.lookalikes.update(self.talk.lookalikes)
+        answer = self._follow(steps)
         if answer is None:
             self.out.status("stopped before the first word")
             return False
@@ -161,7 +166,7 @@ class Chat:
                     if self.on_terminal and not self.talk.prefilled:
                         self._announce(self.talk.unread)
                     if len(answer.steps) > clock.tokens:
-                        clock.tick()
+                        clock.tick(answer.steps[-1].prepared)
                     for kind, text in pieces:
                         show.push(kind, text)
         except KeyboardInterrupt:

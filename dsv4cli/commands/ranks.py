@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # what a mode of `run` is called with, and the mode
 Work = tuple[Callable[[Job, Any], None], Any]
 # of a job, what followers are given
-SHARED = ("source", "think", "dtype", "backend", "limits", "sampling", "memory")
+SHARED = ("source", "think", "dtype", "backend", "limits", "sampling", "memory", "special_tokens")
 
 
 class Lead(NamedTuple):

@@ -1,5 +1,6 @@
 """`dsv4 run`: prompts in, answers out; or, with --score, how likely the model finds given texts."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -7,15 +8,8 @@ import typer
 
 from dsv4cli.commands.ranks import Work
 from dsv4cli.commands.run_experts import memory_limits
-from dsv4cli.commands.run_modes import (
-    Job,
-    answer_many,
-    answer_one,
-    conversation,
-    score_texts,
-    show_prompt,
-    show_prompts,
-)
+from dsv4cli.commands.run_many import Source, answer_many, read_many, score_texts, show_prompts
+from dsv4cli.commands.run_modes import Job, Samples, answer_one, answer_samples, conversation, show_prompt
 from dsv4cli.commands.run_ranks import in_ranks
 from dsv4cli.errors import UsageError
 from dsv4cli.options import (
@@ -29,7 +23,9 @@ from dsv4cli.options import (
     MaxTokensOpt,
     ModelOpt,
     PrefillChunkOpt,
+    QuietOpt,
     SeedOpt,
+    SpecialTokensOpt,
     StopOpt,
     SystemOpt,
     TemperatureOpt,
@@ -45,13 +41,15 @@ PromptArg = Annotated[
 ]
 MessagesOpt = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.json", help="A conversation as in the OpenAI API: messages, and tools if any."),
+    typer.Option(
+        metavar="FILE.json", help="A conversation as in the OpenAI API: messages, and tools if any; - is stdin."
+    ),
 ]
 PromptsOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help='Many at once: lines {"prompt": …} or {"messages": […]}, answered in their order as JSON lines.',
+        help='Many at once: lines {"prompt": …}, {"messages": […]} or OpenAI batch requests, answered as JSON lines.',
     ),
 ]
 ScoreOpt = Annotated[
@@ -61,6 +59,19 @@ ScoreOpt = Annotated[
         help='Log-probabilities of given texts, no answer: lines {"ids": […]}, {"text": …} or {"messages": […]}.',
     ),
 ]
+FileOpt = Annotated[
+    list[Path] | None,
+    typer.Option("--file", "-f", metavar="FILE", help="Text to put below the prompt; may be given again; - is stdin."),
+]
+OutOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help="Where the answers of --prompts go, each as it ends; the same command goes on with the others.",
+    ),
+]
+SkipBadOpt = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines of --prompts that cannot be answered.")]
+SamplesOpt = Annotated[int, typer.Option("--samples", "-n", help="Answers to each prompt, each with its own seed.")]
 LogprobsOpt = Annotated[int, typer.Option(help="Alternatives to report for each token; needs JSON output.")]
 ShowPromptOpt = Annotated[
     bool, typer.Option("--show-prompt", help="Print the exact prompt and its token ids; run nothing.")
@@ -71,8 +82,11 @@ def run(
     context: typer.Context,
     prompt: PromptArg = None,
     model: ModelOpt = "nano",
+    file: FileOpt = None,
     messages: MessagesOpt = None,
     prompts: PromptsOpt = None,
+    out: OutOpt = None,
+    skip_bad: SkipBadOpt = False,
     score: ScoreOpt = None,
     system: SystemOpt = None,
     think: ThinkOpt = "off",
@@ -80,7 +94,9 @@ def run(
     temperature: TemperatureOpt = None,
     top_p: TopPOpt = None,
     seed: SeedOpt = None,
+    samples: SamplesOpt = 1,
     stop: StopOpt = None,
+    special_tokens: SpecialTokensOpt = False,
     logprobs: LogprobsOpt = 0,
     prefill_chunk: PrefillChunkOpt = 4096,
     max_context: MaxContextOpt = None,
@@ -93,64 +109,89 @@ def run(
     host_memory: HostMemoryOpt = None,
     only_show: ShowPromptOpt = False,
     as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
 ) -> None:
     """Ask the model and print its answer as it comes.
 
-    The answer goes to stdout; reasoning, progress and timing go to stderr.
-
-    \b
-    Without --model it asks nano, a small DeepSeek-V4 that is built in:
-      $ dsv4 run "What is 17 + 25?"
-      17 + 25 = 42.
-      $ dsv4 run "What is the capital of Italy?" -s "Always end with 'over'."
-      The capital of Italy is Rome. over
+    The answer goes to stdout; reasoning, progress and timing go to stderr. Without --model it asks nano, a small
+    DeepSeek-V4 that is built in.
     """
-    from dsv4cli.engine.settings import Limits, check_device
+    from dsv4cli.engine.settings import Limits
     from dsv4cli.engine.source import resolve_model
 
     limits = Limits(max_tokens, max_context, prefill_chunk, logprobs, tuple(stop or ()))
     source, memory = resolve_model(model), memory_limits(gpu_memory, host_memory)
     sampling = source.sampling.chosen(temperature, top_p, seed)
-    check_device(device)
-    _check_modes({"a prompt": prompt, "--messages": messages, "--prompts": prompts, "--score": score}, system)
-    _check_output(only_show, score, logprobs, as_json or prompts is not None)
-    job = Job(Output(context.obj, as_json), source, think, device, dtype, backend, limits, sampling, memory)
-    given = Inputs(prompt, messages, prompts, score, system)
-    in_ranks(job, None if only_show else tp, torchrun is not None and not only_show, lambda: _work(given, only_show))
+    given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, seed, out)
+    _check(given, device, only_show, as_json, logprobs)
+    shown = Output(context.obj, as_json, quiet)
+    job = Job(shown, source, think, device, dtype, backend, limits, sampling, memory, special_tokens)
+    ranks = (None, False) if only_show else (tp, torchrun is not None)
+    in_ranks(job, *ranks, lambda: _work(job, given, only_show))
 
 
 class Inputs(NamedTuple):
-    """Where the questions come from; what is not given is None."""
+    """Where the questions come from, and the answers to many go; what is not given is None."""
 
     prompt: str | None
+    files: list[Path]
     messages: Path | None
     prompts: Path | None
     score: Path | None
     system: str | None
+    samples: int
+    skip_bad: bool
+    seed: int | None
+    out: Path | None
 
 
-def _work(given: Inputs, only_show: bool) -> Work:
+def _work(job: Job, given: Inputs, only_show: bool) -> Work:
     """The mode, and the inputs read for it."""
-    from dsv4cli.engine.inputs import read_prompts, read_scores
+    from dsv4cli.engine.inputs import read_scores
 
     if given.score is not None:
         return score_texts, read_scores(given.score)
     if given.prompts is not None:
-        return show_prompts if only_show else answer_many, read_prompts(given.prompts, given.system)
-    talk = conversation(given.prompt, given.messages, given.system)
+        lines = Source(given.prompts, given.system, given.samples, given.skip_bad, given.seed, given.out)
+        return (show_prompts, lines) if only_show else (answer_many, read_many(job, lines))
+    talk = conversation(given.prompt, given.files, given.messages, given.system)
+    if given.samples > 1:
+        return answer_samples, Samples(talk, given.samples)
     return show_prompt if only_show else answer_one, talk
 
 
-def _check_output(only_show: bool, score: Path | None, logprobs: int, as_json: bool) -> None:
-    if score is not None and only_show:
-        raise UsageError("--score and --show-prompt cannot be combined", "give one of them")
-    if logprobs and not (as_json or score):
+def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:
+    """Raises UsageError for options that cannot be, or cannot be together."""
+    from dsv4cli.engine.questions import check_samples
+    from dsv4cli.engine.settings import check_device
+
+    check_device(device)
+    check_samples(given.samples)
+    _check_modes(given)
+    if only_show:
+        _apart("--show-prompt", {"--score": given.score, "--samples": given.samples > 1 or None, "--out": given.out})
+    if logprobs and not (as_json or given.score or given.prompts):
         raise UsageError("--logprobs shows in JSON output only", "add --json")
 
 
-def _check_modes(given: dict[str, object], system: str | None) -> None:
-    names = [name for name, value in given.items() if value is not None]
+def _check_modes(given: Inputs) -> None:
+    modes = {"--messages": given.messages, "--prompts": given.prompts, "--score": given.score}
+    own = {"a prompt": given.prompt, "--file": given.files or None}
+    names = [name for name, value in modes.items() if value is not None]
     if len(names) > 1:
         raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
-    if system is not None and names and names[0] in ("--messages", "--score"):
+    for name in names:
+        _apart(name, own)
+    if given.system is not None and names and names[0] in ("--messages", "--score"):
         raise UsageError(f"--system and {names[0]} cannot be combined", "put the system message into the file")
+    if given.score is not None:
+        _apart("--score", {"--samples": given.samples > 1 or None})
+    if given.prompts is None and (given.out is not None or given.skip_bad):
+        raise UsageError(f"{'--out' if given.out else '--skip-bad'} is about many prompts", "give them with --prompts")
+
+
+def _apart(option: str, others: Mapping[str, object]) -> None:
+    """Raises UsageError for another option beside this one."""
+    for name, value in others.items():
+        if value is not None:
+            raise UsageError(f"{name} and {option} cannot be combined", "give one of them")

@@ -1,16 +1,17 @@
-"""What `dsv4 run` does with its input: show the prompt, answer one or many, score."""
+"""What `dsv4 run` does with one conversation: show its prompt, answer it."""
 
 import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.run_experts import division_sentence, tell_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from dsv4cli.engine.backend import Backend
     from dsv4cli.engine.dialogue import Dialogue
     from dsv4cli.engine.fit.planner import MemoryLimits
-    from dsv4cli.engine.host_experts import HostExperts
-    from dsv4cli.engine.inputs import ScoreItem
     from dsv4cli.engine.model import Transformer
     from dsv4cli.engine.parallel import World
+    from dsv4cli.engine.preparing import Waits
     from dsv4cli.engine.prompt import Message
+    from dsv4cli.engine.request import Request
     from dsv4cli.engine.settings import Limits, Sampling
     from dsv4cli.engine.source import FolderSource, RandomSource
 
@@ -46,6 +47,7 @@ class Job:
     limits: "Limits"
     sampling: "Sampling"
     memory: "MemoryLimits | None" = None
+    special_tokens: bool = False
     world: "World | None" = None
     loaded: Callable[[], None] = lambda: None
 
@@ -54,7 +56,7 @@ class Job:
         """The model's prompt format."""
         from dsv4cli.engine.dialogue import open_dialogue
 
-        return open_dialogue(self.source, self.think)
+        return open_dialogue(self.source, self.think, self.special_tokens)
 
     @cached_property
     def place(self) -> "torch.device":
@@ -108,14 +110,17 @@ class Job:
         return model
 
 
-def conversation(prompt: str | None, messages: Path | None, system: str | None) -> "list[Message]":
-    """The conversation of --messages, or of the prompt and the text piped in."""
-    from dsv4cli.engine.inputs import from_prompt, read_messages
+def conversation(
+    prompt: str | None, files: Sequence[Path], messages: Path | None, system: str | None
+) -> "list[Message]":
+    """The conversation of --messages, or of the prompt, the texts of files and the text piped in."""
+    from dsv4cli.engine.inputs import BOM, from_prompt, read_messages, read_text
 
     if messages is not None:
         return read_messages(messages)
+    texts = [read_text(file).removeprefix(BOM).removesuffix("\n") for file in files]
     piped = _read_stdin(demanded=prompt == "-")
-    parts = [part for part in ("" if prompt == "-" else prompt or "", piped) if part]
+    parts = [part for part in ("" if prompt == "-" else prompt or "", *texts, piped) if part]
     if not parts:
         raise UsageError("there is no prompt", 'give one: dsv4 run "What is 17 + 25?"')
     return from_prompt("\n\n".join(parts), system)
@@ -139,64 +144,54 @@ def _read_stdin(demanded: bool) -> str:
 def show_prompt(job: Job, talk: "list[Message]") -> None:
     """Prints the exact text and ids of a prompt."""
     prompt = job.dialogue.prompt(talk)
+    tell_lookalikes(job.out, prompt.lookalikes)
     job.out.document({"text": prompt.text, "ids": prompt.ids})
     job.out.stream(f"{prompt.text}\n")
     job.out.line(" ".join(map(str, prompt.ids)))
 
 
-def show_prompts(job: Job, talks: "Sequence[list[Message]]") -> None:
-    """Prints the exact text and ids of each prompt as a JSON line."""
-    for talk in talks:
-        prompt = job.dialogue.prompt(talk)
-        job.out.record({"text": prompt.text, "ids": prompt.ids})
-
-
-@dataclass
-class Clock:
-    """When tokens came: seconds from the start. experts: those whose way from host memory took part of the time."""
-
-    start: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    tokens: int = 0
-    experts: "HostExperts | None" = None
-
-    def tick(self) -> None:
-        """Counts one token."""
-        self.last = perf_counter() - self.start
-        self.first = self.first or self.last
-        self.tokens += 1
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens per second after the first one."""
-        return (self.tokens - 1) / (self.last - self.first) if self.last > self.first else None
-
-    def sentence(self) -> str:
-        """For people."""
-        rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
-        return f"{counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}"
-
-
-def _answers(job: Job, talks: "Sequence[list[Message]]", clock: Clock) -> "Iterator[tuple[int, Answer, Pieces]]":
-    from dsv4cli.engine.dialogue import rooms
-
-    dialogue = job.dialogue
-    prompts = [dialogue.prompt(talk).ids for talk in talks]
-    rooms(prompts, dialogue.config, job.limits)  # refuses a prompt that is too long before the model is loaded
+def answers(
+    job: Job, requests: "Sequence[Request]", clock: Clock, waits: "Waits"
+) -> "Iterator[tuple[int, Answer, Pieces]]":
+    """What the model draws for each request, as it comes."""
     with job.model() as model:
-        from dsv4cli.engine.answers import generate_answers
+        yield from drawn(job, model, requests, clock, waits)
 
-        clock.start, clock.experts = perf_counter(), model.host_experts
-        for number, answer, pieces in generate_answers(model, dialogue, prompts, job.sampling, job.limits, job.place):
-            clock.tick()
-            yield number, answer, pieces
+
+def drawn(
+    job: Job, model: "Transformer", requests: "Sequence[Request]", clock: Clock, waits: "Waits"
+) -> "Iterator[tuple[int, Answer, Pieces]]":
+    """What a model that is loaded draws for each request, as it comes."""
+    from dsv4cli.engine.answers import generate_answers
+
+    clock.start, clock.experts = perf_counter(), model.host_experts
+    for number, answer, pieces in generate_answers(model, job.dialogue, requests, job.place, waits):
+        clock.tick(answer.steps[-1].prepared, later=len(answer.steps) > 1)
+        yield number, answer, pieces
+
+
+def prompt_ids(job: Job, talk: "list[Message]") -> list[int]:
+    """The tokens of a prompt, which leave room for an answer. Raises UsageError."""
+    from dsv4cli.engine.dialogue import room_of
+
+    prompt = job.dialogue.prompt(talk)
+    room_of(prompt.ids, job.dialogue.config, job.limits)
+    tell_lookalikes(job.out, prompt.lookalikes)
+    return prompt.ids
+
+
+def tell_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
+    """Says what could have been meant as special tokens, and is not."""
+    if lookalikes:
+        out.warning(f"{' '.join(lookalikes)} in a message is text, no special token; --special-tokens reads it as one")
 
 
 def answer_one(job: Job, talk: "list[Message]") -> None:
     """Streams the answer to one conversation, or prints it as one document."""
-    clock = Clock()
-    answer = _stream_answer(job, _answers(job, [talk], clock))
+    from dsv4cli.engine.request import Request
+
+    clock, request = Clock(), Request(prompt_ids(job, talk), job.sampling, job.limits)
+    answer = _stream_answer(job, answers(job, [request], clock, job.out.compiling))
     if answer.complaint:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
@@ -205,9 +200,59 @@ def answer_one(job: Job, talk: "list[Message]") -> None:
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
     job.out.document(
         {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels}
-        | _record(job, answer)
+        | record_of(job, answer, request)
         | {"seed": job.sampling.seed, "seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
     )
+
+
+class Samples(NamedTuple):
+    """A conversation, and how many answers to it are wanted."""
+
+    talk: "list[Message]"
+    wanted: int
+
+
+def answer_samples(job: Job, samples: Samples) -> None:
+    """Prints several answers to one conversation in their order, or as one document."""
+    from dsv4cli.engine.questions import sample_of
+    from dsv4cli.engine.request import Request
+
+    ids, clock = prompt_ids(job, samples.talk), Clock()
+    requests = [Request(ids, sample_of(job.sampling, nth), job.limits) for nth in range(samples.wanted)]
+    done: dict[int, Answer] = {}
+    shown = 0
+    for number, answer, _ in answers(job, requests, clock, job.out.compiling):
+        if answer.finish:
+            done[number] = answer
+        while shown in done:
+            if shown:
+                job.out.line()
+            job.out.status(f"answer {shown + 1} of {samples.wanted}, seed {requests[shown].sampling.seed}")
+            _show_answer(job, done[shown])
+            shown += 1
+    tell_traffic(job.out, clock.experts)
+    job.out.status(f"{counted(samples.wanted, 'answer')}, {clock.sentence()}")
+    records = [record_of(job, done[n], one) | {"seed": one.sampling.seed} for n, one in enumerate(requests)]
+    job.out.document(
+        {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels, "answers": records}
+        | {"seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
+    )
+
+
+def _show_answer(job: Job, answer: "Answer") -> None:
+    record = answer.record()
+    job.out.aside(record["reasoning_content"])
+    job.out.end_line()
+    job.out.stream(record["content"])
+    job.out.end_line()
+    _show_calls(job, record["tool_calls"])
+    if answer.complaint:
+        job.out.warning(answer.complaint)
+
+
+def _show_calls(job: Job, calls: "Sequence[dict[str, Any]]") -> None:
+    for call in calls:
+        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
 
 
 def _stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "Answer":
@@ -233,61 +278,12 @@ def _stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "
         job.out.end_line()
         raise
     job.out.end_line()
-    for call in tool_calls:
-        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
+    _show_calls(job, tool_calls)
     return answer
 
 
-def answer_many(job: Job, talks: "Sequence[list[Message]]") -> None:
-    """Prints the answers as JSON lines in the order of the prompts, each as soon as those before it are done."""
-    clock, lines = Clock(), InOrder(job.out)
-    for number, answer, _ in _answers(job, talks, clock):
-        if answer.finish:
-            lines.add(number, {"index": number} | _record(job, answer))
-    tell_traffic(job.out, clock.experts)
-    job.out.status(f"{counted(len(talks), 'answer')}, {clock.sentence()}; seed {job.sampling.seed}")
-
-
-def _record(job: Job, answer: "Answer") -> dict[str, Any]:
-    return answer.record() | ({"logprobs": answer.logprobs()} if job.limits.logprobs else {})
-
-
-@dataclass
-class InOrder:
-    """Prints records by number, each as soon as those before it are there."""
-
-    out: Output
-    waiting: dict[int, dict[str, Any]] = field(default_factory=dict)
-    shown: int = 0
-
-    def add(self, number: int, record: dict[str, Any]) -> None:
-        """Takes a record, and prints all that can be."""
-        self.waiting[number] = record
-        while self.shown in self.waiting:
-            self.out.record(self.waiting.pop(self.shown))
-            self.shown += 1
-
-
-def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
-    """Prints the scores as JSON lines in the order of the items."""
-    from dsv4cli.engine.dialogue import check_texts
-
-    sequences = [item.ids or _ids(job, item) for item in items]
-    check_texts(sequences, job.source.identity.config, job.limits)
-    with job.model() as model:
-        from dsv4cli.engine.score import score
-
-        start, lines = perf_counter(), InOrder(job.out)
-        for one in score(model, sequences, job.limits, job.place):
-            top = {"top": one.top} if job.limits.logprobs else {}
-            record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
-            lines.add(one.number, record | top)
-        tell_traffic(job.out, model.host_experts)
-    seconds, tokens = perf_counter() - start, sum(map(len, sequences))
-    what = f"{counted(len(items), 'text')}, {counted(tokens, 'token')}"
-    job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")
-
-
-def _ids(job: Job, item: "ScoreItem") -> list[int]:
-    dialogue = job.dialogue
-    return dialogue.tokenizer.encode(item.text) if item.text else dialogue.prompt(item.messages or []).ids
+def record_of(job: Job, answer: "Answer", request: "Request") -> dict[str, Any]:
+    """An answer as JSON has it."""
+    prompt, drawn = len(request.ids), len(answer.steps)
+    usage = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    return answer.record() | {"usage": usage} | ({"logprobs": answer.logprobs()} if job.limits.logprobs else {})

@@ -8,8 +8,9 @@ from dsv4cli.engine.answer import Answer
 from dsv4cli.engine.dialogue import Dialogue
 from dsv4cli.engine.generate import Generator
 from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.preparing import Waits, ignored
 from dsv4cli.engine.reply import Kind
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.request import Request
 
 # the text that one token made certain, by kind
 Pieces = list[tuple[Kind, str]]
@@ -18,15 +19,18 @@ Pieces = list[tuple[Kind, str]]
 def generate_answers(
     model: Transformer,
     dialogue: Dialogue,
-    prompts: Sequence[list[int]],
-    sampling: Sampling,
-    limits: Limits,
+    requests: Sequence[Request],
     device: torch.device | str,
+    waits: Waits = ignored,
 ) -> Iterator[tuple[int, Answer, Pieces]]:
-    """After each drawn token: the prompt's number, its answer so far and what the token added. An answer whose `finish`
-    is set is complete. Raises UsageError for a prompt that the model cannot take."""
-    generator = Generator(model, prompts, sampling, limits, device)
-    answers = [Answer(dialogue.tokenizer, dialogue.thinking, limits.stops) for _ in prompts]
+    """After each drawn token: the request's number, its answer so far and what the token added. An answer whose
+    `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
+
+    waits: as `Preparing` has it.
+    """
+    generator = Generator(model, requests, device)
+    generator.schedule.preparing.waits = waits
+    answers = [Answer(dialogue.tokenizer, dialogue.thinking, one.limits.stops) for one in requests]
     for step in generator.steps():
         answer = answers[step.number]
         pieces = answer.push(step)

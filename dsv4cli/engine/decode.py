@@ -19,6 +19,10 @@ SIZES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
 WARM = 2
 
 
+def ignored() -> None:
+    """Says nothing of a step that is prepared."""
+
+
 class Decoder:
     """Decodes the sequences of one cache, which must have a slot to spare; on a CPU without graphs."""
 
@@ -43,14 +47,15 @@ class Decoder:
         """Prepares steps anew when they are needed."""
         self._steps.clear()
 
-    def logits(self, work: Items[tuple[Sequence, int]]) -> torch.Tensor:
+    def logits(self, work: Items[tuple[Sequence, int]], begins: Callable[[], None] = ignored) -> torch.Tensor:
         """What follows each sequence's next token: fp32 [B, V], overwritten by the next call. Reserves their blocks.
 
-        work: up to MAX_SLOTS sequences. Lengths do not change. Raises NotEnoughMemory.
+        work: up to MAX_SLOTS sequences. Lengths do not change. begins is called where a step has to be prepared first.
+        Raises NotEnoughMemory.
         """
-        return self.filled(work).run()[: len(work)]
+        return self.filled(work, begins).run()[: len(work)]
 
-    def filled(self, work: Items[tuple[Sequence, int]]) -> "DecodeStep":
+    def filled(self, work: Items[tuple[Sequence, int]], begins: Callable[[], None] = ignored) -> "DecodeStep":
         """The step for these sequences, with their numbers in it."""
         for sequence, _ in work:
             self.cache.reserve(sequence, 1)
@@ -59,6 +64,7 @@ class Decoder:
             self._blocks = self.cache.blocks
         size = next(size for size in SIZES if size >= len(work))
         if size not in self._steps:
+            begins()
             self._steps[size] = self._prepared(size)
         self._steps[size].fill(work)
         return self._steps[size]

@@ -1,7 +1,7 @@
 """Between a conversation and the model's tokens: prompts written, lengths and ids checked; no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.prompt import Message, Release, encode_messages, think_options
@@ -13,29 +13,37 @@ from dsv4cli.errors import CheckpointError, UsageError
 
 @dataclass(frozen=True)
 class Prompt:
-    """The exact text that the model reads and its tokens."""
+    """The exact text that the model reads and its tokens; `lookalikes` are the special tokens' texts that messages
+    hold, which are read as text."""
 
     text: str
     ids: list[int]
+    lookalikes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A model's prompt format: its release, its vocabulary, and whether and how hard it is asked to think."""
+    """A model's prompt format: its release, its vocabulary, and whether and how hard it is asked to think.
+
+    special_tokens: a special token's text in a message is that token, as in the official encoder.
+    """
 
     config: ModelConfig
     release: Release
     tokenizer: Tokenizer
     thinking: bool
     effort: str | None
+    special_tokens: bool = False
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """The prompt of a checked conversation."""
-        text = encode_messages(list(messages), release=self.release, thinking=self.thinking, effort=self.effort)
-        return Prompt(text, self.tokenizer.encode(text))
+        parts = encode_messages(list(messages), release=self.release, thinking=self.thinking, effort=self.effort)
+        text = "".join(parts)
+        ids, lookalikes = self.tokenizer.encode_parts([text] if self.special_tokens else parts)
+        return Prompt(text, ids, lookalikes)
 
 
-def open_dialogue(source: FolderSource | RandomSource, think: str) -> Dialogue:
+def open_dialogue(source: FolderSource | RandomSource, think: str, special_tokens: bool = False) -> Dialogue:
     """The prompt format of a model.
 
     Raises what `identify` raises, CheckpointError for a tokenizer that is missing, damaged or another model's,
@@ -43,7 +51,8 @@ def open_dialogue(source: FolderSource | RandomSource, think: str) -> Dialogue:
     """
     identity = source.identity
     thinking, effort = think_options(identity.release, think)
-    return Dialogue(identity.config, identity.release, _tokenizer(source, identity.config), thinking, effort)
+    tokenizer = _tokenizer(source, identity.config)
+    return Dialogue(identity.config, identity.release, tokenizer, thinking, effort, special_tokens)
 
 
 def _tokenizer(source: FolderSource | RandomSource, config: ModelConfig) -> Tokenizer:
@@ -61,14 +70,15 @@ def _tokenizer(source: FolderSource | RandomSource, config: ModelConfig) -> Toke
 
 def check_texts(texts: Sequence[list[int]], config: ModelConfig, limits: Limits) -> None:
     """Raises UsageError for a text that has no token, an id outside the vocabulary, or more than the context holds."""
-    _check(texts, config, context_of(config, limits), "text", "")
+    for number, ids in enumerate(texts):
+        _check(ids, config, context_of(config, limits), f"text {number}" if len(texts) > 1 else "the text", "")
 
 
-def rooms(prompts: Sequence[list[int]], config: ModelConfig, limits: Limits) -> list[int]:
-    """How many tokens each prompt may be answered with. Raises UsageError as `check_texts`, and for a full context."""
+def room_of(prompt: list[int], config: ModelConfig, limits: Limits, which: str = "the prompt") -> int:
+    """How many tokens the prompt may be answered with. Raises UsageError as `check_texts`, and for a full context."""
     context = context_of(config, limits)
-    _check(prompts, config, context - 1, "prompt", " and an answer")
-    return [min(limits.max_tokens, context - len(ids)) for ids in prompts]
+    _check(prompt, config, context - 1, which, " and an answer")
+    return min(limits.max_tokens, context - len(prompt))
 
 
 def context_of(config: ModelConfig, limits: Limits) -> int:
@@ -76,20 +86,18 @@ def context_of(config: ModelConfig, limits: Limits) -> int:
     return min(limits.max_context or config.max_position_embeddings, config.max_position_embeddings)
 
 
-def _check(sequences: Sequence[list[int]], config: ModelConfig, most: int, what: str, more: str) -> None:
+def _check(ids: list[int], config: ModelConfig, most: int, which: str, more: str) -> None:
     """`most` tokens fit into a sequence, with `more` behind it."""
-    for number, ids in enumerate(sequences):
-        which = f"{what} {number}" if len(sequences) > 1 else f"the {what}"
-        if not ids:
-            raise UsageError(f"{which} has no tokens", "give at least one")
-        strange = next((token for token in ids if not 0 <= token < config.vocab_size), None)
-        if strange is not None:
-            raise UsageError(
-                f"{which} has the token id {strange}, the model's vocabulary is 0 to {config.vocab_size - 1:,}",
-                "use ids of the tokenizer.json that belongs to the model",
-            )
-        if len(ids) > most:
-            raise UsageError(
-                f"{which} has {len(ids):,} tokens: the context has room for {most:,}{more}",
-                "shorten it" if most + 1 >= config.max_position_embeddings else "shorten it or raise --max-context",
-            )
+    if not ids:
+        raise UsageError(f"{which} has no tokens", "give at least one")
+    strange = next((token for token in ids if not 0 <= token < config.vocab_size), None)
+    if strange is not None:
+        raise UsageError(
+            f"{which} has the token id {strange}, the model's vocabulary is 0 to {config.vocab_size - 1:,}",
+            "use ids of the tokenizer.json that belongs to the model",
+        )
+    if len(ids) > most:
+        raise UsageError(
+            f"{which} has {len(ids):,} tokens: the context has room for {most:,}{more}",
+            "shorten it" if most + 1 >= config.max_position_embeddings else "shorten it or raise --max-context",
+        )

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 
 from dsv4cli.engine.device import step_memory
-from dsv4cli.engine.dialogue import rooms
+from dsv4cli.engine.dialogue import room_of
 from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.request import Request
 from dsv4cli.engine.sampler import finite, not_finite, sample
 from dsv4cli.engine.schedule import Schedule, Stream
-from dsv4cli.engine.settings import Limits, Sampling
 
 # (token id, natural logarithm of its probability at temperature 1)
 Alternatives = list[tuple[int, float]]
@@ -22,40 +22,39 @@ Drawn = tuple[int, float, Alternatives]
 @dataclass(frozen=True)
 class Step:
     """A drawn token of prompt `number`, its log-probability at temperature 1, the `logprobs` likeliest tokens there;
-    finish says why the sequence ends with it: "stop" at the end token, "length" at its limit."""
+    finish says why the sequence ends with it: "stop" at the end token, "length" at its limit. prepared: the step took
+    time to compile kernels or to capture a graph, which others do not."""
 
     number: int
     token: int
     logprob: float
     top: Alternatives
     finish: Literal["stop", "length"] | None
+    prepared: bool = False
 
 
 class Generator:
-    """Generates from prompts; `steps` yields tokens of all of them in the order in which they are drawn."""
+    """Carries out requests; `steps` yields tokens of all of them in the order in which they are drawn.
 
-    def __init__(
-        self,
-        model: Transformer,
-        prompts: Sequence[list[int]],
-        sampling: Sampling,
-        limits: Limits,
-        device: torch.device | str,
-    ) -> None:
+    What a request draws does not depend on the others. Prompts are read in chunks of the smallest that is asked for.
+    """
+
+    def __init__(self, model: Transformer, requests: Sequence[Request], device: torch.device | str) -> None:
         """Raises UsageError for a prompt that is empty, fills the context or has ids outside the vocabulary."""
-        room = rooms(prompts, model.config, limits)
         self.model = model
-        self.sampling = sampling
-        self.logprobs = limits.logprobs
-        self.ends = [len(prompt) + count for prompt, count in zip(prompts, room, strict=True)]
+        self.requests = requests
+        names = [f"prompt {number}" for number in range(len(requests))] if len(requests) > 1 else ["the prompt"]
+        rooms = [room_of(one.ids, model.config, one.limits, name) for one, name in zip(requests, names, strict=False)]
+        self.ends = [len(one.ids) + room for one, room in zip(requests, rooms, strict=True)]
         self.schedule = Schedule(
             model,
-            streams=len(prompts),
-            prefill_chunk=limits.prefill_chunk,
+            streams=len(requests),
+            prefill_chunk=min((one.limits.prefill_chunk for one in requests), default=1),
             device=device,
             longest=max(self.ends, default=1),
         )
-        self._streams = [Stream(number, list(prompt)) for number, prompt in enumerate(prompts)]
+        self._logprobs = max((one.limits.logprobs for one in requests), default=0)
+        self._streams = [Stream(number, list(one.ids)) for number, one in enumerate(requests)]
         for stream in self._streams:
             self.schedule.add(stream)
 
@@ -71,7 +70,9 @@ class Generator:
                 finish = self._finish(stream, token)
                 if finish:
                     self.schedule.remove(stream)
-                yield Step(stream.number, token, logprob, top, finish)
+                count = self.requests[stream.number].limits.logprobs
+                prepared = self.schedule.preparing.happened
+                yield Step(stream.number, token, logprob, top[:count], finish, prepared)
         self.schedule.close()
 
     def stop(self, number: int) -> None:
@@ -81,9 +82,23 @@ class Generator:
             self.schedule.remove(stream)
 
     def _draw(self, ready: list[Stream], logits: torch.Tensor) -> list[Drawn]:
-        seeds = [self.sampling.seed + stream.number for stream in ready]
-        tokens = sample(logits, self.sampling, seeds, [len(stream.ids) for stream in ready])
-        return taken(self.model, logits, tokens, self.logprobs)
+        alike: dict[tuple[float, float], list[int]] = {}
+        for row, stream in enumerate(ready):
+            sampling = self.requests[stream.number].sampling
+            alike.setdefault((sampling.temperature, sampling.top_p), []).append(row)
+        if len(alike) == 1:
+            tokens = self._sample(ready, logits)
+        else:
+            tokens = torch.empty(len(ready), dtype=torch.int64, device=logits.device)
+            for rows in alike.values():
+                tokens[rows] = self._sample([ready[row] for row in rows], logits[rows])
+        return taken(self.model, logits, tokens, self._logprobs)
+
+    def _sample(self, streams: list[Stream], logits: torch.Tensor) -> torch.Tensor:
+        """The next tokens of streams that share temperature and top_p."""
+        samplings = [self.requests[stream.number].sampling for stream in streams]
+        places = [len(stream.ids) for stream in streams]
+        return sample(logits, samplings[0], [one.seed for one in samplings], places)
 
     def _finish(self, stream: Stream, token: int) -> Literal["stop", "length"] | None:
         if token == self.model.config.eos_token_id:

@@ -1,7 +1,8 @@
 """Input files of `run`: conversations, prompts and texts to score, checked before a model is loaded; no torch."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from dsv4cli.errors import UsageError
 
 T = TypeVar("T")
 BOM = "\ufeff"
+STDIN = Path("-")
+_LINES = "write one JSON object on each line"
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,28 @@ class ScoreItem:
     messages: list[Message] | None = None
 
 
+@dataclass(frozen=True)
+class BadLine:
+    """A line that cannot be used, counted from 1, and why not."""
+
+    number: int
+    error: UsageError
+
+
+def name_of(path: Path) -> str:
+    """What to call a file; - is stdin."""
+    return "stdin" if path == STDIN else str(path)
+
+
 def read_text(path: Path) -> str:
-    """The text of a file. Raises UsageError when it cannot be read or is not UTF-8."""
+    """The text of a file, or of stdin for -. Raises UsageError when it cannot be read or is not UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8")
+        content = sys.stdin.buffer.read() if path == STDIN and sys.stdin is not None else path.read_bytes()
+        return content.decode("utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", "give the path of a readable file") from None
     except UnicodeDecodeError as error:
-        raise not_utf8(str(path), error) from None
+        raise not_utf8(name_of(path), error) from None
 
 
 def not_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
@@ -45,21 +62,17 @@ def read_messages(path: Path) -> list[Message]:
     try:
         return _conversation(_parse(text, "write a list of messages as for the OpenAI chat API"))
     except UsageError as error:
-        raise UsageError(f"{path}: {error.message}", error.remedy) from None
+        raise UsageError(f"{name_of(path)}: {error.message}", error.remedy) from None
 
 
-def read_prompts(path: Path, system: str | None) -> list[list[Message]]:
-    """The conversations of a JSON-lines file, each line {"prompt": text} or {"messages": [...], "tools": [...]}."""
-
-    def convert(value: dict[str, Any]) -> list[Message]:
-        if "messages" in value and system is not None:
-            raise UsageError('"messages" and --system cannot be combined', "put the system message into the line")
-        if "messages" in value:
-            return _conversation(value)
-        _check_key(value, ("prompt", "messages"), '{"prompt": "..."} or {"messages": [...]}')
-        return from_prompt(_check_text(value, "prompt"), system)
-
-    return list(_lines(path, convert))
+def asked_in(value: dict[str, Any], system: str | None) -> list[Message]:
+    """The conversation of a line, {"prompt": text} or {"messages": [...], "tools": [...]}. Raises UsageError."""
+    if "messages" in value and system is not None:
+        raise UsageError('"messages" and --system cannot be combined', "put the system message into the line")
+    if "messages" in value:
+        return _conversation(value)
+    _check_key(value, ("prompt", "messages"), '{"prompt": "..."} or {"messages": [...]}')
+    return from_prompt(_check_text(value, "prompt"), system)
 
 
 def read_scores(path: Path) -> list[ScoreItem]:
@@ -76,7 +89,9 @@ def read_scores(path: Path) -> list[ScoreItem]:
             raise UsageError('"ids" is no list of whole numbers, or empty', "give at least one token id")
         return ScoreItem(ids=ids)
 
-    return list(_lines(path, convert))
+    items, bad = read_lines(path, convert)
+    refuse(path, bad)
+    return [item for _, item in items]
 
 
 def from_prompt(prompt: str, system: str | None) -> list[Message]:
@@ -113,27 +128,42 @@ def _check_text(value: dict[str, Any], key: str) -> str:
     return text
 
 
-def _lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """Each non-empty line of a JSON-lines file, converted; an error names the line. Raises UsageError without any."""
-    count = 0
+def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> tuple[list[tuple[int, T]], list[BadLine]]:
+    """Each non-empty line of a JSON-lines file, converted, with its number, and those that cannot be.
+
+    Raises UsageError without any line.
+    """
+    good: list[tuple[int, T]] = []
+    bad: list[BadLine] = []
     # not splitlines: a text inside a line may have U+2028 and its like
     for number, line in enumerate(read_text(path).removeprefix(BOM).split("\n"), 1):
         if line.strip():
-            count += 1
-            yield _convert_line(f"{path}, line {number}", line, convert)
-    if not count:
-        raise UsageError(f"{path} has no lines", "write one JSON object on each line")
+            try:
+                good.append((number, convert(_object(line))))
+            except UsageError as error:
+                bad.append(BadLine(number, error))
+    if not good and not bad:
+        raise UsageError(f"{name_of(path)} has no lines", _LINES)
+    return good, bad
 
 
-def _convert_line(where: str, line: str, convert: Callable[[dict[str, Any]], T]) -> T:
-    remedy = "write one JSON object on each line"
-    try:
-        value = _parse(line, remedy)
-        if not isinstance(value, dict):
-            raise UsageError("not a JSON object", remedy)
-        return convert(value)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error.message}", error.remedy) from None
+def refuse(path: Path, bad: Sequence[BadLine], otherwise: str = "") -> None:
+    """Raises UsageError that names all bad lines, if there are any; otherwise: what else can be done."""
+    if not bad:
+        return
+    bad = sorted(bad, key=lambda one: one.number)
+    if len(bad) == 1:
+        error = bad[0].error
+        raise UsageError(f"{name_of(path)}, line {bad[0].number}: {error.message}", error.remedy + otherwise)
+    listed = [f"line {one.number}: {one.error.message}" for one in bad]
+    raise UsageError(f"{name_of(path)} has {len(bad):,} bad lines", f"mend them{otherwise}", listed)
+
+
+def _object(line: str) -> dict[str, Any]:
+    value = _parse(line, _LINES)
+    if not isinstance(value, dict):
+        raise UsageError("not a JSON object", _LINES)
+    return value
 
 
 def _parse(text: str, remedy: str) -> object:

@@ -9,7 +9,7 @@ from dsv4cli.engine.reply import MalformedReply, Reply, ToolCall, parse_reply
 
 _MARKUP = re.compile(rf"\s*</?{tokens.DSML}|\s*{tokens.DSML}")
 _TAG = re.compile(rf"<?(/?){tokens.DSML}(tool_calls|invoke|parameter)\b([^<>]*)>?")
-_NAME = re.compile(r'name="([^"]*)"')
+_NAME = re.compile(rf'name="((?:(?!{tokens.DSML})[^"])*)"')
 _TYPE = re.compile(r'string="(true|false)"')
 _SPECIAL = re.compile("|".join(map(re.escape, tokens.SPECIAL)))
 
@@ -18,7 +18,7 @@ def mend_reply(text: str, *, thinking: bool) -> tuple[Reply, list[str]]:
     """A reply as the strict parser reads it, or else as well as can be, and what was mended, in words.
 
     A text without EOS was cut off: a call that is still open there is left out. Content and reasoning have no special
-    tokens and no markup.
+    tokens and no markup, mended calls no markup.
     """
     ended = tokens.EOS in text
     for whole in (text, text + tokens.EOS):
@@ -139,10 +139,18 @@ class _Calls:
         if key in self._arguments:
             self._words.append(f"the call of {self._name} had the parameter {key} twice: the first is kept")
             return
-        value = self._block[start:end]
+        value = self._value(key, self._block[start:end])
         if kind is None:
             self._words.append(f"the parameter {key} did not say whether it is text")
         self._arguments[key] = value if kind != "true" and _is_json(value) else to_json(value)
+
+    def _value(self, key: str, text: str) -> str:
+        """The text up to markup that is no tag."""
+        markup = _MARKUP.search(text)
+        if markup is None:
+            return text
+        self._words.append(f"markup inside the parameter {key} and what follows it were left out")
+        return text[: markup.start()]
 
 
 def _is_json(text: str) -> bool:

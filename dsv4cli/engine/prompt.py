@@ -52,8 +52,9 @@ def encode_messages(
     effort: str | None = None,
     drop_thinking: bool = True,
     context: Sequence[Message] | None = None,
-) -> str:
-    """The prompt of `messages`, which are as `check_messages` returns them and are left as they are.
+) -> list[str]:
+    """The prompt of `messages`, which are as `check_messages` returns them and are left as they are, in parts: what the
+    messages say is `Given`, what the format adds is not.
 
     It begins with BOS and ends where the model goes on: after `<think>` or `</think>`, unless the last message is
     the assistant's. `context` is what the model has read already: it counts, but is not written again, nor is BOS.
@@ -67,11 +68,11 @@ def encode_messages(
     keep = not drop_thinking or any(turn.message.get("tools") for turn in sequence)
     if thinking and not keep:
         sequence = turns.without_developers(sequence)
-    text = turns.render(sequence, thinking=thinking, keep=keep)
+    parts = turns.render(sequence, thinking=thinking, keep=keep)
     if context:
-        return text
+        return parts
     prefix = _EFFORT_TEXTS[release][effort] if thinking and effort and sequence else ""
-    return tokens.BOS + prefix + text
+    return [tokens.BOS + prefix, *parts]
 
 
 def check_messages(value: object) -> list[Message]:

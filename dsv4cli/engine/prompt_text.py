@@ -1,10 +1,13 @@
-"""The literal texts of the prompt format, from the official encoder (encoding_dsv4.py of April and of 0731)."""
+"""The literal texts of the prompt format, from the official encoder (encoding_dsv4.py of April and of 0731).
+
+What is made of messages comes in parts: what the format writes as `str`, what the messages say as `Given`.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dsv4cli.engine.tokens import DSML, THINK_END, THINK_START
+from dsv4cli.engine.tokens import DSML, THINK_END, THINK_START, Given
 
 CALLS_OPEN = f"\n\n<{DSML}tool_calls"
 CALLS_CLOSE = f"</{DSML}tool_calls>"
@@ -64,31 +67,40 @@ def to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def tools_block(tools: Iterable[Mapping[str, Any]]) -> str:
+def joined(blocks: Iterable[list[str]], between: str) -> list[str]:
+    """The parts of all blocks, with a text between each two."""
+    parts: list[str] = []
+    for nth, block in enumerate(blocks):
+        parts += [between, *block] if nth else block
+    return parts
+
+
+def tools_parts(tools: Iterable[Mapping[str, Any]]) -> list[str]:
     """What a system or developer message with `tools` (OpenAI shape) ends with."""
     schemas = "\n".join(to_json(tool["function"]) for tool in tools)
-    return f"\n\n{_TOOLS_HEAD}{schemas}{_TOOLS_TAIL}"
+    return [f"\n\n{_TOOLS_HEAD}", Given(schemas), _TOOLS_TAIL]
 
 
-def response_format_block(schema: object) -> str:
+def format_parts(schema: object) -> list[str]:
     """What a system or developer message with a response format ends with."""
-    return f"\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n{to_json(schema)}"
+    head = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+    return [head, Given(to_json(schema))]
 
 
-def tool_result(text: str) -> str:
+def result_parts(text: str) -> list[str]:
     """A tool's answer inside a user turn; the tags are plain text, not tokens."""
-    return f"<tool_result>{text}</tool_result>"
+    return ["<tool_result>", Given(text), "</tool_result>"]
 
 
-def calls_block(calls: Iterable[Mapping[str, Any]]) -> str:
+def calls_parts(calls: Iterable[Mapping[str, Any]]) -> list[str]:
     """What an assistant message with `calls` (OpenAI shape, arguments as JSON text) ends with. Nothing is escaped."""
-    invokes = "\n".join(_invoke(call["function"]) for call in calls)
-    return f"{CALLS_OPEN}>\n{invokes}\n{CALLS_CLOSE}"
+    invokes = joined((_invoke(call["function"]) for call in calls), "\n")
+    return [f"{CALLS_OPEN}>\n", *invokes, f"\n{CALLS_CLOSE}"]
 
 
-def _invoke(function: Mapping[str, Any]) -> str:
-    parameters = "\n".join(_parameter(name, value) for name, value in _arguments(function["arguments"]).items())
-    return f'{INVOKE_OPEN} name="{function["name"]}">\n{parameters}\n{INVOKE_CLOSE}>'
+def _invoke(function: Mapping[str, Any]) -> list[str]:
+    parameters = joined((_parameter(name, value) for name, value in _arguments(function["arguments"]).items()), "\n")
+    return [f'{INVOKE_OPEN} name="', Given(function["name"]), '">\n', *parameters, f"\n{INVOKE_CLOSE}>"]
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -100,7 +112,7 @@ def _arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": text}
 
 
-def _parameter(name: str, value: object) -> str:
-    is_text = isinstance(value, str)
-    text = value if is_text else to_json(value)
-    return f'{PARAMETER_OPEN} name="{name}" string="{to_json(is_text)}">{text}<{PARAMETER_CLOSE}>'
+def _parameter(name: str, value: object) -> list[str]:
+    text = value if isinstance(value, str) else to_json(value)
+    kind = to_json(isinstance(value, str))
+    return [f'{PARAMETER_OPEN} name="', Given(name), f'" string="{kind}">', Given(text), f"<{PARAMETER_CLOSE}>"]

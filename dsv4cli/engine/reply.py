@@ -157,15 +157,19 @@ class _Reader:
 
 
 def _read_calls(reader: _Reader) -> list[ToolCall]:
-    """The invokes up to the end of the block; the reader stands behind its opening mark, before `>`."""
+    """The invokes up to the end of the block; the reader stands behind its opening mark, before `>`.
+
+    As in the official parser, a text may also end with that mark, or with the one that closes an invoke.
+    """
     calls: list[ToolCall] = []
-    while True:
+    while reader.rest:
         between, mark = reader.until(INVOKE_OPEN, CALLS_CLOSE)
         if between != ">\n":
             raise MalformedReply(f"a tag of the tool calls does not end its line: {_excerpt(between)}")
         if mark == CALLS_CLOSE:
-            return calls
+            break
         calls.append(_read_invoke(reader))
+    return calls
 
 
 def _read_invoke(reader: _Reader) -> ToolCall:

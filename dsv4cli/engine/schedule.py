@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from dsv4cli.engine.capacity import BLOCK_TOKENS, MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.device import step_threads
 from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.preparing import Preparing
 
 # the most blocks that are made before a token comes: 131,072 tokens, 0.8 GB for Flash
 BLOCKS_AT_ONCE = 1024
@@ -49,7 +51,10 @@ class Chunk:
 
 
 class Schedule:
-    """Runs many streams through one model; a stream's tokens are appended by whoever reads the results."""
+    """Runs many streams through one model; a stream's tokens are appended by whoever reads the results.
+
+    preparing: says whether the last call of `logits` took time to compile kernels or to capture a graph.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Schedule:
         self._weights = sum(parameter.nbytes for parameter in model.parameters())
         slots = self._slots = max(1, min(streams, MAX_SLOTS))
         decodes = longest is not None and captures(torch.device(device))
+        self.preparing = Preparing(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=slots + decodes, device=device)
         self._decoder: Decoder | None = None
         if longest is not None and decodes:
@@ -122,7 +128,8 @@ class Schedule:
     def step(self) -> tuple[list[Chunk], torch.Tensor]:
         """Runs the next chunks: what ran, and the streams [T, N, D] after the last layer."""
         chunks = self._next_chunks()
-        return chunks, self._streams_of(chunks)
+        with self._threads(chunks):
+            return chunks, self._streams_of(chunks)
 
     @torch.no_grad()
     def logits(self) -> tuple[list[Stream], torch.Tensor | None]:
@@ -131,13 +138,16 @@ class Schedule:
         The next call may overwrite them.
         """
         chunks = self._next_chunks()
-        with step_threads(sum(chunk.end - chunk.first for chunk in chunks), self._weights):
+        with self._threads(chunks), self.preparing:
             return self._logits(chunks)
+
+    def _threads(self, chunks: list[Chunk]) -> AbstractContextManager[None]:
+        return step_threads(sum(chunk.end - chunk.first for chunk in chunks), self._weights)
 
     def _logits(self, chunks: list[Chunk]) -> tuple[list[Stream], torch.Tensor | None]:
         logits: torch.Tensor | None
         if self._decoder is not None and all(chunk.end - chunk.first == 1 for chunk in chunks):
-            every = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)])
+            every = self._decoder.logits([(sequence, ids[0]) for sequence, ids in _work(chunks)], self.preparing.begin)
             self._advance(chunks)
             ready = [chunk for chunk in chunks if chunk.stream.caught_up]
             logits = every if len(ready) == len(chunks) else every[[chunk.last_row for chunk in ready]]

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import randbelow
 from typing import Any
@@ -40,7 +40,7 @@ def parse_size(option: str, text: str) -> int:
 @dataclass(frozen=True)
 class Sampling:
     """temperature 0 is greedy. top_p: the smallest set of likeliest tokens with at least this probability is drawn
-    from. seed: prompt n draws with seed + n."""
+    from."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -53,6 +53,10 @@ class Sampling:
         require(greedy or warm, "--temperature", self.temperature, remedy)
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"use a whole number from 0 to {MAX_SEED}")
+
+    def plus(self, number: int) -> "Sampling":
+        """The same with the seed of the answer that comes `number` after this one's."""
+        return replace(self, seed=(self.seed + number) % (MAX_SEED + 1))
 
     def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> "Sampling":
         """The same but for what is given; a seed that is not given is drawn."""

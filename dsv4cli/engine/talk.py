@@ -12,10 +12,11 @@ from dsv4cli.engine.answer import Answer
 from dsv4cli.engine.answers import Pieces
 from dsv4cli.engine.budget import Thinking
 from dsv4cli.engine.device import step_memory
-from dsv4cli.engine.dialogue import Dialogue, context_of, rooms
+from dsv4cli.engine.dialogue import Dialogue, context_of, room_of
 from dsv4cli.engine.generate import Step, taken
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.prefix import SNAPSHOTS, Prefixes
+from dsv4cli.engine.preparing import Waits
 from dsv4cli.engine.prompt import Message
 from dsv4cli.engine.sampler import sample
 from dsv4cli.engine.schedule import Schedule, Stream
@@ -48,7 +49,7 @@ class Talk:
     """Answers one conversation; its messages may be others each time. `dialogue` and `limits` may be set between turns.
 
     prompt_tokens: of the last turn's prompt; reused: how many of them the cache held; prefilled: how many have gone
-    through the model.
+    through the model; lookalikes: as `Prompt` has them.
     """
 
     def __init__(self, model: Transformer, dialogue: Dialogue, limits: Limits, device: torch.device | str) -> None:
@@ -56,6 +57,7 @@ class Talk:
         self.dialogue = dialogue
         self.limits = limits
         self.prompt_tokens = self.reused = self.prefilled = 0
+        self.lookalikes: list[str] = []
         longest = min(FEWEST_TOKENS, self.context)
         self._schedule = Schedule(model, streams=1, prefill_chunk=limits.prefill_chunk, device=device, longest=longest)
         self._prefixes = Prefixes(self._schedule.cache)
@@ -78,6 +80,10 @@ class Talk:
     def context(self) -> int:
         """The most tokens of a prompt and its answer."""
         return context_of(self.dialogue.config, self.limits)
+
+    def tell_waits(self, waits: Waits) -> None:
+        """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
+        self._schedule.preparing.waits = waits
 
     @property
     def unread(self) -> int:
@@ -123,10 +129,11 @@ class Talk:
         after any interruption between steps or of one that is `breakable`, the next turn can be asked for.
         """
         self._end()
-        ids = self.dialogue.prompt(messages).ids
+        prompt = self.dialogue.prompt(messages)
+        ids, self.lookalikes = prompt.ids, prompt.lookalikes
         if len(ids) >= self.context:
             raise ContextFull(len(ids), self.context, self.surplus(messages))
-        [room] = rooms([ids], self.dialogue.config, self.limits)
+        room = room_of(ids, self.dialogue.config, self.limits)
         thinking = self._thinking(ids, room, think_budget)
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0
         self._stopping = False
@@ -246,7 +253,8 @@ class Talk:
         if other is not None:
             drawn = taken(self.model, logits, torch.full_like(token, other), self.limits.logprobs)
         [(number, logprob, top)] = drawn
-        return Step(0, number, logprob, top, self._finish(number, len(stream.ids) + 1, end))
+        finish = self._finish(number, len(stream.ids) + 1, end)
+        return Step(0, number, logprob, top, finish, self._schedule.preparing.happened)
 
     def _finish(self, token: int, length: int, end: int) -> Literal["stop", "length"] | None:
         if token == self.dialogue.config.eos_token_id:

@@ -1,7 +1,9 @@
 """Text to token ids and back, at once or one id at a time."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +83,49 @@ class Tokenizer:
             raise UsageError(f"the text is not valid Unicode at {where}", "save it as UTF-8") from error
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[str]]:
+        """The ids of the parts' text, special tokens where their text stands but not in what is `Given`, and the texts
+        there that look like one; UsageError if it is not valid Unicode."""
+        ids = self.encode("".join(parts))
+        pieces = [piece for part in parts for piece in self._pieces(part)]
+        if [id for id in ids if id in self._special] == [id for _, id in pieces if id is not None]:
+            return ids, []
+        ids = []
+        for is_text, run in groupby(pieces, key=lambda piece: piece[1] is None):
+            texts, special = zip(*run, strict=True)
+            ids += self._plain.encode("".join(texts)).ids if is_text else special
+        given = (self._backend.encode(part, add_special_tokens=False).ids for part in parts if _is_given(part))
+        return ids, list(dict.fromkeys(self._special[id] for found in given for id in found if id in self._special))
+
+    def _pieces(self, part: str) -> Iterator[tuple[str, int | None]]:
+        """The part cut at its special tokens, each with its id, None for text."""
+        if _is_given(part):
+            yield part, None
+            return
+        encoding, start = self._backend.encode(part, add_special_tokens=False), 0
+        for id, (first, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if id in self._special:
+                yield part[start:first], None
+                yield part[first:end], id
+                start = end
+        yield part[start:], None
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """Each token that is found in a text before all others."""
+        return {id: token.content for id, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _plain(self) -> "tokenizers.Tokenizer":
+        """The same vocabulary without special tokens."""
+        from tokenizers import Tokenizer as Backend
+
+        plain = Backend(self._backend.model)
+        plain.pre_tokenizer = self._backend.pre_tokenizer
+        if self._backend.normalizer is not None:
+            plain.normalizer = self._backend.normalizer
+        return plain
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
@@ -118,6 +163,10 @@ class StreamDecoder:
     def flush(self) -> str:
         """What is still open, as U+FFFD; afterwards a new text may begin."""
         return self._utf8.decode(b"", final=True)
+
+
+def _is_given(part: str) -> bool:
+    return isinstance(part, tokens.Given)
 
 
 def _is_one_token(backend: "tokenizers.Tokenizer", text: str) -> bool:

@@ -30,3 +30,9 @@ REQUIRED = (BOS, EOS, USER, ASSISTANT, THINK_START, THINK_END, DSML)
 
 SPECIAL = (BOS, EOS, PAD, *REQUIRED[2:], LATEST_REMINDER, EXTRACTED_URL, *TASKS.values())
 """Every token named here, BOS, EOS and PAD first as in the official vocabulary (ids 0, 1, 2)."""
+
+
+class Given(str):
+    """A part of a prompt that comes from outside: what looks like a special token in it is text."""
+
+    __slots__ = ()

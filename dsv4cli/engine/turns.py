@@ -6,6 +6,7 @@ from typing import Any
 
 from dsv4cli.engine import prompt_text as texts
 from dsv4cli.engine import tokens
+from dsv4cli.engine.tokens import Given
 from dsv4cli.errors import UsageError
 
 _PRIMED_ROLES = ("assistant", "latest_reminder")  # what precedes one of these ends with the primer of an answer
@@ -17,6 +18,11 @@ class Block:
 
     text: str
     call_id: str | None
+
+    @property
+    def parts(self) -> list[str]:
+        """As the user turn has it."""
+        return [Given(self.text)] if self.call_id is None else texts.result_parts(self.text)
 
 
 @dataclass
@@ -85,57 +91,55 @@ def without_developers(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for i, turn in enumerate(turns) if turn.role != "developer" or i >= last]
 
 
-def render(turns: Sequence[Turn], *, thinking: bool, keep: bool) -> str:
-    """The text of the written turns. `keep`: reasoning from before the last question stays."""
+def render(turns: Sequence[Turn], *, thinking: bool, keep: bool) -> list[str]:
+    """The parts of the written turns. `keep`: reasoning from before the last question stays."""
     last = last_question(turns)
     parts: list[str] = []
     for i, turn in enumerate(turns):
         if not turn.written:
             continue
         answers_task = i > 0 and turns[i - 1].task is not None
-        parts.append(_body(turn, reasoning=thinking and not answers_task and (keep or i > last)))
+        parts += _body(turn, reasoning=thinking and not answers_task and (keep or i > last))
         if i + 1 == len(turns) or turns[i + 1].role in _PRIMED_ROLES:
             parts.append(_tail(turn, thinking=thinking, current=keep or i >= last))
-    return "".join(parts)
+    return parts
 
 
 def _block(message: Mapping[str, Any]) -> Block:
-    text = text_of(message.get("content"))
-    if message["role"] == "user":
-        return Block(text, None)
-    return Block(texts.tool_result(text), message.get("tool_call_id", ""))
+    call_id = None if message["role"] == "user" else message.get("tool_call_id", "")
+    return Block(text_of(message.get("content")), call_id)
 
 
-def _body(turn: Turn, *, reasoning: bool) -> str:
-    """The turn's own text; `reasoning` is whether an assistant's is shown."""
+def _body(turn: Turn, *, reasoning: bool) -> list[str]:
+    """The turn's own parts; `reasoning` is whether an assistant's is shown."""
     match turn.role:
         case "system":
             return _instructions(turn.message)
         case "developer":
-            return tokens.USER + _instructions(turn.message)
+            return [tokens.USER, *_instructions(turn.message)]
         case "user":
-            return tokens.USER + "\n\n".join(block.text for block in turn.blocks)
+            return [tokens.USER, *texts.joined((block.parts for block in turn.blocks), "\n\n")]
         case "latest_reminder":
-            return tokens.LATEST_REMINDER + text_of(turn.message.get("content"))
+            return [tokens.LATEST_REMINDER, Given(text_of(turn.message.get("content")))]
         case "assistant":
             return _answer(turn.message, reasoning)
     raise UsageError(f'no message can have the role "{turn.role}"', "use system, user, assistant or tool")
 
 
-def _instructions(message: Mapping[str, Any]) -> str:
-    text = text_of(message.get("content"))
+def _instructions(message: Mapping[str, Any]) -> list[str]:
+    parts: list[str] = [Given(text_of(message.get("content")))]
     if message.get("tools"):
-        text += texts.tools_block(message["tools"])
+        parts += texts.tools_parts(message["tools"])
     if message.get("response_format"):
-        text += texts.response_format_block(message["response_format"])
-    return text
+        parts += texts.format_parts(message["response_format"])
+    return parts
 
 
-def _answer(message: Mapping[str, Any], reasoning: bool) -> str:
+def _answer(message: Mapping[str, Any], reasoning: bool) -> list[str]:
     # <think> is the primer that the turn before ended with
-    thought = (message.get("reasoning_content") or "") + tokens.THINK_END if reasoning else ""
-    calls = texts.calls_block(message["tool_calls"]) if message.get("tool_calls") else ""
-    return thought + text_of(message.get("content")) + calls + ("" if message.get("wo_eos") else tokens.EOS)
+    thought = [Given(message.get("reasoning_content") or ""), tokens.THINK_END] if reasoning else []
+    calls = texts.calls_parts(message["tool_calls"]) if message.get("tool_calls") else []
+    return [*thought, Given(text_of(message.get("content"))), *calls, "" if message.get("wo_eos") else tokens.EOS]
 
 
 def _tail(turn: Turn, *, thinking: bool, current: bool) -> str:

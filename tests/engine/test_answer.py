@@ -6,8 +6,8 @@ import pytest
 
 from dsv4cli.engine.answer import Answer
 from dsv4cli.engine.generate import Step
-from dsv4cli.engine.prompt_text import CALLS_OPEN, calls_block
-from tests.program import BYTES
+from dsv4cli.engine.prompt_text import CALLS_OPEN
+from tests.program import BYTES, calls_block
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
 

@@ -24,7 +24,8 @@ def test_a_large_step_has_every_thread(two_threads, tokens, weights, threads):
     assert torch.get_num_threads() == 2
 
 
-def test_a_small_model_computes_a_few_tokens_with_one_thread(two_threads, monkeypatch):
+@pytest.mark.parametrize("way", [Schedule.logits, Schedule.step], ids=["logits", "step"])
+def test_a_small_model_computes_a_few_tokens_with_one_thread(two_threads, monkeypatch, way):
     seen = []
 
     def fails(*_):
@@ -35,5 +36,5 @@ def test_a_small_model_computes_a_few_tokens_with_one_thread(two_threads, monkey
     one = Schedule(model(), streams=1, prefill_chunk=8, device="cpu")
     one.add(Stream(0, [1]))
     with pytest.raises(KeyboardInterrupt):
-        one.logits()
+        way(one)
     assert (seen, torch.get_num_threads()) == ([1], 2)

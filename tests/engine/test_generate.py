@@ -6,9 +6,11 @@ import torch
 from dsv4cli.engine import generate, schedule
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
+from dsv4cli.engine.decode import SIZES
 from dsv4cli.engine.generate import Generator, Step
 from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.settings import Sampling
+from dsv4cli.engine.request import Request
+from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.small_model import by_number, generator, model, prompts
 
@@ -76,10 +78,21 @@ def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longe
     monkeypatch.setattr(schedule, "captures", lambda device: True)
     one = generator(texts, SAMPLING, prefill_chunk=chunk, **LIMITS)
     decoded = one.schedule._decoder
-    asked = []
-    monkeypatch.setattr(decoded, "logits", lambda work: asked.append(len(work)) or type(decoded).logits(decoded, work))
-    assert tokens(one.steps()) == {number: [step.token for step in steps] for number, steps in enumerate(expected)}
+    asked, waited = [], []
+    one.schedule.preparing.waits = waited.append
+
+    def logits(work, begins):
+        asked.append(len(work))
+        return type(decoded).logits(decoded, work, begins)
+
+    monkeypatch.setattr(decoded, "logits", logits)
+    steps = list(one.steps())
+    assert tokens(steps) == {number: [step.token for step in steps] for number, steps in enumerate(expected)}
     assert max(asked) == min(slots, len(texts))
+    # a step of each size is prepared once
+    sizes = {next(size for size in SIZES if size >= count) for count in asked}
+    assert waited == [True, False] * len(sizes)
+    assert 0 < sum(step.prepared for step in steps) < len(steps)
     cache = one.schedule.cache
     assert (cache.free_slots, cache.used_blocks) == (cache.slots - 1, 0)
 
@@ -165,3 +178,23 @@ def test_numbers_that_are_not_finite_and_memory_that_runs_out(monkeypatch):
     with pytest.raises(NotEnoughMemory, match="cpu ran out of memory: CUDA out of memory") as caught:
         next(generator([[1]]).steps())
     assert "--prefill-chunk" in caught.value.remedy
+
+
+def test_requests_draw_as_each_would_alone():
+    """Two temperatures, two ends and two seeds beside each other."""
+    texts = prompts()[:3]
+    ways = [(Sampling(0.0), 5), (Sampling(0.7, 0.9, 3), 9), (Sampling(1.5, 1.0, 3), 5)]
+    asked = [
+        Request(ids, sampling, Limits(most, logprobs=number))
+        for number, (ids, (sampling, most)) in enumerate(zip(texts, ways, strict=True))
+    ]
+    together = by_number(Generator(model(), asked, "cpu").steps())
+    alone = [[*Generator(model(), [one], "cpu").steps()] for one in asked]
+    for number, steps in enumerate(alone):
+        assert [step.token for step in together[number]] == [step.token for step in steps]
+        assert {len(step.top) for step in together[number]} == {number}
+    assert [len(steps) for steps in alone] == [5, 9, 5]
+
+
+def test_the_seed_of_a_later_answer_is_one_that_can_be_given():
+    assert [Sampling(seed=MAX_SEED - 1).plus(n).seed for n in range(3)] == [MAX_SEED - 1, MAX_SEED, 0]

@@ -21,6 +21,7 @@ from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.source import BUILT_IN, resolve_model
 from dsv4cli.engine.weights import total_bytes
 from dsv4cli.errors import NotEnoughMemory
+from tests.small_model import requests
 
 TINY = "random:tiny"
 NAMES = (TINY, BUILT_IN)
@@ -99,7 +100,7 @@ def test_every_budget_gives_the_same_tokens(device):
 
     def answers(rows):
         model = loaded(BUILT_IN, device, rows)
-        generator = Generator(model, prompts, Sampling(1.0, 0.9, 3), Limits(12, None, 7, 0, ()), device)
+        generator = Generator(model, requests(prompts, Sampling(1.0, 0.9, 3), Limits(12, None, 7, 0, ())), device)
         return [(step.number, step.token, step.logprob) for step in generator.steps()]
 
     assert answers(3) == answers(None)

@@ -6,9 +6,10 @@ from random import Random
 import pytest
 
 from dsv4cli.engine.mend import mend_reply
-from dsv4cli.engine.prompt_text import CALLS_OPEN, calls_block
+from dsv4cli.engine.prompt_text import CALLS_OPEN
 from dsv4cli.engine.reply import Reply, ReplyStream, parse_reply
 from dsv4cli.engine.tokens import DSML, EOS, SPECIAL, THINK_END, THINK_START
+from tests.program import calls_block
 
 
 def call(name, arguments):
@@ -23,6 +24,10 @@ INVOKE_END, CALLS_END = f"</{DSML}invoke>\n", f"</{DSML}tool_calls>"
 def without(text, part):
     assert part in text
     return text.replace(part, "", 1)
+
+
+# the strict parser, which takes markup inside values and names as the official one does, refuses it
+UNENDED = without(BLOCK, CALLS_END)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +86,18 @@ def test_thinking(text, content, reasoning, calls, words):
         ),
         (f"\n\n<{DSML}tool_calls>", [], ["markup of tool calls without a call was left out"]),
         (f" {DSML} ", [], ["markup of tool calls without a call was left out"]),
+        (
+            UNENDED.replace("x\ny", f"x\ny\n</{DSML}param>z"),
+            [FIRST, SECOND],
+            ["markup inside the parameter a and what"],
+        ),
+        (UNENDED.replace(">3<", f">3{DSML}<"), [FIRST, SECOND], ["markup inside the parameter n and what"]),
+        (UNENDED.replace('"g"', f'"g{DSML}"'), [FIRST], ["a tool call without a name was left out"]),
+        (
+            UNENDED.replace('"n"', f'"n{DSML}"'),
+            [call("f", {"a": "x\ny"}), SECOND],
+            ["a parameter without a name was left out"],
+        ),
     ],
 )
 def test_calls(block, calls, words):
@@ -102,7 +119,8 @@ def test_a_call_that_was_cut_off_is_left_out_wherever_that_is():
         assert reply.tool_calls == [FIRST, SECOND][: len(reply.tool_calls)]
         if DSML in BLOCK[:cut]:
             assert reply.content == "so"
-            assert mended
+            # behind these the official parser, which is the strict one, sees no more to read
+            assert mended or BLOCK[:cut].endswith((CALLS_OPEN, INVOKE_END[:-2]))
         whole = BLOCK[:cut].count(INVOKE_END[:-2])
         assert len(reply.tool_calls) in (whole, max(0, whole - 1))
 
@@ -118,12 +136,13 @@ def test_nothing_that_a_model_may_write_leaks_or_fails():
         for token in SPECIAL:
             assert token not in reply.content + reply.reasoning_content or not mended
         assert DSML not in reply.content + reply.reasoning_content
+        assert DSML not in json.dumps(reply.tool_calls, ensure_ascii=False) or not mended
         stream = ReplyStream(thinking)
         pieces = [piece for one in text for piece in stream.push(one)] + stream.flush()
         for kind in ("reasoning", "content"):
             assert DSML not in "".join(part for found, part in pieces if found == kind)
         if not mended:
-            end = "" if EOS in text or reply.tool_calls else EOS
+            end = "" if EOS in text or text.endswith(CALLS_OPEN) or reply.tool_calls else EOS
             assert parse_reply(text + end, thinking=thinking) == reply
         elif reply.tool_calls:
             assert all(isinstance(json.loads(one["function"]["arguments"]), dict) for one in reply.tool_calls)

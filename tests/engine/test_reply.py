@@ -78,7 +78,7 @@ def test_calls(text: str, expected: list[tuple[str, str]]) -> None:
         (f"a{DSML}{EOS}", f"the content contains the token {DSML}"),
         (f"{calls(invoke('f'))} ok{EOS}", 'text follows the end of the reply: " ok'),
         (f"{calls(invoke('f'))}{EOS}x", "text follows the end"),
-        (CALLS, f"the reply ends without </{DSML}tool_calls>"),
+        (f"{CALLS}>", f"the reply ends without </{DSML}tool_calls>"),
         (f"{CALLS}>\n{invoke('f')}\n{EOS}", f"the reply ends without </{DSML}tool_calls>"),
         (f"{CALLS}>\n{invoke('f')}</{DSML}tool_calls>{EOS}", 'does not end its line: ">"'),
         (f"{CALLS}>{invoke('f')}\n</{DSML}tool_calls>{EOS}", 'does not end its line: ">"'),
@@ -124,8 +124,8 @@ def test_a_reply_is_read_back_as_it_was_written(thinking: bool) -> None:
     none = {"type": "function", "function": {"name": "g", "arguments": "{}"}}
     reply = Reply("Look:", "why\n" if thinking else "", [call, none])
     question = [{"role": "user", "content": "q"}]
-    prompt = encode_messages(question, release="v4", thinking=thinking)
-    talk = encode_messages(check_messages([*question, reply.as_message()]), release="v4", thinking=thinking)
+    prompt = "".join(encode_messages(question, release="v4", thinking=thinking))
+    talk = "".join(encode_messages(check_messages([*question, reply.as_message()]), release="v4", thinking=thinking))
     assert talk.startswith(prompt)
     assert parse_reply(talk.removeprefix(prompt), thinking=thinking) == reply
 
@@ -219,3 +219,12 @@ def test_stream_holds_back_no_more_than_a_mark() -> None:
     assert stream.push("<") == []
     assert stream.flush() == [("calls", "<")]
     assert stream.flush() == []
+
+
+def test_a_text_may_end_where_the_official_parser_looks_for_no_more() -> None:
+    begun = f"Hm.{CALLS}>\n{invoke('f')}"
+    assert parse_reply(f"Hm.{CALLS}", thinking=False) == Reply("Hm.")
+    assert arguments(parse_reply(begun.removesuffix(">"), thinking=False)) == [("f", "{}")]
+    for cut in (f"Hm.{CALLS}>", f"Hm.{CALLS}{EOS}", begun, begun.removesuffix(">") + EOS):
+        with pytest.raises(MalformedReply):
+            parse_reply(cut, thinking=False)

@@ -15,6 +15,7 @@ from dsv4cli.engine.dialogue import open_dialogue
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.prefix import shared
+from dsv4cli.engine.request import Request
 from dsv4cli.engine.schedule import Schedule
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.source import resolve_model
@@ -78,7 +79,7 @@ def fresh(messages, sampling=SEEDED, think="off", **limits):
 @cache
 def _fresh(ids, sampling, think, limits):
     limits = _limits(think, dict(limits))
-    found = generate_answers(model(), dialogue(think), [list(ids)], sampling, limits, "cpu")
+    found = generate_answers(model(), dialogue(think), [Request(list(ids), sampling, limits)], "cpu")
     return drawn(drain((answer, pieces) for _, answer, pieces in found)[0])
 
 
@@ -169,7 +170,7 @@ def test_the_answer_itself_is_not_prefilled_where_its_text_has_the_same_tokens()
         ids = nano_dialogue.prompt(messages).ids
         again, prefilled = ask(one, messages, Sampling(temperature=0))
         assert prefilled == len(ids) - before
-        expected = generate_answers(nano(), nano_dialogue, [ids], Sampling(temperature=0), limits, "cpu")
+        expected = generate_answers(nano(), nano_dialogue, [Request(ids, Sampling(temperature=0), limits)], "cpu")
         alone = drain((answer, pieces) for _, answer, pieces in expected)[0]
         assert drawn(again) == drawn(alone)
         assert "Rome" in again.message()[0]["content"]

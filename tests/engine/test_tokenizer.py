@@ -132,6 +132,24 @@ def test_round_trip_and_stream(official_tokenizer: Tokenizer, byte_tokenizer: To
         assert pieces[-1] == ""
 
 
+def test_given_text_beside_markup(official_tokenizer: Tokenizer) -> None:
+    given = [tokens.Given("see <think>ing </think>"), tokens.Given("<｜place▁holder▁no▁7｜>")]
+    parts = [tokens.USER, given[0], tokens.ASSISTANT + tokens.ASSISTANT, "<", given[1], tokens.THINK_END]
+    ids, lookalikes = official_tokenizer.encode_parts(parts)
+    assert lookalikes == ["<think>", "</think>", "<｜place▁holder▁no▁7｜>"]
+    assert official_tokenizer.decode(ids) == "".join(parts)
+    assert [id for id in ids if id >= 128000] == [128803, 128804, 128804, 128822]
+    assert ids[1:10] == [6534, 818, 37947, 32, 288, 2728, 37947, 32, 128804]
+    assert official_tokenizer.encode_parts(["".join(parts)]) == (official_tokenizer.encode("".join(parts)), [])
+
+
+def test_text_is_cut_where_the_official_encoder_cuts_it(official_tokenizer: Tokenizer) -> None:
+    parts = ["<tool_result>", tokens.Given(" can"), "'t"]
+    assert official_tokenizer.encode_parts(parts) == (official_tokenizer.encode("".join(parts)), [])
+    shown = official_tokenizer.encode_parts([*parts, tokens.Given(tokens.USER)])[0]
+    assert shown[: len(official_tokenizer.encode("".join(parts)))] == official_tokenizer.encode("".join(parts))
+
+
 def test_byte_vocabulary(byte_tokenizer: Tokenizer) -> None:
     assert byte_tokenizer.encode(f"{BOS}h\x00ÿ{EOS}") == [0, *byte_ids("h\x00ÿ".encode()), 1]
     assert byte_tokenizer.encode("🏋 a") == byte_ids("🏋 a".encode())

@@ -29,7 +29,7 @@ def call(name: str, arguments: str, id: str = "c") -> dict[str, Any]:
 
 def encode(messages: Sequence[Message], *, thinking: bool = True, **options: Any) -> str:
     """The prompt of checked messages without its BOS."""
-    text = encode_messages(check_messages(messages), release="v4", thinking=thinking, **options)
+    text = "".join(encode_messages(check_messages(messages), release="v4", thinking=thinking, **options))
     return text.removeprefix(BOS)
 
 

@@ -33,21 +33,19 @@ def test_greedy_of_a_slice_and_of_infinities():
 
 def slow_nucleus(weights: list[int], top_p: float) -> list[bool]:
     """Which tokens are in the nucleus; the sums are exact."""
-    kept, before, limit = [False] * len(weights), 0, Fraction(top_p) * sum(weights)
-    for token in sorted(range(len(weights)), key=lambda token: -weights[token]):
-        if before >= limit:
-            break
-        kept[token] = True
-        before += weights[token]
-    return kept
+    before, smallest, limit = 0, max(weights), (Fraction(top_p) - Fraction(1, 2**16)) * sum(weights)
+    for weight in sorted(weights, reverse=True):
+        smallest = smallest if before >= limit else weight
+        before += weight
+    return [weight >= smallest for weight in weights]
 
 
-# chances in units of which 32 make the whole, ties among them; what parts are asked for: between the edges, and at an
-# edge itself only where every chance is exact
+# chances in units, ties among them; how many units are asked for: between the edges, and at edges that fp32 misses by
+# its last bits in one direction or the other
 NUCLEI = [
-    ([16, 16], [1, 16]), ([32], [31]), ([4, 16, 6, 6], [19, 25]),
-    *(pytest.param(weights, range(1, 32, 6), marks=pytest.mark.slow)
-      for weights in ([8, 4, 4, 4, 2, 2, 4, 4], [2, 6, 12, 6, 6])),
+    ([16, 16], [1, 16]), ([32], [31]), ([4, 16, 6, 6], [16, 19, 28]), ([1] * 5, [2, 3]), ([3, 3, 1, 1, 1, 1], [6, 7]),
+    *(pytest.param(weights, range(1, 32), marks=pytest.mark.slow)
+      for weights in ([8, 4, 4, 4, 2, 2, 4, 4], [2, 6, 12, 6, 6], [7, 1, 7, 1, 7, 3, 3, 3])),
     pytest.param([8] * 4, [7, 8, 13, 16, 19, 24, 25], marks=pytest.mark.slow),
 ]  # fmt: skip
 
@@ -60,8 +58,8 @@ def test_the_edge_of_the_nucleus(weights, parts):
     noise = torch.ones(width, width).masked_fill(torch.eye(width) > 0, 1e-30)
     logits = torch.tensor(weights).double().log().float().expand(width, -1).contiguous()
     for part in parts:
-        drawn = draw(logits, noise, 1.0, part / 32).tolist()
-        assert [place == token for place, token in enumerate(drawn)] == slow_nucleus(weights, part / 32)
+        drawn = draw(logits, noise, 1.0, part / sum(weights)).tolist()
+        assert [place == token for place, token in enumerate(drawn)] == slow_nucleus(weights, part / sum(weights))
 
 
 @pytest.mark.usefixtures("backend")
@@ -83,7 +81,7 @@ def test_draws_are_those_of_the_definition(shape, temperature, top_p):
         ordered, order = exact[row].sort(descending=True, stable=True)
         before = torch.zeros_like(ordered).scatter(0, order, ordered.cumsum(0) - ordered)
         # chances of fp32 are off by 1e-5 of themselves at most: exp of a difference of up to 40
-        surely = before < top_p * (1 - 1e-5)
+        surely = before < max(top_p * (1 - 1e-5) - 2.0**-16, 1e-12)
         race = exact[row] / noise[row].double()
         assert before[token] < top_p * (1 + 1e-5)
         assert race[token] >= race[surely].max() * (1 - 1e-4)
@@ -94,12 +92,14 @@ def test_draws_are_those_of_the_definition(shape, temperature, top_p):
 def test_draws_from_a_row_in_many_parts(top_p):
     vocabulary = 129_280 if torch.empty(0).is_cuda else 5_003  # an interpreted part takes 10 ms
     logits, noise = torch.randn(2, vocabulary) * 3, torch.empty(2, vocabulary).exponential_()
-    # all equal: the nucleus ends within a part; three tokens from its edge, so that no rounding of a sum matters
-    logits[1], edge = 0.0, int(vocabulary * top_p)
-    noise[1, edge + 3], noise[1, edge - 3] = 1e-30, 1e-20
+    # a token that holds top_p, and equals of which the nucleus has none or all
+    logits[1] = 0.0
+    logits[1, 7] = math.log(top_p / (1 - top_p) * (vocabulary - 1))
+    noise[1, -1] = 1e-30
     drawn = draw(logits, noise, 1.0, top_p).cpu()
     assert drawn[0] == ref.draw(logits[:1].cpu(), noise[:1].cpu(), 1.0, top_p)
-    assert drawn[1] == edge - 3
+    assert drawn[1] == 7
+    assert draw(logits[1:], noise[1:], 1.0, top_p + 1e-4).item() == vocabulary - 1
 
 
 @pytest.mark.usefixtures("backend")

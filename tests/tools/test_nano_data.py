@@ -239,4 +239,4 @@ def test_held_out_needles_are_at_all_distances_and_said_once():
 
 def _prompt(row: dict) -> str:
     messages = with_tools(row["messages"], row["tools"])
-    return encode_messages(messages, release="v4", thinking=row["thinking"])
+    return "".join(encode_messages(messages, release="v4", thinking=row["thinking"]))

@@ -27,7 +27,8 @@ def prompt(item: Item) -> str:
 
 
 def _encoded(item: Item, messages: list[Message]) -> str:
-    return encode_messages(with_tools(messages, item.tools), release="v4", thinking=item.thinking, effort=item.effort)
+    talk = with_tools(messages, item.tools)
+    return "".join(encode_messages(talk, release="v4", thinking=item.thinking, effort=item.effort))
 
 
 def weighted(item: Item) -> list[tuple[str, float]]:

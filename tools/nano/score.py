@@ -18,6 +18,7 @@ from dsv4cli.engine.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.prompt import with_tools
+from dsv4cli.engine.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.source import resolve_model
 from tools.nano.heldout import BANDS, load
@@ -55,8 +56,8 @@ class Examinee:
                 yield from self._together(asked[start : start + TOGETHER])
 
     def _together(self, items: Sequence[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
-        prompts, dialogue = [self.prompt(item) for item in items], self.dialogue(items[0])
-        for number, answer, _ in generate_answers(self.model, dialogue, prompts, Sampling(0.0), LIMITS, self.device):
+        requests = [Request(self.prompt(item), Sampling(0.0), LIMITS) for item in items]
+        for number, answer, _ in generate_answers(self.model, self.dialogue(items[0]), requests, self.device):
             if answer.finish:
                 yield items[number], answer.record()
 

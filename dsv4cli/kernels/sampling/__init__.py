@@ -19,9 +19,9 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: f
     """argmax(chance / noise) of each row over its nucleus, of equals the lowest place.
 
     logits: finite fp32 [R, V]; noise: fp32 [R, V] above 0, exponential for draws that follow the chances; temperature
-    above 0. Chances are softmax(logits / temperature) in fp32. The nucleus, for top_p below 1: the tokens before which,
-    by falling chance and of equals by rising place, the chances sum to less than top_p; the likeliest is always in it.
-    The sum: exact in Triton, a running one of fp32 in the reference. Returns int64 [R].
+    above 0. Chances are softmax(logits / temperature) in fp32. The nucleus, for top_p below 1: by falling
+    chance, the tokens before which the chances sum to less than top_p - 2 ** -16, and all that are as likely as the
+    last of these; the likeliest is always in it. Sums are exact, in whole numbers of 2 ** -62. Returns int64 [R].
     """
     return choose(logits, ref).draw(logits, noise, temperature, top_p)
 

@@ -1,22 +1,19 @@
 """Sampling in Triton: a row is shared by many programs, a part each; every exchange between them is a launch."""
 
-import struct
-
 import torch
 import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.overlap import overlap, wait_for_inputs
+from dsv4cli.kernels.sampling import ref
 from dsv4cli.kernels.sampling.nucleus import (
     BINS,
     CHUNK,
     COPIES,
     LEVELS,
-    UNIT,
     add_mass,
     find_smallest,
-    first_of_nucleus,
     key_of,
     race_of_nucleus,
 )
@@ -58,7 +55,7 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: f
     found = torch.empty(LEVELS.value + 1, rows, 2, dtype=torch.int64, device=device)
     cleared = triton.next_power_of_2(triton.cdiv(mass[:1].numel(), parts))
     _scaled[grid](logits, chances, tops, sums, mass, logits.stride(0), temperature, width, part, cleared, **options)
-    within, limit = top_p < 1, int(fp32(top_p) * UNIT.value)
+    within, limit = top_p < 1, ref.limit_of(top_p)
     # all that is less likely holds half of what the nucleus leaves out, at most; no such bound near 1, for fp32 errs
     least = (1 - top_p) / (2 * width) if top_p < 0.9999 else 0.0
     _chances[grid](chances, tops, sums, mass, least, parts, width, part, padded, within, **options)
@@ -67,14 +64,10 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: f
         return first_of_best(best, places)
     for level in range(1, LEVELS.value):
         find_smallest[grid](chances, mass, found, limit, least, rows, width, part, level, **options)
-    ties, (tied, tie_places) = partial(rows, parts, device)[1], partial(rows, parts, device)
-    outcome = (best, places, tied, tie_places, ties)
-    race_of_nucleus[grid](chances, noise, mass, found, *outcome, noise.stride(0), limit, rows, width, part, **options)
-    chosen = torch.empty(rows, dtype=torch.int64, device=device)
-    first_of_nucleus[(rows,)](
-        chances, noise, found, *outcome, chosen, noise.stride(0), rows, parts, width, part, padded, **options
+    race_of_nucleus[grid](
+        chances, noise, mass, found, best, places, noise.stride(0), limit, rows, width, part, **options
     )
-    return chosen
+    return first_of_best(best, places)
 
 
 def noise(seeds: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
@@ -91,11 +84,6 @@ def check(x: torch.Tensor) -> None:
     """Raises KernelUnsupported for what the kernels do not take."""
     if x.dtype != torch.float32 or x.stride(1) != 1:
         raise KernelUnsupported(f"Triton samples from fp32 with consecutive columns, not {x.dtype}, {x.stride()}")
-
-
-def fp32(x: float) -> float:
-    """x rounded to fp32, as PyTorch rounds a number that it compares with a tensor."""
-    return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
 def first_of_best(best: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

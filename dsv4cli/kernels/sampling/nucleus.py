@@ -1,16 +1,16 @@
 """The nucleus without sorting: the smallest chance that has a place in it, and the best of what is in it.
 
-Histograms of chances lead to the smallest chance, six bits of it each. Their sums are integers, 2 ** -62 the unit:
-exact, so that no order of adding matters.
+Histograms of chances lead to the smallest chance, six bits of it each. Their sums are integers: exact, so that no order
+of adding matters.
 """
 
 import triton
 import triton.language as tl
 
 from dsv4cli.kernels.overlap import wait_for_inputs
-from dsv4cli.kernels.sampling.parts import NOWHERE, best_of
+from dsv4cli.kernels.sampling.parts import best_of
 
-LEVELS, BINS, UNIT = tl.constexpr(5), tl.constexpr(64), tl.constexpr(2.0**62)
+LEVELS, BINS = tl.constexpr(5), tl.constexpr(64)
 # so many histograms of each level are added up, lest all programs add to the same few numbers
 COPIES = tl.constexpr(8)
 # values that are taken together: the sum of so many mantissas of 24 bits fits into 32; from how many known ones among
@@ -27,7 +27,7 @@ def key_of(chance):
 
 @triton.jit
 def in_units(mantissas, exponent):
-    """A sum of mantissas that share the first digit of their keys; int64."""
+    """A sum of mantissas that share the first digit of their keys, in `ref.UNIT`ths; int64."""
     up = (exponent - 24).to(tl.int64)
     sums = tl.where(up >= 0, mantissas << tl.maximum(up, 0), mantissas >> tl.maximum(-up, 0))
     return tl.where(exponent > 0, sums, 0)
@@ -84,7 +84,7 @@ def find_smallest(
     chances,
     mass,  # int64 [count, LEVELS, COPIES, BINS]
     found,  # int64 [LEVELS + 1, count, 2]: digits known of the smallest chance of the nucleus, sum of all above these
-    limit,  # top_p in units
+    limit,  # as ref.limit_of
     least,
     count,
     WIDTH: tl.constexpr,
@@ -108,12 +108,9 @@ def race_of_nucleus(
     chances,
     noise,
     mass,
-    found,  # the last level: the smallest chance, and how many that have it there is room for
-    best,  # [count, parts]: the best of those above the smallest chance
+    found,
+    best,  # [count, parts]: the best of those that are as likely as the smallest chance, or likelier
     places,
-    tied,  # the same of those that have it
-    tie_places,
-    ties,  # int32 [count, parts]: how many do
     stride,  # of noise
     limit,
     count,
@@ -127,61 +124,8 @@ def race_of_nucleus(
     wait_for_inputs(OVERLAP)
     chance = tl.load(chances + row * WIDTH + column, inside, other=0.0)
     race = chance / tl.load(noise + row * stride + column, inside, other=1.0)
-    smallest, above = lowest_bin(mass, found, row, count, limit, False, LEVELS)
-    key = key_of(chance)
+    smallest, _ = lowest_bin(mass, found, row, count, limit, False, LEVELS)
+    top, place = best_of(race, column, inside & (key_of(chance) >= smallest))
     slot = row * tl.num_programs(0) + part
-    top, place = best_of(race, column, inside & (key > smallest))
     tl.store(best + slot, top)
     tl.store(places + slot, place)
-    tie = inside & (key == smallest)
-    top, place = best_of(race, column, tie)
-    tl.store(tied + slot, top)
-    tl.store(tie_places + slot, place)
-    tl.store(ties + slot, tl.sum(tie.to(tl.int32), 0))
-    # as many of equals as there are with less than top_p before them
-    weight = tl.maximum(in_units(mantissa_of(smallest).to(tl.int64), smallest >> (LEVELS - 1) * 6), 1)
-    tl.store(found + (LEVELS * count + row) * 2, smallest.to(tl.int64), part == 0)
-    tl.store(found + (LEVELS * count + row) * 2 + 1, (limit - above + weight - 1) // weight, part == 0)
-
-
-@triton.jit(do_not_specialize=["count"])
-def first_of_nucleus(
-    chances,
-    noise,
-    found,  # these six as in race_of_nucleus
-    best,
-    places,
-    tied,
-    tie_places,
-    ties,
-    chosen,  # int64 [count]
-    stride,
-    count,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    PADDED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    known, slot = part < PARTS, row * PARTS + part
-    wait_for_inputs(OVERLAP)
-    smallest = tl.load(found + (LEVELS * count + row) * 2)
-    room = tl.load(found + (LEVELS * count + row) * 2 + 1)
-    top, place = best_of(tl.load(best + slot, known, other=0.0), tl.load(places + slot, known, other=0), known)
-    here = tl.load(ties + slot, known, other=0)
-    before = tl.cumsum(here, 0) - here
-    whole = known & (before + here <= room)
-    tie, tie_place = tl.load(tied + slot, known, other=0.0), tl.load(tie_places + slot, known, other=0)
-    tie, tie_place = best_of(tie, tie_place, whole)
-    # the part in which the room ends; where there is none the row's end, of which nothing is looked at
-    split = tl.min(tl.where(known & (before < room) & (before + here > room), part, PARTS), 0)
-    room -= tl.sum(tl.where(part == split, before, 0), 0)
-    column = split * PART + tl.arange(0, PART)
-    chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
-    race = chance / tl.load(noise + row * stride + column, column < WIDTH, other=1.0)
-    equal = (column < WIDTH) & (key_of(chance) == smallest)
-    last, last_place = best_of(race, column, equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
-    largest = tl.maximum(tl.maximum(top, tie), last)
-    place = tl.minimum(tl.where(top == largest, place, NOWHERE), tl.where(tie == largest, tie_place, NOWHERE))
-    tl.store(chosen + row, tl.minimum(place, tl.where(last == largest, last_place, NOWHERE)).to(tl.int64))

@@ -5,6 +5,11 @@ import torch
 # of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators): the step from state to state, and
 # the factors of its mixing
 STEP, FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+# chances are added up as whole numbers of this share: exact, in whatever order
+UNIT = 2**62
+# so near to top_p a sum has reached it, for the last bits of chances are not the same on every device: sums that the
+# logits make equal to top_p are off by less, and an edge here is one that no logits make
+SLACK = UNIT >> 16
 # the same numbers of 64 bits with a sign
 _STEP, _FIRST, _SECOND = STEP - 2**64, FACTORS[0] - 2**64, FACTORS[1] - 2**64
 
@@ -42,7 +47,14 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: f
 
 def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
     """The probabilities [R, V] with everything outside the nucleus at 0; the likeliest token always stays."""
-    ordered, order = chances.sort(dim=-1, descending=True, stable=True)
-    # what the tokens before hold together: 0 for the first, so it stays for any top_p above 0
-    before = ordered.cumsum(-1) - ordered
-    return chances.scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+    ordered = chances.sort(dim=-1, descending=True)[0]
+    units = (ordered.double() * UNIT).long()
+    # what the tokens before hold together: 0 for the first, so it stays for any top_p
+    inside = units.cumsum(-1) - units < limit_of(top_p)
+    smallest = ordered.gather(-1, inside.sum(-1, keepdim=True) - 1)
+    return chances.masked_fill(chances < smallest, 0.0)
+
+
+def limit_of(top_p: float) -> int:
+    """What the tokens before one of the nucleus hold less than, in `UNIT`ths."""
+    return max(int(top_p * UNIT) - SLACK, 1)

@@ -1,0 +1,53 @@
+"""When the tokens of answers came, and how fast that was."""
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from dsv4cli.output import counted, duration_text
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.host_experts import HostExperts
+
+
+@dataclass
+class Clock:
+    """When tokens came: seconds from the start. experts: those whose way from host memory took part of the time.
+
+    prepared: seconds of steps for which kernels were compiled or graphs captured; the rate leaves them out.
+    """
+
+    start: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+    prepared: float = 0.0
+    experts: "HostExperts | None" = None
+
+    def __post_init__(self) -> None:
+        self._steady, self._seconds, self._begun = 0, 0.0, False
+
+    def tick(self, prepared: bool = False, *, later: bool = True) -> None:
+        """Counts one token, of a step that was `prepared` or not; `later`: it is not the first of its answer."""
+        now = perf_counter() - self.start
+        passed = now - self.last
+        self._begun |= later and self.tokens > 0  # what comes before is the first step's, of many answers together
+        if prepared:
+            self.prepared += passed
+        elif self._begun:
+            self._steady += 1
+            self._seconds += passed
+        self.last = now
+        self.first = self.first or now
+        self.tokens += 1
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first one."""
+        return self._steady / self._seconds if self._seconds > 0 else None
+
+    def sentence(self) -> str:
+        """For people."""
+        rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
+        prepared = f"; {duration_text(self.prepared)} in steps that compiled kernels" if self.prepared else ""
+        return f"{counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}{prepared}"

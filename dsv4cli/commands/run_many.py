@@ -1,0 +1,291 @@
+"""What `dsv4 run` does with a file of lines: answer each, show their prompts, score their texts."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.run_experts import tell_traffic
+from dsv4cli.commands.run_modes import Job, drawn, record_of, tell_lookalikes
+from dsv4cli.errors import UsageError
+from dsv4cli.output import Output, ReaderGone, counted
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.answer_file import AnswerFile, Place
+    from dsv4cli.engine.inputs import BadLine, ScoreItem
+    from dsv4cli.engine.questions import Question
+    from dsv4cli.engine.request import Request
+    from dsv4cli.engine.settings import Sampling
+
+# how often the rate is shown
+TOKENS_BETWEEN = 50
+
+
+class Asked(NamedTuple):
+    """One answer that is wanted; several of a question have their `sample`, of one it is None."""
+
+    question: "Question"
+    sample: int | None
+    request: "Request"
+    digest: str
+
+    @property
+    def place(self) -> "Place":
+        """Where its answer belongs."""
+        return self.question.index, self.sample or 0
+
+    def head(self) -> dict[str, Any]:
+        """What an answer's record begins with."""
+        sample = {} if self.sample is None else {"sample": self.sample}
+        return {"index": self.question.index} | sample | self.question.labels
+
+
+class Many(NamedTuple):
+    """What is to be answered, of how many answers in all, with which seed, and the file for these."""
+
+    asked: list[Asked]
+    total: int
+    seed: int
+    out: Path | None
+
+
+# what takes an answer and its record
+Take = Callable[[Asked, dict[str, Any]], None]
+
+
+class Source(NamedTuple):
+    """The file of questions, and how the command wants them to be answered; seed is None where it is not given."""
+
+    path: Path
+    system: str | None
+    samples: int
+    skip_bad: bool
+    seed: int | None
+    out: Path | None
+
+
+def read_many(job: Job, source: Source) -> Many:
+    """The answers that are wanted, less those that the file has. Raises UsageError that names every bad line."""
+    from dsv4cli.engine.answer_file import AnswerFile
+
+    questions, prompts = _prompts(job, source)
+    named = sorted({one.model for one in questions if one.model is not None})
+    if named:
+        job.out.status(f"lines name {', '.join(named)} as their model; {job.source.name} answers")
+    if source.out is None:
+        asked = _asked(job, source, questions, prompts, job.sampling)
+        return Many(asked, len(asked), job.sampling.seed, None)
+    file = AnswerFile(source.out)
+    try:
+        usual = _seeded(file, source, questions, job.sampling)
+        asked = _asked(job, source, questions, prompts, usual)
+        return Many(_missing(file, asked), len(asked), usual.seed, source.out)
+    finally:
+        file.close()
+
+
+def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]]":
+    """The questions of the file, and the tokens of their prompts."""
+    from dsv4cli.engine.dialogue import room_of
+    from dsv4cli.engine.inputs import BadLine, refuse
+    from dsv4cli.engine.questions import read_questions
+
+    questions, bad = read_questions(source.path, source.system)
+    good, prompts, lookalikes = [], [], dict[str, None]()
+    for question in questions:
+        try:
+            prompt = job.dialogue.prompt(question.messages)
+            room_of(prompt.ids, job.dialogue.config, question.limits(job.limits))
+        except UsageError as error:
+            bad.append(BadLine(question.line, error))
+            continue
+        good.append(question)
+        prompts.append(prompt.ids)
+        lookalikes.update(dict.fromkeys(prompt.lookalikes))
+    if source.skip_bad and good:
+        _tell_bad(job.out, source.path, bad)
+    else:
+        refuse(source.path, bad, "" if source.skip_bad else ", or leave them out with --skip-bad")
+    tell_lookalikes(job.out, list(lookalikes))
+    return good, prompts
+
+
+def _tell_bad(out: Output, path: Path, bad: "list[BadLine]") -> None:
+    for one in sorted(bad, key=lambda one: one.number):
+        out.warning(f"{path}, line {one.number} is left out: {one.error.message}")
+
+
+def _asked(
+    job: Job, source: Source, questions: "list[Question]", prompts: list[list[int]], usual: "Sampling"
+) -> list[Asked]:
+    from dsv4cli.engine.request import Request
+
+    asked = []
+    for question, ids in zip(questions, prompts, strict=True):
+        count, limits = question.samples or source.samples, question.limits(job.limits)
+        for sample in range(count):
+            sampling = question.sampling(usual, sample)
+            way = asdict(sampling) | asdict(limits) | {"model": job.source.name, "dtype": job.dtype, "ids": ids}
+            del way["seed"], way["prefill_chunk"]
+            digest = hashlib.sha256(json.dumps(way, sort_keys=True).encode()).hexdigest()[:16]
+            asked.append(Asked(question, sample if count > 1 else None, Request(ids, sampling, limits), digest))
+    return asked
+
+
+def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usual: "Sampling") -> "Sampling":
+    """The usual sampling with the seed that the answers of the file have been drawn with, where none is given."""
+    from dsv4cli.engine.questions import sample_of
+    from dsv4cli.engine.settings import MAX_SEED
+
+    own = {one.index for one in questions if one.seed is None}
+    known = next((place for place in file.records if place[0] in own), None)
+    if source.seed is not None or known is None:
+        return usual
+    offset = sample_of(usual.chosen(None, None, 0), known[1]).seed + known[0]
+    return usual.chosen(None, None, (file.records[known]["seed"] - offset) % (MAX_SEED + 1))
+
+
+def _missing(file: "AnswerFile", asked: list[Asked]) -> list[Asked]:
+    """What the file has no answer to. Raises UsageError where it has answers to something else."""
+    wanted = {one.place: one for one in asked}
+    for place, record in file.records.items():
+        one = wanted.get(place)
+        if one is None or (record["request"], record["seed"]) != (one.digest, one.request.sampling.seed):
+            what = f"the answer with index {place[0]}"
+            raise UsageError(
+                f"{file.path} belongs to another command: {what} is to another prompt, or was drawn in another way",
+                "name another file for --out, or remove this one",
+            )
+    return [one for one in asked if one.place not in file.records]
+
+
+def answer_many(job: Job, many: Many) -> None:
+    """Prints the answers as JSON lines in the order of the prompts, each as soon as those before it are done; or puts
+    each into the file at once, and the file in order at the end."""
+    clock, before = Clock(), many.total - len(many.asked)
+    with _sink(job, many) as take:
+        if many.asked:
+            _answer(job, many, clock, take)
+    if not many.asked:
+        job.out.status(f"{many.out} has {counted(many.total, 'answer')} already: all that are asked for")
+        return
+    tell_traffic(job.out, clock.experts)
+    job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {many.seed}")
+    if before:
+        job.out.status(f"{counted(before, 'answer')} had been in {many.out} before")
+
+
+def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
+    done = many.total - len(many.asked)
+    with job.model() as model, job.out.counting("answers") as show:
+
+        def tell(waiting: bool = False) -> None:
+            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else ""
+            show(done, many.total, "compiling kernels …" if waiting else rate)
+
+        tell()
+        for number, answer, _ in drawn(job, model, [one.request for one in many.asked], clock, tell):
+            if answer.finish:
+                one, done = many.asked[number], done + 1
+                take(one, one.head() | record_of(job, answer, one.request) | {"seed": one.request.sampling.seed})
+            if answer.finish or clock.tokens % TOKENS_BETWEEN == 0:
+                tell()
+
+
+@contextmanager
+def _sink(job: Job, many: Many) -> Iterator[Take]:
+    """Where finished answers go, whatever ends this."""
+    if many.out is None:
+        lines = InOrder(job.out, [one.place for one in many.asked])
+        try:
+            yield lambda one, record: lines.add(one.place, record)
+        except ReaderGone:
+            raise
+        except BaseException:
+            lines.rest()
+            raise
+        return
+    if job.world is not None and job.world.rank:
+        yield lambda one, record: None
+        return
+    from dsv4cli.engine.answer_file import AnswerFile
+
+    file = AnswerFile(many.out)
+    try:
+        yield lambda one, record: file.add(record | {"request": one.digest})
+        file.order()
+    except BaseException:
+        there = f"{len(file.records):,} of {counted(many.total, 'answer')}"
+        job.out.status(f"{there} {'is' if many.total == 1 else 'are'} in {many.out}; the same command goes on")
+        raise
+    finally:
+        file.close()
+
+
+@dataclass
+class InOrder:
+    """Prints records in the order of their places, each as soon as those before it are there."""
+
+    out: Output
+    places: "Sequence[Place]"
+    waiting: "dict[Place, dict[str, Any]]" = field(default_factory=dict)
+    shown: int = 0
+
+    def add(self, place: "Place", record: dict[str, Any]) -> None:
+        """Takes a record, and prints all that can be."""
+        self.waiting[place] = record
+        while self.shown < len(self.places) and self.places[self.shown] in self.waiting:
+            self.out.record(self.waiting.pop(self.places[self.shown]))
+            self.shown += 1
+
+    def rest(self) -> None:
+        """Prints what still waits for others, in order."""
+        for place in sorted(self.waiting):
+            self.out.record(self.waiting.pop(place))
+
+
+def show_prompts(job: Job, source: Source) -> None:
+    """Prints the exact text and ids of each prompt as a JSON line."""
+    from dsv4cli.engine.inputs import refuse
+    from dsv4cli.engine.questions import read_questions
+
+    questions, bad = read_questions(source.path, source.system)
+    if source.skip_bad:
+        _tell_bad(job.out, source.path, bad)
+    else:
+        refuse(source.path, bad)
+    for question in questions:
+        prompt = job.dialogue.prompt(question.messages)
+        tell_lookalikes(job.out, prompt.lookalikes)
+        job.out.record({"text": prompt.text, "ids": prompt.ids} | question.labels)
+
+
+def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
+    """Prints the scores as JSON lines in the order of the items."""
+    from dsv4cli.engine.dialogue import check_texts
+
+    sequences = [item.ids or _ids(job, item) for item in items]
+    check_texts(sequences, job.source.identity.config, job.limits)
+    with job.model() as model:
+        from dsv4cli.engine.score import score
+
+        start, lines = perf_counter(), InOrder(job.out, [(number, 0) for number in range(len(items))])
+        for one in score(model, sequences, job.limits, job.place):
+            top = {"top": one.top} if job.limits.logprobs else {}
+            record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
+            lines.add((one.number, 0), record | top)
+        tell_traffic(job.out, model.host_experts)
+    seconds, tokens = perf_counter() - start, sum(map(len, sequences))
+    what = f"{counted(len(items), 'text')}, {counted(tokens, 'token')}"
+    job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")
+
+
+def _ids(job: Job, item: "ScoreItem") -> list[int]:
+    """A text's special tokens are tokens: it is what the model reads, no message."""
+    dialogue = job.dialogue
+    return dialogue.tokenizer.encode(item.text) if item.text else dialogue.prompt(item.messages or []).ids
