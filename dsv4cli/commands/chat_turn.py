@@ -211,7 +211,7 @@ class Chat:
         if surplus:
             self.left_out += surplus
             left = counted(self.left_out, "message")
-            self.out.warning(f"the context is full: the oldest {left} are left out of the prompt, not of the session")
+            self.out.warning(f"the oldest {left} are left out of the prompt to keep room for an answer; not of the session")
         return messages[:start] + messages[start + self.left_out :]
 
     def _report(self, answer: "Answer") -> None:
@@ -229,4 +229,4 @@ class Chat:
         self.out.status(f"{self.model} · {used:,} of {talk.context:,} tokens{rate}{first}{ended}")
         if used > NEARLY_FULL * talk.context:
             left = counted(max(talk.context - used, 0), "token")
-            self.out.warning(f"{left} are left; then the oldest questions and answers are left out of the prompt")
+            self.out.warning(f"{left} are left; soon the oldest questions and answers are left out of the prompt")
