@@ -60,9 +60,14 @@ class Plain:
 
     def read(self, draft: str) -> str:
         """The next message."""
-        text = self._line(PROMPT, draft)
-        while open_quotes(text):
-            text += "\n" + self._line(MORE, "")
+        try:
+            text = self._line(PROMPT, draft)
+            while open_quotes(text):
+                text += "\n" + self._line(MORE, "")
+        except (EOFError, KeyboardInterrupt):  # the key has left the prompt's line open
+            self._out.forget_line()
+            self._out.new_line()
+            raise
         return unquoted(text)
 
     def _line(self, prompt: str, draft: str) -> str:
