@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from dsv4cli.commands.chat_input import keys_wait, terminal_as_it_was
 from dsv4cli.engine import loading
 from tests.program import SMALL
 from tests.terminals import Terminal, says, speaking
@@ -155,3 +156,19 @@ def test_an_edit_that_is_given_up_changes_nothing(terminal):
     assert "> /one\n" not in one.until("> /one more\nYes.\n", ">")
     one.type("\x04")
     assert ended(one) == (0, True)
+
+
+def test_what_restores_the_terminal_knows_how_it_was_before_keys_waited(monkeypatch):
+    master, slave = os.openpty()
+    with open(slave, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+
+        def shows_keys():
+            return bool(termios.tcgetattr(slave)[3] & termios.ECHO)
+
+        with keys_wait():
+            assert not shows_keys()
+            terminal_as_it_was()()  # as where a rank is lost
+            assert shows_keys()
+        assert shows_keys()
+    os.close(master)
