@@ -41,13 +41,13 @@ def as_a_job(patch):
 def terminal(tmp_path):
     running = []
 
-    def start(*preparations, answer="Yes.", pause=0.0):
+    def start(*preparations, answer="Yes.", pause=0.0, **environment):
         def prepare(patch):
             speaking(says(answer, pause=pause), 0.0, 0.0)(patch)
             for one in preparations:
                 one(patch)
 
-        running.append(Terminal(*CHAT, prepare=prepare, XDG_STATE_HOME=str(tmp_path)))
+        running.append(Terminal(*CHAT, prepare=prepare, XDG_STATE_HOME=str(tmp_path), **environment))
         return running[-1]
 
     yield start
@@ -123,6 +123,20 @@ def test_what_is_typed_while_loading_waits_for_the_prompt(terminal):
     assert "early" not in one.until("Ctrl-D quits\n")
     one.until("early", "Yes.", f"{SMALL} · ", "half")
     one.type("\x03\x04")
+    assert ended(one) == (0, True)
+
+
+@pytest.mark.parametrize("environment", [{}, {"TERM": "dumb"}], ids=["editor", "plain"])
+def test_ctrl_d_that_is_typed_in_an_answer_leaves_after_it(terminal, environment):
+    one = terminal(answer="word " * 20, pause=0.01, **environment)
+    one.until("Ctrl-D quits\n", ">")
+    one.type("go\r")
+    one.until("word word")
+    one.type("\x04")
+    one.until(f"{SMALL} · ")
+    if environment:
+        one.until("> ")
+        one.type("\r")  # only a whole line is read there
     assert ended(one) == (0, True)
 
 

@@ -18,6 +18,8 @@ from dsv4cli.output import Output
 
 PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
+# Ctrl-D
+END_KEY = "\x04"
 # what ends the `keys_wait` that runs
 _restores: list[Callable[[], None]] = []
 
@@ -75,7 +77,7 @@ class Plain:
             self._out.stream(prompt)
         line = sys.stdin.readline()
         self._out.forget_line()  # the terminal has shown the end of it
-        if not line:
+        if not line or END_KEY in line:  # as a key where it was typed ahead
             raise EOFError
         return line.removesuffix("\n")
 
@@ -142,15 +144,18 @@ def keys_wait() -> Iterator[None]:
 
 
 def _show_no_keys() -> None:
-    """In the background it is another program's terminal."""
+    """Ctrl-D waits as a key too: what the terminal keeps of it as an end of file, an editor does not see. In the
+    background it is another program's terminal."""
     import termios
 
     number = sys.stdin.fileno()
     with suppress(OSError):  # the terminal is not the one that decides about jobs
         if os.tcgetpgrp(number) != os.getpgrp():
             return
-    now = termios.tcgetattr(number)
-    termios.tcsetattr(number, termios.TCSANOW, [*now[:3], now[3] & ~termios.ECHO, *now[4:]])
+    *modes, keys = termios.tcgetattr(number)
+    modes[3] &= ~termios.ECHO
+    keys[termios.VEOF] = bytes([os.fpathconf(number, "PC_VDISABLE")])
+    termios.tcsetattr(number, termios.TCSANOW, [*modes, keys])
 
 
 def terminal_as_it_was() -> Callable[[], None]:
