@@ -101,7 +101,7 @@ class Output:
             self._piece(sys.stdout, harmless(text) if sys.stdout.isatty() else text)
 
     def rendered(self, lines: Sequence[str]) -> None:
-        """Lines that `markdown_lines` has made, on a terminal that has colours."""
+        """Lines that `markdown_lines` has made for this terminal."""
         self.end_line()
         for line in lines:
             _write(sys.stdout, line)
@@ -220,14 +220,18 @@ def stdout_columns() -> int:
     return (os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0) or 80
 
 
-def markdown_lines(text: str, columns: int) -> list[str]:
-    """A block of Markdown laid out for a terminal of this width, with its escape codes."""
+def markdown_lines(text: str, columns: int, *, colour: bool = True) -> list[str]:
+    """A block of Markdown laid out for a terminal of this width, with its escape codes, or none without colour."""
     from rich.console import Console
     from rich.markdown import Markdown
 
     # standard: the terminal's own sixteen colours; a link's address is shown, no escape code carries it
     console = Console(
-        file=io.StringIO(), width=columns, force_terminal=True, color_system="standard", legacy_windows=False
+        file=io.StringIO(),
+        width=columns,
+        force_terminal=True,
+        color_system="standard" if colour else None,
+        legacy_windows=False,
     )
     with console.capture() as capture:
         console.print(Markdown(harmless(text), code_theme="ansi_dark", hyperlinks=False))

@@ -167,8 +167,8 @@ def test_settings_and_numbers(chat, tmp_path):
 def test_a_full_context_leaves_the_oldest_out_of_the_prompt_only(chat):
     lines = [f"{number} {'x' * 20}" for number in range(5)]
     done = chat(*lines, "/context", "/json", "/clear", "again", options=("--max-context", "105"))
-    near = "warning: 14 tokens are left; then the oldest questions and answers are left out of the prompt"
-    full = "warning: the context is full: the oldest 4 messages are left out of the prompt, not of the session"
+    near = "warning: 14 tokens are left; soon the oldest questions and answers are left out of the prompt"
+    full = "warning: the oldest 4 messages are left out of the prompt to keep room for an answer; not of the session"
     # what has gone stays away as long as the rest fits
     assert [line for line in done.err.splitlines() if line.startswith("warning")] == [near, full, near]
     answers, _, document = done.out.partition("{\n")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dsv4cli.commands.chat_session import newest_journal, read_journal
+from dsv4cli.commands.chat_journal import find_journal, read_journal
 from tests.program import SMALL
 from tests.terminals import Terminal, says, speaking
 
@@ -19,8 +19,8 @@ def chat(tmp_path, *options):
 
 
 def questions(tmp_path):
-    messages, _ = read_journal(newest_journal(tmp_path / "dsv4" / "sessions"))
-    return [message["content"] for message in messages if message["role"] == "user"]
+    kept = read_journal(find_journal(tmp_path / "dsv4" / "sessions", "1"))
+    return [message["content"] for message in kept.messages if message["role"] == "user"]
 
 
 @pytest.mark.slow

@@ -186,17 +186,25 @@ def test_characters_of_several_tokens_and_words_fit_a_narrow_terminal(terminal):
     assert "\ufffd" not in one.shown
 
 
-@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=["dumb", "no-colour"])
-def test_a_terminal_without_colours_shows_the_text_as_it_is(terminal, environment):
-    one = terminal(answers=("**Bold** \x1b[31m\x9b1m\x07.",), columns=40, **environment)
+def test_a_dumb_terminal_shows_the_text_as_it_is(terminal):
+    one = terminal(answers=("**Bold** \x1b[31m\x9b1m\x07.",), columns=40, TERM="dumb")
     one.type("hello\r")
     one.until("**Bold** \ufffd[31m\ufffd1m\ufffd.\n", ">")
-    if "TERM" in environment:
-        assert "\x1b" not in one.shown
-        one.type('"""one\rtwo"""\r')
-        one.until(f"{SMALL} · ", ">")
-        one.type("/copy\r")
-        one.until("no terminal that could copy", ">")
+    assert "\x1b" not in one.shown
+    one.type('"""one\rtwo"""\r')
+    one.until(f"{SMALL} · ", ">")
+    one.type("/copy\r")
+    one.until("no terminal that could copy", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+
+
+def test_a_terminal_without_colours_keeps_the_layout(terminal):
+    one = terminal(answers=("**Bold** \x1b[31m.\n\n- a\n",), NO_COLOR="1")
+    one.type("hello\r")
+    one.until("Bold \ufffd[31m.\n", " • a\n", f"{SMALL} · ", ">")
+    answer = one.shown[one.shown.index("Bold") : one.shown.index("• a")]
+    assert "\x1b" not in answer
     one.type("\x04")
     assert one.leave() == 0
 
@@ -208,6 +216,10 @@ def test_without_prompt_toolkit_lines_are_still_edited(terminal, tmp_path, monke
     assert "pip install prompt_toolkit" in one.plain
     one.type("hxllo\x01\x06\x04e\r")  # to the beginning, one forward, without the x
     one.until(f"{SMALL} · ", ">")
+    one.type("/edit\r")
+    one.until("hello")
+    one.type("\x03")
+    one.until("\nnothing was changed; Ctrl-C again", ">")
     one.type("/edit\r")
     one.until("hello")
     one.type("!\r")

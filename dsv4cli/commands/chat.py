@@ -2,16 +2,21 @@
 
 import math
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from dsv4cli.commands.chat_input import Input, Lines, Plain, Readline
-from dsv4cli.commands.chat_ranks import open_talk
-from dsv4cli.commands.chat_session import Journal, Session, newest_journal, read_journal, state_folder
-from dsv4cli.commands.chat_slash import COMMANDS, check_budget, obey
-from dsv4cli.commands.chat_tools import Tools, read_tools, split_command
+from dsv4cli.commands.chat_begin import Beginning, begin_session, given_choices
+from dsv4cli.commands.chat_input import Input, Lines, Plain, Readline, keys_wait
+from dsv4cli.commands.chat_journal import Choices, state_folder
+from dsv4cli.commands.chat_model import Models, find_model, model_name
+from dsv4cli.commands.chat_session import Session
+from dsv4cli.commands.chat_settings import check_budget
+from dsv4cli.commands.chat_slash import helps, obey
+from dsv4cli.commands.chat_tools import Tools, split_command
 from dsv4cli.commands.chat_turn import Chat, Interrupts
 from dsv4cli.commands.run_experts import memory_limits
 from dsv4cli.commands.run_modes import Job
@@ -37,7 +42,19 @@ from dsv4cli.options import (
 )
 from dsv4cli.output import Output, counted
 
+if TYPE_CHECKING:
+    from dsv4cli.engine.backend import Backend
+
+QuestionArg = Annotated[
+    str | None,
+    typer.Argument(help="Asked first; the conversation goes on after it on a terminal, and ends elsewhere."),
+]
 ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Go on with the session that was last.")]
+ResumeOpt = Annotated[
+    str | None,
+    typer.Option("--resume", "-r", metavar="WHICH", help="Go on with a session of --sessions: its number or name."),
+]
+SessionsOpt = Annotated[bool, typer.Option("--sessions", help="List the sessions, the last first, and exit.")]
 SessionOpt = Annotated[
     Path | None,
     typer.Option(
@@ -70,9 +87,12 @@ TermOpt = Annotated[str, typer.Option(envvar="TERM", hidden=True)]
 
 def chat(
     context: typer.Context,
+    question: QuestionArg = None,
     model: ModelOpt = "nano",
     system: SystemOpt = None,
     go_on: ContinueOpt = False,
+    resume: ResumeOpt = None,
+    sessions: SessionsOpt = False,
     session: SessionOpt = None,
     think: ThinkOpt = "off",
     think_budget: ThinkBudgetOpt = None,
@@ -105,27 +125,59 @@ def chat(
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
     answer, twice it quits. Piped lines are questions; stdout has the answers, and the exit code is the last error's.
-    Every finished turn is on the disk, in $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4: --continue goes on after a kill.
+    Every finished turn is on the disk, in $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4, and stays until you remove it:
+    --continue goes on, with the model, --think, --temperature and --top-p of before unless they are given anew.
     """
-    from dsv4cli.engine.settings import Limits
-    from dsv4cli.engine.source import resolve_model
-
-    _check(device, torchrun)
-    limits, source = Limits(max_tokens, max_context, prefill_chunk, 0, tuple(stop or ())), resolve_model(model)
-    sampling = source.sampling.chosen(temperature, top_p, seed)
-    state, memory = state_folder(state_home), memory_limits(gpu_memory, host_memory)
-    job = Job(Output(context.obj), source, think, device, dtype, backend, limits, sampling, memory, special_tokens)
-    begun = _session(state, go_on, session, system, tools)
-    wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term)
+    out, state = Output(context.obj), state_folder(state_home)
+    _check(device, torchrun, question)
+    given = given_choices(context, Choices(model, think, temperature, top_p))
+    begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
+    limits = (max_tokens, max_context, prefill_chunk, 0, tuple(stop or ()))
+    machine = Machine(device, dtype, backend, gpu_memory, host_memory)
+    job = _job(out, begun, "model" in given, machine, limits, seed, special_tokens)
+    wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term, question)
     _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes), None if no_history else state / "history")
 
 
-def _check(device: str, torchrun: str | None) -> None:
+def _check(device: str, torchrun: str | None, question: str | None) -> None:
     from dsv4cli.engine.settings import check_device
 
     check_device(device)
     if torchrun is not None:
         raise UsageError("chat starts its ranks itself, on one machine", "leave out torchrun and give --tp")
+    if question is not None and not question.strip():
+        raise UsageError("the question is empty", 'ask something: dsv4 chat "What is 17 + 25?"')
+
+
+class Machine(NamedTuple):
+    """What the model computes on, in the options' words."""
+
+    device: str
+    dtype: str
+    backend: "Backend"
+    gpu_memory: str | None
+    host_memory: str | None
+
+
+def _job(
+    out: Output,
+    session: Session,
+    named: bool,
+    machine: Machine,
+    limits: tuple[Any, ...],
+    seed: int | None,
+    special_tokens: bool,
+) -> Job:
+    """What is to be loaded; named: the model, on the command line. Raises Dsv4Error."""
+    from dsv4cli.engine.settings import Limits
+
+    checked, choices = Limits(*limits), session.choices
+    source = find_model(choices, kept=not named and bool(session.messages))
+    session.choices = replace(choices, model=model_name(source))
+    sampling = source.sampling.chosen(choices.temperature, choices.top_p, seed)
+    memory = memory_limits(machine.gpu_memory, machine.host_memory)
+    place = (machine.device, machine.dtype, machine.backend)
+    return Job(out, source, choices.think, *place, checked, sampling, memory, special_tokens)
 
 
 class Wishes(NamedTuple):
@@ -135,6 +187,7 @@ class Wishes(NamedTuple):
     show_thinking: bool
     markdown: bool
     term: str
+    question: str | None
 
 
 class Calls(NamedTuple):
@@ -148,16 +201,20 @@ class Calls(NamedTuple):
 def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls, history: Path | None) -> None:
     """Loads the model and talks."""
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    with open_talk(job, ranks) as talk:
-        chat = Chat(job.out, job.source.name, talk, session, job.sampling, Interrupts(), on_terminal=terminal)
-        chat.think_budget, chat.show_thinking = wishes.think_budget, wishes.show_thinking
-        chat.markdown = wishes.markdown and job.out.colours.stdout
-        chat.copies = terminal and wishes.term != "dumb"
-        source = _input(chat, wishes.term, history)
-        chat.edits = source.edits
-        talk.tell_waits(job.out.compiling)
-        chat.run_calls = Tools(job.out, source, *calls).run
-        _converse(chat, source)
+    with Models(job, ranks) as models:
+        with keys_wait():
+            talk = models.open()
+            chat = Chat(job.out, job.source.name, talk, session, job.sampling, Interrupts(), on_terminal=terminal)
+            del talk  # the chat has it alone, for /model to free
+            chat.think_budget, chat.show_thinking = wishes.think_budget, wishes.show_thinking
+            chat.markdown = wishes.markdown and sys.stdout.isatty() and wishes.term != "dumb"
+            chat.copies = terminal and wishes.term != "dumb"
+            chat.change_model = partial(models.change, chat)
+            source = _input(chat, wishes.term, history)
+            chat.edits = source.edits
+            chat.run_calls = Tools(job.out, source, *calls).run
+            _greet(chat)
+        _converse(chat, source, wishes.question)
 
 
 def _calls(tool_exec: str | None, seconds: float, yes: bool) -> Calls:
@@ -172,25 +229,6 @@ def _calls(tool_exec: str | None, seconds: float, yes: bool) -> Calls:
     return Calls(split_command(tool_exec), seconds, not yes)
 
 
-def _session(state: Path, go_on: bool, file: Path | None, system: str | None, tools: Path | None) -> Session:
-    """The session to begin with. Raises UsageError."""
-    journal = Journal(state / "sessions")
-    session = Session(journal, file)
-    if go_on and file is not None:
-        raise UsageError("--continue and --session cannot be combined", "give one of them")
-    if go_on:
-        session.messages, session.tools = read_journal(newest_journal(journal.folder))
-    elif file is not None and file.exists():
-        session.load_file(file)
-    elif file is not None and not file.parent.is_dir():
-        raise UsageError(f"{file} cannot be written: there is no folder {file.parent}", "make it, or name another file")
-    if system is not None:
-        session.system = system
-    if tools is not None:
-        session.tools = read_tools(tools)
-    return session
-
-
 def _input(chat: Chat, term: str, history: Path | None) -> Input:
     """The best way to read messages that there is here."""
     if sys.stdin is None or not sys.stdin.isatty():
@@ -202,7 +240,7 @@ def _input(chat: Chat, term: str, history: Path | None) -> Input:
     except ImportError:
         chat.out.hint("pip install prompt_toolkit gives this prompt a history and an editor")
         return _readline(chat.out)
-    return Editor(history, {name: command.help for name, command in COMMANDS.items()}, chat.interrupts)
+    return Editor(history, helps(), chat.interrupts)
 
 
 def _readline(out: Output) -> Input:
@@ -212,25 +250,31 @@ def _readline(out: Output) -> Input:
         return Plain(out)
 
 
-def _converse(chat: Chat, source: Input) -> None:
-    """Reads and answers to the end. Exits with 130 when it was Ctrl-C, and in a pipe as the last error would."""
-    code = 0
-    _greet(chat)
-    while True:
+def _converse(chat: Chat, source: Input, question: str | None) -> None:
+    """Reads and answers to the end, first the question, if there is one, and elsewhere than on a terminal only that.
+
+    Exits with 130 when it was Ctrl-C, and in a pipe as the last error would.
+    """
+    code, asked = 0, question
+    while question is None or asked is not None or chat.on_terminal:
+        draft, chat.draft = chat.draft, None
         try:
-            draft, chat.draft = chat.draft, ""
-            _take(chat, source.read(draft))
+            line, asked = (source.read(draft or "") if asked is None else asked), None
+            _take(chat, line, edited=draft is not None)
         except EOFError:
             break
         except RankLost:
             raise
         except Dsv4Error as error:
+            if chat.leaving:
+                raise
             chat.out.error(error)
             code = error.exit_code
         except KeyboardInterrupt:
             if chat.leaving or chat.interrupts.again() or not chat.on_terminal:
                 raise
-            chat.out.status("Ctrl-C again, or Ctrl-D, quits")
+            kept = "nothing was changed; " if draft is not None else ""
+            chat.out.status(f"{kept}Ctrl-C again, or Ctrl-D, quits")
         if chat.stopped and not chat.on_terminal:
             raise typer.Exit(130)
     if code and not chat.on_terminal:
@@ -239,16 +283,18 @@ def _converse(chat: Chat, source: Input) -> None:
 
 def _greet(chat: Chat) -> None:
     if chat.session.messages:
-        chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}")
+        chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}; /history shows them")
     if chat.on_terminal:
         chat.out.status("/help lists the commands; Ctrl-D quits")
 
 
-def _take(chat: Chat, line: str) -> None:
-    """A message or a command of the user."""
+def _take(chat: Chat, line: str, edited: bool) -> None:
+    """A message or a command of the user; edited: a message takes the place of the last question."""
     before = list(chat.session.messages)
     question: str | None = line
     if line.startswith("/"):
         question = obey(chat, line)
     if question is not None and question.strip():
+        if edited:
+            chat.session.take_back()
         chat.ask(question, before)

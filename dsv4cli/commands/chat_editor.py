@@ -1,7 +1,7 @@
 """The input of `dsv4 chat` on a terminal that can move its cursor: prompt_toolkit's line editor, with our keys."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -24,6 +24,7 @@ class Editor:
 
     def __init__(self, history: Path | None, commands: Mapping[str, str], interrupts: Interrupts) -> None:
         """`history`: its file, None for none; `commands`: the help of each slash command."""
+        self._interrupts, self._draft = interrupts, ""
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
@@ -33,16 +34,22 @@ class Editor:
             complete_while_typing=False,
             reserve_space_for_menu=4,
             enable_open_in_editor=True,
+            enable_suspend=True,
             tempfile_suffix=".md",
-            key_bindings=_keys(interrupts),
+            key_bindings=_keys(self._clears),
         )
 
     def read(self, draft: str) -> str:
         """The next message, begun with `draft`. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+        self._draft = draft
         return unquoted(self._session.prompt(default=draft))
 
+    def _clears(self, text: str) -> bool:
+        """Whether Ctrl-C only clears the line: not a draft, which it gives up, and not the second time."""
+        return bool(text) and not self._draft and not self._interrupts.again()
 
-def _keys(interrupts: Interrupts) -> KeyBindings:
+
+def _keys(clears: Callable[[str], bool]) -> KeyBindings:
     keys = KeyBindings()
 
     @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))
@@ -60,7 +67,7 @@ def _keys(interrupts: Interrupts) -> KeyBindings:
     @keys.add("c-c", filter=has_focus(DEFAULT_BUFFER))
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if buffer.text and not interrupts.again():
+        if clears(buffer.text):
             buffer.reset()
         else:
             event.app.exit(exception=KeyboardInterrupt)
@@ -69,7 +76,7 @@ def _keys(interrupts: Interrupts) -> KeyBindings:
 
 
 class SlashCompleter(Completer):
-    """The names of commands behind a slash that begins the message, and files behind /read, /save and /load."""
+    """The names of commands behind a slash that begins the message, and files behind those that take one."""
 
     def __init__(self, commands: Mapping[str, str]) -> None:
         self._commands = commands

@@ -5,16 +5,23 @@ typed meanwhile is not shown, and waits in the terminal for the next input. So n
 second thread writes between the words of an answer.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import Protocol
 
 from dsv4cli.output import Output
 
 PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
+# Ctrl-D
+END_KEY = "\x04"
+# what ends the `keys_wait` that runs
+_restores: list[Callable[[], None]] = []
 
 
 class Input(Protocol):
@@ -23,7 +30,8 @@ class Input(Protocol):
     edits: bool
 
     def read(self, draft: str) -> str:
-        """The next message, begun with `draft`. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+        """The next message, begun with `draft`, which Ctrl-C gives up. Raises EOFError at the end, KeyboardInterrupt
+        for Ctrl-C."""
 
 
 class Lines:
@@ -54,9 +62,14 @@ class Plain:
 
     def read(self, draft: str) -> str:
         """The next message."""
-        text = self._line(PROMPT, draft)
-        while open_quotes(text):
-            text += "\n" + self._line(MORE, "")
+        try:
+            text = self._line(PROMPT, draft)
+            while open_quotes(text):
+                text += "\n" + self._line(MORE, "")
+        except (EOFError, KeyboardInterrupt):  # the key has left the prompt's line open
+            self._out.forget_line()
+            self._out.new_line()
+            raise
         return unquoted(text)
 
     def _line(self, prompt: str, draft: str) -> str:
@@ -64,7 +77,7 @@ class Plain:
             self._out.stream(prompt)
         line = sys.stdin.readline()
         self._out.forget_line()  # the terminal has shown the end of it
-        if not line:
+        if not line or END_KEY in line:  # as a key where it was typed ahead
             raise EOFError
         return line.removesuffix("\n")
 
@@ -102,26 +115,55 @@ def unquoted(text: str) -> str:
 
 @contextmanager
 def keys_wait() -> Iterator[None]:
-    """A turn on a terminal: keys are kept for the next input and not shown between the words of the answer."""
+    """The model is loaded, or answers, on a terminal: keys are kept for the next input and not shown between its words.
+
+    Ctrl-Z suspends the program with the terminal as it was.
+    """
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
-    import termios
+    restore = terminal_as_it_was()
+    _restores.append(restore)
 
-    number, restore = sys.stdin.fileno(), terminal_as_it_was()
-    now = termios.tcgetattr(number)
-    silent = [*now[:3], now[3] & ~termios.ECHO, *now[4:]]
-    termios.tcsetattr(number, termios.TCSANOW, silent)
+    def suspend(number: int, frame: FrameType | None) -> None:
+        restore()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        # the shell lets it go on
+        signal.signal(signal.SIGTSTP, suspend)
+        _show_no_keys()
+
+    before = signal.signal(signal.SIGTSTP, suspend)
     try:
+        _show_no_keys()
         yield
     finally:
+        signal.signal(signal.SIGTSTP, before)
+        _restores.remove(restore)
         restore()
 
 
+def _show_no_keys() -> None:
+    """Ctrl-D waits as a key too: what the terminal keeps of it as an end of file, an editor does not see. In the
+    background it is another program's terminal."""
+    import termios
+
+    number = sys.stdin.fileno()
+    with suppress(OSError):  # the terminal is not the one that decides about jobs
+        if os.tcgetpgrp(number) != os.getpgrp():
+            return
+    *modes, keys = termios.tcgetattr(number)
+    modes[3] &= ~termios.ECHO
+    keys[termios.VEOF] = bytes([os.fpathconf(number, "PC_VDISABLE")])
+    termios.tcsetattr(number, termios.TCSANOW, [*modes, keys])
+
+
 def terminal_as_it_was() -> Callable[[], None]:
-    """What makes the terminal again what it is now; nothing where there is none."""
+    """What makes the terminal again what it is now, or what it was before `keys_wait`; nothing where there is none."""
     if sys.stdin is None or not sys.stdin.isatty():
         return lambda: None
+    if _restores:
+        return _restores[0]
     import termios
 
     number = sys.stdin.fileno()

@@ -1,116 +1,29 @@
-"""The session of `dsv4 chat`: its messages, the journal that no kill can take away, and files that others read."""
+"""The session of `dsv4 chat`: its messages, and the files that keep them."""
 
+import hashlib
 import json
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsv4cli.commands.chat_journal import Choices, Journal, read_journal
 from dsv4cli.errors import UsageError
 
 if TYPE_CHECKING:
     from dsv4cli.engine.prompt import Message, Tool
 
-SCHEMA = "dsv4.chat/1"
 
+class FileChanged(UsageError):
+    """The file of a session is not as it was read or written here: another chat, or another program, has changed it."""
 
-def state_folder(state_home: Path | None) -> Path:
-    """Where journals and the history of inputs are; the XDG rules let a relative path count as none."""
-    home = state_home if state_home is not None and state_home.is_absolute() else Path.home() / ".local" / "state"
-    return home / "dsv4"
-
-
-@dataclass
-class Journal:
-    """A file of JSON lines that say how the conversation became what it is: keep so many messages, add these.
-
-    It is made with the first line, in a folder that nobody else can read; a line that has returned is on the disk.
-    """
-
-    folder: Path
-    _path: Path | None = None
-    _messages: "list[Message]" = field(default_factory=list)
-    _tools: "list[Tool]" = field(default_factory=list)
-
-    def write(self, messages: "Sequence[Message]", tools: "Sequence[Tool]") -> None:
-        """Notes what has changed since the last line. Raises OSError."""
-        messages, tools = list(messages), list(tools)
-        if (messages, tools) == (self._messages, self._tools):
-            return
-        keep = 0
-        while keep < min(len(messages), len(self._messages)) and messages[keep] == self._messages[keep]:
-            keep += 1
-        line: dict[str, Any] = {"keep": keep, "add": messages[keep:]}
-        if tools != self._tools:
-            line["tools"] = tools
-        try:
-            self._add(line)
-        except OSError:  # half a line may be there: the next one begins a new file, with everything
-            self._path, self._messages, self._tools = None, [], []
-            raise
-        self._messages, self._tools = messages, tools
-
-    def _add(self, line: dict[str, Any]) -> None:
-        from dsv4cli.engine.durable import sync_folder
-
-        path = self._path
-        if path is None:
-            path = self._new_path()
-            _append(path, [{"schema": SCHEMA}])
-            sync_folder(self.folder)
-        _append(path, [line])
-        self._path = path
-
-    def _new_path(self) -> Path:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder.parent.chmod(0o700)
-        started = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        nth = next(n for n in range(1000) if not (self.folder / f"{started}-{n}.jsonl").exists())
-        return self.folder / f"{started}-{nth}.jsonl"
-
-
-def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    from dsv4cli.engine.durable import append
-
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        append(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
-    finally:
-        os.close(file)
-
-
-def read_journal(path: Path) -> "tuple[list[Message], list[Tool]]":
-    """The conversation that a journal has come to; a last line that a kill has cut off does not count.
-
-    Raises UsageError for a file that is no journal.
-    """
-    from dsv4cli.engine.prompt import check_messages, check_tools
-
-    messages: list[Message] = []
-    tools: list[Tool] = []
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # behind the last newline is nothing, or half a line
-        for line in map(json.loads, lines[1:]):
-            messages = messages[: line["keep"]] + line["add"]
-            tools = line.get("tools", tools)
-        return (check_messages(messages) if messages else []), check_tools(tools)
-    except (OSError, ValueError, TypeError, KeyError, UsageError) as error:
-        raise UsageError(
-            f"{path} is no journal that can be continued: {error}", "move it away, or load a saved file with --session"
-        ) from None
-
-
-def newest_journal(folder: Path) -> Path:
-    """The journal that was written last. Raises UsageError when there is none."""
-    paths = folder.glob("*.jsonl")
-    try:
-        return max(paths, key=lambda path: (path.stat().st_mtime_ns, path.name))
-    except ValueError:
-        raise UsageError(
-            f"there is no session to continue in {folder}", "start one: dsv4 chat; it is kept from its first answer on"
-        ) from None
+    def __init__(self, file: Path) -> None:
+        super().__init__(
+            f"{file} has been changed by another chat or program since it was read here",
+            f"/load {file} takes what it has now; /save {file} replaces that with this conversation",
+        )
 
 
 @dataclass
@@ -121,12 +34,24 @@ class Session:
     file: Path | None = None
     messages: "list[Message]" = field(default_factory=list)
     tools: "list[Tool]" = field(default_factory=list)
+    choices: Choices = field(default_factory=Choices)
+    _seen: str = ""  # what the file held when it was read or written here
 
     def save(self) -> None:
-        """Makes what has been said durable. Raises OSError."""
-        self.journal.write(self.messages, self.tools)
+        """Makes what has been said durable. Raises OSError, and FileChanged where only the journal has it."""
+        self.journal.write(self.messages, self.tools, self.choices)
         if self.file is not None:
-            self.write_file(self.file)
+            with _alone(self.file.resolve().parent):
+                self.check_file()
+                self.write_file(self.file)
+
+    def check_file(self) -> None:
+        """Raises FileChanged where somebody else has written the file."""
+        if self.file is None:
+            return
+        with suppress(OSError):  # where it is not there, nothing is lost; any other reason prevents writing too
+            if _digest(self.file.read_bytes()) != self._seen:
+                raise FileChanged(self.file)
 
     def write_file(self, path: Path) -> None:
         """The conversation as `dsv4 run --messages` and others read it; a kill leaves the old file or the new one.
@@ -135,28 +60,48 @@ class Session:
         """
         from dsv4cli.engine.durable import write_file
 
-        text = json.dumps(self.document(), ensure_ascii=False, indent=1) + "\n"
+        content = (json.dumps(self.document(), ensure_ascii=False, indent=1) + "\n").encode(errors="surrogatepass")
         path = path.resolve()  # a link stays a link
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            write_file(path, text.encode(errors="surrogatepass"), beside, 0o600)
+            write_file(path, content, beside, 0o600)
         finally:
             beside.unlink(missing_ok=True)
+        self._note(path, content)
+
+    def _note(self, path: Path, content: bytes) -> None:
+        if self.file is not None and path.resolve() == self.file.resolve():
+            self._seen = _digest(content)
 
     def document(self) -> dict[str, Any]:
         """The conversation as the OpenAI API has it."""
         return {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
 
     def load_file(self, path: Path) -> None:
-        """Takes the conversation of a file in place of this one. Raises UsageError."""
+        """Takes the conversation of a file in place of this one; an empty file has an empty one. Raises UsageError."""
         from dsv4cli.engine.inputs import read_messages, read_text
 
-        begun = "".join(read_text(path).split()) != '{"messages":[]}'  # ours, before the first question or after /clear
-        messages = read_messages(path) if begun else []
-        tools = [tool for message in messages if message["role"] == "system" for tool in message.get("tools") or ()]
+        text = read_text(path)
+        tools = _tools_without_messages(text)
+        messages = read_messages(path) if tools is None else []
+        named = [tool for message in messages if message["role"] == "system" for tool in message.get("tools") or ()]
         plain = [{key: value for key, value in message.items() if key != "tools"} for message in messages]
         self.messages = [one for one in plain if one["role"] != "system" or one.get("content")]
-        self.tools = tools
+        self.tools = tools or named
+        self._note(path, text.encode())
+
+    def take_up(self, path: Path) -> None:
+        """Goes on with the conversation of a journal, in a new one; a file of messages stays as it is, for another
+        conversation. Raises UsageError."""
+        kept = read_journal(path)
+        self.messages, self.tools, self.file = kept.messages, kept.tools, None
+        self.choices = kept.choices or self.choices
+        self.journal = Journal(self.journal.folder, path.stem)
+
+    def begin_anew(self) -> None:
+        """Begins another session with the same system message; this one stays as it is, in its journal and its file."""
+        self.clear()
+        self.journal, self.file = Journal(self.journal.folder), None
 
     def prompt(self) -> "list[Message]":
         """What the model is asked: the messages, with the tools in the system message."""
@@ -185,14 +130,19 @@ class Session:
 
     def take_back(self) -> str:
         """Removes the last question and what follows it; its text. Raises UsageError when nothing was asked."""
+        text = self.last_question()
+        while self.messages.pop()["role"] != "user":
+            pass
+        return text
+
+    def last_question(self) -> str:
+        """What was asked last. Raises UsageError when nothing was."""
         from dsv4cli.engine.turns import text_of
 
-        asked = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
-        if not asked:
-            raise UsageError("nothing has been asked yet", "write a question, or /help")
-        text = text_of(self.messages[asked[-1]]["content"])
-        del self.messages[asked[-1] :]
-        return text
+        for message in reversed(self.messages):
+            if message["role"] == "user":
+                return text_of(message["content"])
+        raise UsageError("nothing has been asked yet", "write a question, or /help")
 
     def last_answer(self) -> "Message":
         """The assistant's last message. Raises UsageError when there is none."""
@@ -200,3 +150,41 @@ class Session:
             if message["role"] == "assistant":
                 return message
         raise UsageError("there is no answer yet", "ask something first")
+
+
+def _tools_without_messages(text: str) -> "list[Tool] | None":
+    """The tools of a file of a session without messages, as before its first question: an empty file, an empty list, or
+    no messages beside tools; None for any other. Raises UsageError."""
+    from dsv4cli.engine.inputs import BOM
+    from dsv4cli.engine.prompt import check_tools
+
+    try:
+        value = json.loads(text.removeprefix(BOM).strip() or "[]")
+    except (ValueError, RecursionError):
+        return None
+    if value == []:
+        return []
+    if not isinstance(value, dict) or value.get("messages") != [] or value.keys() - {"messages", "tools"}:
+        return None
+    return check_tools(value.get("tools") or [])
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other chat looks at a file of the folder and then writes it meanwhile; a file system without locks has none.
+
+    Raises OSError.
+    """
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -141,7 +141,7 @@ class Show:
 
     def _laid_out(self, text: str) -> list[str]:
         self._columns = self._columns or stdout_columns()
-        return markdown_lines(text, self._columns)
+        return markdown_lines(text, self._columns, colour=self.out.colours.stdout)
 
     def _lines_out(self, text: str, lines: list[str]) -> None:
         """Shows what of the block's lines is not shown yet."""

@@ -1,25 +1,30 @@
-"""What begins with a slash in `dsv4 chat`: one table of commands, and what each does."""
+"""What begins with a slash in `dsv4 chat`: one table of commands, and what those about the conversation do."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
+from dsv4cli.commands import chat_facts as facts
+from dsv4cli.commands import chat_settings as settings
+from dsv4cli.commands.chat_journal import find_journal, session_rows
 from dsv4cli.commands.chat_turn import Chat
-from dsv4cli.commands.run_experts import tell_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
+# so many of the newest sessions are listed
+MOST_SESSIONS = 20
+
 
 class Slash(NamedTuple):
-    """A command: its arguments as help shows them, its help, and what it does; a text that it returns is asked."""
+    """A command: its arguments as help shows them, its help, what it does, where a text that it returns is asked, and
+    its other names."""
 
     arguments: str
     help: str
     function: Callable[[Chat, str], str | None]
+    other_names: tuple[str, ...] = ()
 
 
 def obey(chat: Chat, line: str) -> str | None:
@@ -28,20 +33,67 @@ def obey(chat: Chat, line: str) -> str | None:
     if line.startswith("//"):
         return line[1:]
     name, *rest = re.split(r"\s", line[1:], maxsplit=1)
-    argument = "".join(rest)
-    if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, 1, 0.5) or [one for one in COMMANDS if name and one.startswith(name)]
+    argument = "".join(rest).strip()
+    command = _command(name)
+    if argument and not command.arguments:
+        raise UsageError(f"/{name} takes nothing behind it", f"write /{name}")
+    return command.function(chat, argument)
+
+
+def _command(name: str) -> Slash:
+    """The command of a name. Raises UsageError."""
+    names = helps()
+    if name not in names:
+        near = get_close_matches(name, names, 1, 0.5) or [one for one in names if name and one.startswith(name)]
         remedy = f"did you mean /{near[0]}? " if near else ""
         raise UsageError(f"there is no command /{name}", f"{remedy}/help lists them; // begins a question with a slash")
-    command = COMMANDS[name]
-    if argument.strip() and not command.arguments:
-        raise UsageError(f"/{name} takes nothing behind it", f"write /{name}")
-    return command.function(chat, argument.strip())
+    return next(one for first, one in COMMANDS.items() if name in (first, *one.other_names))
 
 
-def _help(chat: Chat, _: str) -> None:
-    chat.out.table([[f"/{name} {command.arguments}".rstrip(), command.help] for name, command in COMMANDS.items()])
-    chat.out.table([[line] for line in (*KEYS, *(EDITOR_KEYS if chat.edits else ()))])
+def helps() -> dict[str, str]:
+    """The help of every name that a command has."""
+    return {name: one.help for first, one in COMMANDS.items() for name in (first, *one.other_names)}
+
+
+def _help(chat: Chat, name: str) -> None:
+    command = _command(name.removeprefix("/")) if name else None
+    chosen = {first: one for first, one in COMMANDS.items() if command in (None, one)}
+    chat.out.table([[f"/{first} {one.arguments}".rstrip(), _help_text(one)] for first, one in chosen.items()])
+    if command is None:
+        chat.out.table([[line] for line in (*KEYS, *(EDITOR_KEYS if chat.edits else ()))])
+
+
+def _help_text(command: Slash) -> str:
+    other = ", ".join(f"/{name}" for name in command.other_names)
+    return f"{command.help} Also {other}." if other else command.help
+
+
+def _new(chat: Chat, _: str) -> None:
+    kept, file = chat.session.journal.name, chat.session.file
+    chat.session.begin_anew()
+    chat.out.status(
+        ("a new session" + ("; the system message stays" if chat.session.system else ""))
+        + (f"; the last one is kept: /resume {kept}" if kept else "")
+        + (f"; {file} stays as it is" if file else "")
+    )
+
+
+def _sessions(chat: Chat, _: str) -> None:
+    rows = session_rows(chat.session.journal.folder, MOST_SESSIONS)
+    if not rows:
+        chat.out.status("no session has been kept yet")
+        return
+    chat.out.table(rows)
+    chat.out.status("/resume NUMBER goes on with one")
+
+
+def _resume(chat: Chat, which: str) -> None:
+    if not which:
+        raise UsageError("there is no session's number", "/sessions lists them")
+    choices = chat.session.choices
+    chat.session.take_up(find_journal(chat.session.journal.folder, which))
+    chat.session.choices, chat.left_out = choices, 0  # it is led as this one
+    chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}; /history shows them")
 
 
 def _exit(chat: Chat, _: str) -> None:
@@ -57,7 +109,7 @@ def _clear(chat: Chat, _: str) -> None:
 def _undo(chat: Chat, _: str) -> None:
     question = chat.session.take_back()
     chat.save()
-    chat.out.status(f"taken back: {_excerpt(question)}")
+    chat.out.status(f"taken back: {facts.excerpt(question)}")
 
 
 def _retry(chat: Chat, _: str) -> str:
@@ -65,20 +117,14 @@ def _retry(chat: Chat, _: str) -> str:
 
 
 def _edit(chat: Chat, text: str) -> str | None:
-    if not text and not chat.edits:
-        raise UsageError("there is no line editor here", "write the new text behind /edit")
-    question = chat.session.take_back()
-    if not text:
-        chat.draft = question
-        chat.save()
-    return text or None
-
-
-def _system(chat: Chat, text: str) -> None:
     if text:
-        chat.session.system = text
-        chat.save()
-    chat.out.status(f"system message: {chat.session.system or 'none'}")
+        chat.session.take_back()
+    elif chat.edits:
+        question = chat.session.last_question()
+        chat.draft = f"/{question}" if question.startswith("/") else question
+    else:
+        raise UsageError("there is no line editor here", "write the new text behind /edit")
+    return text or None
 
 
 def _read(chat: Chat, words: str) -> str:
@@ -100,54 +146,9 @@ def _save(chat: Chat, name: str) -> None:
 
 def _load(chat: Chat, name: str) -> None:
     chat.session.load_file(_path(name))
+    chat.left_out = 0
     chat.save()
     chat.out.status(f"{counted(len(chat.session.messages), 'message')} from {name}")
-
-
-def _think(chat: Chat, level: str) -> None:
-    from dsv4cli.engine.prompt import think_options
-
-    dialogue = chat.talk.dialogue
-    if level:
-        thinking, effort = think_options(dialogue.release, level)
-        chat.talk.dialogue = dialogue = replace(dialogue, thinking=thinking, effort=effort)
-    chat.out.status(f"thinking: {dialogue.effort or 'off'}")
-
-
-def _show_thinking(chat: Chat, word: str) -> None:
-    if not word:
-        thought = chat.session.last_answer().get("reasoning_content")
-        chat.out.aside(f"{thought or 'there was no thinking'}\n")
-        return
-    if word not in ("on", "off"):
-        raise UsageError(f"/show-thinking cannot be {word}", "write on, off, or nothing to see the last thoughts")
-    chat.show_thinking = word == "on"
-
-
-def _set(chat: Chat, words: str) -> None:
-    name, _, value = words.replace("=", " ").partition(" ")
-    name = name.replace("_", "-")
-    kinds: Mapping[str, type[int] | type[float]] = SETTINGS
-    if not words:
-        chat.out.table([[name, str(_setting(chat, name))] for name in kinds])
-        return
-    if name not in kinds:
-        raise UsageError(f"there is no setting {name!r}", f"use one of {', '.join(kinds)}")
-    try:
-        number = kinds[name](value)
-    except ValueError:
-        raise UsageError(f"{name} cannot be {value.strip()!r}", f"write a number, as in /set {name}=1") from None
-    if name == "max-tokens":
-        chat.talk.limits = replace(chat.talk.limits, max_tokens=int(number))
-    elif name == "think-budget":
-        chat.think_budget = check_budget(int(number))
-    else:
-        chat.sampling = chat.sampling.chosen(
-            number if name == "temperature" else chat.sampling.temperature,
-            number if name == "top-p" else chat.sampling.top_p,
-            int(number) if name == "seed" else chat.sampling.seed,
-        )
-    chat.out.status(f"{name}: {_setting(chat, name)}")
 
 
 KEYS = (
@@ -155,78 +156,6 @@ KEYS = (
     "Ctrl-C stops an answer or clears the line; twice quits, as Ctrl-D does.",
 )
 EDITOR_KEYS = ("Ctrl-R searches the history, Tab completes a command, Ctrl-X Ctrl-E opens $EDITOR and sends its text.",)
-SETTINGS: Mapping[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top-p": float,
-    "seed": int,
-    "max-tokens": int,
-    "think-budget": int,
-}
-
-
-def _setting(chat: Chat, name: str) -> object:
-    if name == "max-tokens":
-        return chat.talk.limits.max_tokens
-    if name == "think-budget":
-        return "none" if chat.think_budget is None else chat.think_budget
-    return getattr(chat.sampling, name.replace("-", "_"))
-
-
-def check_budget(tokens: int | None) -> int | None:
-    """A number of tokens to think with. Raises UsageError."""
-    from dsv4cli.engine.settings import require
-
-    require(tokens is None or tokens >= 0, "--think-budget", tokens, "use 0 or more tokens")
-    return tokens
-
-
-def _stats(chat: Chat, _: str) -> None:
-    count, last = chat.count, chat.last
-    rows = [
-        ["answers", f"{count.turns:,}"],
-        ["tokens written", f"{count.drawn:,}"],
-        ["tokens read", f"{count.prefilled:,}"],
-        ["tokens found in the cache", f"{count.reused:,}"],
-    ]
-    if last.tokens:
-        rows.append(["first token of the last answer", f"{last.first:.2f} s"])
-    if last.rate:
-        rows.append(["then", f"{last.rate:.1f} tokens/s"])
-    chat.out.table(rows)
-    tell_traffic(chat.out, chat.talk.model.host_experts)
-
-
-def _tokens(chat: Chat, text: str) -> None:
-    if text:
-        ids = chat.talk.dialogue.tokenizer.encode(text)
-        chat.out.line(f"{counted(len(ids), 'token')}: {' '.join(map(str, ids))}")
-        return
-    before = 0
-    messages = chat.session.prompt()
-    for number, message in enumerate(messages, 1):
-        tokens = chat.talk.tokens(messages[:number])
-        chat.out.line(f"{tokens - before:7,}  {message['role']}: {_excerpt(str(message.get('content') or ''))}")
-        before = tokens
-    chat.out.line(f"{before:7,}  in all")
-
-
-def _context(chat: Chat, _: str) -> None:
-    used, room = chat.talk.tokens(chat.prompt()) if chat.session.messages else 0, chat.talk.context
-    chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
-    if chat.left_out:
-        chat.out.line(f"the oldest {counted(chat.left_out, 'message')} are left out of the prompt")
-
-
-def _copy(chat: Chat, _: str) -> None:
-    if not chat.copies:
-        raise UsageError("there is no terminal that could copy", "use /save FILE or /json")
-    text = str(chat.session.last_answer().get("content") or "")
-    chat.out.clipboard(text)
-    chat.out.status(f"{counted(len(text), 'character')} sent to the terminal's clipboard")
-
-
-def _json(chat: Chat, _: str) -> None:
-    chat.out.stream(json.dumps(chat.session.document(), ensure_ascii=False, indent=1) + "\n")
 
 
 def _path(name: str) -> Path:
@@ -238,28 +167,28 @@ def _path(name: str) -> Path:
         raise UsageError(f"{name} is no path: {error}", "write it in full") from None
 
 
-def _excerpt(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 60 else line[:59] + "…"
-
-
 COMMANDS: Mapping[str, Slash] = {
-    "help": Slash("", "This list.", _help),
+    "help": Slash("[COMMAND]", "This list, or a line of it.", _help),
     "undo": Slash("", "Take back the last question and its answer.", _undo),
-    "retry": Slash("", "Ask the last question again.", _retry),
+    "retry": Slash("", "Ask the last question again.", _retry, ("regenerate",)),
     "edit": Slash("[TEXT]", "Change the last question, to TEXT or in the next input.", _edit),
-    "clear": Slash("", "Begin anew; the system message stays.", _clear),
-    "system": Slash("[TEXT]", "Show or set the system message.", _system),
-    "think": Slash("[LEVEL]", "Show or set how hard to reason: off, low, high, max.", _think),
-    "show-thinking": Slash("[on|off]", "Show reasoning as it comes, or the last one now.", _show_thinking),
-    "set": Slash("[NAME=VALUE]", f"Show or set {', '.join(SETTINGS)}.", _set),
+    "clear": Slash("", "Forget the conversation; the system message stays.", _clear),
+    "new": Slash("", "Begin another session; this one is kept.", _new),
+    "sessions": Slash("", f"List the sessions, at most the last {MOST_SESSIONS}.", _sessions),
+    "resume": Slash("NUMBER", "Go on with a session of that list.", _resume),
+    "history": Slash("", "Show the conversation.", facts.show_history),
+    "model": Slash("[MODEL]", "Show the model, or load another in its place.", settings.model),
+    "system": Slash("[TEXT]", "Show or set the system message.", settings.system),
+    "think": Slash("[LEVEL]", "Show or set how hard to reason: off, low, high, max.", settings.think),
+    "show-thinking": Slash("[on|off]", "Show reasoning as it comes, or the last one now.", settings.show_thinking),
+    "set": Slash("[NAME=VALUE]", f"Show or set {', '.join(settings.SETTINGS)}.", settings.set_value),
     "read": Slash("FILE [QUESTION]", "Ask with the text of a file below the question.", _read),
     "save": Slash("FILE", "Write the conversation as JSON messages.", _save),
     "load": Slash("FILE", "Take the conversation of such a file instead.", _load),
-    "json": Slash("", "Print the conversation as JSON messages.", _json),
-    "copy": Slash("", "Copy the last answer to the clipboard, through the terminal.", _copy),
-    "stats": Slash("", "What this session has cost.", _stats),
-    "tokens": Slash("[TEXT]", "The tokens of a text, or of each message.", _tokens),
-    "context": Slash("", "How full the context is.", _context),
-    "exit": Slash("", "Leave; the session is kept, --continue takes it up.", _exit),
+    "json": Slash("", "Print the conversation as JSON messages.", facts.show_json),
+    "copy": Slash("", "Copy the last answer to the clipboard, through the terminal.", facts.copy),
+    "stats": Slash("", "What this session has cost.", facts.show_stats),
+    "tokens": Slash("[TEXT]", "The tokens of a text, or of each message.", facts.show_tokens),
+    "context": Slash("", "How full the context is.", facts.show_context),
+    "exit": Slash("", "Leave; the session is kept, --continue takes it up.", _exit, ("quit", "bye")),
 }

@@ -9,7 +9,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.chat_input import keys_wait
-from dsv4cli.commands.chat_session import Session
+from dsv4cli.commands.chat_journal import Choices
+from dsv4cli.commands.chat_session import FileChanged, Session
 from dsv4cli.commands.chat_show import Show
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.run_modes import tell_lookalikes
@@ -74,13 +75,14 @@ class Chat:
     sampling: "Sampling"
     interrupts: Interrupts
     run_calls: RunCalls = lambda calls: None
+    change_model: Callable[[str], None] = lambda name: None
     think_budget: int | None = None
     on_terminal: bool = False
     edits: bool = False  # the input takes up a draft
     copies: bool = False  # the terminal may be asked to fill its clipboard
     markdown: bool = False
     show_thinking: bool = False
-    draft: str = ""  # what the next input begins with
+    draft: str | None = None  # the last question, which the next input changes
     last: Clock = field(default_factory=Clock)
     count: Count = field(default_factory=Count)
     stopped: bool = False  # the last turn was, by Ctrl-C
@@ -92,7 +94,13 @@ class Chat:
     def ask(self, question: str, before: "list[Message]") -> None:
         """A whole turn, with the calls of tools in it; without an answer the conversation is as `before`.
 
-        Raises Dsv4Error, and KeyboardInterrupt for the second Ctrl-C, after which the text so far is kept."""
+        Raises Dsv4Error, at once where the file of the session is not as it was, and KeyboardInterrupt for the second
+        Ctrl-C, after which the text so far is kept."""
+        try:
+            self.session.check_file()
+        except FileChanged:
+            self.session.messages = before
+            raise
         asked = {"role": "user", "content": question}
         self.session.messages.append(asked)
         self.stopped = self.leaving = False
@@ -114,8 +122,16 @@ class Chat:
         """Makes the session durable, or says that it is not."""
         try:
             self.session.save()
+        except FileChanged as error:
+            self.out.warning(f"the session is not in its file: {error.message}; {error.remedy}")
         except OSError as error:
             self.out.warning(f"the session is not saved: {error}; /save FILE puts it elsewhere")
+
+    def choose(self, choices: Choices) -> None:
+        """Notes what the session is led with from now on, for who goes on with it."""
+        self.session.choices = choices
+        if self.session.messages:
+            self.save()
 
     def _answer(self) -> bool:
         """One answer of the model; whether it goes on after the results of its calls."""
@@ -211,12 +227,16 @@ class Chat:
         if self.talk.surplus(messages) == 0:
             self.left_out = 0
             return messages
+        if [message["role"] for message in messages[start + self.left_out :]][:1] != ["user"]:
+            self.left_out = 0  # the conversation is another one by now
         shorter = messages[:start] + messages[start + self.left_out :]
         surplus = max(self.talk.surplus(shorter), 0)
         if surplus:
             self.left_out += surplus
             left = counted(self.left_out, "message")
-            self.out.warning(f"the context is full: the oldest {left} are left out of the prompt, not of the session")
+            self.out.warning(
+                f"the oldest {left} are left out of the prompt to keep room for an answer; not of the session"
+            )
         return messages[:start] + messages[start + self.left_out :]
 
     def _report(self, answer: "Answer") -> None:
@@ -234,4 +254,4 @@ class Chat:
         self.out.status(f"{self.model} · {used:,} of {talk.context:,} tokens{rate}{first}{ended}")
         if used > NEARLY_FULL * talk.context:
             left = counted(max(talk.context - used, 0), "token")
-            self.out.warning(f"{left} are left; then the oldest questions and answers are left out of the prompt")
+            self.out.warning(f"{left} are left; soon the oldest questions and answers are left out of the prompt")

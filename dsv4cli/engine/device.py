@@ -1,5 +1,6 @@
 """The device that a model runs on, and whether it has room."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -59,6 +60,13 @@ def step_threads(tokens: int, weights: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def free_unused() -> None:
+    """Gives the memory of what nothing refers to any more back to the devices."""
+    gc.collect()  # modules and graphs may refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int | None:

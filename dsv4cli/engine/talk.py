@@ -1,5 +1,6 @@
 """A conversation with a model: turn after turn in one cache, of which a turn prefills only what it does not hold."""
 
+from bisect import bisect_left
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -25,8 +26,9 @@ from dsv4cli.errors import NotEnoughMemory, UsageError
 
 # what a decoder is prepared for at first, if the context is as long
 FEWEST_TOKENS = 8192
-# the most tokens that an answer should have room for before messages are called a surplus
-ANSWER_ROOM = 512
+# an answer has room for as many tokens as it may have, up to this part of the context; where messages must go for that,
+# as many go as leave the larger part free: the prompt is read anew each time
+ANSWER_PART, FREED_PART = 8, 4
 # far below any logit, and finite at the lowest temperature
 BARRED = -1e30
 
@@ -104,21 +106,25 @@ class Talk:
 
     def surplus(self, messages: Sequence[Message]) -> int:
         """How many messages, the first after those of the system, must go for the prompt to leave room for an answer: 0
-        if there is some already, -1 if the last question alone leaves none. What stays begins with a question."""
-        if self.tokens(messages) < self.context:
+        if it does already or nothing can go, -1 if the last question alone leaves none. What stays begins with a
+        question."""
+        tokens, room = self.tokens(messages), max(min(self.limits.max_tokens, self.context // ANSWER_PART), 1)
+        if tokens + room <= self.context:
             return 0
         roles = [message["role"] for message in messages]
         first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
         cuts = [i for i in range(first + 1, len(roles)) if roles[i] in ("user", "developer")]
-        room = min(ANSWER_ROOM, self.limits.max_tokens, self.context // 4)
-        low, high = 0, len(cuts)
-        while low < high:
-            middle = (low + high) // 2
-            if self.tokens([*messages[:first], *messages[cuts[middle] :]]) + room <= self.context:
-                high = middle
-            else:
-                low = middle + 1
-        return cuts[low] - first if low < len(cuts) else -1
+
+        def left(cut: int) -> int:
+            return self.context - self.tokens([*messages[:first], *messages[cut:]])
+
+        for wanted in (max(room, self.context // FREED_PART), room):
+            nth = bisect_left(cuts, wanted, key=left)
+            if nth < len(cuts):
+                return cuts[nth] - first
+        if cuts and left(cuts[-1]) > 0:
+            return cuts[-1] - first
+        return 0 if not cuts and tokens < self.context else -1
 
     def reply(self, messages: Sequence[Message], sampling: Sampling, *, think_budget: int | None = None) -> Reply:
         """Answers the last of these checked messages: before the prompt and after each step of it the answer, still

@@ -472,11 +472,28 @@ def test_a_full_context_says_what_to_leave_out():
     rest = [SYSTEM, *messages[1 + error.surplus :]]
     assert rest[1]["role"] == "user"
     assert one.surplus(rest) == 0
-    assert one.tokens([SYSTEM, *messages[error.surplus - 1 :]]) > 300 - 6
+    assert one.tokens(rest) <= 300 * 3 / 4 < one.tokens([SYSTEM, *messages[error.surplus - 1 :]])
     assert drain(one.reply(rest, SEEDED))[0].finish
     assert one.surplus([SYSTEM, user("x" * 400)]) == -1
     with pytest.raises(ContextFull, match="room for 299"):
         one.reply([user("x" * 400)], SEEDED)
+
+
+def test_a_nearly_full_context_keeps_room_for_an_answer():
+    one = talk(max_context=425, max_tokens=12)
+    turns = [message for number in range(7) for message in (user(f"{number}" * 20), said("x" * 20))]
+    messages = [SYSTEM, *turns, user("last")]
+    assert 425 - 12 < one.tokens(messages) < 425 - 2
+    assert one.surplus(messages) > 0
+    answer, _ = drain(one.reply([SYSTEM, *messages[1 + one.surplus(messages) :]], SEEDED))
+    assert answer.finish == "stop" or len(answer.steps) == 12
+    one.limits = replace(one.limits, max_tokens=2)  # an answer that may have two tokens needs no more room
+    assert one.surplus(messages) == 0
+    one.limits = replace(one.limits, max_tokens=4000)
+    long = user("x" * 310)  # leaves less than an eighth of the context, but some: it is asked alone
+    assert 425 - 425 // 8 < one.tokens([SYSTEM, long]) < 425
+    assert one.surplus([*messages[:-1], long]) == len(turns)
+    assert one.surplus([SYSTEM, long]) == 0
 
 
 @pytest.mark.parametrize(("first", "second", "most", "expected"), [("", "a", 0, 0), ("abc", "abd", 3, 2)])

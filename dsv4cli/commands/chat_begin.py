@@ -1,0 +1,68 @@
+"""Where a session of `dsv4 chat` begins: the last one, one of the list, a file, or anew."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import typer
+
+from dsv4cli.commands.chat_journal import Choices, Journal, find_journal, session_rows
+from dsv4cli.commands.chat_session import Session
+from dsv4cli.commands.chat_tools import read_tools
+from dsv4cli.errors import UsageError
+from dsv4cli.output import Output
+
+
+class Beginning(NamedTuple):
+    """The folder of journals, and which session of it, or of a file, is gone on with; or all are only listed."""
+
+    folder: Path
+    go_on: bool
+    resume: str | None
+    file: Path | None
+    listed: bool
+
+
+def begin_session(
+    out: Output, begin: Beginning, system: str | None, tools: Path | None, given: dict[str, Any]
+) -> Session:
+    """The session to begin with, led as it was but for what is given. Raises UsageError; exits where it only lists."""
+    if begin.listed:
+        _list_sessions(out, begin.folder)
+    ways = {"--continue": begin.go_on, "--resume": begin.resume is not None, "--session": begin.file is not None}
+    names = [name for name, chosen in ways.items() if chosen]
+    if len(names) > 1:
+        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
+    session, file = Session(Journal(begin.folder), begin.file), begin.file
+    if begin.go_on or begin.resume is not None:
+        session.take_up(find_journal(begin.folder, "1" if begin.resume is None else begin.resume))
+    elif file is not None and file.exists():
+        session.load_file(file)
+    elif file is not None and not file.parent.is_dir():
+        raise UsageError(f"{file} cannot be written: there is no folder {file.parent}", "make it, or name another file")
+    session.choices = replace(session.choices, **given)
+    if system is not None:
+        session.system = system
+    if tools is not None:
+        session.tools = read_tools(tools)
+    return session
+
+
+def given_choices(context: typer.Context, choices: Choices) -> dict[str, Any]:
+    """Those of the choices that stand on the command line."""
+    return {
+        name: value
+        for name, value in asdict(choices).items()
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    }
+
+
+def _list_sessions(out: Output, folder: Path) -> NoReturn:
+    """Prints the sessions, and exits."""
+    rows = session_rows(folder)
+    if rows:
+        out.table(rows)
+        out.hint("dsv4 chat --resume NUMBER goes on with one")
+    else:
+        out.status(f"no session has been kept in {folder} yet")
+    raise typer.Exit

@@ -1,0 +1,85 @@
+"""What `dsv4 chat` can tell of a conversation: its messages, its tokens, what it has cost."""
+
+import json
+
+from dsv4cli.commands.chat_turn import Chat
+from dsv4cli.commands.run_experts import tell_traffic
+from dsv4cli.errors import UsageError
+from dsv4cli.output import counted
+
+# how `show_history` begins a message
+SIGNS = {"user": "> ", "assistant": "", "tool": "→ "}
+
+
+def show_history(chat: Chat, _: str) -> None:
+    """The conversation so far, as it was written: questions behind the prompt's sign, answers, calls and results."""
+    from dsv4cli.engine.turns import text_of
+
+    if not chat.session.messages:
+        chat.out.status("nothing has been said yet")
+    for message in chat.session.messages:
+        role, text = message["role"], text_of(message.get("content"))
+        if text:
+            chat.out.stream(f"{SIGNS.get(role, f'{role}: ')}{text}\n")
+        for call in message.get("tool_calls") or ():
+            chat.out.line(f"{call['function']['name']}({call['function']['arguments']})")
+
+
+def show_stats(chat: Chat, _: str) -> None:
+    """What the session has cost."""
+    count, last = chat.count, chat.last
+    rows = [
+        ["answers", f"{count.turns:,}"],
+        ["tokens written", f"{count.drawn:,}"],
+        ["tokens read", f"{count.prefilled:,}"],
+        ["tokens found in the cache", f"{count.reused:,}"],
+    ]
+    if last.tokens:
+        rows.append(["first token of the last answer", f"{last.first:.2f} s"])
+    if last.rate:
+        rows.append(["then", f"{last.rate:.1f} tokens/s"])
+    chat.out.table(rows)
+    tell_traffic(chat.out, chat.talk.model.host_experts)
+
+
+def show_tokens(chat: Chat, text: str) -> None:
+    """The tokens of a text, or of each message."""
+    if text:
+        ids = chat.talk.dialogue.tokenizer.encode(text)
+        chat.out.line(f"{counted(len(ids), 'token')}: {' '.join(map(str, ids))}")
+        return
+    before = 0
+    messages = chat.session.prompt()
+    for number, message in enumerate(messages, 1):
+        tokens = chat.talk.tokens(messages[:number])
+        chat.out.line(f"{tokens - before:7,}  {message['role']}: {excerpt(str(message.get('content') or ''))}")
+        before = tokens
+    chat.out.line(f"{before:7,}  in all")
+
+
+def show_context(chat: Chat, _: str) -> None:
+    """How full the context is."""
+    used, room = chat.talk.tokens(chat.prompt()) if chat.session.messages else 0, chat.talk.context
+    chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
+    if chat.left_out:
+        chat.out.line(f"the oldest {counted(chat.left_out, 'message')} are left out of the prompt")
+
+
+def copy(chat: Chat, _: str) -> None:
+    """Fills the clipboard with the last answer. Raises UsageError."""
+    if not chat.copies:
+        raise UsageError("there is no terminal that could copy", "use /save FILE or /json")
+    text = str(chat.session.last_answer().get("content") or "")
+    chat.out.clipboard(text)
+    chat.out.status(f"{counted(len(text), 'character')} sent to the terminal's clipboard")
+
+
+def show_json(chat: Chat, _: str) -> None:
+    """The conversation as JSON messages."""
+    chat.out.stream(json.dumps(chat.session.document(), ensure_ascii=False, indent=1) + "\n")
+
+
+def excerpt(text: str) -> str:
+    """The beginning of a text, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:59] + "…"

@@ -1,0 +1,236 @@
+"""The journals of `dsv4 chat`: each session in a file that no kill can take away, and how it is found again."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsv4cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.prompt import Message, Tool
+
+SCHEMA = "dsv4.chat/1"
+# how much of the first question a journal's name has
+NAME_LENGTH = 40
+START = "start one: dsv4 chat; it is kept from its first answer on"
+
+
+def state_folder(state_home: Path | None) -> Path:
+    """Where journals and the history of inputs are; the XDG rules let a relative path count as none."""
+    home = state_home if state_home is not None and state_home.is_absolute() else Path.home() / ".local" / "state"
+    return home / "dsv4"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a session is led with beside its messages; temperature and top_p are None for what the model asks for."""
+
+    model: str = "nano"
+    think: str = "off"
+    temperature: float | None = None
+    top_p: float | None = None
+
+
+def _check_choices(value: Any) -> Choices:
+    """The choices that a journal has noted. Raises UsageError, ValueError and TypeError for something else."""
+    from dsv4cli.engine.settings import Sampling
+
+    one = Choices(**value)
+    Sampling().chosen(one.temperature, one.top_p, 0)
+    if not (isinstance(one.model, str) and isinstance(one.think, str)):
+        raise ValueError("the model or the thinking level is no text")
+    return one
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a journal has come to; older ones have noted no choices."""
+
+    messages: "list[Message]"
+    tools: "list[Tool]"
+    choices: Choices | None
+
+
+@dataclass
+class Journal:
+    """A file of JSON lines that say how the conversation became what it is: keep so many messages, add these.
+
+    It is made with the first line, in a folder that nobody else can read, and is named after the time and the first
+    question; a line that has returned is on the disk. follows: the name of the journal that it goes on with, which no
+    list shows any more.
+    """
+
+    folder: Path
+    follows: str = ""
+    _path: Path | None = None
+    _messages: "list[Message]" = field(default_factory=list)
+    _tools: "list[Tool]" = field(default_factory=list)
+    _choices: Choices | None = None
+
+    def write(self, messages: "Sequence[Message]", tools: "Sequence[Tool]", choices: Choices) -> None:
+        """Notes what has changed since the last line; a session without messages begins no journal. Raises OSError."""
+        messages, tools = list(messages), list(tools)
+        if (messages, tools, choices) == (self._messages, self._tools, self._choices):
+            return
+        if self._path is None and not messages:
+            return
+        keep = 0
+        while keep < min(len(messages), len(self._messages)) and messages[keep] == self._messages[keep]:
+            keep += 1
+        line: dict[str, Any] = {"keep": keep, "add": messages[keep:]}
+        if tools != self._tools:
+            line["tools"] = tools
+        if choices != self._choices:
+            line["choices"] = asdict(choices)
+        try:
+            self._add(line)
+        except OSError:  # half a line may be there: the next one begins a new file, with everything
+            self._path, self._messages, self._tools, self._choices = None, [], [], None
+            raise
+        self._messages, self._tools, self._choices = messages, tools, choices
+
+    @property
+    def name(self) -> str:
+        """What `/sessions` calls it; empty before its first line."""
+        return "" if self._path is None else self._path.stem
+
+    def _add(self, line: dict[str, Any]) -> None:
+        from dsv4cli.engine.durable import sync_folder
+
+        if self._path is not None:
+            _append(self._path, [line])
+            return
+        path = self._new_path(line["add"])
+        try:
+            _append(path, [{"schema": SCHEMA} | ({"follows": self.follows} if self.follows else {}), line])
+            sync_folder(self.folder)
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+            raise
+        self._path = path
+
+    def _new_path(self, messages: "Sequence[Message]") -> Path:
+        """A file that nobody else has, still empty."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.parent.chmod(0o700)
+        name = "-".join(part for part in (time.strftime("%Y%m%d-%H%M%S"), _slug(first_question(messages))) if part)
+        for nth in range(1, 1000):
+            path = self.folder / f"{name}{f'-{nth}' if nth > 1 else ''}.jsonl"
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            except FileExistsError:
+                continue
+            return path
+        raise FileExistsError(17, "a thousand journals have this name", str(self.folder / name))
+
+
+def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    from dsv4cli.engine.durable import append
+
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        append(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    finally:
+        os.close(file)
+
+
+def first_question(messages: "Sequence[Message]") -> str:
+    """What was asked first, in one line; empty where nothing was."""
+    from dsv4cli.engine.turns import text_of
+
+    return next((" ".join(text_of(one["content"]).split()) for one in messages if one["role"] == "user"), "")
+
+
+def _slug(text: str) -> str:
+    """The letters and digits of a text as the part of a file's name."""
+    kept = "".join(character if character.isalnum() else " " for character in text[: 4 * NAME_LENGTH].lower())
+    encoding = sys.getfilesystemencoding()  # a name that this cannot say would be an error
+    return "-".join(kept.encode(encoding, "ignore").decode(encoding).split())[:NAME_LENGTH].strip("-")
+
+
+def read_journal(path: Path) -> Kept:
+    """The conversation that a journal has come to; a last line that a kill has cut off does not count.
+
+    Raises UsageError for a file that is no journal.
+    """
+    from dsv4cli.engine.prompt import check_messages, check_tools
+
+    messages: list[Message] = []
+    tools: list[Tool] = []
+    choices = None
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # behind the last newline is nothing, or half a line
+        for line in map(json.loads, lines[1:]):
+            messages = messages[: line["keep"]] + line["add"]
+            tools = line.get("tools", tools)
+            choices = line.get("choices", choices)
+        checked = None if choices is None else _check_choices(choices)
+        return Kept(check_messages(messages) if messages else [], check_tools(tools), checked)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UsageError) as error:
+        raise UsageError(
+            f"{path} is no journal that can be continued: {error}", "move it away, or load a saved file with --session"
+        ) from None
+
+
+def journals(folder: Path) -> list[Path]:
+    """The journals, the one written last first, without those that another one goes on with."""
+    paths = {path.stem: path for path in folder.glob("*.jsonl")}
+    followed = {_follows(path) for path in paths.values()}
+    shown = [path for name, path in paths.items() if name not in followed]
+    return sorted(shown, key=lambda path: (_changed(path), path.name), reverse=True)
+
+
+def _changed(path: Path) -> int:
+    """When it was written last, in ns; 0 where it has just gone."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _follows(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            first = json.loads(file.readline())
+        return str(first["follows"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def find_journal(folder: Path, which: str) -> Path:
+    """The journal that a number of `journals` names, its name, or the beginning of one. Raises UsageError."""
+    shown = journals(folder)
+    if which.isdecimal() and 1 <= int(which) <= len(shown):
+        return shown[int(which) - 1]
+    names = sorted(path for path in folder.glob("*.jsonl") if which and path.stem.startswith(which))
+    exact = [path for path in names if path.stem == which]
+    if len(exact or names) == 1:
+        return (exact or names)[0]
+    if not shown:
+        raise UsageError(f"there is no session to continue in {folder}", START)
+    what = f"{len(names)} sessions begin with {which!r}" if names else f"there is no session {which!r}"
+    raise UsageError(what, "dsv4 chat --sessions lists them; use a number from there, or a name")
+
+
+def session_rows(folder: Path, most: int | None = None) -> list[list[str]]:
+    """The sessions as a table: number, time of the last change, messages, model, first question."""
+    return [[f"{number}", *_row(path)] for number, path in enumerate(journals(folder)[:most], 1)]
+
+
+def _row(path: Path) -> list[str]:
+    when = datetime.fromtimestamp(_changed(path) / 1e9).strftime("%Y-%m-%d %H:%M")
+    try:
+        kept = read_journal(path)
+    except UsageError:
+        return [when, "", "", f"{path.name} cannot be read"]
+    question = first_question(kept.messages)
+    model = kept.choices.model if kept.choices else ""
+    return [when, f"{len(kept.messages)}", model, question if len(question) <= 60 else f"{question[:59]}…"]

@@ -1,0 +1,113 @@
+"""The model of `dsv4 chat`: which one a session is led with, how it is loaded, and how another takes its place."""
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from dsv4cli.commands.chat_input import keys_wait
+from dsv4cli.commands.chat_journal import Choices
+from dsv4cli.commands.chat_ranks import open_talk
+from dsv4cli.commands.chat_turn import Chat
+from dsv4cli.commands.run_modes import Job
+from dsv4cli.errors import Dsv4Error, UsageError
+from dsv4cli.harmless import shell_word
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.source import FolderSource, RandomSource
+    from dsv4cli.engine.talk import Talk
+
+
+def find_model(choices: Choices, kept: bool) -> "FolderSource | RandomSource":
+    """The model of a session; kept: it was not named now but when the session was begun. Raises Dsv4Error."""
+    from dsv4cli.engine.source import resolve_model
+
+    try:
+        return resolve_model(choices.model)
+    except Dsv4Error as error:
+        if kept:
+            error.remedy += "; --model NAME goes on with another one"
+        raise
+
+
+def model_name(source: "FolderSource | RandomSource") -> str:
+    """What finds the model again from any folder."""
+    from dsv4cli.engine.source import FolderSource
+
+    named = Path(os.path.expanduser(source.name))
+    is_folder = isinstance(source, FolderSource) and source.folder == named
+    return str(named.resolve()) if is_folder else source.name
+
+
+class Models:
+    """The one model that is loaded at a time, in this process or in `ranks`; leaving it frees that."""
+
+    def __init__(self, job: Job, ranks: int) -> None:
+        self.job = job
+        self._ranks = ranks
+        self._opened = ExitStack()
+
+    def __enter__(self) -> "Models":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+    def open(self) -> "Talk":
+        """Loads the job's model, for a conversation. Raises Dsv4Error."""
+        talk = self._opened.enter_context(open_talk(self.job, self._ranks))
+        talk.tell_waits(self.job.out.compiling)
+        return talk
+
+    def change(self, chat: Chat, name: str) -> None:
+        """Frees the model of a chat, then loads another one; where that fails, the first one again.
+
+        Raises UsageError with several ranks, and what loading raises.
+        """
+        from dsv4cli.engine.source import resolve_model
+
+        if self._ranks > 1:
+            raise UsageError(
+                f"/model loads in one process, and this conversation has {self._ranks} ranks",
+                f"leave, then: dsv4 chat --continue --tp {self._ranks} --model {shell_word(name)}",
+            )
+        before, source, choices = self.job, resolve_model(name), chat.session.choices
+        sampling = source.sampling.chosen(choices.temperature, choices.top_p, chat.sampling.seed)
+        after = replace(before, source=source, think=choices.think, sampling=sampling, limits=chat.talk.limits)
+        _ = after.dialogue  # refused before the first model goes
+        chat.leaving = True  # an error is the end, as long as there is no model
+        self._free(chat)
+        error = self._failure(chat, after)
+        if error is not None:
+            chat.out.status(f"{name} is not loaded; loading {before.source.name} again")
+            self._load(chat, replace(before, think=choices.think, limits=after.limits))
+        chat.leaving = False
+        if error is not None:
+            raise error
+        chat.choose(replace(choices, model=model_name(source)))
+
+    def _failure(self, chat: Chat, job: Job) -> Dsv4Error | KeyboardInterrupt | None:
+        """Loads the job's model; why that was not possible, without what was loaded until then."""
+        try:
+            self._load(chat, job)
+        except (Dsv4Error, KeyboardInterrupt) as error:
+            error.__context__ = None
+            return error.with_traceback(None)
+        return None
+
+    def _free(self, chat: Chat) -> None:
+        del chat.talk  # no other name holds its model
+        self._opened.close()
+
+    def _load(self, chat: Chat, job: Job) -> None:
+        from dsv4cli.engine.device import free_unused
+
+        with keys_wait():
+            free_unused()
+            self.job = job
+            chat.talk = self.open()
+        chat.model, chat.sampling, chat.left_out = job.source.name, job.sampling, 0

@@ -1,0 +1,101 @@
+"""What can be set while `dsv4 chat` runs: the system message, thinking, the draws, the limits, the model."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dsv4cli.commands.chat_turn import Chat
+from dsv4cli.errors import UsageError
+
+SETTINGS: Mapping[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top-p": float,
+    "seed": int,
+    "max-tokens": int,
+    "think-budget": int,
+}
+
+
+def system(chat: Chat, text: str) -> None:
+    """Shows or sets the system message."""
+    if text:
+        chat.session.system = text
+        chat.save()
+    chat.out.status(f"system message: {chat.session.system or 'none'}")
+
+
+def think(chat: Chat, level: str) -> None:
+    """Shows or sets how hard to reason. Raises UsageError."""
+    from dsv4cli.engine.prompt import think_options
+
+    dialogue = chat.talk.dialogue
+    if level:
+        thinking, effort = think_options(dialogue.release, level)
+        chat.talk.dialogue = dialogue = replace(dialogue, thinking=thinking, effort=effort)
+        chat.choose(replace(chat.session.choices, think=level))
+    chat.out.status(f"thinking: {dialogue.effort or 'off'}")
+
+
+def model(chat: Chat, name: str) -> None:
+    """Shows the model, or puts another into its place. Raises UsageError, and what loading raises."""
+    if name:
+        chat.change_model(name)
+    else:
+        chat.out.status(f"model: {chat.model}")
+
+
+def show_thinking(chat: Chat, word: str) -> None:
+    """Shows the last thoughts, or sets whether they are shown as they come. Raises UsageError."""
+    if not word:
+        thought = chat.session.last_answer().get("reasoning_content")
+        chat.out.aside(f"{thought or 'there was no thinking'}\n")
+        return
+    if word not in ("on", "off"):
+        raise UsageError(f"/show-thinking cannot be {word}", "write on, off, or nothing to see the last thoughts")
+    chat.show_thinking = word == "on"
+
+
+def set_value(chat: Chat, words: str) -> None:
+    """Shows or sets a number of `SETTINGS`. Raises UsageError."""
+    name, _, value = words.replace("=", " ").partition(" ")
+    name = name.replace("_", "-")
+    kinds: Mapping[str, type[int] | type[float]] = SETTINGS
+    if not words:
+        chat.out.table([[name, str(_setting(chat, name))] for name in kinds])
+        return
+    if name not in kinds:
+        raise UsageError(f"there is no setting {name!r}", f"use one of {', '.join(kinds)}")
+    try:
+        number = kinds[name](value)
+    except ValueError:
+        raise UsageError(f"{name} cannot be {value.strip()!r}", f"write a number, as in /set {name}=1") from None
+    if name == "max-tokens":
+        chat.talk.limits = replace(chat.talk.limits, max_tokens=int(number))
+    elif name == "think-budget":
+        chat.think_budget = check_budget(int(number))
+    else:
+        chat.sampling = chat.sampling.chosen(
+            number if name == "temperature" else chat.sampling.temperature,
+            number if name == "top-p" else chat.sampling.top_p,
+            int(number) if name == "seed" else chat.sampling.seed,
+        )
+        if name == "temperature":
+            chat.choose(replace(chat.session.choices, temperature=number))
+        elif name == "top-p":
+            chat.choose(replace(chat.session.choices, top_p=number))
+    chat.out.status(f"{name}: {_setting(chat, name)}")
+
+
+def _setting(chat: Chat, name: str) -> object:
+    if name == "max-tokens":
+        return chat.talk.limits.max_tokens
+    if name == "think-budget":
+        return "none" if chat.think_budget is None else chat.think_budget
+    return getattr(chat.sampling, name.replace("-", "_"))
+
+
+def check_budget(tokens: int | None) -> int | None:
+    """A number of tokens to think with. Raises UsageError."""
+    from dsv4cli.engine.settings import require
+
+    require(tokens is None or tokens >= 0, "--think-budget", tokens, "use 0 or more tokens")
+    return tokens
