@@ -5,7 +5,6 @@ what is said in a line stays in that line (see `dsv4cli.harmless`).
 """
 
 import base64
-import io
 import json
 import os
 import sys
@@ -101,7 +100,7 @@ class Output:
             self._piece(sys.stdout, harmless(text) if sys.stdout.isatty() else text)
 
     def rendered(self, lines: Sequence[str]) -> None:
-        """Lines that `markdown_lines` has made for this terminal."""
+        """Lines for this terminal, with escape codes, that `commands/chat_show.py` has made of harmless text."""
         self.end_line()
         for line in lines:
             _write(sys.stdout, line)
@@ -218,24 +217,6 @@ class Output:
 def stdout_columns() -> int:
     """How wide stdout's terminal is now; 80 where it does not say."""
     return (os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0) or 80
-
-
-def markdown_lines(text: str, columns: int, *, colour: bool = True) -> list[str]:
-    """A block of Markdown laid out for a terminal of this width, with its escape codes, or none without colour."""
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    # standard: the terminal's own sixteen colours; a link's address is shown, no escape code carries it
-    console = Console(
-        file=io.StringIO(),
-        width=columns,
-        force_terminal=True,
-        color_system="standard" if colour else None,
-        legacy_windows=False,
-    )
-    with console.capture() as capture:
-        console.print(Markdown(harmless(text), code_theme="ansi_dark", hyperlinks=False))
-    return [line.rstrip() for line in capture.get().strip("\n").split("\n")]
 
 
 def _write(stream: TextIO, text: str, end: str = "\n") -> None:

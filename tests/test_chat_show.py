@@ -5,8 +5,9 @@ from random import Random
 import pytest
 
 from dsv4cli.commands import chat_show
+from dsv4cli.commands.chat_markdown import markdown_lines
 from dsv4cli.commands.chat_show import Blocks, Show
-from dsv4cli.output import Colours, Output, markdown_lines
+from dsv4cli.output import Colours, Output
 
 LONG = "Some words that are **bold** or `code`, and *others* that [lead](http://away) " * 4
 PLAIN = "plain words that have no marks in them " * 3
@@ -60,7 +61,7 @@ def test_a_long_paragraph_is_shown_line_by_line(capsys, monkeypatch):
         one.push("content", f"{word} ")
     before = capsys.readouterr().out.splitlines()
     one.end()
-    lines = markdown_lines(LONG, 40)
+    lines = markdown_lines(LONG, 40).lines
     assert before == lines[: len(before)]
     assert len(lines) - len(before) <= 3
     assert capsys.readouterr().out.splitlines() == lines[len(before) :]
@@ -77,15 +78,32 @@ def test_a_resize_loses_no_word(capsys, monkeypatch):
 
 
 CUTS = (
-    ("# A\nb\nc\n---\n\ni", ["# A", "b\nc", "---", "i"]),
-    ("* d\n\n      e\n      f\n* g\n\n    h\n\ni\n\n    j", ["* d", "e\nf", "* g", "h", "i", "    j"]),
-    ("1. k\n   ```sh\n   l\n\n     m\n   ```\n   n", ["1. k", "|l", "|", "|  m", "n"]),
-    ("~~~\n```\n~~~~\n- o\n```\np\n```\nq", ["|```", "- o", "|p", "q"]),
-)
+    ("# A\nb\nc\n---\n\ni", ["# A", "b\nc", "---", "", "i"]),
+    ("* d\n\n      e\n      f\n* g\n\n    h\n\ni\n\n    j",
+     ["* d", "", "      e\n      f", "* g", "", "    h", "", "i", "", "    j"]),
+    ("1. k\n   ```sh\n   l\n\n     m\n   ```\n   n",
+     ["1. k", "fence:sh", "code:l", "code:", "code:  m", "end:", "   n"]),
+    ("~~~\n```\n~~~~\n- o\n```\np\n```\nq", ["fence:", "code:```", "end:", "- o", "fence:", "code:p", "end:", "q"]),
+    ("- ```c x\n  y\n  ```\n``` a ``` b\n```d`", ["-", "fence:c x", "code:y", "end:", "``` a ``` b\n```d`"]),
+    ("so\n\\[\n- b\n\\]\n- c \\[ x\n* d\n\n* e `\\[`\n* f",
+     ["so", "math:\\[", "math:- b", "math:\\]", "- c \\[ x", "math:* d", "", "* e `\\[`", "* f"]),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "texts"), CUTS, ids=range(len(CUTS)))
 def test_blocks_are_cut_where_nothing_behind_changes_them(text, texts):
     blocks = Blocks()
     pushed = blocks.push(text) + blocks.flush()
-    assert [f"{'|' * code}{block}" for code, block in pushed] == texts
+    names = [f"{block.kind}:" if block.kind not in ("text", "empty") else "" for block in pushed]
+    assert [f"{name}{block.text}" for name, block in zip(names, pushed, strict=True)] == texts
+
+
+def test_what_goes_on_in_a_list_knows_its_marks():
+    blocks = Blocks()
+    pushed = blocks.push("1. a\n   - b\n\n     c\n\nd\n\n   e\n")
+    assert [(block.text, block.before) for block in pushed + blocks.flush() if block.kind == "text"] == [
+        ("1. a\n   - b", ""),
+        ("     c", "1. x\n   - x"),
+        ("d", ""),
+        ("   e", ""),
+    ]

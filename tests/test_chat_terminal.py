@@ -49,7 +49,7 @@ def kept(tmp_path):
 def test_typing_history_completion_lines_and_paste(terminal, tmp_path):
     one = terminal(answers=("**Bold** [red]x[/red] \x1b[31m\n\n- a\n",))
     one.type("first\r")
-    one.until("Bold [red]x[/red] \ufffd[31m\n", " • a\n", f"{SMALL} · ", ">")
+    one.until("Bold [red]x[/red] \ufffd[31m\n", "• a\n", f"{SMALL} · ", ">")
     assert "\x1b[1mBold\x1b[0m" in one.shown
     one.type("\x1b[A\r")  # up: the history
     one.until(f"{SMALL} · ", ">")
@@ -202,7 +202,7 @@ def test_a_dumb_terminal_shows_the_text_as_it_is(terminal):
 def test_a_terminal_without_colours_keeps_the_layout(terminal):
     one = terminal(answers=("**Bold** \x1b[31m.\n\n- a\n",), NO_COLOR="1")
     one.type("hello\r")
-    one.until("Bold \ufffd[31m.\n", " • a\n", f"{SMALL} · ", ">")
+    one.until("Bold \ufffd[31m.\n", "• a\n", f"{SMALL} · ", ">")
     answer = one.shown[one.shown.index("Bold") : one.shown.index("• a")]
     assert "\x1b" not in answer
     one.type("\x04")

@@ -69,10 +69,13 @@ ToolsOpt = Annotated[
 ]
 ToolExecOpt = Annotated[
     str | None,
-    typer.Option(metavar="COMMAND", help="Carries out calls: gets {name, arguments} as JSON and prints JSON."),
+    typer.Option(metavar="COMMAND", help="Carries out calls: gets {name, arguments} as JSON, prints text or JSON."),
 ]
 ToolTimeoutOpt = Annotated[float, typer.Option(help="The most seconds of a call.")]
 YesOpt = Annotated[bool, typer.Option("--yes", help="Run --tool-exec without asking.")]
+MaxRoundsOpt = Annotated[
+    int, typer.Option(min=1, help="Rounds of calls in a turn after which --yes asks all the same, or ends the answer.")
+]
 ShowThinkingOpt = Annotated[bool, typer.Option("--show-thinking", help="Show reasoning as it comes, not in one line.")]
 NoMarkdownOpt = Annotated[
     bool, typer.Option("--no-markdown", help="Show answers as they are written, also on a terminal.")
@@ -101,6 +104,7 @@ def chat(
     tool_exec: ToolExecOpt = None,
     tool_timeout: ToolTimeoutOpt = 60.0,
     yes: YesOpt = False,
+    max_rounds: MaxRoundsOpt = 25,
     no_markdown: NoMarkdownOpt = False,
     no_history: NoHistoryOpt = False,
     max_tokens: MaxTokensOpt = 4096,
@@ -124,9 +128,8 @@ def chat(
     """Talk with the model, as long as you like.
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
-    answer, twice it quits. Piped lines are questions; stdout has the answers, and the exit code is the last error's.
-    Every finished turn is on the disk, in $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4, and stays until you remove it:
-    --continue goes on, with the model, --think, --temperature and --top-p of before unless they are given anew.
+    answer, twice it quits. Piped lines are questions; the exit code is the last error's. Turns stay in
+    $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4: --continue goes on, with model, --think, --temperature and --top-p.
     """
     out, state = Output(context.obj), state_folder(state_home)
     _check(device, torchrun, question)
@@ -136,7 +139,11 @@ def chat(
     machine = Machine(device, dtype, backend, gpu_memory, host_memory)
     job = _job(out, begun, "model" in given, machine, limits, seed, special_tokens)
     wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term, question)
-    _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes), None if no_history else state / "history")
+    _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
+
+
+def _history(state: Path, none: bool) -> Path | None:
+    return None if none else state / "history"
 
 
 def _check(device: str, torchrun: str | None, question: str | None) -> None:
@@ -196,6 +203,7 @@ class Calls(NamedTuple):
     command: list[str]
     seconds: float
     ask_first: bool
+    rounds: int
 
 
 def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls, history: Path | None) -> None:
@@ -217,16 +225,16 @@ def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls,
         _converse(chat, source, wishes.question)
 
 
-def _calls(tool_exec: str | None, seconds: float, yes: bool) -> Calls:
+def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> Calls:
     """How calls are carried out. Raises UsageError, also where it needs a word of consent and nobody can give it."""
     from dsv4cli.engine.settings import require
 
     require(0 < seconds < math.inf, "--tool-timeout", seconds, "use more than 0 seconds")
     if tool_exec is None:
-        return Calls([], seconds, not yes)
+        return Calls([], seconds, not yes, rounds)
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
         raise UsageError("--tool-exec asks before each call, and there is no terminal", "add --yes")
-    return Calls(split_command(tool_exec), seconds, not yes)
+    return Calls(split_command(tool_exec), seconds, not yes, rounds)
 
 
 def _input(chat: Chat, term: str, history: Path | None) -> Input:

@@ -2,86 +2,140 @@
 
 import re
 from dataclasses import dataclass, field
-from textwrap import dedent
 from time import perf_counter
+from typing import Literal, NamedTuple
 
-from dsv4cli.output import Output, counted, duration_text, markdown_lines, stdout_columns
+from dsv4cli.commands.chat_code import Code
+from dsv4cli.commands.chat_inline import SPAN_OF_CODE
+from dsv4cli.commands.chat_layout import CJK, DIM, Run, as_written, painted
+from dsv4cli.commands.chat_markdown import markdown_lines
+from dsv4cli.harmless import harmless
+from dsv4cli.output import Output, counted, duration_text, stdout_columns
 
-FENCE = re.compile(r"( *)(`{3,}|~{3,})")
 ITEM = re.compile(r"([-*+]|\d{1,9}[.)])\s")
+ITEMS = re.compile(r" *(?:(?:[-*+]|\d{1,9}[.)]) +)+(?=\S)")
+# a fence, behind the marks of the item that begins with it; backticks around a word are no fence
+FENCE = re.compile(r"((?: *(?:[-*+]|\d{1,9}[.)]) +)?)( *)(`{3,}(?=[^`]*$)|~{3,})")
 HEADING = re.compile(r"#{1,6}\s")
 # below a paragraph they would make a heading of it, which may be shown by then
 RULE = re.compile(r" {0,3}(-{2,}|=+)\s*$")
-# whole spans of inline markup; what may be markup that is still open, or change what stands before it
-SPAN = re.compile(r"`[^`\n]+`|\*\*[^*`\s][^*`]*\*\*|\*[^*`\s][^*`]*\*|\[[^\[\]`*]*\]\([^()\s]*\)")
-OPEN = re.compile(r"[*_`\[\]<>~|\\&]")
-# a block is laid out again after so many characters
-FEW_CHARACTERS = 40
+# displayed math: lines of it are shown as they are, to its end or to an empty line
+MATH = {"\\[": "\\]", "$$": "$$"}
+MATH_LINE = re.compile(r"\s*(\\\[|\$\$|\\begin\{)")
+ENVIRONMENT = re.compile(r"\\begin\{([^{}]+)\}")
+# a block is laid out again after so many characters, or such a share of those it had
+FEW_CHARACTERS, FEW = 40, 1 / 16
 # a dot for so many tokens of thinking, and so many dots in its line at most
 TOKENS_A_DOT, MOST_DOTS = 16, 12
+
+
+class Block(NamedTuple):
+    """A piece of an answer: a `text` of Markdown, a line of `code` or `math`, the beginning (its text: the words behind
+    the marks) or the `end` of a fence, or an empty line. `before`: the marks of the list that it goes on with."""
+
+    kind: Literal["text", "code", "fence", "end", "math", "empty"]
+    text: str = ""
+    before: str = ""
 
 
 @dataclass
 class Blocks:
     """Cuts Markdown that comes in pieces into blocks that nothing behind them can change.
 
-    A block is a heading, a rule, an item of the outer list with what is below it, or what stands between two empty
-    lines; of an item's later blocks the margin is left out. Lines of code are blocks of their own, so that they come at
-    once and as they are.
+    A text is a heading, a rule, an item of the outer list with what is below it, or what stands between two empty
+    lines. Lines of code and math are blocks of their own, so that they come at once and as they are.
     """
 
     _line: str = ""
     _block: list[str] = field(default_factory=list)
     _fence: str = ""
     _margin: int = 0  # what stands before the fence, and is not of the code
-    _in_list: bool = False
+    _math: str = ""  # what ends it
+    _list: list[str] = field(default_factory=list)  # the marks of the outer item and of those in it
 
-    def push(self, text: str) -> list[tuple[bool, str]]:
-        """What has become complete: whether it is code, and its text."""
+    def push(self, text: str) -> list[Block]:
+        """What has become complete."""
         *lines, self._line = (self._line + text).split("\n")
         return [block for line in lines for block in self._take(line)]
 
-    def settled(self) -> str:
-        """The words of the block under way, as far as nothing behind them can change how they look."""
-        line = re.sub(r"\S*$", "", self._line)
+    def under_way(self) -> Block:
+        """The text under way, as far as its words are whole."""
+        line = re.sub(rf"[^\s{CJK}]*$", "", self._line)
         lines = [*self._block, line]
-        if self._block and (ITEM.match(line) or HEADING.match(line) or RULE.match(line)):
-            lines.pop()  # begins the next block
-        text = "\n".join(lines).rstrip()
-        open_still = OPEN.search(SPAN.sub("", text)) or text[:1].isspace()
-        return "" if self._fence or open_still else text
+        begins = ITEM.match(line) or HEADING.match(line) or RULE.match(line)
+        if (self._block and begins) or FENCE.match(line) or MATH_LINE.match(line):
+            lines.pop()  # of the next block
+        text = "" if self._fence or self._math else "\n".join(lines).rstrip()
+        return Block("text", text, self._before(text))
 
-    def flush(self) -> list[tuple[bool, str]]:
+    def flush(self) -> list[Block]:
         """What is left when nothing follows."""
         line, self._line = self._line, ""
         blocks = (self._take(line) if line else []) + self._complete()
-        self._fence = ""
+        self._fence = self._math = ""
+        self._list = []
         return blocks
 
-    def _take(self, line: str) -> list[tuple[bool, str]]:
-        mark = FENCE.match(line)
+    def _take(self, line: str) -> list[Block]:
         if self._fence:
-            if mark and mark[2].startswith(self._fence) and not line[mark.end() :].strip():
-                self._fence = ""
-                return []
-            margin = len(line) - len(line.lstrip(" "))
-            return [(True, line[min(margin, self._margin) :])]
-        if mark:
-            self._margin, self._fence = len(mark[1]), mark[2]
-            return self._complete()
+            return self._take_code(line)
         if not line.strip():
-            return self._complete()
+            self._math = ""
+            return [*self._complete(), Block("empty")]
+        if self._math:
+            self._math = "" if self._math in line else self._math
+            return [Block("math", line)]
+        mark = FENCE.match(line)
+        if mark:
+            return self._begin_code(line, mark)
         alone = HEADING.match(line) or RULE.match(line)
         before = self._complete() if ITEM.match(line) or alone else []
+        self._math = _math_begun(line)
+        if self._math and MATH_LINE.match(line):
+            return [*before, *self._complete(), Block("math", line)]
         self._block.append(line)
-        return before + (self._complete() if alone else [])
+        return before + (self._complete() if alone or self._math else [])
 
-    def _complete(self) -> list[tuple[bool, str]]:
-        block, self._block = "\n".join(self._block), []
-        if not block:
+    def _begin_code(self, line: str, mark: re.Match[str]) -> list[Block]:
+        before = self._complete()
+        if mark[1]:
+            self._block.append(mark[1].rstrip())
+            before += self._complete()
+        self._margin, self._fence = mark.start(3), mark[3]
+        return [*before, Block("fence", line[mark.end() :].strip())]
+
+    def _take_code(self, line: str) -> list[Block]:
+        mark = FENCE.match(line)
+        if mark and not mark[1] and mark[3].startswith(self._fence) and not line[mark.end() :].strip():
+            self._fence = ""
+            return [Block("end")]
+        margin = len(line) - len(line.lstrip(" "))
+        return [Block("code", line[min(margin, self._margin) :])]
+
+    def _complete(self) -> list[Block]:
+        lines, self._block = self._block, []
+        if not lines:
             return []
-        self._in_list = bool(ITEM.match(block)) or (self._in_list and block[0] == " ")
-        return [(False, dedent(block) if self._in_list else block)]
+        block = Block("text", "\n".join(lines), self._before(lines[0]))
+        if not block.before:
+            self._list = []
+        if self._list or ITEM.match(f"{lines[0]} "):
+            self._list += [f"{mark[0]}x" for mark in map(ITEMS.match, lines) if mark]
+        return [block]
+
+    def _before(self, text: str) -> str:
+        return "\n".join(self._list) if text[:1] == " " else ""
+
+
+def _math_begun(line: str) -> str:
+    """What ends the math that a line begins; nothing where it also ends there."""
+    text = SPAN_OF_CODE.sub("", line)
+    environment = ENVIRONMENT.search(text)
+    if environment and f"\\end{{{environment[1]}}}" not in text:
+        return f"\\end{{{environment[1]}}}"
+    if text.rfind("\\[") > text.rfind("\\]"):
+        return MATH["\\["]
+    return MATH["$$"] if text.count("$$") % 2 else ""
 
 
 @dataclass
@@ -94,7 +148,9 @@ class Show:
     _blocks: Blocks = field(default_factory=Blocks)
     _thought_since: float | None = None
     _thoughts: int = 0
-    _kind: str = ""  # of the block shown last
+    _code: Code | None = None
+    _empty: int | None = None  # empty lines that wait for a line behind them; none wait before the first line
+    _apart: bool = False  # one at least
     _columns: int = 0  # of the block under way: how wide it is laid out, and of how many characters last
     _characters: int = 0
     _lines: int = 0  # of it that are shown
@@ -114,47 +170,61 @@ class Show:
         if self.markdown:
             self._blocks_out(self._blocks.flush())
         self.out.end_line()
-        self._kind = ""
+        self._code = self._empty = None
+        self._apart = False
 
     def _say(self, text: str) -> None:
         if self.markdown:
-            self._blocks_out(self._blocks.push(text))
+            self._blocks_out(self._blocks.push(harmless(text)))
             self._early_lines_out()
         else:
             self.out.stream(text)
 
-    def _blocks_out(self, blocks: list[tuple[bool, str]]) -> None:
-        for code, text in blocks:
-            if code:
-                self._begin("code")
-                self.out.stream(f"    {text}\n" if text else "\n")  # a tab stays one
+    def _blocks_out(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            if block.kind == "text":
+                self._rest_out(markdown_lines(block.text, self._width(), block.before, self.out.colours.stdout).lines)
+            elif block.kind == "empty":
+                self._empty = None if self._empty is None else self._empty + 1
             else:
-                self._lines_out(text, self._laid_out(text))
+                self._other_out(block)
             self._columns = self._characters = self._lines = 0
+
+    def _other_out(self, block: Block) -> None:
+        if block.kind == "math":
+            self._out([painted(line) for line in as_written(block.text, self._width())])
+        elif block.kind == "code":
+            assert self._code is not None
+            self._out([painted(self._code.push(block.text), self.out.colours.stdout)])
+        else:  # code stands apart, whether or not the model has left a line free
+            self._apart = True
+            words = block.text.split(maxsplit=1)
+            self._code = Code(words[0]) if words else Code("")
+            if block.text:
+                self._out([painted([Run(block.text, DIM)], self.out.colours.stdout)])
 
     def _early_lines_out(self) -> None:
         """Those lines of a long block that are certain before it is complete."""
-        text = self._blocks.settled()
-        if len(text) >= self._characters + FEW_CHARACTERS:
-            self._characters = len(text)
-            self._lines_out(text, self._laid_out(text)[:-1])
+        block = self._blocks.under_way()
+        if len(block.text) - self._characters >= max(FEW_CHARACTERS, FEW * self._characters):
+            self._characters = len(block.text)
+            laid = markdown_lines(block.text, self._width(), block.before, self.out.colours.stdout)
+            self._rest_out(laid.lines[: min(laid.certain, len(laid.lines) - 1)])
 
-    def _laid_out(self, text: str) -> list[str]:
+    def _width(self) -> int:
         self._columns = self._columns or stdout_columns()
-        return markdown_lines(text, self._columns, colour=self.out.colours.stdout)
+        return self._columns
 
-    def _lines_out(self, text: str, lines: list[str]) -> None:
+    def _rest_out(self, lines: list[str]) -> None:
         """Shows what of the block's lines is not shown yet."""
         if len(lines) > self._lines:
-            if not self._lines:
-                self._begin("item" if ITEM.match(text) else "text")
-            self.out.rendered(lines[self._lines :])
+            self._out(lines[self._lines :])
             self._lines = len(lines)
 
-    def _begin(self, kind: str) -> None:
-        if self._kind and (kind != self._kind or kind == "text"):
-            self.out.line()
-        self._kind = kind
+    def _out(self, lines: list[str]) -> None:
+        empty = 0 if self._empty is None else max(self._empty, int(self._apart))
+        self.out.rendered([""] * empty + lines)
+        self._empty, self._apart = 0, False
 
     def _think(self, text: str) -> None:
         if self._thought_since is None:

@@ -1,22 +1,36 @@
 """Tools of `dsv4 chat`: what the model calls is shown, and its result comes from the user or from a command."""
 
 import json
-import os
 import shlex
-import signal
-import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dsv4cli.commands.chat_command import Ended, carry_out
 from dsv4cli.commands.chat_input import Input
 from dsv4cli.errors import UsageError
-from dsv4cli.output import Output
+from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.prompt import Message, Tool
+
+# characters of a result that the model gets; of what a failed command has written; of a result that the user sees
+MOST_CHARACTERS, LAST_WORDS, SEEN = 20_000, 2_000, 200
+# bytes: more characters than that, in any script
+KEPT = 4 * MOST_CHARACTERS + 4
+# of a result's room: with less, what stands around it, and an answer, would not fit
+FEWEST_TOKENS = 128
+NOT_RUN = "no result: the answer ends here"
+
+
+class Round(NamedTuple):
+    """The calls of one answer: which they are since the question, and what a result may have, in tokens."""
+
+    number: int
+    room: int
+    tokens: Callable[[str], int]
 
 
 def read_tools(path: Path) -> "list[Tool]":
@@ -38,80 +52,119 @@ def split_command(text: str) -> list[str]:
     except ValueError as error:
         raise UsageError(f"--tool-exec {text!r}: {error}", "close the quotes") from None
     if not words:
-        raise UsageError("--tool-exec names no command", "give one that reads a call as JSON and prints JSON")
+        raise UsageError("--tool-exec names no command", "give one that reads a call as JSON and prints its result")
     return words
 
 
 @dataclass
 class Tools:
-    """Carries out calls: with `command`, which gets each as JSON on stdin and prints JSON; without, by asking."""
+    """Carries out calls: with `command`, which gets each as JSON on stdin and prints the result; without, by asking.
+
+    What is not asked about goes on for so many `rounds` of calls in a turn."""
 
     out: Output
     source: Input
     command: Sequence[str] = ()
     seconds: float = 60.0
     ask_first: bool = True
+    rounds: int = 25
 
-    def run(self, calls: list[dict[str, Any]]) -> "list[Message] | None":
-        """The results as messages, in order; None when the user wants it to end here."""
+    def run(self, calls: list[dict[str, Any]], now: Round) -> "list[Message] | None":
+        """The results as messages, in order; None when the user wants it to end here, or there were enough rounds."""
         results: list[Message] = []
         try:
+            if not (self._has_room(now) and self._may_go_on(now.number)):
+                return None
             for call in calls:
-                content = self._result(call["function"])
+                content = self._result(call["function"], now)
                 if content is None:
                     return None
                 results.append({"role": "tool", "tool_call_id": call["id"], "content": content})
         except EOFError:
+            self.out.status(NOT_RUN)
             return None
         return results
 
-    def _result(self, function: dict[str, Any]) -> str | None:
+    def _has_room(self, now: Round) -> bool:
+        if now.room < FEWEST_TOKENS:
+            self.out.warning("the context has no room for another result: the answer ends here")
+        return now.room >= FEWEST_TOKENS
+
+    def _may_go_on(self, number: int) -> bool:
+        if not self.command or self.ask_first or number == 1 or (number - 1) % self.rounds:
+            return True
+        done = f"{counted(number - 1, 'round')} of calls in this turn"
+        if sys.stdin is not None and sys.stdin.isatty():
+            return self._agreed(f"{done}: go on?")
+        self.out.warning(f"{done}, and nobody to ask: the answer ends here; --max-rounds allows more")
+        return False
+
+    def _agreed(self, question: str) -> bool:
+        while True:
+            self.out.status(f"{question} y or n")
+            word = self.source.read("").strip().lower()
+            if word in ("y", "yes"):
+                return True
+            if word in ("n", "no"):
+                self.out.status(NOT_RUN)
+                return False
+
+    def _result(self, function: dict[str, Any], now: Round) -> str | None:
         self.out.line(f"{function['name']}({function['arguments']})")
         if not self.command:
             self.out.status(f"what does {function['name']} give? (Ctrl-D: nothing, the answer ends here)")
-            return self.source.read("")
-        if self.ask_first:
-            self.out.status(f"run {shlex.join(self.command)}? y or n")
-            if self.source.read("").strip().lower() not in ("y", "yes"):
-                return None
-        return self._execute(function)
+            text = self.source.read("")
+            return self._cut(text, now)
+        if self.ask_first and not self._agreed(f"run {shlex.join(self.command)}?"):
+            return None
+        return self._execute(function, now)
 
-    def _execute(self, function: dict[str, Any]) -> str:
-        """What the command prints; where it fails, what went wrong, as JSON, for the model to read."""
+    def _execute(self, function: dict[str, Any], now: Round) -> str:
+        """What the command prints, as it is; where it fails, what went wrong, as JSON, for the model to read."""
         try:
             arguments = json.loads(function["arguments"])
         except ValueError:
             arguments = function["arguments"]
         call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         try:
-            printed = self._run(call)
-            json.loads(printed)
+            ended = carry_out(self.command, f"{call}\n", self.seconds, KEPT)
         except OSError as error:
             return self._failed(f"the command cannot be run: {error.strerror}")
-        except subprocess.TimeoutExpired:
-            return self._failed(f"no result after {self.seconds:g} s")
-        except subprocess.CalledProcessError as error:
-            return self._failed(f"the command ended with {error.returncode}")
-        except ValueError:
-            return self._failed("the command printed no JSON")
-        self.out.status(f"→ {printed}")
-        return printed
+        if ended.code is None:
+            return self._failed(f"no result after {self.seconds:g} s", ended, now)
+        if ended.code:
+            return self._failed(f"the command ended with {ended.code}", ended, now)
+        self._show_errors(ended)
+        seen = " ".join(ended.out.split())
+        self.out.status(f"→ {seen[:SEEN]}… ({size_text(ended.out_bytes)})" if len(seen) > SEEN else f"→ {seen}")
+        return self._cut(ended.out, now, ended.out_bytes)
 
-    def _run(self, call: str) -> str:
-        """In a session of its own, so that whatever it has started ends with it."""
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            self.command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", start_new_session=True
-        ) as process:
-            try:
-                printed, _ = process.communicate(call + "\n", timeout=self.seconds)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, self.command)
-        return printed.strip()
-
-    def _failed(self, why: str) -> str:
+    def _failed(self, why: str, ended: Ended | None = None, now: Round | None = None) -> str:
         self.out.warning(why)
-        return json.dumps({"error": why})
+        if ended is None or now is None:
+            return json.dumps({"error": why})
+        self._show_errors(ended)
+        words = {"stdout": ended.last_out[-LAST_WORDS:], "stderr": ended.last_err[-LAST_WORDS:]}
+        texts = {name: text for name, text in words.items() if text}
+        text = json.dumps({"error": why, **texts}, ensure_ascii=False)
+        return self._cut(text, now)
+
+    def _show_errors(self, ended: Ended) -> None:
+        if ended.last_err:
+            cut = f"(the end of {size_text(ended.err_bytes)})\n" if ended.err_bytes > LAST_WORDS else ""
+            self.out.aside(f"{cut}{ended.last_err[-LAST_WORDS:]}\n")
+
+    def _cut(self, text: str, now: Round, size: int = 0) -> str:
+        """The text as far as a result may go, with a word at its end where something is missing; size: its bytes, where
+        it is not the whole."""
+        low, high = 0, min(len(text), MOST_CHARACTERS)
+        if now.tokens(text[:high]) > now.room:
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if now.tokens(text[:middle]) <= now.room else (low, middle - 1)
+        if high == len(text):
+            return text
+        size = max(size, len(text.encode(errors="replace")))
+        part = f"the first {counted(high, 'character')} of {size_text(size)}"
+        self.out.warning(f"the result is cut: the model gets {part}")
+        return f"{text[:high]}\n[cut: {part}]"

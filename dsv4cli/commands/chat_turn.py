@@ -12,6 +12,7 @@ from dsv4cli.commands.chat_input import keys_wait
 from dsv4cli.commands.chat_journal import Choices
 from dsv4cli.commands.chat_session import FileChanged, Session
 from dsv4cli.commands.chat_show import Show
+from dsv4cli.commands.chat_tools import Round
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.run_modes import tell_lookalikes
 from dsv4cli.errors import Dsv4Error
@@ -61,7 +62,7 @@ class Count:
 
 
 # calls in, the messages with their results out; None where the user wants none of them carried out
-RunCalls = Callable[[list[dict[str, Any]]], "list[Message] | None"]
+RunCalls = Callable[[list[dict[str, Any]], Round], "list[Message] | None"]
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Chat:
     session: Session
     sampling: "Sampling"
     interrupts: Interrupts
-    run_calls: RunCalls = lambda calls: None
+    run_calls: RunCalls = lambda calls, now: None
     change_model: Callable[[str], None] = lambda name: None
     think_budget: int | None = None
     on_terminal: bool = False
@@ -157,7 +158,7 @@ class Chat:
             return False
         self._breakable = True
         try:
-            results = self.run_calls(calls)
+            results = self.run_calls(calls, self._round(len(calls)))
         except KeyboardInterrupt:
             self.out.status("stopped: the call has no result")
             return False
@@ -165,6 +166,16 @@ class Chat:
             self._breakable = False
         self.session.messages += results or []
         return results is not None
+
+    def _round(self, calls: int) -> Round:
+        """The round of so many calls that comes now. Results have half of the context that the question and what has
+        followed it leave, so that an answer, or another round, always fits."""
+        messages = self.session.prompt()
+        asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
+        number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
+        left = self.talk.context - self.talk.tokens(turn)
+        return Round(number, max(left // 2 // calls, 0), lambda text: len(self.talk.dialogue.tokenizer.encode(text)))
 
     def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer | None":
         """Shows an answer as it comes, to its end or until Ctrl-C; None where that came before its first token."""

@@ -1,0 +1,86 @@
+"""Lines of code in colours, one after the other, as they come."""
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from dsv4cli.commands.chat_layout import DIM, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# SGR parameters by the names of Pygments' kinds. Magenta, red and bright blue are those of the sixteen colours that
+# can be read on black and on white (tests/test_chat_code.py); no background is set
+STYLES = {
+    "Token": "",
+    "Token.Comment": DIM,
+    "Token.Keyword": "35",
+    "Token.Operator.Word": "35",
+    "Token.Name.Function": "1",
+    "Token.Name.Class": "1",
+    "Token.Name.Tag": "35",
+    "Token.Name.Builtin": "94",
+    "Token.Name.Decorator": "94",
+    "Token.Literal.String": "31",
+    "Token.Literal.Number": "94",
+    "Token.Generic.Deleted": "31",
+    "Token.Generic.Inserted": "94",
+    "Token.Generic.Heading": "1",
+    "Token.Generic.Prompt": DIM,
+}
+# a line's colours follow from so many lines before it, at most; a longer line has none, and takes no part
+MOST_LINES, LONGEST_LINE = 80, 300
+# seconds for a line, after which the rest has no colours: a pattern of Pygments' may be slow on a text made for it
+SLOW = 0.25
+
+
+class Code:
+    """A block of code in a language by its usual name; without colours for one that Pygments does not know."""
+
+    def __init__(self, language: str) -> None:
+        self._lexer = _lexer(language)
+        self._lines: list[str] = []
+
+    def push(self, line: str) -> list[Run]:
+        """The next line in its colours; every character of it is kept."""
+        if self._lexer is None or len(line) > LONGEST_LINE:
+            return [Run(line)]
+        self._lines.append(line)
+        if len(self._lines) > MOST_LINES:
+            del self._lines[: MOST_LINES // 2]
+        start = perf_counter()
+        runs = _last_line(self._lexer.get_tokens("\n".join(self._lines)))
+        if perf_counter() - start > SLOW:
+            self._lexer = None
+        return runs if "".join(run.text for run in runs) == line else [Run(line)]
+
+
+def _lexer(language: str) -> Any:
+    from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]  # it carries no types
+    from pygments.util import ClassNotFound  # type: ignore[import-untyped]  # it carries no types
+
+    try:
+        return get_lexer_by_name(language, stripnl=False, ensurenl=True) if language else None
+    except ClassNotFound:
+        return None
+
+
+def _last_line(tokens: "Iterator[tuple[Any, str]]") -> list[Run]:
+    runs: list[Run] = []
+    ended = False  # the line break that Pygments adds at the end
+    for kind, text in tokens:
+        for nth, part in enumerate(text.split("\n")):
+            if nth:
+                if ended:
+                    runs = []
+                ended = True
+            if part:
+                if ended:
+                    runs, ended = [], False
+                runs.append(Run(part, _style(kind)))
+    return runs
+
+
+def _style(kind: Any) -> str:
+    while str(kind) not in STYLES:
+        kind = kind.parent
+    return STYLES[str(kind)]

@@ -1,0 +1,109 @@
+"""Styled text in lines of a terminal's width, broken at spaces, and between Chinese and Japanese characters."""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+# ideographs, kana, their punctuation and full-width forms: as a class of a regular expression, without its brackets
+CJK = "\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"
+# none of these begins a line, none of those ends one
+CLOSING = "、。，．：；？！）〕］｝〉》」』】”’…％"
+OPENING = "（〔［｛〈《「『【“‘"
+UNIT = re.compile(rf"\s+|[{OPENING}]*(?:[{CJK}][{CLOSING}]*|[^\s{CJK}]+[{CLOSING}]*)|[{OPENING}]+")
+DIM = "2"
+# text, and nothing around it, where less than this share of the width is left
+NARROW = 2
+
+
+class Run(NamedTuple):
+    """Text in one style: parameters of SGR (ECMA-48), joined by semicolons."""
+
+    text: str
+    style: str = ""
+
+
+def width_of(text: str) -> int:
+    """How many columns a terminal needs for it."""
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def painted(runs: Sequence[Run], colours: bool = True) -> str:
+    """Runs with their escape codes, or without."""
+    styles = groupby(runs, key=lambda run: run.style if colours else "")
+    return "".join(_painted("".join(run.text for run in same), style) for style, same in styles)
+
+
+def _painted(text: str, style: str) -> str:
+    return f"\x1b[{style}m{text}\x1b[0m" if style and text else text
+
+
+def split_lines(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs of each line."""
+    lines: list[list[Run]] = [[]]
+    for text, style in runs:
+        first, *others = text.split("\n")
+        lines[-1].append(Run(first, style))
+        lines += [[Run(other, style)] for other in others]
+    return lines
+
+
+def wrapped(runs: Sequence[Run], columns: int) -> list[list[Run]]:
+    """A line as lines of at most so many columns; a word that is longer is broken where the line is full."""
+    text = "".join(run.text for run in runs)
+    return [_slice(runs, begin, end) for begin, end in _spans(text, max(columns, 1))]
+
+
+def hung(runs: Sequence[Run], columns: int, prefix: str, further: str) -> list[list[Run]]:
+    """A line behind its `prefix`, as lines of at most so many columns; `further` begins those after the first."""
+    style = DIM if ">" in prefix else ""
+    if width_of(prefix) > columns // NARROW:
+        return wrapped([Run(prefix, style), *runs], columns)
+    lines = wrapped(runs, columns - width_of(prefix))
+    return [[Run(further if nth else prefix, style), *line] for nth, line in enumerate(lines)]
+
+
+def as_written(line: str, columns: int) -> list[list[Run]]:
+    """A line without marks, as lines of at most so many columns, each behind its margin."""
+    text = line.expandtabs(4)
+    margin = text[: len(text) - len(text.lstrip())]
+    return hung([Run(text.strip())], columns, margin, margin)
+
+
+def _spans(text: str, columns: int) -> Iterator[tuple[int, int]]:
+    """From where to where each line goes."""
+    begin = end = 0
+    for unit in UNIT.finditer(text):
+        if unit[0].isspace():
+            continue
+        if end > begin and width_of(text[begin : unit.end()]) > columns:
+            yield begin, end
+            begin = unit.start()
+        while width_of(text[begin : unit.end()]) > columns and unit.end() - begin > 1:
+            stop = _filled(text, begin, unit.end(), columns)
+            yield begin, stop
+            begin = stop
+        end = unit.end()
+    yield begin, end
+
+
+def _filled(text: str, begin: int, end: int, columns: int) -> int:
+    """How far the text fills so many columns; one character at least."""
+    used = width_of(text[begin])
+    for at in range(begin + 1, end):
+        used += width_of(text[at])
+        if used > columns:
+            return at
+    return end - 1
+
+
+def _slice(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
+    cut, at = [], 0
+    for text, style in runs:
+        part = text[max(begin - at, 0) : max(end - at, 0)]
+        if part:
+            cut.append(Run(part, style))
+        at += len(text)
+    return cut
