@@ -6,7 +6,6 @@ Where there are too few tokens for the machine, several programs share one: its 
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -14,6 +13,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.attention import parts, spread
 from dsv4cli.kernels.attention.over_rows import LOG2E, over_rows, unrotated
+from dsv4cli.kernels.card import shared_memory
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows
@@ -67,13 +67,9 @@ def pays(few: int, blocks: int) -> bool:
     return blocks < 7 or few * blocks <= 2 * PROGRAMS or 2 * few > PROGRAMS
 
 
-@cache
 def roomy(device: torch.device) -> bool:
     """Whether shared memory holds 64 heads and two times 64 rows of 512 bf16, 200 KiB, as Hopper's does."""
-    if device.type != "cuda":
-        return True  # interpreted
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 200 << 10
+    return shared_memory(device) >= 200 << 10
 
 
 def sparse_attention(
