@@ -142,7 +142,8 @@ def compiled(operations: Sequence[Operation], names: Sequence[str]) -> Iterator[
         try:
             operation()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a line of the table
-            compiler.rows[-1]["error"] = f"{type(error).__name__}: {error}"[:300]
+            if compiler.rows:  # else it is told of already
+                compiler.rows[-1]["error"] = f"{type(error).__name__}: {error}"[:300]
         yield from ({**row, "seconds": round(time.monotonic() - begun, 1)} for row in compiler.rows)
         compiler.rows.clear()
 

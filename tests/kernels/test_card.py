@@ -13,7 +13,7 @@ import torch
 from dsv4cli.engine.backend import resolve_backend
 from dsv4cli.errors import UnsupportedHardware
 from dsv4cli.kernels import card
-from dsv4cli.kernels.attention.kernel import roomy
+from dsv4cli.kernels.attention import kernel as attention
 from dsv4cli.kernels.experts import tiles as experts
 from dsv4cli.kernels.gemm import tiles_fp8
 from dsv4cli.kernels.hyper_connections import kernel as hyper_connections
@@ -70,8 +70,11 @@ def stages(columns: int = 128) -> tuple[int, int, int, int]:
 )
 def test_the_card_is_asked_for_its_shared_memory(insert, one, expected, attends):
     insert(one)
-    assert (stages(), roomy(GPU)) == (expected, attends)
+    assert (stages(), attention.roomy(GPU)) == (expected, attends)
     assert stages(64)[2:] == (3, 3)
+    # a token of Flash, whose list is not spread: 16 heads a program
+    x = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    assert attention.tiles(1, 64, 128, x).warps == (8 if one.shared > 112 else 4)
 
 
 def test_an_amd_gpu_has_no_compute_capability(insert):

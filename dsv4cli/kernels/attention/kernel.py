@@ -50,7 +50,8 @@ def tiles(tokens: int, heads: int, length: int, x: torch.Tensor) -> Tiles:
     if x.dtype == torch.float32:
         held, rows_held, warps = 16, 16, 4
     elif heads <= 16 or not roomy(x.device) or (few <= PROGRAMS and pays(few, blocks)):
-        held, rows_held, warps = 16, 64, 8
+        # 64 rows and 16 heads of 512 bf16, and 4 KiB a warp: eight take 112 KiB, four 88
+        held, rows_held, warps = 16, 64, 8 if shared_memory(x.device) >= 112 << 10 else 4
     else:
         held, rows_held, warps = 64, 64, 8
     parts = min(PROGRAMS // max(tokens * triton.cdiv(heads, held), 1), MOST_PARTS)
