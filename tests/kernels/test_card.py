@@ -13,15 +13,16 @@ import torch
 from dsv4cli.engine.backend import resolve_backend
 from dsv4cli.errors import UnsupportedHardware
 from dsv4cli.kernels import card
+from tests.card import A100, B200, CARDS, H200, RTX3090, RTX4090, RTX5090, Card
+
+pytest.importorskip("triton")
 from dsv4cli.kernels.attention import kernel as attention
 from dsv4cli.kernels.experts import tiles as experts
 from dsv4cli.kernels.gemm import tiles_fp8
 from dsv4cli.kernels.hyper_connections import kernel as hyper_connections
 from dsv4cli.kernels.indexer import kernel as indexer
 from dsv4cli.kernels.routing import kernel as routing
-from tests.card import A100, B200, CARDS, H200, RTX3090, RTX4090, RTX5090, Card
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux")
 GPU = torch.device("cuda", 0)
 
 
