@@ -10,6 +10,8 @@ OLDEST = (8, 0)
 FP8 = (8, 9)
 # the first with tensor cores that read shared memory, TMA and dependent launches (Hopper)
 HOPPER = (9, 0)
+# data centre cards with tensor memory, and after them those for desktops, which have none
+BLACKWELL, RTX_BLACKWELL = (10, 0), (12, 0)
 # bytes that a program may take on Hopper
 HOPPER_SHARED = 227 << 10
 
@@ -20,6 +22,11 @@ def is_from(device: torch.device, capability: tuple[int, int]) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= capability
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether tensor cores add up in a memory of their own, of which a program has 512 columns of 128 fp32."""
+    return is_from(device, BLACKWELL) and not is_from(device, RTX_BLACKWELL)
 
 
 @cache

@@ -75,6 +75,7 @@ def test_the_card_is_asked_for_its_shared_memory(insert, one, expected, attends)
     assert stages(64)[2:] == (3, 3)
     # a token of Flash, whose list is not spread: 16 heads a program
     x = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    assert attention.tiles(4096, 64, 640, x).heads == (64 if one is H200 else 16)
     assert attention.tiles(1, 64, 128, x).warps == (8 if one.shared > 112 else 4)
 
 
