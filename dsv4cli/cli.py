@@ -22,7 +22,7 @@ from dsv4cli.commands.inspect import inspect
 from dsv4cli.commands.profile import profile
 from dsv4cli.commands.ranks import follow
 from dsv4cli.commands.run import run
-from dsv4cli.errors import Dsv4Error, NotEnoughMemory
+from dsv4cli.errors import Dsv4Error, NotEnoughMemory, compiler_refusal
 from dsv4cli.harmless import brief_line
 from dsv4cli.options import epilog
 from dsv4cli.output import Colours, Output, ReaderGone
@@ -161,14 +161,6 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="dsv4")
-    except Dsv4Error as error:
-        _fail(error)
-    except MemoryError:
-        _fail(NotEnoughMemory("the machine ran out of memory", "use a smaller model, or a machine with more memory"))
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _fail(NotEnoughMemory(f"no space left on the disk: {error.filename or 'output'}", "free some space"))
     except ReaderGone:
         _leave_quietly()
     except KeyboardInterrupt:
@@ -177,6 +169,22 @@ def main() -> None:
         if leaving.code == 130:  # Typer makes this of a KeyboardInterrupt
             _interrupted()
         raise
+    except Exception as error:
+        sentence = _sentence(error)
+        if sentence is None:
+            raise
+        _fail(sentence)
+
+
+def _sentence(error: Exception) -> Dsv4Error | None:
+    """What failed, as two lines; None for a bug of ours."""
+    if isinstance(error, Dsv4Error):
+        return error
+    if isinstance(error, MemoryError):
+        return NotEnoughMemory("the machine ran out of memory", "use a smaller model, or a machine with more memory")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return NotEnoughMemory(f"no space left on the disk: {error.filename or 'output'}", "free some space")
+    return compiler_refusal(error)
 
 
 def _open_closed_streams() -> None:

@@ -3,8 +3,17 @@
 Every error says what failed and where; `remedy` is the next thing to do, one sentence or a command.
 """
 
+import re
+import sys
+import traceback
 from collections.abc import Sequence
+from types import FrameType
 from typing import ClassVar
+
+# Triton's modules that compile a kernel, or the code that launches it; the driver's errors are raised there too, of
+# which those about the image of a kernel are the card's, and others may be ours
+COMPILING = re.compile(r"triton\.(compiler\.|backends\.\w+\.compiler$|runtime\.build$)")
+DRIVERS = re.compile(r"Triton Error \[\w+\](?!.*(image|PTX))")
 
 
 class Dsv4Error(Exception):
@@ -41,7 +50,7 @@ class UnsupportedCheckpoint(Dsv4Error):
 
 
 class UnsupportedHardware(Dsv4Error):
-    """A device that is not there."""
+    """A device that is not there, or that the kernels do not run on."""
 
     exit_code = 4
 
@@ -72,3 +81,35 @@ class UnsoundResult(Dsv4Error):
     """The computation finished but its numbers are not finite."""
 
     exit_code = 7
+
+
+def compiler_refusal(error: Exception) -> UnsupportedHardware | None:
+    """What Triton's compiler or launcher says against a kernel on this card; None for every other error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
+    launch = next((frame for frame, name in zip(frames, names, strict=True) if _launches(frame, name)), None)
+    own = any(base.__module__ == "triton.errors" for base in type(error).__mro__)
+    compiling = any(COMPILING.match(name) for name in names) and not DRIVERS.match(str(error))
+    if launch is None or not (own or (compiling and not isinstance(error, OSError))):
+        return None
+    kernel = launch.f_locals["self"]
+    name = f"{kernel.__module__}.{kernel.__name__}".removeprefix("dsv4cli.kernels.")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # of an error in the source Triton shows the source first
+    reason = lines[-1] if hasattr(error, "node") else lines[0]
+    return UnsupportedHardware(
+        f"the Triton kernel {name} does not run on {_card()}: {reason[:200]}",
+        "use --backend torch, which is slower; DSV4_DEBUG=1 shows all that the compiler says",
+    )
+
+
+def _launches(frame: FrameType, module: str) -> bool:
+    return module == "triton.runtime.jit" and frame.f_code.co_name == "run"
+
+
+def _card() -> str:
+    cuda = sys.modules["torch"].cuda
+    if not cuda.is_available():
+        return "this machine"
+    properties = cuda.get_device_properties(cuda.current_device())
+    return f"{properties.name} (compute capability {properties.major}.{properties.minor})"

@@ -5,19 +5,27 @@ from typing import Literal
 import torch
 
 from dsv4cli.errors import UnsupportedHardware
+from dsv4cli.kernels.card import unsuited
 from dsv4cli.kernels.dispatch import Backend, chosen, use
 
 __all__ = ["Backend", "captures", "resolve_backend", "use"]
 
 
 def resolve_backend(name: Backend, device: torch.device) -> Literal["triton", "torch"]:
-    """'auto' is Triton on a GPU and plain PyTorch elsewhere. Raises UnsupportedHardware for Triton without a GPU."""
+    """'auto' is Triton on a GPU and plain PyTorch elsewhere.
+
+    Raises UnsupportedHardware for Triton without a GPU, and on one that its kernels do not run on.
+    """
     on_gpu = device.type == "cuda"
     if name == "triton" and not on_gpu:
         raise UnsupportedHardware(
             f"--backend triton needs a GPU, and the device is {device}", "use --backend auto, which is torch here"
         )
-    return "triton" if on_gpu and name != "torch" else "torch"
+    if not on_gpu or name == "torch":
+        return "torch"
+    if reason := unsuited(device):
+        raise UnsupportedHardware(f"{device}: {reason}", "use --backend torch")
+    return "triton"
 
 
 def captures(device: torch.device) -> bool:

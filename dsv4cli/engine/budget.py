@@ -22,7 +22,7 @@ class Thinking:
     room: int
     budget: int | None
     think_end: int
-    eos: int
+    eos: tuple[int, ...]
     closed: Closed = ""
 
     def __post_init__(self) -> None:
@@ -39,13 +39,13 @@ class Thinking:
             return self._close("budget")
         return self._close("room") if self._tokens >= self._most else None
 
-    def barred(self) -> int | None:
-        """The token that must not come next, if any: an answer does not end where the engine has begun it."""
-        return self.eos if self._just_closed else None
+    def barred(self) -> tuple[int, ...]:
+        """The tokens that must not come next: an answer does not end where the engine has begun it."""
+        return self.eos if self._just_closed else ()
 
     def instead(self, token: int) -> int | None:
         """What to take for a token that was drawn, if not the token itself."""
-        return self._close("end") if self.inside and token == self.eos else None
+        return self._close("end") if self.inside and token in self.eos else None
 
     def push(self, token: int) -> None:
         """Counts a token of the answer."""

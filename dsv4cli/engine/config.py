@@ -11,19 +11,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from dsv4cli.engine.config_dialects import check_agreement, official_values, translate_inference
+from dsv4cli.engine.config_checks import REMEDY, check_config, number
+from dsv4cli.engine.config_dialects import check_agreement, check_rope_table, official_values, translate_inference
 from dsv4cli.engine.config_keys import (
     DEFAULTS,
     DSPARK_KEYS,
+    EOS_TOKEN_ID,
     FIXED,
     IGNORED,
     INTEGERS,
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_NUMBER,
     NUMBERS,
-    POSITIVE,
     RATIOS,
+    ROPE_FIXED,
 )
 from dsv4cli.engine.config_storage import check_known_storage, check_official_storage
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
@@ -35,7 +34,7 @@ MAX_DEPTH = 20
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN interpolation of the rope table of layers with ratio 4 or 128."""
+    """YaRN interpolation of the rope table of layers with ratio 4 or 128; over 0 original positions there is none."""
 
     factor: float
     original_max_position_embeddings: int
@@ -55,7 +54,8 @@ class DSpark:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Every number of one model. `compress_ratios` covers the main layers, then the draft stages."""
+    """Every number of one model. `compress_ratios` covers the main layers, then the draft stages; each token of
+    `eos_token_ids` ends an answer."""
 
     vocab_size: int
     hidden_size: int
@@ -84,7 +84,7 @@ class ModelConfig:
     hc_eps: float
     rms_norm_eps: float
     bos_token_id: int
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     yarn: Yarn
     compress_ratios: tuple[int, ...]
     dspark: DSpark | None
@@ -195,24 +195,30 @@ def _build(values: Mapping[str, Any], where: str) -> ModelConfig:
     """The model that the official keys describe, however its weights are stored."""
     for key, value in FIXED.items():
         if values.get(key, value) != value:
-            raise UnsupportedCheckpoint(
-                f"{where}: {key} is {values[key]!r}, DeepSeek-V4 has {value!r}", "use the config.json of the release"
-            )
-    numbers: dict[str, Any] = {key: _number(values, key, int, where) for key in INTEGERS}
-    numbers |= {key: _number(values, key, float, where) for key in NUMBERS}
-    numbers |= {key: _number({**DEFAULTS, **values}, key, type(value), where) for key, value in DEFAULTS.items()}
+            raise UnsupportedCheckpoint(f"{where}: {key} is {values[key]!r}, DeepSeek-V4 has {value!r}", REMEDY)
+    numbers: dict[str, Any] = {key: number(values, key, int, where) for key in INTEGERS}
+    numbers |= {key: number(values, key, float, where) for key in NUMBERS}
+    given = DEFAULTS | {key: value for key, value in values.items() if key in DEFAULTS and value is not None}
+    numbers |= {key: number(given, key, type(value), where) for key, value in DEFAULTS.items()}
+    numbers["num_hash_layers"] = min(numbers["num_hash_layers"], numbers["num_hidden_layers"])
     nextn = numbers.pop("num_nextn_predict_layers")
     dspark = _dspark(values, where)
-    known = {*numbers, "num_nextn_predict_layers", *FIXED, *IGNORED, *DSPARK_KEYS, "model_type", "rope_scaling"}
-    known |= {"compress_ratios", "quantization_config", "expert_dtype"}
+    known = {*numbers, *FIXED, *IGNORED, *DSPARK_KEYS, "num_nextn_predict_layers", "eos_token_id", "model_type"}
+    known |= {"compress_ratios", "rope_scaling", "quantization_config", "expert_dtype"}
     unknown = sorted(key for key in values if key not in known)
     if unknown:
         raise CheckpointError(
             f"{where}: unknown key {unknown[0]!r}, which may change the model's numbers",
             "use the config.json of the release, or remove the key if it is harmless",
         )
-    config = ModelConfig(**numbers, yarn=_yarn(values, where), compress_ratios=_ratios(values, where), dspark=dspark)
-    _check_config(config, nextn, where)
+    config = ModelConfig(
+        **numbers,
+        eos_token_ids=_end_tokens(values.get("eos_token_id"), where),
+        yarn=_yarn(values, where),
+        compress_ratios=_ratios(values, where),
+        dspark=dspark,
+    )
+    check_config(config, nextn, where)
     return config
 
 
@@ -225,31 +231,35 @@ def _refuse_other_models(values: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _number(values: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
-    if key not in values:
-        raise CheckpointError(f"{where} lacks the key {key!r}", "use the config.json of the release")
-    value = values[key]
-    least = 1 if key in POSITIVE else 0
-    if type(value) not in (int, float) or not least <= value <= MAX_NUMBER or value != kind(value):
-        raise CheckpointError(f"{where}: {key} is {value!r}, which it cannot be", "use the config.json of the release")
-    return kind(value)
+def _end_tokens(given: Any, where: str) -> tuple[int, ...]:
+    """The tokens that end an answer: one, several, or the official one where none is named."""
+    if given is None:
+        return (EOS_TOKEN_ID,)
+    several = given if isinstance(given, list) else [given]
+    if not several:
+        raise CheckpointError(f"{where}: eos_token_id is [], and then no answer ends", REMEDY)
+    return tuple(dict.fromkeys(number({"eos_token_id": one}, "eos_token_id", int, where) for one in several))
 
 
 def _yarn(values: Mapping[str, Any], where: str) -> Yarn:
     scaling = values.get("rope_scaling")
     if not isinstance(scaling, Mapping) or scaling.get("type", scaling.get("rope_type")) != "yarn":
         raise CheckpointError(f"{where}: rope_scaling is {scaling!r}, expected type 'yarn'", "use the official file")
-    unknown = set(scaling) - {"type", "rope_type", *Yarn.__dataclass_fields__}
+    unknown = set(scaling) - {"type", "rope_type", *ROPE_FIXED, *Yarn.__dataclass_fields__}
     if unknown:
-        raise CheckpointError(f"{where}: unknown key rope_scaling.{min(unknown)}", "use the config.json of the release")
+        raise CheckpointError(f"{where}: unknown key rope_scaling.{min(unknown)}", REMEDY)
+    check_rope_table(scaling, f"{where}: rope_scaling")
     kinds = {"original_max_position_embeddings": int}
-    return Yarn(**{key: _number(scaling, key, kinds.get(key, float), where) for key in Yarn.__dataclass_fields__})
+    numbers = {
+        key: number(scaling, key, kinds.get(key, float), where, "rope_scaling.") for key in Yarn.__dataclass_fields__
+    }
+    return Yarn(**numbers)
 
 
 def _ratios(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
     ratios = values.get("compress_ratios")
     if not isinstance(ratios, list) or not ratios:
-        raise CheckpointError(f"{where} lacks the list 'compress_ratios'", "use the config.json of the release")
+        raise CheckpointError(f"{where} lacks the list 'compress_ratios'", REMEDY)
     strange = [ratio for ratio in ratios if type(ratio) is not int or ratio not in RATIOS]
     if strange:
         raise UnsupportedCheckpoint(f"{where}: compress_ratios holds {strange[0]!r}, known are 0, 4 and 128")
@@ -259,37 +269,8 @@ def _ratios(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
 def _dspark(values: Mapping[str, Any], where: str) -> DSpark | None:
     if not any(key in values for key in DSPARK_KEYS):
         return None
-    block, noise, rank = (_number(values, key, int, where) for key in (*DSPARK_KEYS[:2], DSPARK_KEYS[3]))
+    block, noise, rank = (number(values, key, int, where) for key in (*DSPARK_KEYS[:2], DSPARK_KEYS[3]))
     targets = values.get("dspark_target_layer_ids")
-    if not isinstance(targets, list) or not all(isinstance(layer, int) for layer in targets):
-        raise CheckpointError(f"{where}: dspark_target_layer_ids is {targets!r}, expected a list of layers")
+    if not isinstance(targets, list) or not all(type(layer) is int for layer in targets):
+        raise CheckpointError(f"{where}: dspark_target_layer_ids is {targets!r}, expected a list of layers", REMEDY)
     return DSpark(block, noise, tuple(targets), rank)
-
-
-def _check_config(config: ModelConfig, nextn: int, where: str) -> None:
-    """Raises CheckpointError for the first pair of keys that cannot both be true."""
-    layers, stages = config.num_hidden_layers, config.draft_stages
-    expected = stages if config.dspark else nextn
-    targets = config.dspark.target_layer_ids if config.dspark else ()
-    rules = {
-        f"compress_ratios has {len(config.compress_ratios)} entries for {layers} layers and {expected} draft stages": (
-            stages == expected and stages >= 0 and (stages > 0 or not config.dspark)
-        ),
-        f"{layers:,} layers with {config.n_routed_experts:,} experts each are more than any model has": (
-            layers <= MAX_LAYERS and layers * config.n_routed_experts <= MAX_EXPERTS
-        ),
-        f"compress_ratios of the draft stages are {config.compress_ratios[layers:]}, expected zeros": not any(
-            config.compress_ratios[layers:]
-        ),
-        "o_groups does not divide num_attention_heads": config.num_attention_heads % max(config.o_groups, 1) == 0,
-        "qk_rope_head_dim is odd or larger than head_dim": (
-            config.qk_rope_head_dim % 2 == 0 and config.qk_rope_head_dim <= min(config.head_dim, config.index_head_dim)
-        ),
-        "num_experts_per_tok exceeds n_routed_experts": config.num_experts_per_tok <= config.n_routed_experts,
-        "num_hash_layers exceeds num_hidden_layers": config.num_hash_layers <= layers,
-        "index_head_dim is no power of two": config.index_head_dim & (config.index_head_dim - 1) == 0,
-        "dspark_target_layer_ids names a layer that does not exist": all(0 <= layer < layers for layer in targets),
-    }
-    for sentence, holds in rules.items():
-        if not holds:
-            raise CheckpointError(f"{where}: {sentence}", "use the config.json of the release")

@@ -19,6 +19,7 @@ from dsv4cli.engine.config_keys import (
     INFERENCE_ROPE_KEYS,
     LAYER_TYPES,
     MAX_NUMBER,
+    ROPE_FIXED,
     SCORE_MLP,
     TRANSFORMERS_KEYS,
 )
@@ -151,7 +152,9 @@ def _hash_layers(values: Mapping[str, Any], where: str) -> int:
     count = types.count(HASH_MLP)
     if HASH_MLP in types[count:]:
         raise UnsupportedCheckpoint(f"{where}: mlp_layer_types has {HASH_MLP!r} behind {SCORE_MLP!r}", REMEDY)
-    return count
+    given = values.get("num_hash_layers")
+    # all of them, and the number may be larger
+    return given if type(given) is int and given > count == len(types) else count
 
 
 def _rope_dim(values: Mapping[str, Any], factor: Any) -> Any:
@@ -186,7 +189,7 @@ def _table(values: Mapping[str, Any], name: str, fixed: Mapping[str, Any], where
     if not isinstance(table, Mapping):
         raise CheckpointError(f"{where}: rope_parameters is {str(tables)[:80]}, expected main and compress", REMEDY)
     known = {"type", "rope_theta", "partial_rotary_factor", *fixed}
-    known |= {*INFERENCE_ROPE_KEYS.values()} if name == "compress" else set()
+    known |= {*INFERENCE_ROPE_KEYS.values(), *ROPE_FIXED} if name == "compress" else set()
     unknown = sorted(key for key in table if key not in known)
     if unknown:
         raise CheckpointError(f"{where}: unknown key rope_parameters.{name}.{unknown[0]}", REMEDY)
@@ -195,4 +198,12 @@ def _table(values: Mapping[str, Any], name: str, fixed: Mapping[str, Any], where
             raise UnsupportedCheckpoint(
                 f"{where}: rope_parameters.{name}.{key} is {table.get(key)!r}, DeepSeek-V4 has {value!r}", REMEDY
             )
+    check_rope_table(table, f"{where}: rope_parameters.{name}")
     return table
+
+
+def check_rope_table(table: Mapping[str, Any], where: str) -> None:
+    """Raises UnsupportedCheckpoint for a key that says other numbers than DeepSeek-V4's."""
+    for key, allowed in ROPE_FIXED.items():
+        if table.get(key) not in allowed:
+            raise UnsupportedCheckpoint(f"{where}.{key} is {table[key]!r}, DeepSeek-V4 has {allowed[0]!r}", REMEDY)

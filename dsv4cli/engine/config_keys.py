@@ -61,10 +61,21 @@ RELEASED = (
     "attention_bias", "hidden_act", "n_shared_experts", "norm_topk_prob", "num_key_value_heads", "scoring_func",
     "tie_word_embeddings", "topk_method",
 )  # fmt: skip
-# keys of the file format and of training that change no number of the forward pass
+# keys of the file format, of training and of generation (transformers' PretrainedConfig) that change no number of the
+# forward pass
 IGNORED = {
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "dtype", "ep_size", "initializer_range",
-    "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "add_cross_attention", "architectures",
+    "attention_dropout", "attn_implementation", "auto_map", "aux_loss_alpha", "bad_words_ids",
+    "begin_suppress_tokens", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id",
+    "diversity_penalty", "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "ep_size",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "min_length",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+    "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "seq_aux", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
+    "transformers_version", "typical_p", "use_bfloat16", "use_cache",
 }  # fmt: skip
 INTEGERS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
@@ -83,9 +94,9 @@ DEFAULTS: dict[str, Any] = {
     "hc_eps": 1e-6,
     "rms_norm_eps": 1e-6,
     "bos_token_id": 0,
-    "eos_token_id": 1,
     "num_nextn_predict_layers": 1,
 }
+EOS_TOKEN_ID = 1
 # draft stages of each DSpark release
 DSPARK_STAGES = 3
 DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
@@ -97,6 +108,13 @@ COMPRESS_RATES = {name: ratio for ratio, name in LAYER_TYPES.items() if ratio}
 HASH_MLP, SCORE_MLP = "hash_moe", "moe"
 # YaRN multiplies cos and sin by nothing in DeepSeek-V4; transformers would derive 1.277 where this is absent
 ATTENTION_FACTOR = 1.0
+# keys of a rope table with the values that the official code's numbers stand for; it reads none of them
+ROPE_FIXED: dict[str, tuple[Any, ...]] = {
+    "attention_factor": (ATTENTION_FACTOR, None),
+    "truncate": (True, None),
+    "mscale": (0, 1, None),
+    "mscale_all_dim": (0, 1, None),
+}
 # its keys that stand for official ones, or change no number of the forward pass
 TRANSFORMERS_KEYS = {
     "layer_types", "compress_rates", "mlp_layer_types", "rope_parameters", "partial_rotary_factor", "mlp_bias",

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def check_official_storage(values: Mapping[str, Any], where: str) -> None:
-    """Raises UnsupportedCheckpoint for a quantization_config other than the releases'."""
-    _check(_quantization(values, where), {**FP8_QUANTIZATION, "quant_algo": None}, where)
+    """Raises UnsupportedCheckpoint for a quantization_config other than the releases', CheckpointError for an
+    expert_dtype that does not exist."""
+    quantization = _quantization(values, where)
+    _check(quantization, {**FP8_QUANTIZATION, "quant_algo": None}, where)
+    _check_experts(values, quantization, where)
 
 
 def check_known_storage(values: Mapping[str, Any], where: str) -> None:
@@ -24,16 +27,21 @@ def check_known_storage(values: Mapping[str, Any], where: str) -> None:
     quantization = _quantization(values, where)
     nvfp4 = quantization.get("moe_quant_algo") is not None
     _check(quantization, {**FP8_QUANTIZATION, **(NVFP4_QUANTIZATION if nvfp4 else {"quant_algo": None})}, where)
-    stated = _expert_dtypes(values, quantization)
-    for key, value in stated.items():
-        if value not in EXPERT_DTYPES:
-            known = ", ".join(EXPERT_DTYPES)
-            raise CheckpointError(f"{where}: {key} is {value!r}, known are {known}", "say what the tensors are")
+    stated = _check_experts(values, quantization, where)
     if len(set(stated.values())) > 1:
         raise CheckpointError(
             f"{where}: {' and '.join(stated)} contradict each other: {' and '.join(map(repr, stated.values()))}",
             "say in both what the tensors are",
         )
+
+
+def _check_experts(values: Mapping[str, Any], quantization: Mapping[str, Any], where: str) -> dict[str, Any]:
+    stated = _expert_dtypes(values, quantization)
+    for key, value in stated.items():
+        if not isinstance(value, str) or value not in EXPERT_DTYPES:
+            known = ", ".join(EXPERT_DTYPES)
+            raise CheckpointError(f"{where}: {key} is {value!r}, known are {known}", "say what the tensors are")
+    return stated
 
 
 def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[str]:

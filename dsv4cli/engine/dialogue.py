@@ -60,9 +60,10 @@ def _tokenizer(source: FolderSource | RandomSource, config: ModelConfig) -> Toke
         return Tokenizer.byte_level()
     path = source.folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path)
-    if tokenizer.eos_id != config.eos_token_id:
+    if tokenizer.eos_id not in config.eos_token_ids:
+        named = ", ".join(map(str, config.eos_token_ids))
         raise CheckpointError(
-            f"{path} has the end token at id {tokenizer.eos_id}, config.json at {config.eos_token_id}",
+            f"{path} has the end token at id {tokenizer.eos_id}, config.json at {named}",
             "download both files from one revision",
         )
     return tokenizer

@@ -101,7 +101,7 @@ class Generator:
         return sample(logits, samplings[0], [one.seed for one in samplings], places)
 
     def _finish(self, stream: Stream, token: int) -> Literal["stop", "length"] | None:
-        if token == self.model.config.eos_token_id:
+        if token in self.model.config.eos_token_ids:
             return "stop"
         return "length" if len(stream.ids) >= self.ends[stream.number] else None
 

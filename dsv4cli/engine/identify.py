@@ -9,6 +9,7 @@ from typing import Any
 
 from dsv4cli.engine.checkpoint import MP_FILE, UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
 from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config, read_json
+from dsv4cli.engine.config_checks import check_blocks
 from dsv4cli.engine.config_storage import contradictions
 from dsv4cli.engine.layout import DTYPES, Formats
 from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
@@ -116,7 +117,9 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     _refuse_exports(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=True)
-    return _identity(checkpoint, read_config(folder), _root_config(folder))
+    found = _identity(checkpoint, read_config(folder), _root_config(folder))
+    check_blocks(found.config, found.formats.linear, found.formats.experts, str(folder))
+    return found
 
 
 def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint) -> FolderIdentity:

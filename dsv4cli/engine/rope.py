@@ -15,7 +15,7 @@ def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:
     dims = config.qk_rope_head_dim
     theta = config.compress_rope_theta if ratio else config.rope_theta
     plain = 1.0 / theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
-    if not ratio:
+    if not ratio or not config.yarn.original_max_position_embeddings:
         return plain
     low, high = correction_range(config, theta)
     keep = 1 - ((torch.arange(dims // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -23,7 +23,10 @@ def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:
 
 
 def correction_range(config: ModelConfig, theta: float) -> tuple[float, float]:
-    """Between which pairs the interpolation fades in: pair `low` keeps its frequency, pair `high` is divided."""
+    """Between which pairs the interpolation fades in: pair `low` keeps its frequency, pair `high` is divided.
+
+    Betas may leave `high` below `low`; then, as officially, it fades the other way.
+    """
     dims, yarn = config.qk_rope_head_dim, config.yarn
 
     def pair(rotations: float) -> float:
@@ -31,4 +34,4 @@ def correction_range(config: ModelConfig, theta: float) -> tuple[float, float]:
         return dims * math.log(turns) / (2 * math.log(theta))
 
     low, high = max(math.floor(pair(yarn.beta_fast)), 0), min(math.ceil(pair(yarn.beta_slow)), dims - 1)
-    return low, high if high > low else low + 0.001
+    return low, high if high != low else high + 0.001

@@ -185,7 +185,7 @@ class Talk:
         tokenizer = self.dialogue.tokenizer
         start, end = tokenizer.token_id(tokens.THINK_START), tokenizer.token_id(tokens.THINK_END)
         assert end is not None
-        return Thinking(ids[-1] == start, room, budget, end, self.dialogue.config.eos_token_id)
+        return Thinking(ids[-1] == start, room, budget, end, self.dialogue.config.eos_token_ids)
 
     def _turn(self, ids: list[int], end: int, sampling: Sampling, thinking: Thinking) -> Reply:
         """end: the most tokens of prompt and answer."""
@@ -250,7 +250,7 @@ class Talk:
     def _draw(self, stream: Stream, end: int, logits: torch.Tensor, sampling: Sampling, thinking: Thinking) -> Step:
         """The next token: what the model draws, as in any generation, where the thinking asks for none itself."""
         forced, barred = thinking.forced(), thinking.barred()
-        allowed = logits if barred is None else logits.index_fill(-1, logits.new_tensor([barred]).long(), BARRED)
+        allowed = logits if not barred else logits.index_fill(-1, logits.new_tensor(barred).long(), BARRED)
         token = sample(allowed, sampling, [sampling.seed], [len(stream.ids)])
         if forced is not None:
             token = torch.full_like(token, forced)
@@ -263,6 +263,6 @@ class Talk:
         return Step(0, number, logprob, top, finish, self._schedule.preparing.happened)
 
     def _finish(self, token: int, length: int, end: int) -> Literal["stop", "length"] | None:
-        if token == self.dialogue.config.eos_token_id:
+        if token in self.dialogue.config.eos_token_ids:
             return "stop"
         return "length" if length >= end else None

@@ -3,13 +3,14 @@
 NVIDIA calls it programmatic dependent launch (PTX ISA, griddepcontrol), from sm_90 on.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dsv4cli.kernels.card import HOPPER, is_from
 
 # up to how many tokens it pays for kernels that have many programs for a token (H200: queries and keys of 4,096 tokens
 # 163 us overlapped, 132 not)
@@ -18,7 +19,7 @@ FEW = 64
 
 def overlap(x: torch.Tensor) -> dict[str, Any]:
     """Launch options of a kernel over x that calls `wait_for_inputs`: overlapped on GPUs that can."""
-    if x.device.type == "cuda" and _can_overlap(x.device):
+    if x.device.type == "cuda" and is_from(x.device, HOPPER):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}
 
@@ -33,11 +34,6 @@ def overlap_beside(x: torch.Tensor, registers: int) -> dict[str, Any]:
     multiprocessor, the next kernel's programs start one beside each, and do not crowd where the first of these end."""
     options = overlap(x)
     return options | {"maxnreg": registers} if options["OVERLAP"] else options
-
-
-@cache
-def _can_overlap(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

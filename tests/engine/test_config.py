@@ -124,7 +124,6 @@ DSPARK = {key: value for key, value in PRESETS["flash-0731"].items() if key.star
         ({"o_groups": 7}, "o_groups"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim"),
         ({"num_experts_per_tok": 257}, "num_experts_per_tok"),
-        ({"num_hash_layers": 44}, "num_hash_layers"),
         ({"index_head_dim": 96}, "index_head_dim"),
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"hidden_size": 4096.5}, "hidden_size is 4096.5"),
@@ -136,7 +135,7 @@ DSPARK = {key: value for key, value in PRESETS["flash-0731"].items() if key.star
         ({"routed_scaling_factor": -1.5}, "routed_scaling_factor"),
         ({"kv_source_layers": [2, 8]}, "unknown key 'kv_source_layers'"),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, "rope_scaling"),
-        ({"rope_scaling": PRESETS["flash"]["rope_scaling"] | {"mscale": 1.0}}, r"rope_scaling\.mscale"),
+        ({"rope_scaling": PRESETS["flash"]["rope_scaling"] | {"scale": 1.0}}, r"rope_scaling\.scale"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_true_is_refused(changes, words):

@@ -47,7 +47,8 @@ SAID = {
 }
 STRIPPED = ("compress_ratios", "num_hash_layers", "rope_scaling")
 DSPARK = {key: value for key, value in FLASH_0731.items() if key.startswith("dspark_")} | {
-    "dspark_target_layer_ids": [2, 3, 4]
+    "dspark_noise_token_id": 500,
+    "dspark_target_layer_ids": [2, 3, 4],
 }
 
 
@@ -136,7 +137,8 @@ def test_places_of_one_dialect_that_contradict_each_other_are_both_named():
         # transformers would multiply the table by 1.277
         (rope("compress", attention_factor=None), r"rope_parameters\.compress\.attention_factor is None"),
         (rope("main", factor=4), r"unknown key rope_parameters\.main\.factor"),
-        (rope("compress", mscale=1.0), r"unknown key rope_parameters\.compress\.mscale"),
+        (rope("compress", scale=1.0), r"unknown key rope_parameters\.compress\.scale"),
+        (rope("compress", truncate=False), r"rope_parameters\.compress\.truncate is False"),
         (rope("compress", factor="16"), "factor is '16'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "expected main and compress"),
         ({"rope_parameters": 7}, "rope_parameters is 7"),

@@ -19,7 +19,7 @@ from tests.golden_data import chunks
 
 LENGTHS = (9, 133, 1)
 # every kind of layer; all entries and all experts are chosen, so that the loss has no steps
-SMALL = {"hidden_size": 64, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 32}
+SMALL = {"hidden_size": 64, "head_dim": 96, "qk_rope_head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 32}
 SMALL |= {"index_head_dim": 32, "index_topk": 64, "moe_intermediate_size": 32, "n_routed_experts": 3, "vocab_size": 64}
 SMALL |= {"num_experts_per_tok": 3, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
 # what only chooses has no gradient: the indexer chooses entries, the router's bias chooses experts

@@ -428,7 +428,7 @@ def test_thinking_is_ended_in_time_and_answered(budget, most, place, closed):
         assert ids.index(END) == place
         assert answer.closed == closed
         assert len(answer.steps) > place + 1
-        assert ids[place + 1] != one.model.config.eos_token_id
+        assert ids[place + 1] not in one.model.config.eos_token_ids
         assert [kind for kind, _ in pieces].count("content") > 0
         assert all(step.logprob < 0 for step in answer.steps)
 
@@ -451,9 +451,9 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
 
 
 def test_thinking_that_ends_by_itself_is_left_alone():
-    thinking = Thinking(True, 100, 10, END, 1)
+    thinking = Thinking(True, 100, 10, END, (1,))
     for token in (5, END, 6):
-        assert (thinking.forced(), thinking.barred(), thinking.instead(token)) == (None, None, None)
+        assert (thinking.forced(), thinking.barred(), thinking.instead(token)) == (None, (), None)
         thinking.push(token)
     assert (thinking.instead(1), thinking.inside, thinking.closed) == (None, False, "")
 

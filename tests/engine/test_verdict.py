@@ -309,7 +309,7 @@ def test_experts_of_other_formats_than_said(tmp_path):
     # the bytes of e8m0 scales as numbers
     assert "e8m0" in verdict(fp8, "vllm").reasons[0]
     assert verdict(fp8, "transformers").loads is True
-    edit_config(fp8, expert_dtype="int4")
+    edit_config(fp8, expert_dtype="bf16")
     assert "vLLM knows fp4 and fp8 only" in verdict(fp8, "vllm").reasons[0]
     assert "transformers knows fp4 and fp8 only" in verdict(fp8, "transformers").reasons[0]
 

@@ -85,7 +85,8 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
 def _model(config: ModelConfig) -> dict[str, Any]:
     """The official root keys of a model, in the number types of the releases."""
     values = asdict(config)
-    yarn, dspark = values.pop("yarn"), values.pop("dspark")
+    yarn, dspark, ends = values.pop("yarn"), values.pop("dspark"), values.pop("eos_token_ids")
+    values["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
     for key in ("rope_theta", "compress_rope_theta"):
         values[key] = _whole(values[key])
     values["compress_ratios"] = list(config.compress_ratios)

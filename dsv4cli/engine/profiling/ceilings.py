@@ -7,13 +7,12 @@ import torch
 
 from dsv4cli.engine.profiling.clock import Call, time_calls
 from dsv4cli.kernels import gemm
+from dsv4cli.kernels.card import FP8, is_from
 
 # buffers far beyond any cache, and matrices that fill the device
 GPU_BYTES, CPU_BYTES = 2**30, 2**26
 GPU_SIDE, CPU_SIDE = 8192, 768
 GPU_WIDTH = 4096
-# the first compute capability with FP8 tensor cores
-FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def _matmul_rates(device: torch.device) -> dict[str, float]:
     # the reference multiplies in fp32 on a CPU
     a = torch.randn(side, side, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
     rates = {"bf16" if on_gpu else "fp32": work / _seconds(lambda: a @ a, device)}
-    if on_gpu and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+    if on_gpu and is_from(device, FP8):
         left, one = a.to(torch.float8_e4m3fn), torch.ones((), device=device)
 
         def multiply() -> torch.Tensor:

@@ -6,7 +6,6 @@ Where there are too few tokens for the machine, several programs share one: its 
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -14,6 +13,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.attention import parts, spread
 from dsv4cli.kernels.attention.over_rows import LOG2E, over_rows, unrotated
+from dsv4cli.kernels.card import has_tensor_memory, shared_memory
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows
@@ -49,8 +49,9 @@ def tiles(tokens: int, heads: int, length: int, x: torch.Tensor) -> Tiles:
     few, blocks = tokens * triton.cdiv(heads, 16), triton.cdiv(length, 64)
     if x.dtype == torch.float32:
         held, rows_held, warps = 16, 16, 4
-    elif heads <= 16 or not roomy(x.device) or (few <= PROGRAMS and pays(few, blocks)):
-        held, rows_held, warps = 16, 64, 8
+    elif heads <= 16 or not _holds_64(x.device) or (few <= PROGRAMS and pays(few, blocks)):
+        # 64 rows and 16 heads of 512 bf16, and 4 KiB a warp: eight take 112 KiB, four 88
+        held, rows_held, warps = 16, 64, 8 if shared_memory(x.device) >= 112 << 10 else 4
     else:
         held, rows_held, warps = 64, 64, 8
     parts = min(PROGRAMS // max(tokens * triton.cdiv(heads, held), 1), MOST_PARTS)
@@ -67,13 +68,14 @@ def pays(few: int, blocks: int) -> bool:
     return blocks < 7 or few * blocks <= 2 * PROGRAMS or 2 * few > PROGRAMS
 
 
-@cache
 def roomy(device: torch.device) -> bool:
     """Whether shared memory holds 64 heads and two times 64 rows of 512 bf16, 200 KiB, as Hopper's does."""
-    if device.type != "cuda":
-        return True  # interpreted
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 200 << 10
+    return shared_memory(device) >= 200 << 10
+
+
+def _holds_64(device: torch.device) -> bool:
+    """Whether a program has room for 64 heads: in tensor memory their sums and scores would be 576 columns of 512."""
+    return roomy(device) and not has_tensor_memory(device)
 
 
 def sparse_attention(

@@ -7,6 +7,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4cli.kernels.block_scale.kernel import fp8_round
+from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.experts import operands, products
 from dsv4cli.kernels.experts.sorting import group
@@ -36,19 +37,19 @@ def routed_experts(
     tiles = (groups.order, groups.row, groups.start, groups.rows)
     inputs, padded = _inputs(given, form, round_inputs), _padded(inner_width)
     inner = torch.empty(tokens * per_token, padded, dtype=x.dtype, device=x.device)
-    height, warps, stages, described = _gate_up_blocks(size, tuned)
+    height, warps, steps, described = _gate_up_blocks(size, tuned, x.device)
     products.gate_up[(triton.cdiv(padded, height), len(groups.rows))](
         inputs, *tiles, routing.contiguous(), *_stored(weights.w1, weights.w1_scale, height, described),
         *_stored(weights.w3, weights.w3_scale, height, described), inner, limit, inner_width, width, inputs.shape[1],
-        padded, per_token, form, described, height, size, min(warps, height // 16), stages, num_warps=warps,
+        padded, per_token, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
     )  # fmt: skip
     if round_inputs:
         inner = fp8_round(inner, FP8_BLOCK)
     outputs = torch.empty(tokens * per_token, width, dtype=x.dtype, device=x.device)
-    height, warps, stages, described = _down_blocks(size, tuned)
+    height, warps, steps, described = _down_blocks(size, tuned, x.device)
     products.down[(triton.cdiv(width, height), len(groups.rows))](
         inner, *tiles, *_stored(weights.w2, weights.w2_scale, height, described), outputs, width, inner_width, padded,
-        form, described, height, size, min(warps, height // 16), stages, num_warps=warps,
+        form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
     )  # fmt: skip
     return ordered_sum(outputs, experts)
 
@@ -76,7 +77,7 @@ def _columns(pairs: int, count: int, wide: bool) -> int:
     return 16 if load <= 12 else 32 if load <= 24 else 64 if load <= 50 else 128
 
 
-def _gate_up_blocks(columns: int, tuned: bool) -> tuple[int, int, int, bool]:
+def _gate_up_blocks(columns: int, tuned: bool, device: torch.device) -> tuple[int, int, int, bool]:
     """Rows of each matrix in a program, warps, stages, whether a descriptor loads the weights.
 
     Tuned on an H200 for FP4 weights of Flash. At 128 columns two programs fill the shared memory of a multiprocessor to
@@ -84,11 +85,17 @@ def _gate_up_blocks(columns: int, tuned: bool) -> tuple[int, int, int, bool]:
     """
     if not tuned:
         return 64, 8, 2, False
-    return (64, 4, 2, True) if columns == 16 else (64, 4, 3, False)
+    return (64, 4, 2, True) if columns == 16 else (64, 4, _stages(device, 2, 64, columns), False)
 
 
-def _down_blocks(columns: int, tuned: bool) -> tuple[int, int, int, bool]:
-    return (128, 4, 3, columns < 128) if tuned else (128, 8, 2, False)
+def _down_blocks(columns: int, tuned: bool, device: torch.device) -> tuple[int, int, int, bool]:
+    return (128, 4, _stages(device, 1, 128, columns), columns < 128) if tuned else (128, 8, 2, False)
+
+
+def _stages(device: torch.device, matrices: int, height: int, columns: int) -> int:
+    """A step: 128 columns of FP4 and their scales for so many rows of each matrix, and of bf16 for the tile's pairs;
+    beside them the results, where they are brought into order."""
+    return stages_that_fit(device, 3, matrices * height * (64 + 4) + columns * 256, height * columns * 2)
 
 
 def _padded(width: int) -> int:

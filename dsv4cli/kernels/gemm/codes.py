@@ -27,11 +27,6 @@ class Norm:
     eps: float
 
 
-def has_fp8(x: torch.Tensor) -> bool:
-    """Whether the device of x converts and multiplies FP8; the interpreter does."""
-    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (8, 9)
-
-
 def bits(stored: torch.Tensor | None) -> torch.Tensor | None:
     """FP8 codes and scales as bytes, which every GPU loads; int8 stands for FP4."""
     if stored is None or stored.dtype in (torch.bfloat16, torch.float32, torch.int8):

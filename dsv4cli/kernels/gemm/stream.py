@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
+from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.gemm import swapped
 from dsv4cli.kernels.gemm.codes import (
@@ -21,7 +22,6 @@ from dsv4cli.kernels.gemm.codes import (
     e4m3_rounded,
     e4m3_values,
     e8m0_values,
-    has_fp8,
     read_once,
 )
 from dsv4cli.kernels.norm.kernel import normed

@@ -14,8 +14,9 @@ import triton.language as tl
 
 from dsv4cli.kernels.block_scale import kernel as block_scale
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
+from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.codes import Product, bits, e8m0_values, has_fp8
+from dsv4cli.kernels.gemm.codes import Product, bits, e8m0_values
 from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 
 # the most tokens: those of one tile

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale import kernel as block_scale
+from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import tiles_bf16, tiles_fp8
-from dsv4cli.kernels.gemm.codes import bits, e2m1_values, e4m3_values, e8m0_values, has_fp8
+from dsv4cli.kernels.gemm.codes import bits, e2m1_values, e4m3_values, e8m0_values
 from dsv4cli.kernels.gemm.tiles_fp8 import place
 
 # more tokens are worth a launch that makes an FP8 weight bf16 (H200, wo_a of Flash); an FP4 weight always is. More

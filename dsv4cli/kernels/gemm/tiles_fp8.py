@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dsv4cli.kernels.card import HOPPER, is_from
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.codes import e8m0_values
@@ -21,10 +22,7 @@ SHORT, LEAST = 16, 8
 
 def multiplies(x: torch.Tensor) -> bool:
     """Whether codes of x go to FP8 tensor cores: bf16 on NVIDIA's from Hopper on, and in the interpreter."""
-    on_hopper = x.device.type != "cuda" or (
-        not torch.version.hip and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    )
-    return on_hopper and x.dtype == torch.bfloat16
+    return is_from(x.device, HOPPER) and x.dtype == torch.bfloat16
 
 
 def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:

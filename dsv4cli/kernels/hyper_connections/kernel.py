@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.handover import words
 from dsv4cli.kernels.hyper_connections.at_once import FEW, at_once
@@ -60,12 +61,8 @@ def tiles(count: int, width: int, projected: bool, device: torch.device) -> Tile
             return tile
     # as many programs as multiprocessors, or a little fewer
     share = min(width * triton.cdiv(count, 64) // 128, width)
-    return Tiles(64, triton.cdiv(share, 32) * 32, 32, 8, _stages(device))
-
-
-def _stages(device: torch.device) -> int:
-    """Steps that are on their way at once, 52 KB each: 4 where there is room for them (sm_90), 3 fit sm_80."""
-    return 4 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 else 3
+    # a step: bf16 of four streams and an output for 64 tokens, four times 32 rows of weights for each stream
+    return Tiles(64, triton.cdiv(share, 32) * 32, 32, 8, stages_that_fit(device, 4, 52 << 10))
 
 
 def connect_pre(

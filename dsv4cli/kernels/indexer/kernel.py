@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from dsv4cli.kernels.card import FP8, is_from
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.indexer.choice import choose_by_peaks, choose_entries, takes_peaks, top_entries
@@ -169,9 +170,7 @@ def _score_many(
 
 def _operand(device: torch.device) -> torch.dtype:
     """What the tensor cores multiply: e4m3 holds FP4 values with a scale a row, where there is hardware for it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        return torch.bfloat16
-    return torch.float8_e4m3fn
+    return torch.float8_e4m3fn if is_from(device, FP8) else torch.bfloat16
 
 
 def _power(number: int) -> int:

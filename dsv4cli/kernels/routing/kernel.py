@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.handover import words
 from dsv4cli.kernels.overlap import overlap, wait_for_inputs
 from dsv4cli.kernels.routing.at_once import FEW, at_once
@@ -44,7 +45,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(count: int) -> Tiles:
+def tiles(count: int, device: torch.device) -> Tiles:
     """Measured on an H200 with 256 experts and a width of 4096."""
     for most, tile in (
         (32, Tiles(16, 16, 512, 8, 4, 1)),
@@ -55,7 +56,8 @@ def tiles(count: int) -> Tiles:
     ):
         if count <= most:
             return tile
-    return Tiles(128, 128, 64, 2, 8, 5)
+    # a step: bf16 of 128 tokens and 128 experts
+    return Tiles(128, 128, 64, 2, 8, stages_that_fit(device, 5, 32 << 10))
 
 
 def route(
@@ -107,7 +109,7 @@ def _routed(
 def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The logits as fp32 [splits, T, E], parts of a sum over the columns."""
     given, (count, width), number = rows(x), x.shape, len(weight)
-    tile = tiles(count)
+    tile = tiles(count, x.device)
     columns = triton.cdiv(triton.cdiv(width, tile.splits), tile.block) * tile.block
     parts = torch.empty(triton.cdiv(width, columns), count, number, device=x.device)
     if count:

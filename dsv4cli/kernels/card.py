@@ -1,0 +1,62 @@
+"""What a GPU has and can do, asked of the card; a CPU is the interpreter's, which has and can everything."""
+
+from functools import cache
+
+import torch
+
+# Triton's compiler takes bf16 and asynchronous copies from here on (Ampere)
+OLDEST = (8, 0)
+# the first with FP8: conversions and tensor cores (Ada)
+FP8 = (8, 9)
+# the first with tensor cores that read shared memory, TMA and dependent launches (Hopper)
+HOPPER = (9, 0)
+# data centre cards with tensor memory, and after them those for desktops, which have none
+BLACKWELL, RTX_BLACKWELL = (10, 0), (12, 0)
+# bytes that a program may take on Hopper
+HOPPER_SHARED = 227 << 10
+
+
+@cache
+def is_from(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Whether this is an NVIDIA GPU of at least this compute capability; AMD's numbers are others of the same form."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= capability
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether tensor cores add up in a memory of their own, of which a program has 512 columns of 128 fp32."""
+    return is_from(device, BLACKWELL) and not is_from(device, RTX_BLACKWELL)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
+def stages_that_fit(device: torch.device, most: int, each: int, rest: int = 0) -> int:
+    """Steps of a loop over operands that may be on their way at once: `most`, which fit Hopper, or fewer where a step's
+    `each` bytes and the `rest` that a program takes beside them leave no room.
+
+    Tensor cores before Hopper, and those of sm_120, read registers: the operands of one step lie there.
+    """
+    return max(min(most, 1 + (shared_memory(device) - rest) // each), 2)
+
+
+def has_fp8(x: torch.Tensor) -> bool:
+    """Whether the device of x converts and multiplies FP8."""
+    return is_from(x.device, FP8)
+
+
+def unsuited(device: torch.device) -> str | None:
+    """Why the Triton kernels do not run on this GPU; None where they do."""
+    if is_from(device, OLDEST):
+        return None
+    what = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        return f"{what} is an AMD GPU, and the Triton kernels run on NVIDIA GPUs only"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{what} has compute capability {major}.{minor}, and the Triton kernels need 8.0 or newer"
