@@ -35,7 +35,7 @@ class StoredModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.close()
+        self._files.__exit__(kind, error, trace)
 
     def matrices(self) -> dict[str, dict[Role, TensorSpec]]:
         """The table by matrix: each weight with its scales."""
