@@ -61,8 +61,8 @@ class Checkpoint:
 
     tensors: by name, at the place where they really are. files: in the order of their names. index: file name that the
     index gives for each tensor, empty without an index. index_problems: for each tensor that index and files disagree
-    on, a sentence that says how. missing_files: names of files that the index gives and the folder lacks. stamps: of the
-    files on a disk, from before their headers were read.
+    on, a sentence that says how. missing_files: names of files that the index gives and the folder lacks. stamps: of
+    the files on a disk, from before their headers were read.
     """
 
     folder: Path

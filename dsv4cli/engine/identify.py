@@ -116,7 +116,7 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     _refuse_exports(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=True)
-    return _identity(checkpoint, read_config(folder), _root_config(folder))
+    return identity_of(checkpoint, read_config(folder), _root_config(folder))
 
 
 def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint) -> FolderIdentity:
@@ -127,10 +127,12 @@ def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint
     _refuse_relatives(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=False)
-    return _identity(checkpoint, read_any_config(folder, _has_drafter(checkpoint)), _root_config(folder))
+    return identity_of(checkpoint, read_any_config(folder, _has_drafter(checkpoint)), _root_config(folder))
 
 
-def _identity(checkpoint: Checkpoint, config: ModelConfig, said: Mapping[str, Any]) -> FolderIdentity:
+def identity_of(checkpoint: Checkpoint, config: ModelConfig, said: Mapping[str, Any]) -> FolderIdentity:
+    """What headers and a configuration that belong together are; said: what config.json says. Raises what `recognise`
+    raises of the two."""
     _check_drafter(checkpoint, config)
     formats, naming = _formats(checkpoint), _naming(checkpoint, config)
     notes = tuple(contradictions(said, formats))

@@ -77,6 +77,10 @@ class Tokenizer:
         backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in tokens.SPECIAL])
         return cls(backend)
 
+    def text(self) -> str:
+        """The tokenizer.json that `from_file` reads as this vocabulary."""
+        return self._backend.to_str(pretty=True)
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, special tokens where their text stands; UsageError if it is not valid Unicode."""
         try:

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from dsv4cli.engine.files import Files
 from dsv4cli.engine.regular import open_file, read_bytes
 from dsv4cli.engine.source import resolve_model
 from dsv4cli.engine.stored import StoredModel
@@ -72,41 +71,44 @@ def test_a_folder_is_an_os_error(tmp_path):
         read_bytes(tmp_path)
 
 
-def test_a_file_that_changes_while_it_is_read(net):
-    with pytest.raises(CheckpointError, match=r"changed while it was read"), StoredModel(_identity(net)) as model:
-        spec = model.specs["embed.weight"]
-        model.read(spec)
-        path = damage.shard_of(net, "embed.weight")
-        path.write_bytes(path.read_bytes())
-
-
-def test_a_file_that_is_replaced_while_it_is_read(net):
-    with pytest.raises(CheckpointError, match=r"changed while it was read"), StoredModel(_identity(net)) as model:
+def read_while(net, happens):
+    """Reads a tensor, then something happens to its file."""
+    with StoredModel(_identity(net)) as model:
         model.read(model.specs["embed.weight"])
-        path = damage.shard_of(net, "embed.weight")
-        status = os.stat(path)
-        other = net / "other"
-        other.write_bytes(path.read_bytes())
-        os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
-        other.replace(path)
+        happens(damage.shard_of(net, "embed.weight"))
 
 
-def test_an_error_inside_is_not_covered(net):
-    """The check at the end must not hide why reading ended."""
-    info = _identity(net).checkpoint.tensors["embed.weight"]
-    with pytest.raises(KeyError), Files() as files:
-        files.read(info, 0, memoryview(bytearray(8)))
-        info.file.write_bytes(b"")
-        raise KeyError
+def write_again(path):
+    path.write_bytes(path.read_bytes())
 
 
-def test_no_file_is_left_open(net):
-    info = _identity(net).checkpoint.tensors["embed.weight"]
+def replace(path):
+    status, other = os.stat(path), path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
+
+
+def fail(path):
+    write_again(path)
+    raise KeyError
+
+
+@pytest.mark.parametrize("happens", [write_again, replace])
+def test_a_file_that_changes_while_it_is_read(net, happens):
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(CheckpointError), Files() as files:
-        files.read(info, 0, memoryview(bytearray(8)))
-        info.file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"changed while it was read"):
+        read_while(net, happens)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_removed_was_read(net):
+    read_while(net, lambda path: path.unlink())
+
+
+def test_why_reading_ended_is_not_covered(net):
+    with pytest.raises(KeyError):
+        read_while(net, fail)
 
 
 def _identity(folder):

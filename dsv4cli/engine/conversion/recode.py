@@ -84,7 +84,7 @@ class Recipe:
         if self.form == self.target:
             found = arrays
         else:
-            found = {role: _numpy(tensor) for role, tensor in self._recode(self._tensors(arrays), first).items()}
+            found = {role: numpy_bits(tensor) for role, tensor in self._recode(self._tensors(arrays), first).items()}
         if begin == first:
             return found
         # only formats with a scale for each row are cut inside a block
@@ -205,7 +205,7 @@ def _nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> 
     return {"weight": weight, "weight_scale": scale, "weight_scale_2": scale_2, "input_scale": inputs}
 
 
-def _numpy(tensor: torch.Tensor) -> Raw:
+def numpy_bits(tensor: torch.Tensor) -> Raw:
     """The bits of a tensor as `StoredModel.read` would give them."""
     tensor = tensor.cpu().contiguous()
     if tensor.dtype == torch.bfloat16:

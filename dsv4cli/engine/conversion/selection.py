@@ -17,6 +17,11 @@ class Selection:
     layers: range | None = None
     drafter: bool = True
 
+    @property
+    def first(self) -> int:
+        """The layer of the whole model that becomes the first."""
+        return 0 if self.layers is None else self.layers.start
+
 
 def parse_layers(text: str) -> range:
     """The layers that `0-3` (both ends included) or `7` names. Raises UsageError for anything else."""
@@ -50,7 +55,12 @@ def select(config: ModelConfig, selection: Selection) -> tuple[ModelConfig, Call
         compress_ratios=config.layer_ratios[layers.start : layers.stop] + kept.compress_ratios[count:],
         dspark=kept.dspark and _moved(kept.dspark, layers),
     )
-    return chosen, lambda name: LAYER.sub(lambda match: f"layers.{int(match[1]) + layers.start}.", name)
+    return chosen, renumbered(layers.start)
+
+
+def renumbered(first: int) -> Callable[[str], str]:
+    """From the name of a tensor in a cut whose first layer was this one to its name in the whole model."""
+    return lambda name: LAYER.sub(lambda match: f"layers.{int(match[1]) + first}.", name)
 
 
 def _moved(dspark: DSpark, layers: range) -> DSpark:
