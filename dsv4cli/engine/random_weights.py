@@ -47,9 +47,10 @@ class RandomRows:
         start, stop, _ = rows.indices(spec.shape[0])
         width = torch.Size(spec.shape[1:]).numel()
         period = self._period(spec)
+        first, count = start * width % PATTERN, (stop - start) * width
         bits = period.view(BITS[period.itemsize])
-        places = torch.arange(start * width, stop * width, device="cpu") % PATTERN
-        return bits[places].view(stop - start, *spec.shape[1:]).view(TORCH_DTYPES[spec.dtype])
+        flat = bits.repeat(-(-(first + count) // PATTERN))[first : first + count] if count else bits[:0]
+        return flat.view(stop - start, *spec.shape[1:]).view(TORCH_DTYPES[spec.dtype])
 
 
 class _Source:

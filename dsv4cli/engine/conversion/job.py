@@ -19,7 +19,7 @@ from dsv4cli.engine.conversion.journal import Part, Times
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
 from dsv4cli.engine.conversion.plan import FilePlan, plan_files, stored_bytes
 from dsv4cli.engine.conversion.room import free_bytes, told_apart
-from dsv4cli.engine.conversion.selection import Selection, select
+from dsv4cli.engine.conversion.selection import Selection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
 from dsv4cli.engine.coverage import check_coverage
 from dsv4cli.engine.files import check_unchanged
@@ -118,7 +118,14 @@ class Conversion:
         checkpoint = self.source.checkpoint
         if self.config != self.source.config:
             checkpoint = _only(checkpoint, self.needed)
-        check_coverage(checkpoint, self.needed).raise_if_incomplete()
+        try:
+            check_coverage(checkpoint, self.needed).raise_if_incomplete()
+        except CheckpointError as error:
+            part = stored_part(self.source)
+            if not part or self.selection != Selection():
+                raise
+            remedy = f"repeat the command with `{part}`, which are there; or {error.remedy}"
+            raise CheckpointError(error.message, remedy) from None
 
     def check_output(self) -> None:
         """Raises UsageError for an output that is the source, inside it, or holds something else than this job."""

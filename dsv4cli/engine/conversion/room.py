@@ -28,8 +28,9 @@ def told_apart(*counts: int) -> list[str]:
     texts: list[str] = []
     for digits in range(2, 10):
         texts = [f"{count / 1e9:,.{digits}f} GB" for count in counts]
-        seen = {text for text in texts if text.strip("0.,GB ")}
-        if len(seen) == len(set(counts) - {0}):
+        # each within a tenth of what it says, or to the byte
+        close = all(abs(round(count / 1e9, digits) * 1e9 - count) <= count / 10 for count in counts)
+        if close and len({*texts}) == len({*counts}):
             break
     return texts
 
