@@ -194,7 +194,8 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
 def _time(missing: int, rate: float) -> str:
     if not missing or not isfinite(rate):
         return "nothing to write"
-    return f"{duration_text(missing / rate)} at {size_text(round(rate))}/s, tried for a second without the disk"
+    seconds = duration_text(missing / rate)
+    return f"at least {seconds} at {size_text(round(rate))}/s, tried for a second without the disk"
 
 
 @contextmanager

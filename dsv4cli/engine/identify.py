@@ -11,7 +11,7 @@ from dsv4cli.engine.checkpoint import MP_FILE, UNFINISHED, Checkpoint, open_chec
 from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config, read_json
 from dsv4cli.engine.config_storage import contradictions
 from dsv4cli.engine.layout import DTYPES, Formats
-from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
+from dsv4cli.engine.naming import SAVED_SIGN, MpNaming, Naming, OfficialNaming, SavedNaming, TransformersNaming
 from dsv4cli.engine.presets import PRESETS
 from dsv4cli.engine.prompt import Release
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
@@ -144,7 +144,10 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
     if cut:
         return MpNaming(int(cut[1]), config.n_routed_experts)
     # a part of a checkpoint may have no such name itself
-    if any(name.startswith("model.") for name in (*checkpoint.tensors, *checkpoint.index)):
+    names = (*checkpoint.tensors, *checkpoint.index)
+    if any(map(SAVED_SIGN.match, names)):
+        return SavedNaming(config)
+    if any(name.startswith("model.") for name in names):
         return TransformersNaming(config)
     return OfficialNaming()
 

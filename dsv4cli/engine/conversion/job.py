@@ -27,6 +27,7 @@ from dsv4cli.engine.identify import FolderIdentity
 from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.naming import MpNaming, Naming, stored_table
 from dsv4cli.engine.regular import Stamp
+from dsv4cli.engine.stored import stored_specs
 from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
 
 
@@ -69,7 +70,7 @@ class Conversion:
     @cached_property
     def needed(self) -> dict[str, TensorSpec]:
         """The stored tensors of the source that the output is made of, by key."""
-        every = matrices(expected_tensors(self.source.config, self.source.formats).values())
+        every = matrices(stored_specs(self.source).values())
         wanted = [spec for matrix in self.matrices for spec in every[self.source_name(matrix)].values()]
         return stored_table(self.source.naming, wanted)
 
