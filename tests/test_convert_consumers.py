@@ -19,7 +19,7 @@ from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.source import FolderSource
 from dsv4cli.kernels.indexer import ref as indexer_ref
 from tests import damage, synthetic
-from tests.conversions import E2M1, convert, cut_dimension, differing, same, transformers_place
+from tests.conversions import E2M1, convert, cut_dimension, differing, run, same, transformers_place
 from tests.golden_data import NETS, TieWatch, topk_entries
 from tests.oracle import logits_in_chunks
 from tests.program import BYTES, save_tokenizer
@@ -225,6 +225,9 @@ def test_what_transformers_saves_in_other_ways_comes_back(sources, converted, tm
     source = sources("tiny-flash")
     model = AutoModelForCausalLM.from_pretrained(converted(source, "transformers --max-shard-size 2MB"), dtype=dtype)
     model.save_pretrained(tmp_path / "theirs", save_original_format=original_format)
+    # only convert reads it, and nothing is wrong with it
+    code, out, err = run("inspect", tmp_path / "theirs", "--json")
+    assert (code, json.loads(out)["coverage"]["complete"]) == (3, True), err
     assert "all are exact" in convert(tmp_path / "theirs", tmp_path / "ours", "--to", "official", "--verify", "full")
     expected = {name: value for name, value in original(source)[1].items() if not name.startswith("mtp.")}
     assert differing(values(load(tmp_path / "ours")), expected) == []
@@ -241,6 +244,13 @@ def test_what_an_earlier_transformers_has_saved_comes_back(sources, converted, t
     assert tensors["layers.1.hc_attn_fn"].dtype == torch.float32
     expected = original(source)[0]["layers.1.hc_attn_fn"]
     assert same(tensors["layers.1.hc_attn_fn"], half_of(expected))
+
+
+def test_what_transformers_has_saved_in_part_is_to_be_saved_again(sources, converted, tmp_path):
+    theirs = shutil.copytree(converted(sources("tiny-flash"), "transformers --max-shard-size 2MB"), tmp_path / "theirs")
+    damage.rewrite(theirs, lambda name, stored: {} if "q_a_proj" in name else {name: stored})
+    code, _, err = run("convert", theirs, tmp_path / "ours", "--to", "official")
+    assert (code, "`model.save_pretrained(FOLDER)`" in err, "q_a_proj.weight is missing" in err) == (1, True, True)
 
 
 def half(data):

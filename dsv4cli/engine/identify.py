@@ -3,14 +3,15 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.checkpoint import MP_FILE, UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
 from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config, read_json
 from dsv4cli.engine.config_storage import contradictions
-from dsv4cli.engine.layout import DTYPES, Formats
+from dsv4cli.engine.layout import DTYPES, Formats, TensorSpec, expected_tensors
 from dsv4cli.engine.naming import SAVED_SIGN, MpNaming, Naming, OfficialNaming, SavedNaming, TransformersNaming
 from dsv4cli.engine.presets import PRESETS
 from dsv4cli.engine.prompt import Release
@@ -88,6 +89,19 @@ class FolderIdentity(Identity):
     checkpoint: Checkpoint
     naming: Naming
     contradictions: tuple[str, ...] = ()
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The table of the checkpoint, by official names. What transformers has saved has each plain tensor in the
+        width that it has there: its bf16 models keep the norms in fp32, its earlier versions made bf16 of what the
+        releases have in fp32."""
+        specs = expected_tensors(self.config, self.formats)
+        if isinstance(self.naming, TransformersNaming):
+            for name, spec in specs.items():
+                found = self.checkpoint.tensors.get(self.naming.places(spec)[0].name)
+                if not spec.columns and found is not None and {found.dtype, spec.dtype} == {"BF16", "F32"}:
+                    specs[name] = replace(spec, dtype=found.dtype)
+        return specs
 
     @property
     def layout(self) -> str:

@@ -1,7 +1,6 @@
 """Reading the tensors of the table from a folder in any layout, whole or by rows, as stored; numpy, no torch."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 from types import TracebackType
 from typing import Any
@@ -12,8 +11,8 @@ from numpy.typing import NDArray
 from dsv4cli.engine.checkpoint import DTYPE_BITS, TensorInfo
 from dsv4cli.engine.files import Files
 from dsv4cli.engine.identify import FolderIdentity
-from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.naming import Place, TransformersNaming
+from dsv4cli.engine.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.naming import Place
 from dsv4cli.engine.remedies import look
 from dsv4cli.errors import CheckpointError
 
@@ -27,7 +26,7 @@ class StoredModel:
 
     def __init__(self, identity: FolderIdentity) -> None:
         self.identity = identity
-        self.specs = stored_specs(identity)
+        self.specs = identity.specs
         self._files = Files()
 
     def __enter__(self) -> "StoredModel":
@@ -80,18 +79,6 @@ class StoredModel:
             found, expected = f"{info.dtype} {list(info.shape)}", f"{place.dtype} {list(place.shape)}"
             raise CheckpointError(f"{folder}: {place.name} is {found} instead of {expected}")
         return info
-
-
-def stored_specs(identity: FolderIdentity) -> dict[str, TensorSpec]:
-    """The table of a checkpoint; of one that transformers has saved, each plain tensor in the width that it has there:
-    its bf16 models keep the norms in fp32, its earlier versions made bf16 of what the releases have in fp32."""
-    specs = expected_tensors(identity.config, identity.formats)
-    if isinstance(identity.naming, TransformersNaming):
-        for name, spec in specs.items():
-            found = identity.checkpoint.tensors.get(identity.naming.places(spec)[0].name)
-            if not spec.columns and found is not None and {found.dtype, spec.dtype} == {"BF16", "F32"}:
-                specs[name] = replace(spec, dtype=found.dtype)
-    return specs
 
 
 def _parts(places: tuple[Place, ...], count: int, rows: slice) -> Iterator[tuple[Place, slice]]:

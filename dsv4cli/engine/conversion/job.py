@@ -25,9 +25,8 @@ from dsv4cli.engine.coverage import check_coverage
 from dsv4cli.engine.files import check_unchanged
 from dsv4cli.engine.identify import FolderIdentity
 from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.naming import MpNaming, Naming, stored_table
+from dsv4cli.engine.naming import MpNaming, Naming, TransformersNaming, stored_table
 from dsv4cli.engine.regular import Stamp
-from dsv4cli.engine.stored import stored_specs
 from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
 
 
@@ -70,7 +69,7 @@ class Conversion:
     @cached_property
     def needed(self) -> dict[str, TensorSpec]:
         """The stored tensors of the source that the output is made of, by key."""
-        every = matrices(stored_specs(self.source).values())
+        every = matrices(self.source.specs.values())
         wanted = [spec for matrix in self.matrices for spec in every[self.source_name(matrix)].values()]
         return stored_table(self.source.naming, wanted)
 
@@ -122,11 +121,16 @@ class Conversion:
         try:
             check_coverage(checkpoint, self.needed).raise_if_incomplete()
         except CheckpointError as error:
-            part = stored_part(self.source)
-            if not part or self.selection != Selection():
-                raise
-            remedy = f"repeat the command with `{part}`, which are there; or {error.remedy}"
-            raise CheckpointError(error.message, remedy) from None
+            raise CheckpointError(error.message, self._remedy(error.remedy)) from None
+
+    def _remedy(self, usual: str) -> str:
+        """What to do about a source that is not complete."""
+        part = stored_part(self.source) if self.selection == Selection() else ""
+        if part:
+            return f"repeat the command with `{part}`, which are there; or {usual}"
+        if isinstance(self.source.naming, TransformersNaming):
+            return f"{usual}; or save it again: the whole model, adapters merged, with `model.save_pretrained(FOLDER)`"
+        return usual
 
     def check_output(self) -> None:
         """Raises UsageError for an output that is the source, inside it, or holds something else than this job."""
