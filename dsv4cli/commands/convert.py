@@ -143,7 +143,7 @@ def _done(out: Output, conversion: "Conversion", manifest: "Manifest", source: s
     out.line(text, strong=True)
     if compared == "off":
         out.warning("it has not been compared with the source (--verify off)")
-    command = ("convert", "--check", str(folder), "--against", source)
+    command = ("convert", "--check", folder, "--against", source)
     out.hint(f"compare it with the source: `{pasted(*command)}`")
 
 

@@ -1,6 +1,5 @@
 """What follows a conversion: parts joined (`--finish`), an output looked at again (`--check`), and what to do next."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
 from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
         out.line(verdict(done.found))
     if done.cut:
         out.warning("matrices that are cut across the parts have not been compared with the source")
-        out.hint(f"compare them: `{pasted('convert', '--check', str(folder), '--against')} SRC`")
+        out.hint(f"compare them: `{pasted('convert', '--check', folder, '--against')} SRC`")
     out.hint(next_step(folder, done.to))
 
 
@@ -108,7 +108,7 @@ def _report(out: Output, folder: Path, checked: "Checked") -> None:
             out.line(f"  {problem}")
         if len(problems) > SHOWN:
             out.line(f"  and {len(problems) - SHOWN:,} more")
-        out.hint(f"remove it with `rm -r {shlex.quote(str(folder))}` and convert again")
+        out.hint(f"remove it with `rm -r {shell_word(folder)}` and convert again")
         return
     if checked.files:
         size = f"{counted(checked.files, 'file')}, {size_text(checked.nbytes)}"
@@ -140,18 +140,17 @@ def verdict(found: "Verification | None") -> str:
     return text + f"{len(found.exact):,} are exact, the others within {error:.2g} (relative, {name})"
 
 
-def pasted(*words: str) -> str:
+def pasted(*words: str | Path) -> str:
     """A command of this program that a shell takes as it is."""
-    return shlex.join(["dsv4", *words])
+    return " ".join(["dsv4", *map(shell_word, words)])
 
 
 def next_step(output: Path, to: str, part: int = 1, parts: int = 1) -> str:
     """What to do with an output."""
-    folder = str(output)
     if parts > 1:
-        return f"when all {parts} parts are there: `{pasted('convert', '--finish', folder)}`"
+        return f"when all {parts} parts are there: `{pasted('convert', '--finish', output)}`"
     # what this engine does not run, and who does
     readers = {"nvfp4": "vllm", "transformers": "transformers", "mp": "official"}
     if to in readers:
-        return f"see what loads it with `{pasted('inspect', folder, '--for', readers[to])}`"
-    return f"look at it with `{pasted('inspect', folder)}`"
+        return f"see what loads it with `{pasted('inspect', output, '--for', readers[to])}`"
+    return f"look at it with `{pasted('inspect', output)}`"

@@ -16,8 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.remedies import download_again
 from dsv4cli.engine.regular import Stamp, is_there, open_file, read_bytes, stamp
+from dsv4cli.engine.remedies import download_again
 from dsv4cli.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"

@@ -1,6 +1,5 @@
 """A finished output looked at again: its files against their hashes, its values against their source."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from dsv4cli.engine.conversion.manifest import MANIFEST, Manifest, hash_files, r
 from dsv4cli.engine.conversion.verify import Verification
 from dsv4cli.engine.identify import recognise
 from dsv4cli.errors import DiskError, UsageError
+from dsv4cli.harmless import shell_word
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def check(output: Path, against: Against | None, workers: int, progress: Progres
     """
     if not output.is_dir():
         raise UsageError(f"there is no folder {output}", "name the DST of a finished `dsv4 convert`")
-    place = shlex.quote(str(output))
+    place = shell_word(output)
     if (output / UNFINISHED).exists():
         raise UsageError(
             f"{output} is not finished",

@@ -1,7 +1,6 @@
 """Doing a conversion: the files, the proof, and last what makes a model of them."""
 
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +21,7 @@ from dsv4cli.engine.conversion.work import FileDone, carry_out, step_bytes, writ
 from dsv4cli.engine.identify import FolderIdentity, describe
 from dsv4cli.engine.stored import StoredModel
 from dsv4cli.errors import CheckpointError, UnsoundResult
+from dsv4cli.harmless import shell_word
 
 Progress = Callable[[int, int], None]
 Check = Literal["sample", "full", "off"]
@@ -104,7 +104,7 @@ def _compared(conversion: Conversion, *, full: bool, workers: int, progress: Pro
 def _unsound(conversion: Conversion, sentence: str) -> UnsoundResult:
     return UnsoundResult(
         sentence,
-        f"remove it with `rm -r {shlex.quote(str(conversion.output))}` and convert again; if it happens again, check "
+        f"remove it with `rm -r {shell_word(conversion.output)}` and convert again; if it happens again, check "
         "the disk and the memory",
     )
 
@@ -147,7 +147,7 @@ def finished(conversion: Conversion) -> Manifest | None:
             problem = "is not as it was written" if path.is_file() else "is missing"
             raise CheckpointError(
                 f"{path} {problem}, though this conversion has been finished",
-                f"remove the output with `rm -r {shlex.quote(str(conversion.output))}`, then convert again",
+                f"remove the output with `rm -r {shell_word(conversion.output)}`, then convert again",
             )
     return manifest
 

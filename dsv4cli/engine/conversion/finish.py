@@ -1,7 +1,6 @@
 """The end of a conversion: the parts of a shared job joined, and a whole output compared with its source."""
 
 import json
-import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from dsv4cli.engine.identify import FolderIdentity, identity_of
 from dsv4cli.engine.layout import expected_tensors, matrices
 from dsv4cli.engine.stored import StoredModel
 from dsv4cli.errors import CheckpointError, UnsoundResult, UsageError
+from dsv4cli.harmless import shell_word
 
 Progress = Callable[[int, int], None]
 
@@ -86,7 +86,7 @@ def _check_file(path: Path, expected: Mapping[str, Any], part: Part) -> None:
 
 def _check_verdicts(output: Path, journals: Sequence[Journal]) -> None:
     """Raises UnsoundResult for a part that differs from the source, UsageError for one that nobody has compared."""
-    command = f"`dsv4 convert --finish {shlex.quote(str(output))} --against SRC"
+    command = f"`dsv4 convert --finish {shell_word(output)} --against SRC"
     for journal in journals:
         name = "it" if journal.part.count == 1 else f"part {journal.part.index} of {journal.part.count}"
         if journal.verdict is None:
@@ -133,7 +133,7 @@ def _judge(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal], a
         others = f" (and {len(found.wrong) - 1:,} more)" if len(found.wrong) > 1 else ""
         raise UnsoundResult(
             f"{output}: {found.wrong[0]} differs from the source{others}",
-            f"remove it with `rm -r {shlex.quote(str(output))}` and convert again",
+            f"remove it with `rm -r {shell_word(output)}` and convert again",
         )
     return found
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +27,7 @@ from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.naming import MpNaming, Naming, TransformersNaming, stored_table
 from dsv4cli.engine.regular import Stamp
 from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
+from dsv4cli.harmless import shell_word
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Conversion:
             for path, before in self._stamps.items():
                 check_unchanged(path, before)
         except CheckpointError as error:
-            remedy = f"wait until nothing writes to it, then `rm -r {shlex.quote(str(self.output))}` and convert again"
+            remedy = f"wait until nothing writes to it, then `rm -r {shell_word(self.output)}` and convert again"
             raise CheckpointError(error.message, remedy) from None
 
     @property

@@ -8,7 +8,6 @@ with the source has found is there as well.
 
 import json
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any, Literal
 from dsv4cli.engine import durable
 from dsv4cli.engine.checkpoint import UNFINISHED
 from dsv4cli.errors import CheckpointError, UsageError
+from dsv4cli.harmless import shell_word
 
 PLAN = "plan.json"
 # of a file of the source: bytes, and nanoseconds of the last change
@@ -79,7 +79,7 @@ class Journal:
             elif self.times != times:
                 raise UsageError(
                     f"the source has changed since the conversion into {self.folder.parent} began",
-                    f"remove it with `rm -r {shlex.quote(str(self.folder.parent))}`, then convert again",
+                    f"remove it with `rm -r {shell_word(self.folder.parent)}`, then convert again",
                 )
             yield self
 
@@ -116,7 +116,7 @@ class Journal:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{self.path} is damaged: {error}",
-                f"remove the output with `rm -r {shlex.quote(str(self.folder.parent))}`, then convert again",
+                f"remove the output with `rm -r {shell_word(self.folder.parent)}`, then convert again",
             ) from None
 
     def _enter(self, entry: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ def begin_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     if read_plan(path) != plan:
         raise UsageError(
             f"{folder.parent} holds an unfinished conversion of another source or with other options",
-            f"repeat the command that began it, or remove it with `rm -r {shlex.quote(str(folder.parent))}`",
+            f"repeat the command that began it, or remove it with `rm -r {shell_word(folder.parent)}`",
         )
 
 
@@ -172,7 +172,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(
             f"{path} is damaged: {error}",
-            f"remove the output with `rm -r {shlex.quote(str(path.parent.parent))}`, then convert again",
+            f"remove the output with `rm -r {shell_word(path.parent.parent)}`, then convert again",
         ) from None
     return plan
 

@@ -4,7 +4,6 @@ Its first line, a comment to sha256sum, says which conversion the output is of. 
 """
 
 import json
-import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 
 from dsv4cli.engine.regular import open_file, read_bytes
 from dsv4cli.errors import CheckpointError, UnsoundResult
+from dsv4cli.harmless import shell_word
 
 MANIFEST = "SHA256SUMS"
 MARK = "# dsv4 convert "
@@ -92,7 +92,7 @@ def changed(path: Path) -> UnsoundResult:
     """What is said of a file of an unfinished output whose bytes are not those that were written."""
     return UnsoundResult(
         f"{path} has changed since it was written: its sha256 is another",
-        f"check the disk, then `rm {shlex.quote(str(path))}` and convert again, which writes this file anew",
+        f"check the disk, then `rm {shell_word(path)}` and convert again, which writes this file anew",
     )
 
 

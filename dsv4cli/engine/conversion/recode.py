@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dsv4cli.engine.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.remedies import look
 from dsv4cli.engine.stored import Raw, StoredModel
 from dsv4cli.engine.values import form_of, scale_rows
 from dsv4cli.errors import CheckpointError
@@ -120,7 +121,7 @@ class Recipe:
             place = f"row {row0 + problem.row}, column {problem.column}"
             remedy = "--to bf16 has a place for every value, --to official keeps the format"
             if "NaN" in problem.reason:
-                remedy = f"`dsv4 inspect {folder} --values` shows how much is damaged; download it again"
+                remedy = f"{look(folder, '--values')} shows how much is damaged; download it again"
             raise CheckpointError(
                 f"{folder}: {name} cannot become {self.target} without loss: {problem.reason} at {place}", remedy
             ) from None

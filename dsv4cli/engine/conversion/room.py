@@ -1,13 +1,13 @@
 """What the output's disk has and refuses: bytes free, and each error of the system as a sentence; no torch."""
 
 import errno
-import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dsv4cli.errors import DiskError, Dsv4Error, NotEnoughDisk, UsageError
+from dsv4cli.harmless import shell_word
 
 FULL = {
     errno.ENOSPC: "no space left on its disk",
@@ -50,7 +50,7 @@ def _sentence(error: OSError, output: Path, missing: Callable[[], int]) -> Dsv4E
     if error.errno in FORBIDDEN:
         return UsageError(f"{place} cannot be written to: {reason}", "name a folder where you may write")
     if error.errno == errno.EFBIG:
-        remedy = f"raise `ulimit -f`, {AGAIN}; or `rm -r {shlex.quote(str(output))}` and use a smaller --max-shard-size"
+        remedy = f"raise `ulimit -f`, {AGAIN}; or `rm -r {shell_word(output)}` and use a smaller --max-shard-size"
         return NotEnoughDisk(f"{place}: {reason}: its disk or `ulimit -f` takes no file of that size", remedy)
     try:
         need, free = missing(), free_bytes(output)

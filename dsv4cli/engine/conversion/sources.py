@@ -28,7 +28,9 @@ def source_identity(source: FolderSource | RandomSource) -> FolderIdentity:
     specs = expected_tensors(identity.config, identity.formats).values()
     tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, place, 0, 0) for spec in specs}
     checkpoint = Checkpoint(place, tensors, (), {}, {})
-    return RandomIdentity(identity.size, identity.config, identity.formats, checkpoint, OfficialNaming(), seed=source.seed)
+    return RandomIdentity(
+        identity.size, identity.config, identity.formats, checkpoint, OfficialNaming(), seed=source.seed
+    )
 
 
 def open_source(identity: FolderIdentity) -> StoredModel:
