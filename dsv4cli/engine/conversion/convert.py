@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from dsv4cli.engine.checkpoint import UNFINISHED, scan_checkpoint
-from dsv4cli.engine.conversion.finish import assemble
+from dsv4cli.engine.conversion.finish import assemble, assembled, clear
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Journal, Verdict
 from dsv4cli.engine.conversion.manifest import Manifest, read_manifest
@@ -135,11 +135,16 @@ def finished(conversion: Conversion) -> Manifest | None:
 
     Raises CheckpointError, naming it, for a file that is not there any more or of another length.
     """
-    if not conversion.output.is_dir() or (conversion.output / UNFINISHED).exists():
+    if not conversion.output.is_dir():
         return None
-    manifest = read_manifest(conversion.output)
+    unfinished = (conversion.output / UNFINISHED).exists()
+    manifest = assembled(conversion.output) if unfinished else read_manifest(conversion.output)
     if manifest is None or manifest.origin is None or conversion.job not in manifest.origin.jobs:
         return None
+    if unfinished:
+        # killed at its very end
+        with _disk(conversion):
+            clear(conversion.output)
     sizes = {file.name: file.nbytes for file in conversion.files}
     for name in manifest.hashes:
         path = conversion.output / name

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +13,7 @@ from dsv4cli.engine.checkpoint import INDEX, UNFINISHED, scan_checkpoint
 from dsv4cli.engine.config import parse_any_config
 from dsv4cli.engine.conversion.job import job_of, whole_copies
 from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
-from dsv4cli.engine.conversion.manifest import MANIFEST, Manifest, Origin, changed, hash_file, hash_files
+from dsv4cli.engine.conversion.manifest import MANIFEST, Manifest, Origin, changed, hash_file, hash_files, read_manifest
 from dsv4cli.engine.conversion.metadata import CONFIG, copied_files
 from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.selection import renumbered
@@ -60,6 +60,11 @@ def finish(output: Path, against: Against | None, workers: int, progress: Progre
     with disk_errors(output, lambda: 0), ExitStack() as stack:
         plan = read_plan(output / UNFINISHED / PLAN)
         count = plan["parts"]
+        done = assembled(output)
+        if done is not None and plan["files"].keys() <= done.hashes.keys():
+            # an earlier --finish was killed at its very end
+            clear(output)
+            return Finished(plan["to"], plan["files"], None, 0)
         for number, (name, expected) in enumerate(plan["files"].items()):
             _check_file(output / name, expected, Part(number % count + 1, count))
         parts = [Journal(output, Part(index, count)) for index in range(1, count + 1)]
@@ -179,11 +184,28 @@ def assemble(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal])
     write_file(output / MANIFEST, Manifest(hashes, origin).text().encode(), workshop)
     for name, text in texts.items():
         write_file(output / name, text.encode(), workshop)
-    for path in workshop.iterdir():
-        if path.name != PLAN:
-            path.unlink()
-    # the plan last: without it nothing could be finished
-    shutil.rmtree(workshop)
+    clear(output)
+
+
+def assembled(output: Path) -> Manifest | None:
+    """The manifest of a folder that `assemble` has made a model of, whether or not it came to remove the journals."""
+    manifest = read_manifest(output)
+    whole = manifest is not None and manifest.origin is not None and CONFIG in manifest.hashes
+    if manifest is None or not whole or not all((output / name).is_file() for name in manifest.hashes):
+        return None
+    return manifest
+
+
+def clear(output: Path) -> None:
+    """Removes the plan and the journals of a conversion that is done."""
+    workshop = output / UNFINISHED
+    # another process may do the same
+    with suppress(FileNotFoundError):
+        for path in workshop.iterdir():
+            if path.name != PLAN:
+                path.unlink(missing_ok=True)
+        # the plan last: without it nothing could be finished
+        shutil.rmtree(workshop)
 
 
 def _compared(journals: Sequence[Journal]) -> str:
