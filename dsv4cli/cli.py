@@ -93,6 +93,7 @@ app.command(
         "dsv4 convert flash OUT --to official --layers 0-3 --no-mtp",
         "dsv4 convert flash OUT --to nvfp4 --shard 2/8   (on each of 8 machines)",
         "dsv4 convert --finish OUT",
+        "dsv4 convert --check OUT --against flash",
     ),
 )(convert)
 app.command(

@@ -67,6 +67,10 @@ class NotEnoughDisk(Dsv4Error):
     exit_code = 5
 
 
+class DiskError(Dsv4Error):
+    """A disk fails at writing or at giving back what was written."""
+
+
 class HubError(Dsv4Error):
     """The hub cannot be reached, refuses, or does not hold what was asked for."""
 

@@ -7,9 +7,8 @@ import pytest
 
 from dsv4cli.commands.chat_command import carry_out
 from dsv4cli.commands.chat_tools import Round, Tools
-from dsv4cli.engine.prompt_text import calls_block
 from dsv4cli.output import Colours, Output
-from tests.program import SMALL, Program
+from tests.program import SMALL, Program, calls_block
 from tests.terminals import Terminal, says, speak, speaking
 
 CALLS = [{"id": "1", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]

@@ -5,6 +5,8 @@ What is expected follows from the source alone, by formulas that share no line w
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -17,7 +19,7 @@ from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.source import FolderSource
 from dsv4cli.kernels.indexer import ref as indexer_ref
 from tests import damage, synthetic
-from tests.conversions import E2M1, convert, cut_dimension, differing, same, transformers_place
+from tests.conversions import E2M1, convert, cut_dimension, differing, run, same, transformers_place
 from tests.golden_data import NETS, TieWatch, topk_entries
 from tests.oracle import logits_in_chunks
 from tests.program import BYTES, save_tokenizer
@@ -207,12 +209,58 @@ def test_transformers_finds_the_tokenizer(sources, converted, target):
 def test_what_transformers_saves_comes_back(sources, loaded, tmp_path):
     """After fine-tuning: its own shards, its own config.json, without the drafter, which it does not have."""
     model, _ = loaded("tiny-flash", "transformers")
-    # as it is by default, it undoes half of the renaming, which no program reads
     model.save_pretrained(tmp_path / "theirs", save_original_format=False, max_shard_size="5MB")
     convert(tmp_path / "theirs", tmp_path / "ours", "--to", "official")
     _, expected = original(sources("tiny-flash"))
     expected = {name: value for name, value in expected.items() if not name.startswith("mtp.")}
     assert differing(values(load(tmp_path / "ours")), expected) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("original_format", [True, False])
+def test_what_transformers_saves_in_other_ways_comes_back(sources, converted, tmp_path, dtype, original_format):
+    """Its bf16 models keep norms and some others in fp32; by default it undoes half of the renaming."""
+    from transformers import AutoModelForCausalLM
+
+    source = sources("tiny-flash")
+    model = AutoModelForCausalLM.from_pretrained(converted(source, "transformers --max-shard-size 2MB"), dtype=dtype)
+    model.save_pretrained(tmp_path / "theirs", save_original_format=original_format)
+    # only convert reads it, and nothing is wrong with it
+    code, out, err = run("inspect", tmp_path / "theirs", "--json")
+    assert (code, json.loads(out)["coverage"]["complete"]) == (3, True), err
+    assert "all are exact" in convert(tmp_path / "theirs", tmp_path / "ours", "--to", "official", "--verify", "full")
+    expected = {name: value for name, value in original(source)[1].items() if not name.startswith("mtp.")}
+    assert differing(values(load(tmp_path / "ours")), expected) == []
+
+
+def test_what_an_earlier_transformers_has_saved_comes_back(sources, converted, tmp_path):
+    """It made bf16 of what the releases have in fp32: every value that is left is kept."""
+    source = sources("tiny-flash")
+    theirs = shutil.copytree(converted(source, "transformers --max-shard-size 2MB"), tmp_path / "theirs")
+    narrow = {"F32": lambda stored: replace(stored, dtype="BF16", data=half(stored.data))}
+    damage.rewrite(theirs, lambda name, stored: {name: narrow.get(stored.dtype, lambda same: same)(stored)})
+    assert "all are exact" in convert(theirs, tmp_path / "ours", "--to", "official", "--verify", "full")
+    tensors = load(tmp_path / "ours")
+    assert tensors["layers.1.hc_attn_fn"].dtype == torch.float32
+    expected = original(source)[0]["layers.1.hc_attn_fn"]
+    assert same(tensors["layers.1.hc_attn_fn"], half_of(expected))
+
+
+def test_what_transformers_has_saved_in_part_is_to_be_saved_again(sources, converted, tmp_path):
+    theirs = shutil.copytree(converted(sources("tiny-flash"), "transformers --max-shard-size 2MB"), tmp_path / "theirs")
+    damage.rewrite(theirs, lambda name, stored: {} if "q_a_proj" in name else {name: stored})
+    code, _, err = run("convert", theirs, tmp_path / "ours", "--to", "official")
+    assert (code, "`model.save_pretrained(FOLDER)`" in err, "q_a_proj.weight is missing" in err) == (1, True, True)
+
+
+def half(data):
+    return (
+        half_of(torch.frombuffer(bytearray(data), dtype=torch.float32)).bfloat16().view(torch.uint8).numpy().tobytes()
+    )
+
+
+def half_of(tensor):
+    return tensor.bfloat16().float()
 
 
 def official_ranks(source, count, fp8=False):

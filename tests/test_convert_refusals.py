@@ -2,6 +2,7 @@
 left behind; and what it finds when it compares its output with the source."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -130,7 +131,6 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
         ("{tmp}/full", 1, ["{tmp}/full holds no safetensors file"]),
         ("{tmp}/file", 2, ["{tmp}/file is a file, a model is a folder", "name the folder"]),
         ("{tmp}/m.gguf", 4, ["{tmp}/m.gguf is a GGUF model"]),
-        ("random:tiny", 2, ["random:tiny has no files to convert", "name a checkpoint folder"]),
         ("flash", 1, ["DeepSeek-V4-Flash is not in the Hugging Face cache", "`dsv4 download flash`"]),
         ("some/repo", 1, ["some/repo is not in the Hugging Face cache", "`dsv4 download some/repo`"]),
         ("https://huggingface.co/some/repo", 1, ["there is no folder https://huggingface.co/some/repo"]),
@@ -155,7 +155,7 @@ def places(tmp_path):
 
 def test_an_output_where_something_is(small, tmp_path, places):
     error, remedy = refused(2, small, tmp_path / "full", *BF16)
-    assert f"{tmp_path / 'full'} is not empty and holds no unfinished conversion" in error
+    assert f"{tmp_path / 'full'} is not empty and holds no conversion with these options of this source" in error
     assert "empty or does not exist yet" in remedy
     for name in ("file", "file/below"):
         error, remedy = refused(2, small, tmp_path / name, *BF16)
@@ -177,12 +177,17 @@ def test_an_output_that_may_not_be_written(small, tmp_path, monkeypatch):
 
     for name in ("mkdir", "open"):
         monkeypatch.setattr(os, name, forbidden(getattr(os, name)))
+    home = str(tmp_path / "home")
+    monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK and str(path).startswith(home)))
     for output in ("home", "home/a/b"):
-        for rest in DRY:
-            error, remedy = refused(2, small, tmp_path / output, *BF16, *rest)
-            assert f"{tmp_path / 'home'}" in error
-            assert "Permission denied" in error
-            assert "may write" in remedy
+        error, remedy = refused(2, small, tmp_path / output, *BF16)
+        assert f"{tmp_path / 'home'}" in error
+        assert "Permission denied" in error
+        assert "may write" in remedy
+        # the plan is the answer to a dry run, the code its verdict
+        code, out, err = run("convert", small, tmp_path / output, *BF16, "--dry-run")
+        assert (code, "to write, " in out) == (2, True)
+        assert f"{tmp_path / 'home'} cannot be written to: Permission denied" in err
     assert files(tmp_path) == {}
 
 
@@ -254,12 +259,18 @@ def test_finish_does_nothing_but_finish(small, tmp_path):
     folder = tmp_path / "out"
     convert(small, folder, *BF16, "--shard", "1/2", "--verify", "off")
     before = files(folder)
-    for rest in ("--dry-run", "--verify full", "--shard 1/2", "--layers 0-1", "--no-mtp", "--ranks 2"):
-        error, _ = refused(2, "--finish", folder, *rest.split())
-        assert "--finish takes the output folder alone" in error
+    for option in ("--finish", "--check"):
+        for rest in ("--dry-run", "--shard 1/2", "--layers 0-1", "--no-mtp", "--ranks 2"):
+            error, _ = refused(2, option, folder, *rest.split())
+            assert f"{option} takes the output folder alone" in error
+        error, remedy = refused(2, option, folder, "--verify", "full")
+        assert f"{option} with --verify full needs the source" in error
+        assert f"`dsv4 convert {option} OUT --against SRC --verify full`" in remedy
+        error, _ = refused(2, option, folder, "--verify", "off", "--against", small)
+        assert f"{option} with --verify off is no comparison" in error
+    assert "takes the output folder alone" in refused(2, "--finish", folder, "--check", folder)[0]
+    assert "--against belongs to --finish and --check" in refused(2, small, folder, *BF16, "--against", small)[0]
     assert files(folder) == before
-    code, out, _ = run("convert", "--finish", folder)
-    assert (code, "is complete" in out) == (0, True)
 
 
 @pytest.mark.parametrize("options", ["fp8", "official --experts fp8", "mp --ranks 1 --experts fp8"])
@@ -334,8 +345,9 @@ def test_a_disk_that_is_too_small(small, tmp_path, monkeypatch):
     needed = plan["bytes_to_write"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     error, remedy = refused(5, small, output, *BF16)
-    assert f"{output} needs {needed / 1e9:.2f} GB more and its disk has " in error
-    assert "another disk" in remedy
+    # as many digits as tell the two apart
+    assert f"{output} needs {needed / 1e9:.9f} GB more and its disk has {(needed - 1) / 1e9:.9f} GB free" in error
+    assert remedy == "→ free 0.000000001 GB, or name another disk"
     # the plan is the answer to a dry run, the code its verdict
     code, out, err = run("convert", small, output, *BF16, "--dry-run", "--json")
     assert (code, json.loads(out)["fits"], json.loads(out)["free"]) == (5, False, needed - 1)
@@ -359,6 +371,15 @@ def test_the_disk_is_that_of_the_output(small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     convert(small, "new/folder", *BF16, "--dry-run")
     assert {*asked} == {tmp_path}
+
+
+def write_wrongly(path, name, position, bit):
+    """What a conversion that errs in one bit writes: that bit, and the hash of the file with it."""
+    flip(path, name, position, bit)
+    (journal,) = (path.parent / UNFINISHED).glob("journal*")
+    entry = {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    with journal.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def flip(path, name, position, bit):
@@ -424,38 +445,38 @@ def unverified(small, tmp_path_factory):
 def test_a_bit_that_changed_before_the_comparison(small, unverified, tmp_path, options, file, tensor, position, named):
     output = shutil.copytree(unverified(options), tmp_path / "out")
     there = {*left(output)}
-    flip(output / file, tensor, position, bit=3)
+    write_wrongly(output / file, tensor, position, bit=3)
     error, remedy = refused(7, small, output, "--to", *options.split(), "--verify", "full")
     assert f"{output}: {named} differs from the source" in error
-    assert f"remove {output} and convert again" in remedy
+    assert f"`rm -r {output}` and convert again" in remedy
     # no model without index and configuration
     assert {*left(output)} == there
 
 
 def test_a_difference_is_found_as_often_as_one_looks(small, unverified, tmp_path):
     output = shutil.copytree(unverified("fp8"), tmp_path / "out")
-    flip(output / ONE, "norm.weight", 0, bit=3)
-    flip(output / ONE, f"{EXPERT}.weight", 0.5, bit=3)
+    write_wrongly(output / ONE, "norm.weight", 0, bit=3)
+    write_wrongly(output / ONE, f"{EXPERT}.weight", 0.5, bit=3)
     for check in ("full", "sample", "full"):
         error, _ = refused(7, small, output, "--to", "fp8", "--verify", check)
         assert "norm.weight differs from the source (and 1 more)" in error
     # the bit as it was
-    flip(output / ONE, "norm.weight", 0, bit=3)
-    flip(output / ONE, f"{EXPERT}.weight", 0.5, bit=3)
+    write_wrongly(output / ONE, "norm.weight", 0, bit=3)
+    write_wrongly(output / ONE, f"{EXPERT}.weight", 0.5, bit=3)
     assert "all are exact" in convert(small, output, "--to", "fp8", "--verify", "full")
 
 
 def test_a_zero_that_changed_its_sign(small, unverified, tmp_path):
     output = shutil.copytree(unverified("bf16"), tmp_path / "out")
     # the first row of each expert begins with sixteen bytes of -0
-    flip(output / ONE, f"{EXPERT}.weight", 0, bit=15)
+    write_wrongly(output / ONE, f"{EXPERT}.weight", 0, bit=15)
     error, _ = refused(7, small, output, *BF16, "--verify", "full")
     assert f"{EXPERT} differs from the source" in error
 
 
 def test_what_is_not_compared_is_said(small, unverified, tmp_path):
     output = shutil.copytree(unverified("bf16"), tmp_path / "out")
-    flip(output / ONE, f"{EXPERT}.weight", 0.5, bit=3)
+    write_wrongly(output / ONE, f"{EXPERT}.weight", 0.5, bit=3)
     assert "not compared with the source (--verify off)" in convert(small, output, *BF16, "--verify", "off")
     summary = json.loads(convert(small, tmp_path / "json", *BF16, "--verify", "off", "--json").splitlines()[-1])
     assert summary["verified"] is None

@@ -12,15 +12,16 @@ import typer
 from dsv4cli.commands.chat_begin import Beginning, begin_session, given_choices
 from dsv4cli.commands.chat_input import Input, Lines, Plain, Readline, keys_wait
 from dsv4cli.commands.chat_journal import Choices, state_folder
+from dsv4cli.commands.chat_loop import converse, greet
 from dsv4cli.commands.chat_model import Models, find_model, model_name
 from dsv4cli.commands.chat_session import Session
 from dsv4cli.commands.chat_settings import check_budget
-from dsv4cli.commands.chat_slash import helps, obey
+from dsv4cli.commands.chat_slash import helps
 from dsv4cli.commands.chat_tools import Tools, split_command
 from dsv4cli.commands.chat_turn import Chat, Interrupts
 from dsv4cli.commands.run_experts import memory_limits
 from dsv4cli.commands.run_modes import Job
-from dsv4cli.errors import Dsv4Error, RankLost, UsageError
+from dsv4cli.errors import UsageError
 from dsv4cli.options import (
     BackendOpt,
     DeviceOpt,
@@ -40,7 +41,7 @@ from dsv4cli.options import (
     TopPOpt,
     TorchrunOpt,
 )
-from dsv4cli.output import Output, counted
+from dsv4cli.output import Output
 
 if TYPE_CHECKING:
     from dsv4cli.engine.backend import Backend
@@ -221,8 +222,8 @@ def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls,
             source = _input(chat, wishes.term, history)
             chat.edits = source.edits
             chat.run_calls = Tools(job.out, source, *calls).run
-            _greet(chat)
-        _converse(chat, source, wishes.question)
+            greet(chat)
+        converse(chat, source, wishes.question)
 
 
 def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> Calls:
@@ -256,53 +257,3 @@ def _readline(out: Output) -> Input:
         return Readline(out)
     except ImportError:
         return Plain(out)
-
-
-def _converse(chat: Chat, source: Input, question: str | None) -> None:
-    """Reads and answers to the end, first the question, if there is one, and elsewhere than on a terminal only that.
-
-    Exits with 130 when it was Ctrl-C, and in a pipe as the last error would.
-    """
-    code, asked = 0, question
-    while question is None or asked is not None or chat.on_terminal:
-        draft, chat.draft = chat.draft, None
-        try:
-            line, asked = (source.read(draft or "") if asked is None else asked), None
-            _take(chat, line, edited=draft is not None)
-        except EOFError:
-            break
-        except RankLost:
-            raise
-        except Dsv4Error as error:
-            if chat.leaving:
-                raise
-            chat.out.error(error)
-            code = error.exit_code
-        except KeyboardInterrupt:
-            if chat.leaving or chat.interrupts.again() or not chat.on_terminal:
-                raise
-            kept = "nothing was changed; " if draft is not None else ""
-            chat.out.status(f"{kept}Ctrl-C again, or Ctrl-D, quits")
-        if chat.stopped and not chat.on_terminal:
-            raise typer.Exit(130)
-    if code and not chat.on_terminal:
-        raise typer.Exit(code)
-
-
-def _greet(chat: Chat) -> None:
-    if chat.session.messages:
-        chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}; /history shows them")
-    if chat.on_terminal:
-        chat.out.status("/help lists the commands; Ctrl-D quits")
-
-
-def _take(chat: Chat, line: str, edited: bool) -> None:
-    """A message or a command of the user; edited: a message takes the place of the last question."""
-    before = list(chat.session.messages)
-    question: str | None = line
-    if line.startswith("/"):
-        question = obey(chat, line)
-    if question is not None and question.strip():
-        if edited:
-            chat.session.take_back()
-        chat.ask(question, before)

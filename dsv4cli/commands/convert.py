@@ -3,17 +3,20 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dsv4cli.commands.convert_join import Comparison, facts, join, next_step, pasted, verdict
 from dsv4cli.errors import UsageError
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt
 from dsv4cli.output import Output, counted, duration_text, size_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.conversion.job import Conversion
+    from dsv4cli.engine.conversion.manifest import Manifest
     from dsv4cli.engine.conversion.verify import Verification
     from dsv4cli.engine.conversion.work import FileDone
 
@@ -44,6 +47,13 @@ ShardOpt = Annotated[str | None, typer.Option(metavar="I/N", help="Do the I-th o
 FinishOpt = Annotated[
     Path | None, typer.Option(metavar="DST", help="Join the parts of a shared job: checks, configuration, index.")
 ]
+CheckOpt = Annotated[
+    Path | None,
+    typer.Option("--check", metavar="DST", help="Compare a finished output with its hashes; write nothing."),
+]
+AgainstOpt = Annotated[
+    str | None, typer.Option(metavar="SRC", help="With --finish or --check: compare the values with this source too.")
+]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object per file and a summary, line by line.")]
 
 
@@ -64,6 +74,8 @@ def convert(
     dry_run: DryRunOpt = False,
     shard: ShardOpt = None,
     finish: FinishOpt = None,
+    look: CheckOpt = None,
+    against: AgainstOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
     """Convert a checkpoint to another layout, and prove that the values are the same.
@@ -81,59 +93,86 @@ def convert(
     index and configuration last. Interrupted, the same command continues. The source is never written to.
     """
     out = Output(context.obj, as_json)
-    if finish is not None:
-        given = [source, output, to, ranks, layers, experts, attention, workers, shard]
-        _finish(out, finish, others=[*given, no_mtp or None, dry_run or None, None if check == "sample" else check])
+    if finish is not None or look is not None:
+        given = [source, output, to, ranks, layers, experts, attention, shard, no_mtp or None, dry_run or None]
+        join(out, finish, look, Comparison(against, check, workers), given)
         return
-    if source is None or output is None or to is None:
+    if against is not None:
+        raise UsageError("--against belongs to --finish and --check", "a conversion is compared with its SRC")
+    if source is None or output is None or (to is None and not source.startswith("random:")):
         raise UsageError("convert needs SRC, DST and --to", "as in `dsv4 convert flash OUT --to bf16`")
+    choices = (to or "official", ranks, layers, not no_mtp, experts, attention, max_shard_size, shard, workers, device)
+    _begin(out, source, output, choices, check, dry_run=dry_run)
+
+
+def _begin(
+    out: Output,
+    source: str,
+    output: Path,
+    typed: tuple[Any, ...],
+    check: Literal["sample", "full", "off"],
+    *,
+    dry_run: bool,
+) -> None:
+    """A conversion: what is done already, what would be done, or the doing; typed: the fields of Choices."""
+    from dsv4cli.engine.conversion.convert import finished
     from dsv4cli.engine.conversion.options import Choices, prepare
 
-    choices = Choices(to, ranks, layers, not no_mtp, experts, attention, max_shard_size, shard, workers, device)
-    conversion, threads, place = prepare(source, output, choices)
-    if dry_run:
+    conversion, threads, place = prepare(source, output, Choices(*typed))
+    done = finished(conversion)
+    if done is not None:
+        _done(out, conversion, done, source)
+    elif dry_run:
         _plan(out, conversion, place, threads)
-        return
-    _convert(out, conversion, place, threads, check)
+    else:
+        _convert(out, conversion, place, threads, check)
 
 
-def _finish(out: Output, folder: Path, others: list[Any]) -> None:
-    if any(other is not None for other in others):
-        raise UsageError("--finish takes the output folder alone", "as in `dsv4 convert --finish OUT`")
-    from dsv4cli.engine.conversion.convert import finish
-
-    plan = finish(folder)
-    nbytes = sum(file["nbytes"] for file in plan["files"].values())
-    out.document(
-        {"schema": SCHEMA, "event": "finished", "output": str(folder), "bytes": nbytes, "files": plan["files"]}
-    )
-    out.line(f"{folder} is complete: {counted(len(plan['files']), 'file')}, {size_text(nbytes)}", strong=True)
-    out.hint(f"look at it with `dsv4 inspect {folder}`")
+def _done(out: Output, conversion: "Conversion", manifest: "Manifest", source: str) -> None:
+    """Says that the output of an earlier run is complete, and by how much it has been compared."""
+    nbytes, folder = sum(file.nbytes for file in conversion.files), conversion.output
+    compared = manifest.origin.compared if manifest.origin else "off"
+    if out.as_json:
+        out.record(
+            {
+                "schema": SCHEMA, "event": "complete", "output": str(folder), "to": conversion.target.name,
+                "files": len(conversion.files), "bytes": nbytes, "compared": compared,
+            }
+        )  # fmt: skip
+    text = f"{folder} is complete: {counted(len(conversion.files), 'file')}, {size_text(nbytes)}; nothing to do"
+    out.line(text, strong=True)
+    if compared == "off":
+        out.warning("it has not been compared with the source (--verify off)")
+    command = ("convert", "--check", folder, "--against", source)
+    out.hint(f"compare it with the source: `{pasted(*command)}`")
 
 
 def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> None:
     """Shows what would be done, checked as the doing checks it."""
     from dsv4cli.engine.conversion.convert import trial
-    from dsv4cli.engine.conversion.job import free_bytes
+    from dsv4cli.engine.conversion.room import free_bytes
     from dsv4cli.engine.conversion.work import memory_bytes
 
     conversion.check_source()
     conversion.check_output()
     rate = trial(conversion, device, workers)
     free, missing = free_bytes(conversion.output), conversion.bytes_missing
+    others = sum(copy.nbytes for copy in conversion.copies)
     memory = memory_bytes(conversion.matrices.values(), device, workers)
     facts = {
         "tensors": sum(len(file.keys) for file in conversion.own_files),
         "files": len(conversion.own_files),
         "bytes_in": conversion.bytes_in,
         "bytes_out": conversion.bytes_out,
+        "other_files": len(conversion.copies),
+        "other_bytes": others,
         "bytes_to_write": missing,
         "free": free,
         "memory": memory,
         "workers": workers,
         "device": str(device),
-        "bytes_per_second": round(rate),
-        "seconds": round(missing / rate, 1),
+        "bytes_per_second": round(rate) if isfinite(rate) else None,
+        "seconds": round(missing / rate, 1) if missing else 0.0,
         "fits": missing <= free,
     }
     out.document({"schema": SCHEMA, "event": "plan", "source": conversion.source.layout, **facts})
@@ -142,12 +181,21 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
         ("to", f"{conversion.output}, {conversion.target.name}"),
         ("tensors", f"{facts['tensors']:,} in {counted(len(conversion.own_files), 'file')}"),
         ("bytes", f"{size_text(conversion.bytes_in)} in, {size_text(conversion.bytes_out)} out"),
+        ("other files", f"{len(conversion.copies):,}, {size_text(others)}"),
         ("disk", f"{size_text(missing)} to write, {size_text(free)} free"),
         ("memory", f"at most {size_text(memory)} with {workers} threads on {device}"),
-        ("time", f"{duration_text(missing / rate)} at {size_text(round(rate))}/s, measured over a second"),
+        ("time", _time(missing, rate)),
     ]
     out.table(rows)
     conversion.check_room()
+    conversion.check_writable()
+
+
+def _time(missing: int, rate: float) -> str:
+    if not missing or not isfinite(rate):
+        return "nothing to write"
+    seconds = duration_text(missing / rate)
+    return f"at least {seconds} at {size_text(round(rate))}/s, tried for a second without the disk"
 
 
 @contextmanager
@@ -160,22 +208,24 @@ def _resumable(out: Output) -> Iterator[None]:
         raise
 
 
-def _convert(out: Output, conversion: "Conversion", device: Any, workers: int, check: str) -> None:
-    from dsv4cli.engine.conversion.convert import copy_files, finish, verify_files, write_files
+def _convert(
+    out: Output, conversion: "Conversion", device: Any, workers: int, check: Literal["sample", "full", "off"]
+) -> None:
+    from dsv4cli.engine.conversion.convert import begun, copy_files, finish_alone, verify_files, write_files
 
-    started, files, found = time.monotonic(), [], None
-    with _resumable(out):
+    started, files = time.monotonic(), []
+    with _resumable(out), begun(conversion) as journal:
         with out.progress(f"to {conversion.target.name}") as progress:
-            for file in write_files(conversion, device, workers, progress):
+            for file in write_files(conversion, journal, device, workers, progress):
                 files.append(file)
                 _file(out, conversion, file, len(files))
         seconds = time.monotonic() - started
-        if check != "off":
-            with out.progress("comparing") as progress:
-                found = verify_files(conversion, full=check == "full", workers=workers, progress=progress)
-        copy_files(conversion)
+        with out.progress("comparing") as progress:
+            found = verify_files(conversion, journal, check=check, workers=workers, progress=progress)
+        with out.progress("copying other files") as progress:
+            copy_files(conversion, progress)
         if conversion.part.count == 1:
-            finish(conversion.output)
+            finish_alone(conversion, journal)
     _summary(out, conversion, files, seconds, found)
 
 
@@ -197,35 +247,14 @@ def _summary(
     nbytes, part = sum(file.nbytes for file in files), conversion.part
     written = sum(file.nbytes for file in files if not file.resumed)
     if out.as_json:
-        verified = found and {
-            "values": found.values, "compared": found.compared, "exact": len(found.exact), "inexact": found.errors
-        }  # fmt: skip
         out.record(
             {
                 "schema": SCHEMA, "event": "summary", "output": str(conversion.output), "to": conversion.target.name,
                 "part": [part.index, part.count], "files": len(files), "bytes": nbytes, "seconds": round(seconds, 3),
-                "verified": verified,
+                "verified": facts(found),
             }
         )  # fmt: skip
     rate = f" in {duration_text(seconds)}, {size_text(round(written / max(seconds, 1e-3)))}/s" if written else ""
     out.line(f"{conversion.output}: {counted(len(files), 'file')}, {size_text(nbytes)}{rate}", strong=True)
-    out.line(_verdict(found))
-    if part.count > 1:
-        out.hint(f"when all {part.count} parts are there: `dsv4 convert --finish {conversion.output}`")
-    else:
-        out.hint(f"look at it with `dsv4 inspect {conversion.output}`")
-
-
-def _verdict(found: "Verification | None") -> str:
-    if found is None:
-        return "not compared with the source (--verify off)"
-    if not found.values:
-        return "nothing to compare with the source: this part has no whole tensor"
-    share = (
-        f"{found.compared / max(found.values, 1):.0%} of the values of" if found.compared < found.values else "all of"
-    )
-    text = f"compared with the source: {share} {len(found.exact) + len(found.errors):,} tensors; "
-    if not found.errors:
-        return text + "all are exact, bit for bit"
-    name, error = next(iter(found.errors.items()))
-    return text + f"{len(found.exact):,} are exact, the others within {error:.2g} (relative, {name})"
+    out.line(verdict(found))
+    out.hint(next_step(conversion.output, conversion.target.name, part.index, part.count))

@@ -10,12 +10,13 @@ import reprlib
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from dsv4cli.engine.regular import Stamp, is_there, open_file, read_bytes, stamp
 from dsv4cli.engine.remedies import download_again
 from dsv4cli.errors import CheckpointError
 
@@ -60,7 +61,8 @@ class Checkpoint:
 
     tensors: by name, at the place where they really are. files: in the order of their names. index: file name that the
     index gives for each tensor, empty without an index. index_problems: for each tensor that index and files disagree
-    on, a sentence that says how. missing_files: names of files that the index gives and the folder lacks.
+    on, a sentence that says how. missing_files: names of files that the index gives and the folder lacks. stamps: of
+    the files on a disk, from before their headers were read.
     """
 
     folder: Path
@@ -69,6 +71,7 @@ class Checkpoint:
     index: Mapping[str, str]
     index_problems: Mapping[str, str]
     missing_files: tuple[str, ...] = ()
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +105,9 @@ def scan_checkpoint(folder: Path) -> Checkpoint:
     files, missing = _files(folder, index)
     tensors: dict[str, TensorInfo] = {}
     twice: dict[str, str] = {}
+    stamps: dict[Path, Stamp] = {}
     for path in files:
+        stamps[path] = stamp(os.stat(path))
         for info in read_header(path):
             other = tensors.get(info.name)
             if other is not None:
@@ -115,7 +120,7 @@ def scan_checkpoint(folder: Path) -> Checkpoint:
     absent = set(missing)
     present = {name: file for name, file in index.items() if file not in absent or name in tensors}
     problems = dict(index_problems(present, index, tensors)) if index else {}
-    return Checkpoint(folder, tensors, files, index, problems | twice, missing)
+    return Checkpoint(folder, tensors, files, index, problems | twice, missing, stamps)
 
 
 def scan_file(path: Path) -> Checkpoint:
@@ -148,8 +153,7 @@ def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tu
         files = next(filter(None, (tuple(sorted(folder.glob(pattern))) for pattern in patterns)), ())
     if not files:
         raise CheckpointError(f"{folder} holds no safetensors file", "download the whole checkpoint into it")
-    # os.path answers False where Path raises: a name too long, a folder that may not be searched
-    missing = tuple(path.name for path in files if not os.path.isfile(path))
+    missing = tuple(path.name for path in files if not is_there(path))
     if missing and (not index or len(missing) == len(files)):
         why = f"{INDEX} names it" if index else "a link points to it"
         raise CheckpointError(f"{folder / missing[0]} is missing, but {why}", download_again(folder, missing[0]))
@@ -158,11 +162,11 @@ def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tu
 
 def read_index(path: Path) -> dict[str, str]:
     """Tensor name to file name; empty where there is no index. Raises CheckpointError for a file that is none."""
-    if not os.path.isfile(path):
+    if not is_there(path):
         return {}
     remedy = download_again(path.parent, path.name)
     try:
-        index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_unique, path))
+        index = json.loads(read_bytes(path).decode(), object_pairs_hook=partial(_unique, path))
         weight_map = index["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no safetensors index: {type(error).__name__}: {error}", remedy) from None
@@ -209,8 +213,8 @@ def read_header(path: Path) -> list[TensorInfo]:
 
 def _read_header_text(path: Path) -> tuple[int, int, bytes]:
     """Size of the file, length of its header, the header."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         start = file.read(len(LFS_POINTER))
         if start == LFS_POINTER:
             raise CheckpointError(

@@ -4,7 +4,6 @@ Field names are those of the official root `config.json`; other dialects are tra
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +24,7 @@ from dsv4cli.engine.config_keys import (
     ROPE_FIXED,
 )
 from dsv4cli.engine.config_storage import check_known_storage, check_official_storage
+from dsv4cli.engine.regular import is_there, read_bytes
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
 Drafter = Literal["none", "mtp", "dspark"]
@@ -145,8 +145,7 @@ def config_values(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     Raises CheckpointError when neither is there or one is not JSON.
     """
     root, inference = folder / "config.json", folder / "inference" / "config.json"
-    # os.path answers False where Path raises: a folder that may not be searched
-    here = [path for path in (root, inference) if os.path.isfile(path)]
+    here = [path for path in (root, inference) if is_there(path)]
     if not here:
         raise CheckpointError(f"{folder} has no config.json", "copy config.json of the official repository into it")
     if root in here:
@@ -159,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError when it cannot be read, or is nested too deeply to be shown."""
     remedy = f"fetch {path.name} again"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_bytes(path).decode())
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}", remedy) from None
     if not isinstance(values, dict):

@@ -6,10 +6,16 @@ from pathlib import Path
 
 def append(descriptor: int, content: bytes) -> None:
     """Writes all of it behind what is there, and syncs. Raises OSError."""
-    while content:
-        # a disk that fills up takes a part
-        content = content[os.write(descriptor, content) :]
+    write(descriptor, content)
     os.fsync(descriptor)
+
+
+def write(descriptor: int, content: bytes) -> None:
+    """Writes all of it at the descriptor's place. Raises OSError."""
+    left = memoryview(content)
+    while left:
+        # a disk that fills up takes a part
+        left = left[os.write(descriptor, left) :]
 
 
 def write_file(path: Path, content: bytes, temporary: Path, mode: int = 0o666) -> None:

@@ -3,7 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from dsv4cli.engine.checkpoint import MP_FILE, UNFINISHED, Checkpoint, open_chec
 from dsv4cli.engine.config import Drafter, ModelConfig, parse_config, read_any_config, read_config, read_json
 from dsv4cli.engine.config_checks import check_blocks
 from dsv4cli.engine.config_storage import contradictions
-from dsv4cli.engine.layout import DTYPES, Formats
-from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
+from dsv4cli.engine.layout import DTYPES, Formats, TensorSpec, expected_tensors
+from dsv4cli.engine.naming import SAVED_SIGN, MpNaming, Naming, OfficialNaming, SavedNaming, TransformersNaming
 from dsv4cli.engine.presets import PRESETS
 from dsv4cli.engine.prompt import Release
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
@@ -90,6 +91,19 @@ class FolderIdentity(Identity):
     naming: Naming
     contradictions: tuple[str, ...] = ()
 
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The table of the checkpoint, by official names. What transformers has saved has each plain tensor in the
+        width that it has there: its bf16 models keep the norms in fp32, its earlier versions made bf16 of what the
+        releases have in fp32."""
+        specs = expected_tensors(self.config, self.formats)
+        if isinstance(self.naming, TransformersNaming):
+            for name, spec in specs.items():
+                found = self.checkpoint.tensors.get(self.naming.places(spec)[0].name)
+                if not spec.columns and found is not None and {found.dtype, spec.dtype} == {"BF16", "F32"}:
+                    specs[name] = replace(spec, dtype=found.dtype)
+        return specs
+
     @property
     def layout(self) -> str:
         """The layout in a word: official, bf16, fp8, nvfp4, transformers, mp4, or mixed."""
@@ -117,7 +131,7 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     _refuse_exports(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=True)
-    found = _identity(checkpoint, read_config(folder), _root_config(folder))
+    found = identity_of(checkpoint, read_config(folder), _root_config(folder))
     check_blocks(found.config, found.formats.linear, found.formats.experts, str(folder))
     return found
 
@@ -130,10 +144,12 @@ def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint
     _refuse_relatives(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=False)
-    return _identity(checkpoint, read_any_config(folder, _has_drafter(checkpoint)), _root_config(folder))
+    return identity_of(checkpoint, read_any_config(folder, _has_drafter(checkpoint)), _root_config(folder))
 
 
-def _identity(checkpoint: Checkpoint, config: ModelConfig, said: Mapping[str, Any]) -> FolderIdentity:
+def identity_of(checkpoint: Checkpoint, config: ModelConfig, said: Mapping[str, Any]) -> FolderIdentity:
+    """What headers and a configuration that belong together are; said: what config.json says. Raises what `recognise`
+    raises of the two."""
     _check_drafter(checkpoint, config)
     formats, naming = _formats(checkpoint), _naming(checkpoint, config)
     notes = tuple(contradictions(said, formats))
@@ -145,7 +161,10 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
     if cut:
         return MpNaming(int(cut[1]), config.n_routed_experts)
     # a part of a checkpoint may have no such name itself
-    if any(name.startswith("model.") for name in (*checkpoint.tensors, *checkpoint.index)):
+    names = (*checkpoint.tensors, *checkpoint.index)
+    if any(map(SAVED_SIGN.match, names)):
+        return SavedNaming(config)
+    if any(name.startswith("model.") for name in names):
         return TransformersNaming(config)
     return OfficialNaming()
 

@@ -73,10 +73,10 @@ def inspect_model(source: Inspectable) -> Inspection:
             found = source.recognised
         except (CheckpointError, UnsupportedCheckpoint):
             return Inspection(source, problem=error, refused=True)
-    specs = expected_tensors(found.config, found.formats)
-    sizes = measure(found.config, specs.values())
     if not isinstance(found, FolderIdentity):
-        return Inspection(source, found, sizes)
+        return Inspection(source, found, measure(found.config, expected_tensors(found.config, found.formats).values()))
+    specs = found.specs
+    sizes = measure(found.config, specs.values())
     try:
         coverage = check_coverage(found.checkpoint, _table(found, specs))
     except UsageError as error:
@@ -97,7 +97,7 @@ def _inspect_file(source: FileSource) -> Inspection:
         infos = source.checkpoint.tensors
         has_config = any((source.file.parent / name).is_file() for name in CONFIGS)
         found = source.identity if has_config else None
-        table = _table(found, expected_tensors(found.config, found.formats)) if found else {}
+        table = _table(found, found.specs) if found else {}
     except (CheckpointError, UnsupportedCheckpoint, UsageError) as error:
         return Inspection(source, problem=error, refused=True)
     contents = add_up(infos.values(), table)

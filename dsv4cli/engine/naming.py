@@ -4,7 +4,7 @@ Sources: the official convert.py (ranks), transformers 5.23 conversion_mapping.p
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
@@ -43,6 +43,22 @@ TRANSFORMERS_NAMES = {
     r"\.ffn\.shared_experts\.w3\.": ".mlp.shared_experts.up_proj.",
     r"\.ffn\.": ".mlp.",
 }
+# the same for what its save_pretrained writes by default, which undoes a half of the renaming
+SAVED_NAMES = {
+    r"^embed\.": "model.embed_tokens.",
+    r"^head\.": "lm_head.",
+    r"^norm\.": "model.norm.",
+    r"^hc_head_": "model.hc_head.hc_",
+    r"^layers\.": "model.layers.",
+    r"\.attn\.kv_norm\.": ".attn.norm.",
+    r"\.attn\.indexer\.compressor\.": ".attn.compressor.indexer.",
+    r"\.attn\.indexer\.wq_b\.": ".attn.compressor.indexer.q_b_proj.",
+    r"\.attn\.indexer\.weights_proj\.": ".attn.compressor.indexer.scorer.weights_proj.",
+    r"\.ape$": ".position_bias",
+    r"\.wgate\.": ".gate_proj.",
+}
+# only there, beside a layer of transformers
+SAVED_SIGN = re.compile(r"^model\.layers\.\d+\.attn\.")
 EXPERT = re.compile(r"(layers\.\d+)\.ffn\.experts\.(\d+)\.w([123])\.weight")
 # dimension that the official convert.py cuts, by the last component before .weight or .scale
 MP_CUTS = {
@@ -120,6 +136,15 @@ class TransformersNaming:
 
 
 @dataclass(frozen=True)
+class SavedNaming(TransformersNaming):
+    """What transformers' save_pretrained writes unless it is told save_original_format=False: experts one by one."""
+
+    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+        """The tensor itself, under a name between the official one and that of the parameter."""
+        return (Place(_renamed(spec.name, SAVED_NAMES), spec.dtype, spec.shape),)
+
+
+@dataclass(frozen=True)
 class MpNaming:
     """The files of the official convert.py for `ranks` processes: keys are `model{rank}-mp{ranks}/<official name>`.
 
@@ -161,7 +186,11 @@ class MpNaming:
 
 def transformers_name(name: str) -> str:
     """transformers' name of a tensor outside the routed experts and `mtp.`."""
-    for pattern, replacement in TRANSFORMERS_NAMES.items():
+    return _renamed(name, TRANSFORMERS_NAMES)
+
+
+def _renamed(name: str, table: Mapping[str, str]) -> str:
+    for pattern, replacement in table.items():
         name = re.sub(pattern, replacement, name)
     return name
 

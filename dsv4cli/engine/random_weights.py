@@ -4,7 +4,7 @@ A tensor depends on its name and the seed only, so that two models share the ten
 """
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from zlib import crc32
 
 import torch
@@ -31,6 +31,28 @@ def random_tensors(
         yield spec, source.draw(spec, experts)
 
 
+class RandomRows:
+    """The same tensors, a few rows at a time; called from several threads."""
+
+    def __init__(self, seed: int, experts: int) -> None:
+        self.experts = experts
+        self._source = _Source(seed, torch.device("cpu"))
+        # of the tensors that threads are at; a period has up to 4 MB
+        self._period = lru_cache(16)(self._source.period)
+
+    def rows(self, spec: TensorSpec, rows: slice) -> torch.Tensor:
+        """The rows of a tensor in its stored dtype; `rows` counts along the first dimension, without a step."""
+        if spec.dtype == "I64" or not spec.shape:
+            return self._source.draw(spec, self.experts)[rows]
+        start, stop, _ = rows.indices(spec.shape[0])
+        width = torch.Size(spec.shape[1:]).numel()
+        period = self._period(spec)
+        first, count = start * width % PATTERN, (stop - start) * width
+        bits = period.view(BITS[period.itemsize])
+        flat = bits.repeat(-(-(first + count) // PATTERN))[first : first + count] if count else bits[:0]
+        return flat.view(stop - start, *spec.shape[1:]).view(TORCH_DTYPES[spec.dtype])
+
+
 class _Source:
     """Values on a device. All tensors of a kind are one pattern from a place on that the tensor's name gives."""
 
@@ -40,16 +62,20 @@ class _Source:
 
     def draw(self, spec: TensorSpec, experts: int) -> torch.Tensor:
         """The tensor of a spec."""
-        if spec.is_scale:
-            return _tiled(spec, self._scale(spec))
-        if spec.dtype == "I8":
-            return _tiled(spec, _period(self._bytes, spec))
         if spec.dtype == "I64":
             generator = torch.Generator().manual_seed(crc32(spec.name.encode()) ^ self.seed)
             first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator, device="cpu")
             return (first + torch.arange(spec.shape[1], device="cpu")) % experts  # distinct experts in a row
+        return _tiled(spec, self.period(spec))
+
+    def period(self, spec: TensorSpec) -> torch.Tensor:
+        """The values that a tensor of floats or bytes repeats, in its stored dtype or in bytes of it."""
+        if spec.is_scale:
+            return self._scale(spec)
+        if spec.dtype == "I8":
+            return _period(self._bytes, spec)
         mean, deviation = _moments(spec)
-        return _tiled(spec, (_period(self._normal, spec) * deviation + mean).to(TORCH_DTYPES[spec.dtype]))
+        return (_period(self._normal, spec) * deviation + mean).to(TORCH_DTYPES[spec.dtype])
 
     def _scale(self, spec: TensorSpec) -> torch.Tensor:
         """Exponents that give a matrix rows of unit length, one step up or down from block to block."""

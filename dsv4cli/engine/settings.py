@@ -8,6 +8,7 @@ from pathlib import Path
 from secrets import randbelow
 from typing import Any
 
+from dsv4cli.engine.regular import read_bytes
 from dsv4cli.errors import CheckpointError, UsageError
 
 MAX_SEED = 2**32 - 1
@@ -76,7 +77,7 @@ def own_sampling(folder: Path) -> Sampling:
     if not path.exists():
         return Sampling()
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(read_bytes(path).decode())
         temperature, top_p = float(values.get("temperature", 1.0)), float(values.get("top_p", 1.0))
         return Sampling(temperature if values.get("do_sample", True) else 0.0, top_p)
     except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:

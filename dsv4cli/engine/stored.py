@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dsv4cli.engine.checkpoint import DTYPE_BITS, TensorInfo
 from dsv4cli.engine.files import Files
 from dsv4cli.engine.identify import FolderIdentity
-from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.layout import Role, TensorSpec, matrices
 from dsv4cli.engine.naming import Place
 from dsv4cli.engine.remedies import look
 from dsv4cli.errors import CheckpointError
@@ -26,7 +26,7 @@ class StoredModel:
 
     def __init__(self, identity: FolderIdentity) -> None:
         self.identity = identity
-        self.specs = expected_tensors(identity.config, identity.formats)
+        self.specs = identity.specs
         self._files = Files()
 
     def __enter__(self) -> "StoredModel":
@@ -35,7 +35,7 @@ class StoredModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.close()
+        self._files.__exit__(kind, error, trace)
 
     def matrices(self) -> dict[str, dict[Role, TensorSpec]]:
         """The table by matrix: each weight with its scales."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4cli.engine import tokens
+from dsv4cli.engine.regular import is_there, read_bytes
 from dsv4cli.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -48,12 +49,14 @@ class Tokenizer:
     def from_file(cls, path: Path) -> "Tokenizer":
         """The vocabulary in a tokenizer.json; CheckpointError if it is absent, damaged or not DeepSeek-V4's."""
         remedy = f"copy the official DeepSeek-V4 tokenizer.json into {path.parent}"
-        if not path.is_file():
+        if not is_there(path):
             raise CheckpointError(f"no {path.name} in {path.parent}", remedy)
         from tokenizers import Tokenizer as Backend
 
         try:
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_buffer(read_bytes(path))
+        except CheckpointError:
+            raise
         except Exception as error:  # tokenizers raises the bare class for a file it cannot parse
             raise CheckpointError(f"{path} is not a tokenizer file: {error}", remedy) from error
         missing = [text for text in tokens.REQUIRED if not _is_one_token(backend, text)]
@@ -73,6 +76,10 @@ class Tokenizer:
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in tokens.SPECIAL])
         return cls(backend)
+
+    def text(self) -> str:
+        """The tokenizer.json that `from_file` reads as this vocabulary."""
+        return self._backend.to_str(pretty=True)
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, special tokens where their text stands; UsageError if it is not valid Unicode."""

@@ -27,7 +27,7 @@ PLAIN_BOUND = 1e-5
 @pytest.fixture(scope="module")
 def plain() -> Transformer:
     """Every kind of layer and router; few entries chosen (index_topk) and clamps that act (swiglu_limit)."""
-    small = {"hidden_size": 64, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 32}
+    small = {"hidden_size": 64, "head_dim": 96, "qk_rope_head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 32}
     small |= {"index_head_dim": 32, "index_topk": 8, "moe_intermediate_size": 32, "swiglu_limit": 0.5}
     config = parse_config(TINY | small | {"vocab_size": 128}, "test")
     return build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))

@@ -1,129 +1,181 @@
 """Doing a conversion: the files, the proof, and last what makes a model of them."""
 
-import json
-import shutil
-import tempfile
+import os
 import time
 from collections.abc import Callable, Iterator
-from hashlib import sha256
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
 
 import torch
 
-from dsv4cli.engine.checkpoint import INDEX, UNFINISHED, scan_checkpoint
+from dsv4cli.engine.checkpoint import UNFINISHED, scan_checkpoint
+from dsv4cli.engine.conversion.finish import assemble, assembled, clear
 from dsv4cli.engine.conversion.job import Conversion
-from dsv4cli.engine.conversion.journal import PLAN, Journal, read_plan, write_file, writing
-from dsv4cli.engine.conversion.metadata import copied_files
+from dsv4cli.engine.conversion.journal import Journal, Verdict
+from dsv4cli.engine.conversion.manifest import Manifest, read_manifest
 from dsv4cli.engine.conversion.recode import Recoder
+from dsv4cli.engine.conversion.room import disk_errors
+from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
 from dsv4cli.engine.conversion.work import FileDone, carry_out, step_bytes, write_item
 from dsv4cli.engine.identify import FolderIdentity, describe
 from dsv4cli.engine.stored import StoredModel
 from dsv4cli.errors import CheckpointError, UnsoundResult
+from dsv4cli.harmless import shell_word
 
 Progress = Callable[[int, int], None]
+Check = Literal["sample", "full", "off"]
 # seconds of work that a rate is taken from
 TRIAL = 1.0
 
 
-def write_files(
-    conversion: Conversion, device: torch.device, workers: int, progress: Progress | None = None
-) -> Iterator[FileDone]:
-    """Checks source, output and disk, then writes the files of this part and yields each when it is complete.
+@contextmanager
+def begun(conversion: Conversion) -> Iterator[Journal]:
+    """Checks source, output and disk, and holds the journal of this part until the block ends.
 
-    Raises UsageError, CheckpointError or NotEnoughDisk before the first byte; CheckpointError for a tensor that does
-    not fit the target. An interrupted conversion continues when it is called again.
+    Raises UsageError, CheckpointError or NotEnoughDisk before the first byte.
     """
     conversion.check_source()
     conversion.check_output()
     conversion.check_room()
-    journal = Journal(conversion.output, conversion.part)
-    plan, times = conversion.description(), conversion.source_times()
-    with StoredModel(conversion.source) as source, journal.opened(plan, times):
-        recoder = Recoder(source, conversion.specs, conversion.source_name, device)
-        yield from carry_out(
-            conversion.own_files, recoder, conversion.output, journal, workers=workers, progress=progress
-        )
+    plan, times = conversion.description, conversion.source_times()
+    opened = Journal(conversion.output, conversion.part).opened(plan, times)
+    with _disk(conversion):
+        journal = opened.__enter__()
+    try:
+        yield journal
+    finally:
+        opened.__exit__(None, None, None)
 
 
-def verify_files(conversion: Conversion, *, full: bool, workers: int, progress: Progress | None = None) -> Verification:
-    """Reads the files of this part again and compares them with the source.
+def write_files(
+    conversion: Conversion, journal: Journal, device: torch.device, workers: int, progress: Progress | None = None
+) -> Iterator[FileDone]:
+    """Writes the files of this part and yields each when it is complete.
 
-    Raises UnsoundResult, naming the tensor, where a value differs that the target has exactly.
+    Raises CheckpointError for a tensor that does not fit the target and for a source that changes, UnsoundResult for a
+    file of an earlier run that has changed. An interrupted conversion continues when it is called again.
     """
+    with _disk(conversion), open_source(conversion.source) as source:
+        recoder = Recoder(source, conversion.specs, conversion.source_name, device)
+        for file in carry_out(
+            conversion.own_files, recoder, conversion.output, journal, workers=workers, progress=progress
+        ):
+            conversion.check_source_unchanged()
+            yield file
+
+
+def verify_files(
+    conversion: Conversion, journal: Journal, *, check: Check, workers: int, progress: Progress | None = None
+) -> Verification | None:
+    """Reads the files of this part again and compares them with the source; None where nothing is to be compared.
+
+    After a comparison that found a difference everything is compared. Raises UnsoundResult, naming the tensor, where a
+    value differs that the target has exactly, and for `off` where the last comparison has found one.
+    """
+    bad = journal.verdict is not None and not journal.verdict.sound
+    if check == "off":
+        if bad:
+            raise _unsound(conversion, f"{conversion.output} differs from the source: a comparison has found it")
+        return None
+    check = "full" if bad else check
+    found = _compared(conversion, full=check == "full", workers=workers, progress=progress)
+    conversion.check_source_unchanged()
+    with _disk(conversion):
+        journal.judge(Verdict(not found.wrong, check, conversion.own_cut))
+    if found.wrong:
+        others = f" (and {len(found.wrong) - 1:,} more)" if len(found.wrong) > 1 else ""
+        raise _unsound(conversion, f"{conversion.output}: {found.wrong[0]} differs from the source{others}")
+    return found
+
+
+def _compared(conversion: Conversion, *, full: bool, workers: int, progress: Progress | None) -> Verification:
     if not conversion.own_copies:
         return Verification()
     identity = describe(conversion.config, conversion.target.formats)
     checkpoint = scan_checkpoint(conversion.output)
     output = FolderIdentity(identity.size, identity.config, identity.formats, checkpoint, conversion.target.naming)
-    with StoredModel(conversion.source) as ours, StoredModel(output) as theirs:
-        found = verify(
+    with open_source(conversion.source) as ours, StoredModel(output) as theirs:
+        return verify(
             ours, theirs, conversion.source_name, conversion.own_copies, full=full, workers=workers, progress=progress
         )
-    if found.wrong:
-        others = f" (and {len(found.wrong) - 1:,} more)" if len(found.wrong) > 1 else ""
-        raise UnsoundResult(
-            f"{conversion.output}: {found.wrong[0]} differs from the source{others}",
-            f"remove {conversion.output} and convert again; if it happens again, check the disk and the memory",
-        )
-    return found
 
 
-def copy_files(conversion: Conversion) -> None:
+def _unsound(conversion: Conversion, sentence: str) -> UnsoundResult:
+    return UnsoundResult(
+        sentence,
+        f"remove it with `rm -r {shell_word(conversion.output)}` and convert again; if it happens again, check "
+        "the disk and the memory",
+    )
+
+
+def copy_files(conversion: Conversion, progress: Progress | None = None) -> None:
     """Copies the tokenizer and whatever else of the source is neither weights nor configuration."""
-    folder = conversion.source.checkpoint.folder
-    for path in copied_files(folder):
-        target = conversion.output / path.relative_to(folder)
-        write_file(target, path.read_bytes(), conversion.output / UNFINISHED)
+    done, total = 0, sum(copy.nbytes for copy in conversion.copies)
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    with _disk(conversion):
+        for copy in conversion.copies:
+            copy.carry_out(conversion.output / UNFINISHED, told)
 
 
-def finish(output: Path) -> dict[str, Any]:
-    """Makes a model of the files of all parts: configuration, then index; returns the plan.
+def finish_alone(conversion: Conversion, journal: Journal) -> None:
+    """Makes a model of the files of a job that is not shared, written and compared just now."""
+    with _disk(conversion):
+        assemble(conversion.output, conversion.description, [journal])
 
-    Raises UsageError where there is no unfinished conversion, CheckpointError, naming it, for a file that is not there
-    or not the planned one.
+
+def finished(conversion: Conversion) -> Manifest | None:
+    """The manifest of the output where this very conversion is done, with all files in their length; else None.
+
+    Raises CheckpointError, naming it, for a file that is not there any more or of another length.
     """
-    plan = read_plan(output / UNFINISHED / PLAN)
-    for name, expected in plan["files"].items():
-        _check_file(output / name, expected)
-    for name, text in plan["metadata"].items():
-        write_file(output / name, text.encode(), output / UNFINISHED)
-    if plan["index"] is not None:
-        text = json.dumps(plan["index"], indent=2) + "\n"
-        write_file(output / INDEX, text.encode(), output / UNFINISHED)
-    for path in (output / UNFINISHED).iterdir():
-        if path.name != PLAN:
-            path.unlink()
-    # the plan last: without it nothing could be finished
-    shutil.rmtree(output / UNFINISHED)
-    return plan
-
-
-def _check_file(path: Path, expected: dict[str, Any]) -> None:
-    remedy = "run the `dsv4 convert … --shard I/N` that writes it, then --finish again"
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not there yet", remedy)
-    with path.open("rb") as file:
-        start = file.read(8)
-        header = start + file.read(int.from_bytes(start, "little"))
-    if path.stat().st_size != expected["nbytes"] or sha256(header).hexdigest() != expected["header"]:
-        raise CheckpointError(f"{path} is not the file of this conversion", f"remove it and {remedy}")
+    if not conversion.output.is_dir():
+        return None
+    unfinished = (conversion.output / UNFINISHED).exists()
+    manifest = assembled(conversion.output) if unfinished else read_manifest(conversion.output)
+    if manifest is None or manifest.origin is None or conversion.job not in manifest.origin.jobs:
+        return None
+    if unfinished:
+        # killed at its very end
+        with _disk(conversion):
+            clear(conversion.output)
+    sizes = {file.name: file.nbytes for file in conversion.files}
+    for name in manifest.hashes:
+        path = conversion.output / name
+        if not path.is_file() or path.stat().st_size != sizes.get(name, path.stat().st_size):
+            problem = "is not as it was written" if path.is_file() else "is missing"
+            raise CheckpointError(
+                f"{path} {problem}, though this conversion has been finished",
+                f"remove the output with `rm -r {shell_word(conversion.output)}`, then convert again",
+            )
+    return manifest
 
 
 def trial(conversion: Conversion, device: torch.device, workers: int) -> float:
-    """Bytes that `workers` threads would write in a second, if one of them did as well alone: converts for about a
-    second into an unnamed file on the disk of the output."""
-    place = next(folder for folder in (conversion.output, *conversion.output.absolute().parents) if folder.is_dir())
+    """Bytes that `workers` threads would convert in a second, if one of them did as well alone: reads and converts for
+    about a second, and writes nowhere. Infinite for a part without files."""
     items = [item for file in conversion.own_files for batch in file.batches for item in batch]
-    with writing(place):
-        unnamed = tempfile.TemporaryFile(dir=place)  # noqa: SIM115 - closed below
-    with StoredModel(conversion.source) as source, unnamed as scratch:
-        recoder = Recoder(source, conversion.specs, conversion.source_name, device)
-        started, written = time.monotonic(), 0
-        for item in items[:: max(len(items) // 64, 1)]:
-            written += sum(write_item(item, recoder, scratch.fileno(), step_bytes(device)))
-            if time.monotonic() - started > TRIAL:
-                break
-        scratch.flush()
-    return workers * written / (time.monotonic() - started)
+    if not items:
+        return float("inf")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        with open_source(conversion.source) as source:
+            recoder = Recoder(source, conversion.specs, conversion.source_name, device)
+            started, written = time.monotonic(), 0
+            for item in items[:: max(len(items) // 64, 1)]:
+                written += sum(write_item(item, recoder, nowhere, step_bytes(device)))
+                if time.monotonic() - started > TRIAL:
+                    break
+            return workers * written / (time.monotonic() - started)
+    finally:
+        os.close(nowhere)
+
+
+def _disk(conversion: Conversion) -> AbstractContextManager[None]:
+    return disk_errors(conversion.output, lambda: conversion.bytes_missing)

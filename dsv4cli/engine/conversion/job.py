@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,27 @@ from typing import Any
 from dsv4cli import __version__
 from dsv4cli.engine.checkpoint import UNFINISHED, Checkpoint
 from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.conversion.journal import Part
-from dsv4cli.engine.conversion.metadata import metadata_files
+from dsv4cli.engine.conversion.copies import Copy
+from dsv4cli.engine.conversion.journal import Part, Times
+from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
 from dsv4cli.engine.conversion.plan import FilePlan, plan_files, stored_bytes
-from dsv4cli.engine.conversion.selection import Selection, select
+from dsv4cli.engine.conversion.room import free_bytes, told_apart
+from dsv4cli.engine.conversion.selection import Selection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
 from dsv4cli.engine.coverage import check_coverage
+from dsv4cli.engine.files import check_unchanged
 from dsv4cli.engine.identify import FolderIdentity
 from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.naming import MpNaming, stored_table
-from dsv4cli.errors import NotEnoughDisk, UsageError
+from dsv4cli.engine.naming import MpNaming, Naming, TransformersNaming, stored_table
+from dsv4cli.engine.regular import Stamp
+from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
+from dsv4cli.harmless import shell_word
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert into what. max_file: bytes of an output file. part: of a shared job."""
+    """What to convert into what. max_file: bytes of an output file. part: of a shared job. texts: further files of the
+    output, by their names."""
 
     source: FolderIdentity
     output: Path
@@ -34,6 +41,7 @@ class Conversion:
     selection: Selection
     max_file: int
     part: Part = Part()  # noqa: RUF009 - frozen
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def _selected(self) -> tuple[ModelConfig, Callable[[str], str]]:
@@ -61,7 +69,7 @@ class Conversion:
     @cached_property
     def needed(self) -> dict[str, TensorSpec]:
         """The stored tensors of the source that the output is made of, by key."""
-        every = matrices(expected_tensors(self.source.config, self.source.formats).values())
+        every = matrices(self.source.specs.values())
         wanted = [spec for matrix in self.matrices for spec in every[self.source_name(matrix)].values()]
         return stored_table(self.source.naming, wanted)
 
@@ -87,8 +95,7 @@ class Conversion:
 
     @cached_property
     def own_copies(self) -> dict[str, list[int]]:
-        """The matrices that can be read again from the files of this part alone, and which of their copies: every rank
-        has one of what is not cut."""
+        """The matrices that can be read again from the files of this part alone, and which of their copies."""
         own = {file.name.removesuffix(".safetensors") + "/" for file in self.own_files}
         names = {key for file in self.own_files for key in file.keys}
         naming = self.target.naming
@@ -97,15 +104,13 @@ class Conversion:
             stem, slash, _ = key.rpartition("/")
             return stem + slash in own if isinstance(naming, MpNaming) else key in names
 
-        found: dict[str, list[int]] = {}
-        for matrix, roles in self.matrices.items():
-            places = [naming.places(spec) for spec in roles.values()]
-            # a cut tensor needs all of its parts, of one that is whole every place is a copy
-            copies = [[place for part in places for place in part]] if places[0][0].cut else zip(*places, strict=True)
-            here = [number for number, copy in enumerate(copies) if all(is_here(place.name) for place in copy)]
-            if here:
-                found[matrix] = here
-        return found
+        return whole_copies(self.matrices, naming, is_here)
+
+    @property
+    def own_cut(self) -> int:
+        """How many matrices this part has something of that cannot be compared without other parts."""
+        items = (item.matrix for file in self.own_files for batch in file.batches for item in batch)
+        return len({*items} - self.own_copies.keys())
 
     def check_source(self) -> None:
         """Raises CheckpointError unless every tensor that is needed is there, and no tensor is left over of a whole
@@ -113,7 +118,19 @@ class Conversion:
         checkpoint = self.source.checkpoint
         if self.config != self.source.config:
             checkpoint = _only(checkpoint, self.needed)
-        check_coverage(checkpoint, self.needed).raise_if_incomplete()
+        try:
+            check_coverage(checkpoint, self.needed).raise_if_incomplete()
+        except CheckpointError as error:
+            raise CheckpointError(error.message, self._remedy(error.remedy)) from None
+
+    def _remedy(self, usual: str) -> str:
+        """What to do about a source that is not complete."""
+        part = stored_part(self.source) if self.selection == Selection() else ""
+        if part:
+            return f"repeat the command with `{part}`, which are there; or {usual}"
+        if isinstance(self.source.naming, TransformersNaming):
+            return f"{usual}; or save it again: the whole model, adapters merged, with `model.save_pretrained(FOLDER)`"
+        return usual
 
     def check_output(self) -> None:
         """Raises UsageError for an output that is the source, inside it, or holds something else than this job."""
@@ -125,23 +142,34 @@ class Conversion:
             raise UsageError(f"{place} is a file", "name a folder that is empty or does not exist yet")
         if self.output.is_dir() and any(self.output.iterdir()) and not (self.output / UNFINISHED).is_dir():
             raise UsageError(
-                f"{self.output} is not empty and holds no unfinished conversion",
+                f"{self.output} is not empty and holds no conversion with these options of this source",
                 "name a folder that is empty or does not exist yet",
             )
+
+    def check_writable(self) -> None:
+        """Raises UsageError where the system says that nothing can be made in the output's folder."""
+        place = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
+        if not os.access(place, os.W_OK | os.X_OK):
+            reason = "Permission denied"
+            with suppress(AttributeError, OSError):
+                reason = "Read-only file system" if os.statvfs(place).f_flag & os.ST_RDONLY else reason
+            raise UsageError(f"{place} cannot be written to: {reason}", "name a folder where you may write")
 
     def check_room(self) -> None:
         """Raises NotEnoughDisk unless what is still to be written fits."""
         missing, free = self.bytes_missing, free_bytes(self.output)
         if missing > free:
+            needed, there, short = told_apart(missing, free, missing - free)
             raise NotEnoughDisk(
-                f"{self.output} needs {missing / 1e9:,.2f} GB more and its disk has {free / 1e9:,.2f} GB free",
-                "free some space, or name another disk",
+                f"{self.output} needs {needed} more and its disk has {there} free",
+                f"free {short}, or name another disk",
             )
 
     @property
     def bytes_missing(self) -> int:
-        """Bytes of this part's files that are not on the disk yet."""
-        return self.bytes_out - sum(self._there(file) for file in self.own_files)
+        """Bytes of this part's files, and of those that are copied, that are not on the disk yet."""
+        weights = self.bytes_out - sum(self._there(file) for file in self.own_files)
+        return weights + sum(copy.nbytes for copy in self.copies if not copy.is_done)
 
     def _there(self, file: FilePlan) -> int:
         """Bytes that the disk has already given to a file."""
@@ -149,6 +177,14 @@ class Conversion:
             if path.exists():
                 return min(path.stat().st_blocks * 512, file.nbytes)
         return 0
+
+    @cached_property
+    def copies(self) -> tuple[Copy, ...]:
+        """The files that are neither weights nor configuration, tokenizer and all else; each part copies all."""
+        folder = self.source.checkpoint.folder
+        return tuple(
+            Copy(path, self.output / path.relative_to(folder), path.stat().st_size) for path in copied_files(folder)
+        )
 
     def index(self) -> dict[str, Any] | None:
         """The index of the output; the official files for ranks have none."""
@@ -158,19 +194,23 @@ class Conversion:
         total = sum(file.nbytes - len(file.header) for file in self.files)
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
+    @cached_property
     def description(self) -> dict[str, Any]:
         """The plan in JSON: equal for equal conversions only, and all that is needed to finish without the source."""
         files = {
             file.name: {"nbytes": file.nbytes, "header": hashlib.sha256(file.header).hexdigest()} for file in self.files
         }
         folder = self.source.checkpoint.folder
+        metadata = metadata_files(folder, self.config, self.target.formats, self.target.name)
         return {
             "dsv4": __version__,
             "source": self._fingerprint(),
             "parts": self.part.count,
             "files": files,
-            "metadata": metadata_files(folder, self.config, self.target.formats, self.target.name),
+            "metadata": metadata | dict(self.texts),
             "index": self.index(),
+            "to": self.target.name,
+            "layer": self.selection.first,
         }
 
     def _fingerprint(self) -> str:
@@ -179,16 +219,52 @@ class Conversion:
         places = [(key, tensors[key].dtype, tensors[key].file.name, tensors[key].begin) for key in sorted(self.needed)]
         return hashlib.sha256(json.dumps([asdict(self.source.config), places]).encode()).hexdigest()
 
-    def source_times(self) -> dict[str, int]:
-        """When each file of the source was last changed, in nanoseconds."""
+    @cached_property
+    def _stamps(self) -> dict[Path, Stamp]:
+        """The files of the source that are needed, as they were before their headers were read."""
         files = {self.source.checkpoint.tensors[key].file for key in self.needed}
-        return {path.name: path.stat().st_mtime_ns for path in sorted(files)}
+        known = self.source.checkpoint.stamps
+        return {path: known[path] for path in sorted(files) if path in known}
+
+    def source_times(self) -> Times:
+        """How large each file of the source is, and when it was last changed, in nanoseconds."""
+        return {path.name: [size, changed] for path, (size, changed, _) in self._stamps.items()}
+
+    def check_source_unchanged(self) -> None:
+        """Raises CheckpointError for a file of the source that somebody has changed since it was opened."""
+        try:
+            for path, before in self._stamps.items():
+                check_unchanged(path, before)
+        except CheckpointError as error:
+            remedy = f"wait until nothing writes to it, then `rm -r {shell_word(self.output)}` and convert again"
+            raise CheckpointError(error.message, remedy) from None
+
+    @property
+    def job(self) -> str:
+        """What tells this conversion from another, whatever its parts: of its plan and its source."""
+        return job_of(self.description, self.source_times())
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes free on the disk of a folder, which need not exist yet."""
-    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
-    return shutil.disk_usage(place).free
+def job_of(plan: Mapping[str, Any], times: Times) -> str:
+    """A hash of a plan and the times of its source; equal for all parts of a job."""
+    shared = {key: value for key, value in plan.items() if key not in ("parts", "dsv4")}
+    return hashlib.sha256(json.dumps([shared, times], sort_keys=True).encode()).hexdigest()
+
+
+def whole_copies(
+    matrices: Mapping[str, Mapping[Role, TensorSpec]], naming: Naming, is_here: Callable[[str], bool]
+) -> dict[str, list[int]]:
+    """The matrices all of whose stored tensors are here, and which of their copies: every rank has one of what is not
+    cut."""
+    found: dict[str, list[int]] = {}
+    for matrix, roles in matrices.items():
+        places = [naming.places(spec) for spec in roles.values()]
+        # a cut tensor needs all of its parts, of one that is whole every place is a copy
+        copies = [[place for part in places for place in part]] if places[0][0].cut else zip(*places, strict=True)
+        here = [number for number, copy in enumerate(copies) if all(is_here(place.name) for place in copy)]
+        if here:
+            found[matrix] = here
+    return found
 
 
 def _only(checkpoint: Checkpoint, wanted: Mapping[str, TensorSpec]) -> Checkpoint:

@@ -2,23 +2,28 @@
 
 The folder `.dsv4-convert` inside the output holds the plan in words that can be compared, unfinished files under their
 final names, and one journal for each part of a shared job. A line is written after the bytes that it speaks of have
-been synced; a line cut off by a crash does not count.
+been synced; a line cut off by a crash does not count. A complete file is there with its hash, and what a comparison
+with the source has found is there as well.
 """
 
-import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from secrets import token_hex
+from threading import Lock
+from typing import Any, Literal
 
 from dsv4cli.engine import durable
 from dsv4cli.engine.checkpoint import UNFINISHED
 from dsv4cli.errors import CheckpointError, UsageError
+from dsv4cli.harmless import shell_word
 
 PLAN = "plan.json"
+# of a file of the source: bytes, and nanoseconds of the last change
+Times = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -29,67 +34,119 @@ class Part:
     count: int = 1
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What the last comparison of a part with the source has found. cut: matrices of the part that could not be
+    compared, because other parts have the rest of them."""
+
+    sound: bool
+    check: Literal["sample", "full"]
+    cut: int = 0
+
+
 class Journal:
-    """The journal of one part of one conversion."""
+    """The journal of one part of one conversion.
+
+    batches: of each unfinished file, how many are written. hashes: of each complete file. verdict: None where the files
+    have not been compared since the last of them was written; a bad one stays until all is compared again.
+    """
 
     def __init__(self, output: Path, part: Part) -> None:
         self.folder = output / UNFINISHED
+        self.part = part
         self.path = self.folder / f"journal-{part.index}-of-{part.count}.jsonl"
+        self.times: Times = {}
         self.batches: dict[str, int] = {}
+        self.hashes: dict[str, str] = {}
+        self.verdict: Verdict | None = None
         self._file = -1
+        self._lock = Lock()
 
     @contextmanager
-    def opened(self, plan: Mapping[str, Any], times: Mapping[str, int]) -> Iterator["Journal"]:
-        """Starts a journal or continues the one that is there; a second process on the same part is refused.
+    def opened(self, plan: Mapping[str, Any], times: Times) -> Iterator["Journal"]:
+        """Starts a journal or continues the one that is there, and holds it: another process on the same part is
+        refused.
 
-        times: when the files of the source were last changed. Raises UsageError where the folder holds another plan, or
-        the source has changed since it began.
+        times: of the files of the source. Raises UsageError where the folder holds another plan, or the source has
+        changed since it began.
         """
-        with writing(self.folder.parent):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         begin_plan(self.folder, plan)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        with self._held(os.O_CREAT):
+            if not self.times:
+                self._append({"source": times})
+                self.times = times
+            elif self.times != times:
+                raise UsageError(
+                    f"the source has changed since the conversion into {self.folder.parent} began",
+                    f"remove it with `rm -r {shell_word(self.folder.parent)}`, then convert again",
+                )
+            yield self
+
+    @contextmanager
+    def joined(self) -> Iterator["Journal"]:
+        """Holds the journal of a part that is done. Raises CheckpointError where there is none."""
+        if not self.path.is_file():
+            index, count = self.part.index, self.part.count
+            raise CheckpointError(
+                f"{self.folder.parent} holds no journal of part {index} of {count}",
+                f"run the `dsv4 convert … --shard {index}/{count}` that writes it; of a part that was copied here, "
+                f"copy the folder {UNFINISHED} too",
+            )
+        with self._held(0):
+            yield self
+
+    @contextmanager
+    def _held(self, flags: int) -> Iterator[None]:
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | flags, 0o644)
         try:
             _lock(self._file, self.path)
-            self._read(dict(times))
-            yield self
+            self._read()
+            yield
         finally:
             os.close(self._file)
 
-    def _read(self, times: dict[str, int]) -> None:
+    def _read(self) -> None:
         *lines, torn = self.path.read_bytes().split(b"\n")
         if torn:
             os.ftruncate(self._file, self.path.stat().st_size - len(torn))
-        entries = [json.loads(line) for line in lines]
-        if not entries:
-            self._append({"source": times})
-        elif entries[0] != {"source": times}:
-            raise UsageError(
-                f"the source has changed since the conversion into {self.folder.parent} began",
-                f"remove {self.folder.parent} and convert again",
-            )
-        self.batches = {entry["file"]: entry["batches"] for entry in entries[1:]}
+        try:
+            for line in lines:
+                self._enter(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.path} is damaged: {error}",
+                f"remove the output with `rm -r {shell_word(self.folder.parent)}`, then convert again",
+            ) from None
+
+    def _enter(self, entry: Mapping[str, Any]) -> None:
+        if "source" in entry:
+            self.times = dict(entry["source"])
+        elif "verdict" in entry:
+            self.verdict = Verdict(**entry["verdict"])
+        elif "sha256" in entry:
+            self.hashes[entry["file"]] = entry["sha256"]
+            if self.verdict is not None and self.verdict.sound:
+                self.verdict = None
+        else:
+            self.batches[entry["file"]] = entry["batches"]
 
     def record(self, file: str, batches: int) -> None:
-        """The first `batches` batches of a file are on the disk. Called by one thread at a time."""
+        """The first `batches` batches of a file are on the disk."""
         self._append({"file": file, "batches": batches})
-        self.batches[file] = batches
+
+    def complete(self, file: str, sha256: str) -> None:
+        """All of a file is on the disk, and this is its hash."""
+        self._append({"file": file, "sha256": sha256})
+
+    def judge(self, verdict: Verdict) -> None:
+        """What a comparison of this part with the source has found."""
+        self._append({"verdict": asdict(verdict)})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        durable.append(self._file, (json.dumps(entry) + "\n").encode())
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Raises UsageError where the system does not let anything be made in a folder."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
-        raise UsageError(
-            f"{folder} cannot be written to: {error.strerror}", "name a folder where you may write"
-        ) from None
+        with self._lock:
+            durable.append(self._file, (json.dumps(entry) + "\n").encode())
+            self._enter(entry)
 
 
 def begin_plan(folder: Path, plan: Mapping[str, Any]) -> None:
@@ -100,7 +157,7 @@ def begin_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     if read_plan(path) != plan:
         raise UsageError(
             f"{folder.parent} holds an unfinished conversion of another source or with other options",
-            f"repeat the command that began it, or remove {folder.parent}",
+            f"repeat the command that began it, or remove it with `rm -r {shell_word(folder.parent)}`",
         )
 
 
@@ -108,19 +165,27 @@ def read_plan(path: Path) -> dict[str, Any]:
     """The plan of a conversion that has begun."""
     try:
         plan: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"{path.parent.parent} holds no unfinished conversion", "name the DST of `dsv4 convert`"
         ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}", f"remove {path.parent.parent} and convert again") from None
+        raise CheckpointError(
+            f"{path} is damaged: {error}",
+            f"remove the output with `rm -r {shell_word(path.parent.parent)}`, then convert again",
+        ) from None
     return plan
 
 
 def write_file(path: Path, content: bytes, workshop: Path) -> None:
     """Writes a file that appears complete or not at all, also after a crash; `workshop` is the journal's folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write_file(path, content, workshop / f"{path.name}.{os.getpid()}")
+    durable.write_file(path, content, temporary_name(path, workshop))
+
+
+def temporary_name(path: Path, workshop: Path) -> Path:
+    """A name in the journal's folder that no other process takes, on another machine either."""
+    return workshop / f"{path.name}.{token_hex(8)}"
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -129,7 +194,9 @@ def _lock(descriptor: int, path: Path) -> None:
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # the process that held it may have finished, and removed the folder
+        held = os.fstat(descriptor).st_nlink > 0
     except BlockingIOError:
-        raise UsageError(
-            f"another process is writing this part ({path.name})", "wait for it, or stop it first"
-        ) from None
+        held = False
+    if not held:
+        raise UsageError(f"another process is writing this part ({path.name})", "wait for it, or stop it first")

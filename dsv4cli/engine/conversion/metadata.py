@@ -26,6 +26,7 @@ from dsv4cli.engine.config_keys import (
     SCORE_MLP,
     TRANSFORMERS_KEYS,
 )
+from dsv4cli.engine.conversion.manifest import MANIFEST
 from dsv4cli.engine.conversion.target import TargetName
 from dsv4cli.engine.layout import DTYPES, Formats, expected_tensors
 
@@ -48,7 +49,9 @@ def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: 
     folder: the source, of whose root config.json the keys survive that describe neither the model nor its storage.
     config, formats: of the output. Each file is read back by read_any_config to the same `config`.
     """
-    files = {CONFIG: _root(next(config_values(folder))[1], config, formats, target)}
+    # random weights have no folder
+    root = next(config_values(folder))[1] if folder.is_dir() else {}
+    files = {CONFIG: _root(root, config, formats, target)}
     if target == "mp" or (target != "transformers" and (folder / INFERENCE).is_file()):
         files[INFERENCE] = _inference(config, formats)
     if formats.experts == "nvfp4":
@@ -64,7 +67,8 @@ def copied_files(folder: Path) -> list[Path]:
         for below, path in paths.items()
         if path.suffix not in WEIGHTS
         and not path.name.endswith(".index.json")
-        and below.as_posix() not in {CONFIG, INFERENCE, NVFP4_MANIFEST}
+        # hashes of the source's files are not those of the output's
+        and below.as_posix() not in {CONFIG, INFERENCE, NVFP4_MANIFEST, MANIFEST}
         and not any(part.startswith(".") for part in below.parts)
     ]
 

@@ -4,18 +4,21 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from dsv4cli.engine.conversion.finish import Against, Progress
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Part
 from dsv4cli.engine.conversion.selection import Selection, parse_layers, select
+from dsv4cli.engine.conversion.sources import source_identity
 from dsv4cli.engine.conversion.target import TargetName, choose_target
 from dsv4cli.engine.device import resolve_device
-from dsv4cli.engine.identify import recognise
 from dsv4cli.engine.layout import ExpertFormat, LinearFormat
 from dsv4cli.engine.settings import parse_size
 from dsv4cli.engine.source import RandomSource, resolve_model
+from dsv4cli.engine.tokenizer import Tokenizer
 from dsv4cli.errors import UsageError
 
 # more threads than this wait for the disk and for each other
@@ -41,9 +44,8 @@ class Choices:
 def prepare(source: str, output: Path, choices: Choices) -> tuple[Conversion, int, torch.device]:
     """The conversion, the number of threads and the device. Raises what naming a source or a choice wrongly raises."""
     model = resolve_model(source)
-    if isinstance(model, RandomSource):
-        raise UsageError(f"{source} has no files to convert", "name a checkpoint folder")
-    identity = recognise(model.folder)
+    identity = source_identity(model)
+    texts = {"tokenizer.json": Tokenizer.byte_level().text()} if isinstance(model, RandomSource) else {}
     layers = None if choices.layers is None else parse_layers(choices.layers)
     selection = Selection(layers, choices.drafter)
     target = choose_target(
@@ -55,9 +57,18 @@ def prepare(source: str, output: Path, choices: Choices) -> tuple[Conversion, in
     )
     part = Part() if choices.shard is None else parse_part(choices.shard)
     largest = parse_size("--max-shard-size", choices.max_shard_size)
-    conversion = Conversion(identity, output, target, selection, largest, part)
-    workers = choices.workers or min(os.cpu_count() or 1, MAX_WORKERS)
-    return conversion, workers, resolve_device(choices.device)
+    conversion = Conversion(identity, output, target, selection, largest, part, texts)
+    return conversion, choices.workers or default_workers(), resolve_device(choices.device)
+
+
+def default_workers() -> int:
+    """Threads where nobody says how many."""
+    return min(os.cpu_count() or 1, MAX_WORKERS)
+
+
+def prepare_comparison(source: str, check: Literal["sample", "full"], workers: int, progress: Progress) -> Against:
+    """What to compare an output with. Raises what naming a source wrongly raises."""
+    return Against(source_identity(resolve_model(source)), check, workers, progress)
 
 
 def parse_part(text: str) -> Part:

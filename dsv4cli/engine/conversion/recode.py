@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dsv4cli.engine.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.remedies import look
 from dsv4cli.engine.stored import Raw, StoredModel
 from dsv4cli.engine.values import form_of, scale_rows
 from dsv4cli.errors import CheckpointError
@@ -84,7 +85,7 @@ class Recipe:
         if self.form == self.target:
             found = arrays
         else:
-            found = {role: _numpy(tensor) for role, tensor in self._recode(self._tensors(arrays), first).items()}
+            found = {role: numpy_bits(tensor) for role, tensor in self._recode(self._tensors(arrays), first).items()}
         if begin == first:
             return found
         # only formats with a scale for each row are cut inside a block
@@ -120,7 +121,7 @@ class Recipe:
             place = f"row {row0 + problem.row}, column {problem.column}"
             remedy = "--to bf16 has a place for every value, --to official keeps the format"
             if "NaN" in problem.reason:
-                remedy = f"`dsv4 inspect {folder} --values` shows how much is damaged; download it again"
+                remedy = f"{look(folder, '--values')} shows how much is damaged; download it again"
             raise CheckpointError(
                 f"{folder}: {name} cannot become {self.target} without loss: {problem.reason} at {place}", remedy
             ) from None
@@ -205,7 +206,7 @@ def _nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> 
     return {"weight": weight, "weight_scale": scale, "weight_scale_2": scale_2, "input_scale": inputs}
 
 
-def _numpy(tensor: torch.Tensor) -> Raw:
+def numpy_bits(tensor: torch.Tensor) -> Raw:
     """The bits of a tensor as `StoredModel.read` would give them."""
     tensor = tensor.cpu().contiguous()
     if tensor.dtype == torch.bfloat16:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dsv4cli.engine.config import DSpark, ModelConfig
+from dsv4cli.engine.identify import FolderIdentity
+from dsv4cli.engine.layout import expected_tensors
 from dsv4cli.errors import UsageError
 
 LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -16,6 +18,11 @@ class Selection:
 
     layers: range | None = None
     drafter: bool = True
+
+    @property
+    def first(self) -> int:
+        """The layer of the whole model that becomes the first."""
+        return 0 if self.layers is None else self.layers.start
 
 
 def parse_layers(text: str) -> range:
@@ -50,7 +57,31 @@ def select(config: ModelConfig, selection: Selection) -> tuple[ModelConfig, Call
         compress_ratios=config.layer_ratios[layers.start : layers.stop] + kept.compress_ratios[count:],
         dspark=kept.dspark and _moved(kept.dspark, layers),
     )
-    return chosen, lambda name: LAYER.sub(lambda match: f"layers.{int(match[1]) + layers.start}.", name)
+    return chosen, renumbered(layers.start)
+
+
+def renumbered(first: int) -> Callable[[str], str]:
+    """From the name of a tensor in a cut whose first layer was this one to its name in the whole model."""
+    return lambda name: LAYER.sub(lambda match: f"layers.{int(match[1]) + first}.", name)
+
+
+def stored_part(model: FolderIdentity) -> str:
+    """The options that choose the layers of which all tensors are there, of a folder that lacks files; empty where it
+    lacks none, or too much."""
+    checkpoint, config = model.checkpoint, model.config
+    lacking = {
+        spec.name.split(".")[0] if not (match := LAYER.match(spec.name)) else int(match[1])
+        for spec in expected_tensors(config, model.formats).values()
+        if not all(place.name in checkpoint.tensors for place in model.naming.places(spec))
+    }
+    here = [layer for layer in range(config.num_hidden_layers) if layer not in lacking]
+    outside = {name for name in lacking if isinstance(name, str)} - {"mtp"}
+    if not checkpoint.missing_files or outside or not here:
+        return ""
+    last = next(layer for layer in here if layer + 1 not in here)
+    options = f"--layers {here[0]}-{last}"
+    lost = config.dspark and not {*config.dspark.target_layer_ids} <= {*range(here[0], last + 1)}
+    return options + (" --no-mtp" if lost or "mtp" in lacking else "")
 
 
 def _moved(dspark: DSpark, layers: range) -> DSpark:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from dsv4cli.engine.compare import Comparison, row_chunks
+from dsv4cli.engine.conversion.plan import stored_bytes
 from dsv4cli.engine.layout import Role, TensorSpec
 from dsv4cli.engine.stored import StoredModel
 from dsv4cli.engine.values import Values, decode, form_of, scale_rows
@@ -48,27 +49,29 @@ def verify(
 
     copies: the matrices, and which of the places of each are compared; 0 alone where the output has it once.
 
-    Raises what reading raises.
+    progress: gets the bytes of the output that have been read, and all that will be. Raises what reading raises.
     """
     ours, theirs = source.matrices(), output.matrices()
     result = Verification()
-    total = sum(len(places) * _count(theirs[name]["weight"]) for name, places in copies.items())
+    numbers = {name: None if full else number for number, name in enumerate(copies)}
+    read = {name: len(copies[name]) * _bytes_read(theirs[name], number) for name, number in numbers.items()}
+    done, total = 0, sum(read.values())
 
-    def compare(job: tuple[int, str]) -> tuple[str, Comparison]:
-        number, name = job
+    def compare(name: str) -> tuple[str, Comparison]:
         comparison = Comparison()
-        for rows in _pieces(theirs[name]["weight"], None if full else number):
+        for rows in _pieces(theirs[name]["weight"], numbers[name]):
             expected = _values(source, ours[source_name(name)], rows)
             for copy in copies[name]:
                 comparison.add(expected, _values(output, theirs[name], rows, copy), rows.start)
         return name, comparison
 
     with ThreadPoolExecutor(workers) as pool:
-        for name, comparison in pool.map(compare, enumerate(copies)):
+        for name, comparison in pool.map(compare, copies):
             _enter(result, name, comparison, _pair(ours[source_name(name)], theirs[name]))
             result.values += len(copies[name]) * _count(theirs[name]["weight"])
+            done += read[name]
             if progress is not None:
-                progress(result.values, total)
+                progress(done, total)
     result.errors = dict(sorted(result.errors.items(), key=lambda entry: -entry[1]))
     return result
 
@@ -88,6 +91,12 @@ def _pieces(weight: TensorSpec, sample: int | None) -> Iterator[slice]:
     rows, columns = weight.shape[0], max(_count(weight) // max(weight.shape[0], 1), 1)
     pieces = list(row_chunks(rows, columns))
     yield from pieces if sample is None else pieces[sample % min(SAMPLE, max(len(pieces), 1)) :: SAMPLE]
+
+
+def _bytes_read(parts: Mapping[Role, TensorSpec], sample: int | None) -> int:
+    """Bytes of a stored matrix that a comparison reads."""
+    rows = sum(piece.stop - piece.start for piece in _pieces(parts["weight"], sample))
+    return sum(map(stored_bytes, parts.values())) * rows // max(parts["weight"].shape[0], 1)
 
 
 def _values(model: StoredModel, parts: Mapping[Role, TensorSpec], rows: slice, copy: int = 0) -> Values:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 
 from dsv4cli.engine.checkpoint import UNFINISHED
 from dsv4cli.engine.conversion.journal import Journal
+from dsv4cli.engine.conversion.manifest import changed, hash_file
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
 from dsv4cli.engine.conversion.recode import Recoder
 from dsv4cli.engine.durable import publish
@@ -49,21 +51,49 @@ def carry_out(
 ) -> Iterator[FileDone]:
     """Writes the files, one after another, and yields each when it is complete; what the journal holds is kept.
 
-    A file grows inside the journal's folder and gets its final name when all its bytes are synced. Raises what reading
-    and recoding raise; the journal then holds what has been written.
+    A file grows inside the journal's folder and gets its final name when all its bytes are synced and hashed, which
+    happens while the next is written; one that is there must have the hash in the journal. Raises what reading and
+    recoding raise; the journal then holds what has been written. Raises UnsoundResult for a file that has changed.
     """
     files = tuple(files)
     tally = _Tally(sum(file.nbytes for file in files), progress)
     with _one_thread_each(), ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(1) as committer:
         writer = _FileWriter(recoder, journal, pool, committer, tally)
-        for file in files:
-            path = output / file.name
-            resumed = path.exists()
-            if not resumed:
-                writer.write(file, output / UNFINISHED / file.name, path)
-            else:
-                tally.add(file.nbytes)
-            yield FileDone(file.name, file.nbytes, len(file.keys), resumed)
+        ending: deque[tuple[FileDone, Future[None]]] = deque()
+        stop = threading.Event()
+        try:
+            for file in files:
+                path, temporary = output / file.name, output / UNFINISHED / file.name
+                resumed = path.exists() and file.name in journal.hashes
+                if resumed:
+                    tally.add(file.nbytes)
+                    task = pool.submit(_check, path, journal, stop)
+                else:
+                    writer.write(file, temporary)
+                    task = pool.submit(_complete, path, temporary, journal, stop)
+                ending.append((FileDone(file.name, file.nbytes, len(file.keys), resumed), task))
+                while ending and ending[0][1].done():
+                    yield _ended(*ending.popleft())
+            while ending:
+                yield _ended(*ending.popleft())
+        finally:
+            stop.set()
+
+
+def _complete(path: Path, temporary: Path, journal: Journal, stop: threading.Event) -> None:
+    """Gives a written file its name, with its hash in the journal before."""
+    journal.complete(path.name, hash_file(temporary, stop=stop))
+    publish(temporary, path)
+
+
+def _check(path: Path, journal: Journal, stop: threading.Event) -> None:
+    if hash_file(path, stop=stop) != journal.hashes[path.name]:
+        raise changed(path)
+
+
+def _ended(done: FileDone, task: "Future[None]") -> FileDone:
+    task.result()
+    return done
 
 
 @contextmanager
@@ -102,7 +132,7 @@ class _FileWriter:
     committer: ThreadPoolExecutor
     tally: _Tally
 
-    def write(self, file: FilePlan, temporary: Path, path: Path) -> None:
+    def write(self, file: FilePlan, temporary: Path) -> None:
         done = self.journal.batches.get(file.name, 0)
         if done and not temporary.exists():
             # somebody removed it
@@ -117,7 +147,6 @@ class _FileWriter:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        publish(temporary, path)
 
     def _batches(self, file: FilePlan, descriptor: int, done: int) -> None:
         """The batches from number `done`; while one is synced, the next is written."""

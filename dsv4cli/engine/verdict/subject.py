@@ -12,6 +12,8 @@ from dsv4cli.engine.coverage import Coverage, Difference
 from dsv4cli.engine.identify import FolderIdentity
 from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.naming import MpNaming, TransformersNaming
+from dsv4cli.engine.regular import read_bytes
+from dsv4cli.errors import CheckpointError
 
 QUANTISED = {"fp4", "fp8", "nvfp4"}
 FLOATS = {"F16", "BF16", "F32"}
@@ -123,8 +125,8 @@ def look_at(identity: FolderIdentity, coverage: Coverage, name: str, folder: Pat
 def read_object(path: Path) -> Mapping[str, Any]:
     """A JSON object of a file; empty where there is none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = json.loads(read_bytes(path).decode())
+    except (CheckpointError, OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

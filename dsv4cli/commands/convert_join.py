@@ -1,0 +1,156 @@
+"""What follows a conversion: parts joined (`--finish`), an output looked at again (`--check`), and what to do next."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
+from dsv4cli.output import Output, counted, size_text
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.conversion.check import Checked
+    from dsv4cli.engine.conversion.verify import Verification
+
+SCHEMA = "dsv4.convert/1"
+# of what is wrong with an output, on a terminal
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The options of a comparison as typed: the source, how much, and the threads."""
+
+    against: str | None
+    check: Literal["sample", "full", "off"]
+    workers: int | None
+
+
+def join(out: Output, finish: Path | None, look: Path | None, comparison: Comparison, others: list[Any]) -> None:
+    """Carries out `--finish DST` or `--check DST`; others: the options that neither takes, None where left out."""
+    option, folder = ("--finish", finish) if finish is not None else ("--check", look)
+    assert folder is not None
+    others = [*others, look if finish is not None else None]
+    if any(other is not None for other in others):
+        raise UsageError(
+            f"{option} takes the output folder alone, and what it is compared with",
+            f"as in `dsv4 convert {option} OUT --against SRC`",
+        )
+    if comparison.check == "off" or (comparison.check == "full" and comparison.against is None):
+        reason = "is no comparison" if comparison.check == "off" else "needs the source to compare with"
+        raise UsageError(
+            f"{option} with --verify {comparison.check} {reason}",
+            f"as in `dsv4 convert {option} OUT --against SRC --verify full`",
+        )
+    (_finish if finish is not None else _check)(out, folder, comparison)
+
+
+def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
+    from dsv4cli.engine.conversion.finish import finish
+    from dsv4cli.engine.conversion.options import default_workers, prepare_comparison
+
+    workers = comparison.workers or default_workers()
+    with out.progress("checking") as progress:
+        against = None
+        if comparison.against is not None:
+            assert comparison.check != "off"
+            against = prepare_comparison(comparison.against, comparison.check, workers, progress)
+        done = finish(folder, against, workers, progress)
+    nbytes = sum(file["nbytes"] for file in done.files.values())
+    out.document(
+        {
+            "schema": SCHEMA, "event": "finished", "output": str(folder), "bytes": nbytes, "files": dict(done.files),
+            "verified": facts(done.found), "not_compared": done.cut,
+        }
+    )  # fmt: skip
+    out.line(f"{folder} is complete: {counted(len(done.files), 'file')}, {size_text(nbytes)}", strong=True)
+    if done.found is not None:
+        out.line(verdict(done.found))
+    if done.cut:
+        out.warning("matrices that are cut across the parts have not been compared with the source")
+        out.hint(f"compare them: `{pasted('convert', '--check', folder, '--against')} SRC`")
+    out.hint(next_step(folder, done.to))
+
+
+def _check(out: Output, folder: Path, comparison: Comparison) -> None:
+    from dsv4cli.engine.conversion.check import check
+    from dsv4cli.engine.conversion.options import default_workers, prepare_comparison
+
+    workers = comparison.workers or default_workers()
+    with out.progress("checking") as progress:
+        against = None
+        if comparison.against is not None:
+            assert comparison.check != "off"
+            against = prepare_comparison(comparison.against, comparison.check, workers, progress)
+        checked = check(folder, against, workers, progress)
+    _report(out, folder, checked)
+    if not checked.sound:
+        raise typer.Exit(3)
+
+
+def _report(out: Output, folder: Path, checked: "Checked") -> None:
+    wrong = checked.found.wrong if checked.found else []
+    out.document(
+        {
+            "schema": SCHEMA, "event": "checked", "output": str(folder), "sound": checked.sound, "files": checked.files,
+            "bytes": checked.nbytes, "missing": list(checked.missing), "changed": list(checked.changed),
+            "wrong": wrong, "verified": facts(checked.found),
+        }
+    )  # fmt: skip
+    problems = [f"{name} is missing" for name in checked.missing]
+    problems += [f"{name} has changed: its sha256 is another" for name in checked.changed]
+    problems += [f"{name} differs from the source" for name in wrong]
+    if problems:
+        out.line(f"{folder} is not as it was written", strong=True)
+        for problem in problems[:SHOWN]:
+            out.line(f"  {problem}")
+        if len(problems) > SHOWN:
+            out.line(f"  and {len(problems) - SHOWN:,} more")
+        out.hint(f"remove it with `rm -r {shell_word(folder)}` and convert again")
+        return
+    if checked.files:
+        size = f"{counted(checked.files, 'file')}, {size_text(checked.nbytes)}"
+        out.line(f"{folder} is as it was written: {size}, each with its sha256", strong=True)
+    if checked.found is not None:
+        out.line(verdict(checked.found))
+
+
+def facts(found: "Verification | None") -> dict[str, Any] | None:
+    """A comparison in JSON."""
+    if found is None:
+        return None
+    return {"values": found.values, "compared": found.compared, "exact": len(found.exact), "inexact": found.errors}
+
+
+def verdict(found: "Verification | None") -> str:
+    """A comparison in words."""
+    if found is None:
+        return "not compared with the source (--verify off)"
+    if not found.values:
+        return "nothing to compare with the source: this part has no whole tensor"
+    share = (
+        f"{found.compared / max(found.values, 1):.0%} of the values of" if found.compared < found.values else "all of"
+    )
+    text = f"compared with the source: {share} {len(found.exact) + len(found.errors):,} tensors; "
+    if not found.errors:
+        return text + "all are exact, bit for bit"
+    name, error = next(iter(found.errors.items()))
+    return text + f"{len(found.exact):,} are exact, the others within {error:.2g} (relative, {name})"
+
+
+def pasted(*words: str | Path) -> str:
+    """A command of this program that a shell takes as it is."""
+    return " ".join(["dsv4", *map(shell_word, words)])
+
+
+def next_step(output: Path, to: str, part: int = 1, parts: int = 1) -> str:
+    """What to do with an output."""
+    if parts > 1:
+        return f"when all {parts} parts are there: `{pasted('convert', '--finish', output)}`"
+    # what this engine does not run, and who does
+    readers = {"nvfp4": "vllm", "transformers": "transformers", "mp": "official"}
+    if to in readers:
+        return f"see what loads it with `{pasted('inspect', output, '--for', readers[to])}`"
+    return f"look at it with `{pasted('inspect', output)}`"

@@ -1,0 +1,70 @@
+"""The files that go into an output as they are: copied in pieces, so that the largest takes no memory; no torch."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4cli.engine import durable
+from dsv4cli.engine.conversion.journal import temporary_name
+from dsv4cli.engine.regular import open_file
+from dsv4cli.errors import CheckpointError
+
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A file of the source, where it goes, and its bytes."""
+
+    source: Path
+    target: Path
+    nbytes: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether something as long has its place: a copy gets its name when it is complete."""
+        return self.target.is_file() and self.target.stat().st_size == self.nbytes
+
+    def carry_out(self, workshop: Path, told: Callable[[int], None]) -> None:
+        """Writes the copy, which appears complete or not at all; `told` gets the bytes of each piece. Raises
+        CheckpointError for a source that cannot be read, OSError for a target that cannot be written."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_name(self.target, workshop)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with _Reader(self.source) as reader:
+                while piece := reader.read():
+                    durable.write(descriptor, piece)
+                    told(len(piece))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        durable.publish(temporary, self.target)
+
+
+class _Reader:
+    """Pieces of a file; what the system says against reading it is not mistaken for an error of the output."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> "_Reader":
+        try:
+            self._descriptor = open_file(self.path)
+        except OSError as error:
+            raise self._refused(error) from None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._descriptor)
+
+    def read(self) -> bytes:
+        """The next bytes, none at the end. Raises CheckpointError."""
+        try:
+            return os.read(self._descriptor, CHUNK)
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path} cannot be read: {error.strerror}", "check the file and its permissions")

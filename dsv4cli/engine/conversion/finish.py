@@ -1,0 +1,214 @@
+"""The end of a conversion: the parts of a shared job joined, and a whole output compared with its source."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv4cli.engine.checkpoint import INDEX, UNFINISHED, scan_checkpoint
+from dsv4cli.engine.config import parse_any_config
+from dsv4cli.engine.conversion.job import job_of, whole_copies
+from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
+from dsv4cli.engine.conversion.manifest import MANIFEST, Manifest, Origin, changed, hash_file, hash_files, read_manifest
+from dsv4cli.engine.conversion.metadata import CONFIG, copied_files
+from dsv4cli.engine.conversion.room import disk_errors
+from dsv4cli.engine.conversion.selection import renumbered
+from dsv4cli.engine.conversion.sources import open_source
+from dsv4cli.engine.conversion.verify import Verification, verify
+from dsv4cli.engine.identify import FolderIdentity, identity_of
+from dsv4cli.engine.layout import expected_tensors, matrices
+from dsv4cli.engine.stored import StoredModel
+from dsv4cli.errors import CheckpointError, UnsoundResult, UsageError
+from dsv4cli.harmless import shell_word
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Against:
+    """What to compare an output with, how much of it, and with how many threads."""
+
+    source: FolderIdentity
+    check: Literal["sample", "full"]
+    workers: int
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job whose parts have been joined. cut: matrices that nobody has compared, because several parts have them."""
+
+    to: str
+    files: Mapping[str, Any]
+    found: Verification | None
+    cut: int
+
+
+def finish(output: Path, against: Against | None, workers: int, progress: Progress | None = None) -> Finished:
+    """Makes a model of the files of all parts: configuration, then index.
+
+    Every file is compared whole with its hash. The parts must have been compared with the source, or are now.
+
+    Raises UsageError where there is no unfinished conversion or nobody has compared a part, CheckpointError, naming it,
+    for a file that is not there or not the planned one, UnsoundResult for one that has changed and for a part that
+    differs from the source.
+    """
+    with disk_errors(output, lambda: 0), ExitStack() as stack:
+        plan = read_plan(output / UNFINISHED / PLAN)
+        count = plan["parts"]
+        done = assembled(output)
+        if done is not None and plan["files"].keys() <= done.hashes.keys():
+            # an earlier --finish was killed at its very end
+            clear(output)
+            return Finished(plan["to"], plan["files"], None, 0)
+        for number, (name, expected) in enumerate(plan["files"].items()):
+            _check_file(output / name, expected, Part(number % count + 1, count))
+        parts = [Journal(output, Part(index, count)) for index in range(1, count + 1)]
+        journals = [stack.enter_context(part.joined()) for part in parts]
+        if against is None:
+            _check_verdicts(output, journals)
+        _check_hashes(output, plan, journals, workers, progress)
+        found = None if against is None else _judge(output, plan, journals, against)
+        assemble(output, plan, journals)
+    cut = 0 if against else sum(journal.verdict.cut for journal in journals if journal.verdict)
+    return Finished(plan["to"], plan["files"], found, cut)
+
+
+def _check_file(path: Path, expected: Mapping[str, Any], part: Part) -> None:
+    remedy = f"run the `dsv4 convert … --shard {part.index}/{part.count}` that writes it, then --finish again"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not there yet", remedy)
+    with path.open("rb") as file:
+        start = file.read(8)
+        header = start + file.read(int.from_bytes(start, "little"))
+    if path.stat().st_size != expected["nbytes"] or sha256(header).hexdigest() != expected["header"]:
+        raise CheckpointError(f"{path} is not the file of this conversion", f"remove it and {remedy}")
+
+
+def _check_verdicts(output: Path, journals: Sequence[Journal]) -> None:
+    """Raises UnsoundResult for a part that differs from the source, UsageError for one that nobody has compared."""
+    command = f"`dsv4 convert --finish {shell_word(output)} --against SRC"
+    for journal in journals:
+        name = "it" if journal.part.count == 1 else f"part {journal.part.index} of {journal.part.count}"
+        if journal.verdict is None:
+            raise UsageError(
+                f"{output}: {name} has not been compared with the source", f"compare all parts now: {command}`"
+            )
+        if not journal.verdict.sound:
+            raise UnsoundResult(
+                f"{output}: {name} differs from the source: its comparison has found it",
+                f"convert that part again into an empty folder; or compare all again: {command} --verify full`",
+            )
+
+
+def _check_hashes(
+    output: Path, plan: Mapping[str, Any], journals: Sequence[Journal], workers: int, progress: Progress | None
+) -> None:
+    known = _known(journals)
+    names = [*plan["files"]]
+    for name, found in zip(names, hash_files([output / name for name in names], workers, progress), strict=True):
+        if name not in known:
+            part = names.index(name) % plan["parts"] + 1
+            raise CheckpointError(
+                f"{output / name}: no journal has its hash",
+                f"run the `dsv4 convert … --shard {part}/{plan['parts']}` that writes it, then --finish again",
+            )
+        if found != known[name]:
+            raise changed(output / name)
+
+
+def _known(journals: Sequence[Journal]) -> dict[str, str]:
+    return {name: value for journal in journals for name, value in journal.hashes.items()}
+
+
+def _judge(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal], against: Against) -> Verification:
+    """Compares the files of all parts with a source; the verdict is that of each part."""
+    values = json.loads(plan["metadata"][CONFIG])
+    identity = identity_of(scan_checkpoint(output), parse_any_config(values, str(output / CONFIG)), values)
+    bad = any(journal.verdict and not journal.verdict.sound for journal in journals)
+    check: Literal["sample", "full"] = "full" if bad else against.check
+    found = compare(identity, plan["layer"], against, full=check == "full")
+    for journal in journals:
+        journal.judge(Verdict(not found.wrong, check))
+    if found.wrong:
+        others = f" (and {len(found.wrong) - 1:,} more)" if len(found.wrong) > 1 else ""
+        raise UnsoundResult(
+            f"{output}: {found.wrong[0]} differs from the source{others}",
+            f"remove it with `rm -r {shell_word(output)}` and convert again",
+        )
+    return found
+
+
+def compare(output: FolderIdentity, layer: int, against: Against, *, full: bool) -> Verification:
+    """Compares a whole output, whose first layer is this one of the source, with the source.
+
+    Raises UsageError where the source lacks what the output has, or has it in another shape.
+    """
+    source_name = renumbered(layer)
+    theirs = matrices(expected_tensors(output.config, output.formats).values())
+    ours = matrices(expected_tensors(against.source.config, against.source.formats).values())
+    folder, source = output.checkpoint.folder, against.source.checkpoint.folder
+    for name, roles in theirs.items():
+        origin = ours.get(source_name(name))
+        if origin is None or _values(origin) != _values(roles):
+            raise UsageError(
+                f"{folder} cannot come from {source}, which lacks {source_name(name)} or has it in another shape",
+                "name the source of the conversion with --against",
+            )
+    copies = whole_copies(theirs, output.naming, output.checkpoint.tensors.__contains__)
+    with open_source(against.source) as first, StoredModel(output) as second:
+        return verify(first, second, source_name, copies, full=full, workers=against.workers, progress=against.progress)
+
+
+def _values(roles: Mapping[Any, Any]) -> tuple[int, ...]:
+    weight = roles["weight"]
+    return (*weight.shape[:-1], weight.columns or weight.shape[-1])
+
+
+def assemble(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal]) -> None:
+    """Writes what makes a model of the files of all parts: hashes, configuration, index; removes the journals."""
+    workshop = output / UNFINISHED
+    texts = dict(plan["metadata"])
+    if plan["index"] is not None:
+        texts[INDEX] = json.dumps(plan["index"], indent=2) + "\n"
+    known = _known(journals)
+    hashes = {name: known[name] for name in plan["files"]}
+    hashes |= {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    hashes |= {path.relative_to(output).as_posix(): hash_file(path) for path in copied_files(output)}
+    jobs = tuple(sorted({job_of(plan, journal.times) for journal in journals}))
+    origin = Origin(plan["to"], jobs, plan["layer"], _compared(journals))
+    write_file(output / MANIFEST, Manifest(hashes, origin).text().encode(), workshop)
+    for name, text in texts.items():
+        write_file(output / name, text.encode(), workshop)
+    clear(output)
+
+
+def assembled(output: Path) -> Manifest | None:
+    """The manifest of a folder that `assemble` has made a model of, whether or not it came to remove the journals."""
+    manifest = read_manifest(output)
+    whole = manifest is not None and manifest.origin is not None and CONFIG in manifest.hashes
+    if manifest is None or not whole or not all((output / name).is_file() for name in manifest.hashes):
+        return None
+    return manifest
+
+
+def clear(output: Path) -> None:
+    """Removes the plan and the journals of a conversion that is done."""
+    workshop = output / UNFINISHED
+    # another process may do the same
+    with suppress(FileNotFoundError):
+        for path in workshop.iterdir():
+            if path.name != PLAN:
+                path.unlink(missing_ok=True)
+        # the plan last: without it nothing could be finished
+        shutil.rmtree(workshop)
+
+
+def _compared(journals: Sequence[Journal]) -> str:
+    """The least that all parts have been compared by."""
+    checks = ["off" if journal.verdict is None else journal.verdict.check for journal in journals]
+    return next((check for check in ("off", "sample") if check in checks), "full")

@@ -1,0 +1,50 @@
+"""What can be converted: a checkpoint of any layout, or the random weights of a preset, which have no file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4cli.engine.checkpoint import Checkpoint, TensorInfo
+from dsv4cli.engine.conversion.recode import numpy_bits
+from dsv4cli.engine.identify import FolderIdentity, recognise
+from dsv4cli.engine.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.naming import OfficialNaming
+from dsv4cli.engine.random_weights import RandomRows
+from dsv4cli.engine.source import FolderSource, RandomSource
+from dsv4cli.engine.stored import Raw, StoredModel
+
+
+@dataclass(frozen=True)
+class RandomIdentity(FolderIdentity):
+    """The random weights of a preset, as if a folder with the name of the preset held them."""
+
+    seed: int = 0
+
+
+def source_identity(source: FolderSource | RandomSource) -> FolderIdentity:
+    """What a source holds. Raises what `recognise` raises."""
+    if isinstance(source, FolderSource):
+        return recognise(source.folder)
+    identity, place = source.identity, Path(source.name)
+    specs = expected_tensors(identity.config, identity.formats).values()
+    tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, place, 0, 0) for spec in specs}
+    checkpoint = Checkpoint(place, tensors, (), {}, {})
+    return RandomIdentity(
+        identity.size, identity.config, identity.formats, checkpoint, OfficialNaming(), seed=source.seed
+    )
+
+
+def open_source(identity: FolderIdentity) -> StoredModel:
+    """The tensors of a source, to be read."""
+    return _RandomModel(identity) if isinstance(identity, RandomIdentity) else StoredModel(identity)
+
+
+class _RandomModel(StoredModel):
+    """The tensors of random weights: the same that a run of the preset has."""
+
+    def __init__(self, identity: RandomIdentity) -> None:
+        super().__init__(identity)
+        self._random = RandomRows(identity.seed, identity.config.n_routed_experts)
+
+    def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:
+        """The rows of a tensor in its stored format; nothing is read."""
+        return numpy_bits(self._random.rows(spec, rows))
