@@ -136,9 +136,8 @@ def chat(
     _check(device, torchrun, question)
     given = given_choices(context, Choices(model, think, temperature, top_p))
     begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
-    limits = (max_tokens, max_context, prefill_chunk, 0, tuple(stop or ()))
-    machine = Machine(device, dtype, backend, gpu_memory, host_memory)
-    job = _job(out, begun, "model" in given, machine, limits, seed, special_tokens)
+    asked = Asked((max_tokens, max_context, prefill_chunk, 0, tuple(stop or ())), seed, special_tokens)
+    job = _job(out, begun, "model" in given, Machine(device, dtype, backend, gpu_memory, host_memory), asked)
     wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term, question)
     _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
 
@@ -167,25 +166,25 @@ class Machine(NamedTuple):
     host_memory: str | None
 
 
-def _job(
-    out: Output,
-    session: Session,
-    named: bool,
-    machine: Machine,
-    limits: tuple[Any, ...],
-    seed: int | None,
-    special_tokens: bool,
-) -> Job:
+class Asked(NamedTuple):
+    """What is asked of every answer: the arguments of `Limits`, the seed, whether special tokens in a text are such."""
+
+    limits: tuple[Any, ...]
+    seed: int | None
+    special_tokens: bool
+
+
+def _job(out: Output, session: Session, named: bool, machine: Machine, asked: Asked) -> Job:
     """What is to be loaded; named: the model, on the command line. Raises Dsv4Error."""
     from dsv4cli.engine.settings import Limits
 
-    checked, choices = Limits(*limits), session.choices
+    checked, choices = Limits(*asked.limits), session.choices
     source = find_model(choices, kept=not named and bool(session.messages))
     session.choices = replace(choices, model=model_name(source))
-    sampling = source.sampling.chosen(choices.temperature, choices.top_p, seed)
+    sampling = source.sampling.chosen(choices.temperature, choices.top_p, asked.seed)
     memory = memory_limits(machine.gpu_memory, machine.host_memory)
     place = (machine.device, machine.dtype, machine.backend)
-    return Job(out, source, choices.think, *place, checked, sampling, memory, special_tokens)
+    return Job(out, source, choices.think, *place, checked, sampling, memory, asked.special_tokens)
 
 
 class Wishes(NamedTuple):

@@ -16,6 +16,7 @@ from dsv4cli.engine.layout import Formats
 from dsv4cli.engine.loading import build_random
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.presets import FLASH, FLASH_0731, TINY
+from dsv4cli.engine.request import Request
 from dsv4cli.engine.rope import frequencies
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.source import resolve_model
@@ -194,7 +195,7 @@ def test_each_end_token_of_a_list_ends_an_answer(monkeypatch):
     model = build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
     drawn = iter([[3, 3, 3], [7, 3, 3], [9, 3], [1]])
     monkeypatch.setattr("dsv4cli.engine.generate.sample", lambda *_: torch.tensor(next(drawn)))
-    steps = [*Generator(model, [[5], [5], [5]], Sampling(), Limits(max_tokens=4), "cpu").steps()]
+    steps = [*Generator(model, [Request([5], Sampling(), Limits(max_tokens=4))] * 3, "cpu").steps()]
     ends = {step.number: (step.token, step.finish) for step in steps}
     assert ends == {0: (7, "stop"), 1: (9, "stop"), 2: (1, "length")}
 

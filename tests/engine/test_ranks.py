@@ -13,12 +13,21 @@ from dsv4cli.engine import ranks, schedule
 from dsv4cli.engine.answers import generate_answers
 from dsv4cli.engine.decode import Decoder
 from dsv4cli.engine.ranks import joined, seats
+from dsv4cli.engine.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.talk import Talk
 from dsv4cli.errors import NotEnoughMemory, RankLost
 from tests.engine.test_talk import dialogue, user
 from tests.program import ROOT
 from tests.small_model import model
+
+
+@pytest.fixture(autouse=True)
+def _apart():
+    """What a test that fails has joined does not reach the next one."""
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def converse(held):
@@ -29,8 +38,8 @@ def converse(held):
 
 
 def answers():
-    prompt = dialogue().prompt([user("hi")]).ids
-    return generate_answers(model(), dialogue(), [prompt], Sampling(seed=1), Limits(5), "cpu")
+    request = Request(dialogue().prompt([user("hi")]).ids, Sampling(seed=1), Limits(5))
+    return generate_answers(model(), dialogue(), [request], "cpu")
 
 
 def generate(held):
@@ -78,7 +87,6 @@ def test_a_rank_that_fails_ends_with_its_own_code(monkeypatch, error, code):
     monkeypatch.setattr(atexit, "register", lambda *call: ends.append(call))
     with pytest.raises(type(error)), joined(torch.device("cpu"), seats(1)[0]):
         raise error
-    distributed.destroy_process_group()
     [(_, *given)] = ends
     assert given == [code, error]
 
@@ -110,5 +118,4 @@ def test_a_lost_connection_is_told_in_words(monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0)
     with pytest.raises(RankLost) as caught, joined(torch.device("cpu"), seats(1)[0]):
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-    distributed.destroy_process_group()
     assert caught.value.message == "rank 0 lost the connection to another rank"
