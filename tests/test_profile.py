@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.profiling import clock, compare, plot, step
+from dsv4cli.engine.profiling import ceilings, clock, compare, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
 from dsv4cli.kernels import norm
 from tests.program import Program
@@ -166,6 +166,14 @@ def test_what_says_little_and_what_cannot_be_is_said(dsv4, monkeypatch):
     )
     done = dsv4("profile", "kernels", "--only", "gemm", "--tokens", "1", "--model", "tiny")
     assert "spread" not in done.err
+    assert "over 105%" not in done.err
+
+
+def test_more_than_the_most_is_said(dsv4, monkeypatch):
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda device: ceilings.Ceilings(1.0, 1.0, {"fp32": 1.0}))
+    done = dsv4("profile", "kernels", "--only", "rms_norm", "--tokens", "1", "--model", "tiny")
+    assert done.code == 0
+    assert "over 105% of what was measured as the most: rms_norm x1;" in " ".join(done.err.split())
 
 
 def test_what_only_one_of_two_documents_has(dsv4):

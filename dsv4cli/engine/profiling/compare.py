@@ -11,8 +11,8 @@ from dsv4cli.errors import UsageError
 SCHEMA = "dsv4.profile/1"
 # what must be equal for two documents to measure the same thing
 SUBJECT = ("model", "backend", "tp", "batch", "context")
-# two runs of the same are so far apart on a quiet machine; where what the device does at most is farther apart, it was
-# not quiet
+# chosen, not measured: a ratio below the first is no news whatever the spread; where what the device does at most is
+# apart by more than the second, it had other work
 RUNS_DIFFER, DRIFTED = 0.1, 1.25
 
 
