@@ -46,10 +46,7 @@ completions: $(READY)
 	_DSV4_COMPLETE=source_zsh $(BIN)/python -m dsv4cli | sed '/./,$$!d' > completions/_dsv4
 	_DSV4_COMPLETE=source_fish $(BIN)/python -m dsv4cli | sed '/./,$$!d' > completions/dsv4.fish
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt # tools/set_up.py touches it last
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
 	"dsv4 needs Python 3.11 or newer, and $(PYTHON) is older: name another, as in make PYTHON=python3.12")'
-	@echo "Setting up .venv (once; a minute or more, for PyTorch) ..." >&2
-	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
-	@touch $@
+	@$(PYTHON) tools/set_up.py

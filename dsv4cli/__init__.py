@@ -1,3 +1,17 @@
-"""dsv4: the command-line toolkit for DeepSeek-V4."""
+"""dsv4: the command-line toolkit for DeepSeek-V4, and `Model` for Python."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4cli.api import Model, Reply, Score
 
 __version__ = "0.1.0"
+__all__ = ["Model", "Reply", "Score", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Model and what it returns, loaded with PyTorch when they are first asked for."""
+    if name not in ("Model", "Reply", "Score"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("dsv4cli.api"), name)

@@ -71,12 +71,19 @@ def wide_dot(dot: Method) -> Method:
 
 
 def wide_operation(operation: Method) -> Method:
-    """The same on fp32 and rounded to the operands' dtype; a comparison's result stays boolean."""
+    """The same on fp32 and rounded to the operands' dtype; a comparison's result is boolean.
+
+    A number's comparison had the dtype of the numbers, in Triton itself, and Triton 3.9 takes such a mask no longer.
+    """
+    import triton.language as tl
 
     def call(self: Any, first: Any, *rest: Any) -> Any:
         *others, op = rest
         result = operation(self, wide(first), *map(wide, others), op)
-        return result if result.data.dtype == np.bool_ else narrow(result, first.dtype.scalar)
+        if result.data.dtype == np.bool_:
+            result.dtype = tl.int1
+            return result
+        return narrow(result, first.dtype.scalar)
 
     return call
 

@@ -17,7 +17,8 @@ PACKAGE = ROOT / "dsv4cli"
 
 # layer → the layers that it may import, itself aside; "root" is dsv4cli/__init__.py
 MAY_IMPORT = {
-    "root": set(),
+    "root": {"api"},
+    "api": {"engine", "errors"},
     "__main__": {"cli"},
     "cli": {"root", "commands", "options", "output", "errors", "harmless"},
     "commands": {"root", "options", "output", "errors", "harmless", "engine"},

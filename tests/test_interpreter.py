@@ -106,3 +106,17 @@ def test_a_masked_load_without_other_is_poisoned():
         _load_without_other[(1,)](x, y, 3, 8)
         assert (y[:3] == 1).all()
         assert (y[3:].isnan() if dtype.is_floating_point else y[3:] == 0x7F7F7F7F).all()
+
+
+@triton.jit
+def _masked_by_a_number(x, y, first, count, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(y + place, tl.load(x + place, (tl.program_id(0) + first < count) & (place < count), other=-1.0))
+
+
+def test_a_mask_may_come_from_a_number():
+    x, y = torch.rand(8), torch.empty(8)
+    _masked_by_a_number[(1,)](x, y, 0, 5, 8)
+    assert torch.equal(y, torch.cat([x[:5], torch.full((3,), -1.0)]))
+    _masked_by_a_number[(1,)](x, y, 5, 5, 8)
+    assert torch.equal(y, torch.full((8,), -1.0))

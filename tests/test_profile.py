@@ -1,10 +1,11 @@
 """`dsv4 profile` from outside: tables, JSON, baselines, traces, what it refuses and what it calls wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.profiling import clock, compare, plot, step
+from dsv4cli.engine.profiling import ceilings, clock, compare, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
 from dsv4cli.kernels import norm
 from tests.program import Program
@@ -115,6 +116,66 @@ def test_a_baseline(dsv4, tmp_path, command):
     assert 30 < found["changes"][0]["speedup"] < 30_000
 
 
+def times(median, low, high):
+    return {"name": "a", "tokens": 1, "seconds": {"median": median, "low": low, "high": high}}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "drift", "verdict"),
+    [
+        (times(10, 9.9, 10.1), times(5, 4.9, 5.1), 1, "faster"),
+        (times(10, 9.9, 10.1), times(20, 19, 21), 1, "slower"),
+        (times(10, 6, 14), times(7, 5, 9), 1, "within the spread"),  # the ranges meet
+        (times(10, 9.9, 10.1), times(9.4, 9.3, 9.5), 1, "within the spread"),  # as far apart as two runs of the same
+        (times(10, 8, 12), times(7.5, 7.4, 7.6), 1, "within the spread"),  # apart, and by less than the spread
+        (times(10, 9.9, 10.1), times(8.3, 8.2, 8.4), 1.21, "within the spread"),  # as the machine
+        (times(10, 9.9, 10.1), times(1, 0.9, 1.1), 1.3, "unclear"),
+    ],
+)
+def test_noise_is_no_news(before, now, drift, verdict):
+    ends = [
+        {
+            "machine": {},
+            "ceilings": {"copy_bytes_per_second": 1e9 * rate, "matmul_flops": {"fp32": 1e9}},
+            "results": [line],
+        }
+        for rate, line in ((1, before), (drift, now))
+    ]
+    for first, last in (ends, ends[::-1]):
+        found = compare.compare(first, last).changes[0]
+        names = {"faster": "slower", "slower": "faster"} if first is ends[1] else {}
+        assert found.verdict == names.get(verdict, verdict)
+        assert found.record()["verdict"] == found.verdict
+
+
+def test_a_part_of_a_step_has_the_range_of_the_whole():
+    lines = [{**times(10, 8, 13), "tokens": 1}, {"name": "b", "seconds": {"median": 4}}]
+    document = {"machine": {}, "results": lines}
+    assert compare.compare(document, document).changes[1].now == compare.Times(4, 3.2, 5.2)
+
+
+def test_what_says_little_and_what_cannot_be_is_said(dsv4, monkeypatch):
+    of = clock.Timing.of
+    wide = lambda seconds, method: replace(of(seconds, method), median=1e-6, low=0.8e-6, high=1.2e-6)  # noqa: E731
+    monkeypatch.setattr(clock.Timing, "of", wide)
+    done = dsv4("profile", "kernels", "--only", "gemm", "--tokens", "1", "--model", "tiny")
+    assert done.code == 0
+    assert "spread by more than 25%" in done.err
+    monkeypatch.setattr(
+        clock.Timing, "of", lambda seconds, method: replace(of(seconds, method), median=1, low=1, high=1)
+    )
+    done = dsv4("profile", "kernels", "--only", "gemm", "--tokens", "1", "--model", "tiny")
+    assert "spread" not in done.err
+    assert "over 105%" not in done.err
+
+
+def test_more_than_the_most_is_said(dsv4, monkeypatch):
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda device: ceilings.Ceilings(1.0, 1.0, {"fp32": 1.0}))
+    done = dsv4("profile", "kernels", "--only", "rms_norm", "--tokens", "1", "--model", "tiny")
+    assert done.code == 0
+    assert "over 105% of what was measured as the most: rms_norm x1;" in " ".join(done.err.split())
+
+
 def test_what_only_one_of_two_documents_has(dsv4):
     lines = [{"name": "a", "tokens": 1, "seconds": {"median": 2.0}}, {"name": "b", "tokens": 1, "seconds": None}]
     before = {"machine": {"torch": "2.11"}, "model": "nano", "results": lines}
@@ -122,9 +183,9 @@ def test_what_only_one_of_two_documents_has(dsv4):
     found = compare.compare(before, now)
     assert found.differences == {"torch": ("2.11", "2.12")}
     assert found.same_device
-    assert [(change.name, change.before, change.now, change.speedup) for change in found.changes] == [
-        ("c x1", None, 2.0, None),
-        ("a x1", 2.0, None, None),
+    assert [change.record() for change in found.changes] == [
+        {"name": "c x1", "before": None, "now": 2.0, "speedup": None, "verdict": None},
+        {"name": "a x1", "before": 2.0, "now": None, "speedup": None, "verdict": None},
     ]
 
 
@@ -178,7 +239,25 @@ def test_a_picture_needs_matplotlib(dsv4, tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     done = dsv4("profile", "kernels", "--plot", str(tmp_path / "a.svg"))
     assert done.code == 2
-    assert "pip install matplotlib" in done.err
+    assert "pip install 'dsv4[plot]'" in done.err
+
+
+def test_no_name_of_the_picture_covers_another():
+    points = [(100 + 3 * i, 200 + 2 * (i % 5)) for i in range(40)]
+    named = [(f"operation_{i}", point) for i, point in enumerate(points)]
+    boxes = plot.places(named, points, 12.0)
+    assert not any(one.meets(other) for i, one in enumerate(boxes) for other in boxes[:i])
+    alone = plot.places(named[:1], points[:1], 12.0)[0]
+    assert abs(alone.left - 100) < 20
+    assert alone.low < 200 < alone.high
+
+
+def test_a_picture(dsv4, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "a.svg"
+    done = dsv4("profile", "kernels", "--only", "gemm", "--tokens", "1,3", "--plot", str(file))
+    assert done.code == 0
+    assert "3 tokens" in file.read_text()
 
 
 def test_help_names_the_parts(dsv4):

@@ -32,7 +32,7 @@ BaselineOpt = Annotated[
     Path | None, typer.Option(metavar="OLD.json", help="What --json printed before: show what has changed.")
 ]
 PlotOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a .png or .svg file; needs matplotlib.")
+    Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a .png or .svg file; needs dsv4[plot].")
 ]
 StepTokensOpt = Annotated[
     int, typer.Option(min=1, help="Tokens of each sequence in the step: 1 decodes, more are a part of a prompt.")

@@ -11,6 +11,8 @@ Document = dict[str, Any]
 KERNELS = ("operation", "tokens", "time", "spread", "GB/s", "of max", "TFLOP/s", "of max")
 OTHERS = ("operation", "tokens", "time", "reference", "faster", "library", "faster")
 STEP = ("part", "number", "time", "share")
+# a spread that is worth a word; more of a ceiling than its own measurement is off by
+WIDE, IMPOSSIBLE = 0.25, 1.05
 
 
 def show_kernels(out: Output, document: Document) -> None:
@@ -36,6 +38,7 @@ def show_kernels(out: Output, document: Document) -> None:
     for line in results:
         if line["wrong"]:
             out.line(f"WRONG {line['name']} x{line['tokens']}: {line['wrong']}", strong=True)
+    _warn(out, shown)
 
 
 def show_step(out: Output, document: Document) -> None:
@@ -63,17 +66,50 @@ def show_step(out: Output, document: Document) -> None:
 
 
 def show_changes(out: Output, comparison: "Comparison") -> None:
-    """Before, now and their ratio, after what differs beside the times."""
+    """Before, now, their ratio and whether it means anything, after what differs beside the times."""
     out.line()
     if not comparison.same_device:
         out.warning("the baseline was measured on another device: the ratios compare machines")
     for name, (before, now) in comparison.differences.items():
         out.line(f"{name}: {before}, now {now}")
     rows = [
-        (change.name, _time(change.before), _time(change.now), f"{change.speedup:.2f}x" if change.speedup else "-")
+        (
+            change.name,
+            _time(change.before.median if change.before else None),
+            _time(change.now.median if change.now else None),
+            f"{change.speedup:.2f}x" if change.speedup else "-",
+            change.verdict or "",
+        )
         for change in comparison.changes
     ]
-    out.table([("since the baseline", "before", "now", "faster"), *rows], numbers=True)
+    out.table([("since the baseline", "before", "now", "faster", ""), *rows], numbers=True)
+    if any(change.verdict == "unclear" for change in comparison.changes):
+        out.warning(
+            f"the device itself was up to {comparison.drift:.2f} times as fast in one of the runs: something else ran, "
+            "and nothing is clear; measure both again"
+        )
+
+
+def _warn(out: Output, shown: list[Document]) -> None:
+    """Of times that say little, and of rates that cannot be."""
+    loose = [line for line in shown if _spread(line) > WIDE]
+    if loose:
+        out.warning(
+            f"{len(loose)} of {counted(len(shown), 'time')} spread by more than {WIDE:.0%}: something else may have run"
+        )
+    over = [line for line in shown if max(line["of_bandwidth"] or 0, line["of_matmul"] or 0) > IMPOSSIBLE]
+    if over:
+        names = ", ".join(f"{line['name']} x{line['tokens']}" for line in over[:3])
+        more = f" and {len(over) - 3} more" if len(over) > 3 else ""
+        out.warning(
+            f"over {IMPOSSIBLE:.0%} of what was measured as the most: {names}{more}; something else ran while that was "
+            "measured, or the inputs were in the cache"
+        )
+
+
+def _spread(line: Document) -> float:
+    seconds = line["seconds"]
+    return float((seconds["high"] - seconds["low"]) / seconds["median"])
 
 
 def _show_machine(out: Output, document: Document) -> None:
@@ -95,13 +131,12 @@ def _show_machine(out: Output, document: Document) -> None:
 
 def _kernel(line: Document) -> tuple[str, ...]:
     seconds = line["seconds"]
-    spread = (seconds["high"] - seconds["low"]) / seconds["median"]
     computes = line["flops"] > 0
     return (
         line["name"],
         f"{line['tokens']:,}",
         _time(seconds["median"]),
-        f"{spread:.0%}",
+        f"{_spread(line):.0%}",
         f"{line['bytes_per_second'] / 1e9:,.1f}",
         f"{line['of_bandwidth']:.1%}",
         f"{line['flops_per_second'] / 1e12:.3g}" if computes else "-",

@@ -2,37 +2,78 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dsv4cli.errors import UsageError
 
 SCHEMA = "dsv4.profile/1"
 # what must be equal for two documents to measure the same thing
 SUBJECT = ("model", "backend", "tp", "batch", "context")
+# chosen, not measured: a ratio below the first is no news whatever the spread; where what the device does at most is
+# apart by more than the second, it had other work
+RUNS_DIFFER, DRIFTED = 0.1, 1.25
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one line: the median, and the range of the measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def spread(self) -> float:
+        """The width of the range, of the median."""
+        return (self.high - self.low) / self.median if self.median else 0.0
 
 
 @dataclass(frozen=True)
 class Change:
-    """Seconds of one line before and now; None where only the other document has the line."""
+    """One line before and now; None where only the other document has the line. drift: how far the device itself has
+    moved between both, as a factor from 1 on."""
 
     name: str
-    before: float | None
-    now: float | None
+    before: Times | None
+    now: Times | None
+    drift: float = 1.0
 
     @property
     def speedup(self) -> float | None:
         """Above 1 where it has become faster."""
-        return self.before / self.now if self.before and self.now else None
+        return self.before.median / self.now.median if self.before and self.now and self.now.median else None
+
+    @property
+    def verdict(self) -> Literal["faster", "slower", "within the spread", "unclear"] | None:
+        """Faster or slower only where the ranges do not meet, and the ratio is larger than the wider of both spreads,
+        than what two runs differ by, and than the drift. Nothing is clear where the device had other work."""
+        if self.before is None or self.now is None or self.speedup is None:
+            return None
+        if self.drift > DRIFTED:
+            return "unclear"
+        least = max(1 + max(self.before.spread, self.now.spread, RUNS_DIFFER), self.drift)
+        if self.now.high < self.before.low and self.speedup > least:
+            return "faster"
+        if self.now.low > self.before.high and self.speedup < 1 / least:
+            return "slower"
+        return "within the spread"
+
+    def record(self) -> dict[str, Any]:
+        """For JSON: the medians, their ratio and what it means."""
+        times = {"before": self.before and self.before.median, "now": self.now and self.now.median}
+        return {"name": self.name, **times, "speedup": self.speedup, "verdict": self.verdict}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """machine: parts of the machine or the software, and of what was measured, that differ: name to (before, now)."""
+    """differences: parts of the machine or the software, and of what was measured, that differ: name to (before, now).
+    drift: how far the device's own rates are apart, as a factor from 1 on."""
 
     differences: dict[str, tuple[Any, Any]]
     changes: list[Change]
+    drift: float = 1.0
 
     @property
     def same_device(self) -> bool:
@@ -44,7 +85,8 @@ class Comparison:
         return {
             "same_device": self.same_device,
             "differences": {name: list(pair) for name, pair in self.differences.items()},
-            "changes": [asdict(change) | {"speedup": change.speedup} for change in self.changes],
+            "drift": self.drift,
+            "changes": [change.record() for change in self.changes],
         }
 
 
@@ -72,11 +114,12 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
     """Line by line, in the order of the new document."""
     pairs = {name: (before["machine"].get(name), value) for name, value in now["machine"].items()}
     pairs |= {name: (before.get(name), now.get(name)) for name in SUBJECT}
-    old, new = _seconds(before), _seconds(now)
-    names = dict.fromkeys([*new, *old])
+    old, new = _times(before), _times(now)
+    names, drift = dict.fromkeys([*new, *old]), _drift(_rates(before), _rates(now))
     return Comparison(
         {name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
-        [Change(name, old.get(name), new.get(name)) for name in names],
+        [Change(name, old.get(name), new.get(name), drift) for name in names],
+        drift,
     )
 
 
@@ -89,11 +132,26 @@ def _sound(document: Mapping[str, Any]) -> bool:
     )
 
 
-def _seconds(document: Mapping[str, Any]) -> dict[str, float]:
-    """The median of each line that has one, by its name and number of tokens."""
-    found = {}
+def _times(document: Mapping[str, Any]) -> dict[str, Times]:
+    """Each line that has a time, by its name and number of tokens; a part of a step has the range of the whole."""
+    found: dict[str, Times] = {}
+    whole = Times(1.0, 1.0, 1.0)
     for line in document["results"]:
         timing = line.get("seconds")
-        if isinstance(timing, dict) and isinstance(timing.get("median"), int | float):
-            found[f"{line['name']} x{line['tokens']}" if "tokens" in line else line["name"]] = timing["median"]
+        if isinstance(timing, dict) and isinstance(median := timing.get("median"), int | float):
+            times = Times(median, timing.get("low", median * whole.low), timing.get("high", median * whole.high))
+            if "low" in timing and median:
+                whole = Times(1.0, times.low / median, times.high / median)
+            found[f"{line['name']} x{line['tokens']}" if "tokens" in line else line["name"]] = times
     return found
+
+
+def _rates(document: Mapping[str, Any]) -> dict[str, float]:
+    """What the device did at most in that run."""
+    ceilings = dict(document.get("ceilings") or {})
+    return {**ceilings.pop("matmul_flops", {}), **ceilings}
+
+
+def _drift(before: Mapping[str, float], now: Mapping[str, float]) -> float:
+    ratios = [now[name] / before[name] for name in now.keys() & before.keys() if before[name] and now[name]]
+    return max((max(ratio, 1 / ratio) for ratio in ratios), default=1.0)

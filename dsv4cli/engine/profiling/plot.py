@@ -1,14 +1,32 @@
 """The roofline as a picture: each operation's rate over its FLOP per byte, under the measured ceilings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsv4cli.errors import UsageError
 
 SUFFIXES = (".png", ".svg")
+SIZE, DPI, FRAME = (13.0, 8.0), 120, (0.06, 0.08, 0.73, 0.86)
+POINTS, WIDTH_OF_LETTER = 7.0, 0.64
+# a shape for each number of tokens, smallest first
+SHAPES = "osD^vP*X<>"
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels."""
+
+    left: float
+    low: float
+    right: float
+    high: float
+
+    def meets(self, other: "Box") -> bool:
+        """Whether both share more than an edge."""
+        beside = self.right <= other.left or other.right <= self.left
+        return not (beside or self.high <= other.low or other.high <= self.low)
 
 
 def check_plot(path: Path) -> None:
@@ -18,26 +36,100 @@ def check_plot(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"--plot: there is no folder {path.parent}", "make it, or name another")
     if find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed", "install it: pip install matplotlib")
+        raise UsageError("--plot needs matplotlib, which is not installed", "install it: pip install 'dsv4[plot]'")
 
 
 def draw_roofline(document: Mapping[str, Any], path: Path) -> None:
-    """Draws the results of a document of `profile kernels`."""
-    figure = import_module("matplotlib.figure").Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
+    """Draws the results of a document of `profile kernels`: a colour for each family, a shape for each number of
+    tokens, a line between the points of one operation, whose name stands once."""
+    figure = import_module("matplotlib.figure").Figure(figsize=SIZE, dpi=DPI)
+    axes = figure.add_axes(FRAME)
     measured = [line for line in document["results"] if line["flops"] and line["seconds"]]
-    ceilings = document["ceilings"]
-    bandwidth = max(ceilings["copy_bytes_per_second"], ceilings["read_bytes_per_second"])
-    intensities = [line["flops"] / line["bytes"] for line in measured]
-    low, high = min(intensities, default=1) / 4, max(intensities, default=1) * 4
-    for name, rate in ceilings["matmul_flops"].items():
-        corners = [low, max(low, min(rate / bandwidth, high)), high]
-        axes.plot(corners, [min(rate, bandwidth * x) / 1e12 for x in corners], label=f"ceiling, {name}")
-    for line, intensity in zip(measured, intensities, strict=True):
-        rate = line["flops_per_second"] / 1e12
-        axes.plot(intensity, rate, "k.")
-        axes.annotate(f"{line['name']} x{line['tokens']}", (intensity, rate), fontsize=6)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.set_title(f"{document['model']} on {document['machine']['device']}")
-    axes.legend()
-    figure.savefig(path)
+    _ceilings(axes, document["ceilings"], [_place(line)[0] for line in measured])
+    _points(axes, measured)
+    _names(axes, measured)
+    figure.savefig(path, dpi=DPI)
+
+
+def _place(line: Mapping[str, Any]) -> tuple[float, float]:
+    return line["flops"] / line["bytes"], line["flops_per_second"] / 1e12
+
+
+def _ceilings(axes: Any, ceilings: Mapping[str, Any], intensities: Sequence[float]) -> None:
+    bandwidth = max(ceilings["copy_bytes_per_second"], ceilings["read_bytes_per_second"])
+    low, high = min(intensities, default=1) / 4, max(intensities, default=1) * 4
+    for (name, rate), dash in zip(ceilings["matmul_flops"].items(), ("-", "--", "-.", ":"), strict=False):
+        corners = [low, max(low, min(rate / bandwidth, high)), high]
+        rates = [min(rate, bandwidth * x) / 1e12 for x in corners]
+        axes.plot(corners, rates, dash, color="black", linewidth=1, label=f"ceiling, {name}")
+
+
+def _points(axes: Any, measured: Sequence[Mapping[str, Any]]) -> None:
+    colours = import_module("matplotlib").colormaps["tab20"].colors
+    families = list(dict.fromkeys(line["family"] for line in measured))
+    # the strong half of the colours first
+    colour = {family: colours[(2 * i + i // 10) % 20] for i, family in enumerate(families)}
+    counts = sorted({line["tokens"] for line in measured})
+    shape = {count: SHAPES[i % len(SHAPES)] for i, count in enumerate(counts)}
+    for lines in _operations(measured):
+        axes.plot(*zip(*map(_place, lines), strict=True), color=colour[lines[0]["family"]], linewidth=0.6, alpha=0.6)
+    for line in measured:
+        axes.plot(*_place(line), shape[line["tokens"]], color=colour[line["family"]], markersize=5)
+    for family in families:
+        axes.plot([], [], "s", color=colour[family], label=family)
+    for count in counts:
+        axes.plot([], [], shape[count], color="grey", label=f"{count:,} token" + "s" * (count != 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, fontsize=8)
+
+
+def _operations(measured: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The lines of each operation, fewest tokens first."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for line in sorted(measured, key=lambda line: line["tokens"]):
+        found.setdefault(line["name"], []).append(line)
+    return list(found.values())
+
+
+def _names(axes: Any, measured: Sequence[Mapping[str, Any]]) -> None:
+    """Each operation's name beside its last point, or as near as there is room, with a line to the point."""
+    axes.autoscale_view()  # or pixels are those of an empty picture
+    pixels = [tuple(axes.transData.transform(_place(line))) for line in measured]
+    last = {line["name"]: (_place(line), place) for line, place in zip(measured, pixels, strict=True)}
+    pixel = 72 / DPI  # in points: an SVG has other pixels
+    height = POINTS / pixel
+    boxes = places([(name, place) for name, (_, place) in last.items()], pixels, height)
+    for (name, (point, (x, y))), box in zip(last.items(), boxes, strict=True):
+        right, up = (box.left + box.right) / 2 - x, (box.low + box.high) / 2 - y
+        line = {"arrowstyle": "-", "linewidth": 0.4, "color": "grey"} if abs(up) > 1.5 * height else None
+        axes.annotate(
+            name, point, (right * pixel, up * pixel), textcoords="offset points",
+            fontsize=POINTS, ha="center", va="center", arrowprops=line,
+        )  # fmt: skip
+
+
+def places(
+    names: Sequence[tuple[str, tuple[float, float]]], points: Sequence[tuple[float, float]], height: float
+) -> list[Box]:
+    """A box for each name with its point, none of which meets another, nor a point if there is room beside them."""
+    dots = [Box(x - 3, y - 3, x + 3, y + 3) for x, y in points]
+    taken: list[Box] = []
+    for name, point in names:
+        boxes = list(_around(point, len(name) * WIDTH_OF_LETTER * height, height))
+        clear = (box for box in boxes if not _hit(box, taken) and not _hit(box, dots))
+        taken.append(next(clear, None) or next(box for box in boxes if not _hit(box, taken)))
+    return taken
+
+
+def _hit(box: Box, others: Sequence[Box]) -> bool:
+    return any(box.meets(other) for other in others)
+
+
+def _around(point: tuple[float, float], width: float, height: float) -> Iterator[Box]:
+    """To the right and to the left of the point, ever farther above and below."""
+    for step in range(200):
+        for up in (step, -step):
+            for side in (0.0, 1.0, 0.5):
+                left, low = point[0] + 7 - side * (width + 14), point[1] + (0.6 * up - 0.5) * height * 1.3
+                yield Box(left, low, left + width, low + 1.2 * height)

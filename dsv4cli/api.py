@@ -1,0 +1,171 @@
+"""The door for Python: `from dsv4cli import Model`. Thin over the engine; `docs/python.md` shows it."""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cache
+from types import TracebackType
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+
+from dsv4cli.engine.answer import Answer
+from dsv4cli.engine.answers import Pieces
+from dsv4cli.engine.backend import Backend, resolve_backend, use
+from dsv4cli.engine.device import resolve_device
+from dsv4cli.engine.dialogue import Dialogue, open_dialogue
+from dsv4cli.engine.fit.planner import MemoryLimits
+from dsv4cli.engine.loading import load_model
+from dsv4cli.engine.numerics import Numerics
+from dsv4cli.engine.prompt import Message, check_messages, check_tools, with_tools
+from dsv4cli.engine.score import Score, score
+from dsv4cli.engine.settings import Limits, check_device
+from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.talk import Talk
+from dsv4cli.errors import UsageError
+
+__all__ = ["Model", "Reply", "Score"]
+
+Messages = str | Sequence[Mapping[str, Any]]
+
+
+class Options(TypedDict, total=False):
+    """What `chat` and `stream` take beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    think: str
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    max_tokens: int
+    stop: Sequence[str]
+
+
+class Reply(Iterator[str]):
+    """An answer as it comes: iterating gives its text, piece by piece, without the thinking and the tool calls.
+
+    message: the whole answer in the OpenAI API's form, once it has ended: `role`, `content`, `reasoning_content` and
+    `tool_calls`, empty where there are none. finish_reason: "stop", "length" or "tool_calls", None before.
+    """
+
+    def __init__(self, steps: Generator[tuple[Answer, Pieces], None, None]) -> None:
+        self._steps = steps
+        self._answer: Answer | None = None
+        self._text = self._texts()
+
+    def __next__(self) -> str:
+        return next(self._text)
+
+    def _texts(self) -> Iterator[str]:
+        for answer, pieces in self._steps:
+            self._answer = answer
+            text = "".join(piece for kind, piece in pieces if kind == "content")
+            if text:
+                yield text
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"] | None:
+        """Why it ended; None while it has not."""
+        return self._answer.finish if self._answer else None
+
+    @property
+    def message(self) -> Message:
+        """The answer, to append to the conversation. Raises UsageError before its end."""
+        if self._answer is None or self._answer.finish is None:
+            raise UsageError("the answer has not ended", "iterate to its end first, or use Model.chat")
+        return self._answer.message()[0]
+
+
+class Model:
+    """A model in memory, ready to be asked. Not for several threads at once."""
+
+    def __init__(
+        self,
+        model: str = "nano",
+        *,
+        device: str = "auto",
+        dtype: Literal["auto", "float32"] = "auto",
+        backend: Backend = "auto",
+        max_context: int | None = None,
+        gpu_memory: int | None = None,
+    ) -> None:
+        """model: what `--model` takes, a folder, `flash`, `org/name`, `nano`, `random:tiny`; a repository must be in
+        the cache. The rest as the options of the same names, gpu_memory in bytes. Raises a Dsv4Error."""
+        check_device(device)
+        self._source, self._device = resolve_model(model), resolve_device(device)
+        self._kernels, self._max_context = resolve_backend(backend, self._device), max_context
+        numerics = Numerics.reference() if dtype == "auto" else Numerics.plain(getattr(torch, dtype))
+        self._dialogue = cache(lambda think: open_dialogue(self._source, think))
+        dialogue: Dialogue = self._dialogue("off")
+        limits = Limits(max_context=max_context)
+        with use(self._kernels):
+            loaded = load_model(self._source, numerics, device=self._device, limits=MemoryLimits(gpu=gpu_memory))
+            self._talk: Talk | None = Talk(loaded, dialogue, limits, self._device)
+
+    def chat(self, messages: Messages, **options: Unpack[Options]) -> Message:
+        """The answer to a conversation, as a message that can be appended to it; options as those of `stream`."""
+        reply = self.stream(messages, **options)
+        for _ in reply:
+            pass
+        return reply.message
+
+    def stream(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        think: str = "off",
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        max_tokens: int = 4096,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The answer as it comes; an earlier one that has not ended ends. A text is one message of the user.
+
+        A turn reads only what the last one has not read. Raises UsageError for what no conversation is, and for one
+        that fills the context.
+        """
+        talk = self._open()
+        given = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(map(dict, messages))
+        checked = check_messages(given)
+        if tools is not None:
+            checked = with_tools(checked, check_tools(list(map(dict, tools))))
+        talk.dialogue = self._dialogue(think)
+        talk.limits = Limits(max_tokens, self._max_context, stops=tuple(stop))
+        return Reply(self._computed(talk.reply(checked, self._source.sampling.chosen(temperature, top_p, seed))))
+
+    def score(self, text: str | Sequence[int], *, logprobs: int = 0) -> Score:
+        """How likely the model finds a text, or token ids: `ids`, `logprobs` of each token given those before (None for
+        the first), `perplexity`, and in `top` the `logprobs` likeliest next tokens after each."""
+        talk = self._open()
+        ids = talk.dialogue.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        limits = Limits(max_context=self._max_context, logprobs=logprobs)
+        with use(self._kernels):
+            return next(score(talk.model, [ids], limits, self._device))
+
+    def close(self) -> None:
+        """Gives back the memory; harmless the second time."""
+        talk, self._talk = self._talk, None
+        if talk is not None:
+            talk.forget()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Talk:
+        if self._talk is None:
+            raise UsageError("this model has been closed", "make another Model")
+        return self._talk
+
+    def _computed(self, reply: Generator[tuple[Answer, Pieces], None, None]) -> Generator[tuple[Answer, Pieces]]:
+        """Its steps, each with this model's backend, whatever the caller computes between them."""
+        while True:
+            with use(self._kernels):
+                step = next(reply, None)
+            if step is None:
+                return
+            yield step
