@@ -129,8 +129,7 @@ def chat(
     """Talk with the model, as long as you like.
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
-    answer, twice it quits. Piped lines are questions; the exit code is the last error's. Turns stay in
-    $XDG_STATE_HOME/dsv4 or ~/.local/state/dsv4: --continue goes on, with model, --think, --temperature and --top-p.
+    answer, twice it quits. Piped lines are questions; the exit code is the last error's. --continue goes on later.
     """
     out, state = Output(context.obj), state_folder(state_home)
     _check(device, torchrun, question)
