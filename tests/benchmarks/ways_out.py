@@ -260,9 +260,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--after", type=float, default=2.0, help="seconds after the start that signals come")
+    parser.add_argument("--times", type=int, default=1, help="how often each case is carried out")
     parser.add_argument("--only", default="", help="words of the cases to carry out")
     asked = parser.parse_args()
-    chosen = [case for case in cases() if asked.only in f"{case.command} {case.moment} {case.way}"]
+    chosen = [case for case in cases() if asked.only in f"{case.command} {case.moment} {case.way}"] * asked.times
     print("| command | moment | way | code | seconds | left | last line |\n|---|---|---|---|---|---|---|", flush=True)
     wrong = 0
     with ThreadPoolExecutor(asked.jobs) as pool:
