@@ -114,7 +114,17 @@ def test_a_journal_that_cannot_be_written_is_a_warning(chat, tmp_path):
 
 
 def test_commands_change_the_conversation(chat, tmp_path):
-    lines = ("/system Be kind.", "one", "/retry", "/edit uno", "//two", "/undo", f"/save {tmp_path}/x.json", "/clear")
+    lines = (
+        "/system Be.",
+        "/system Be kind.",
+        "one",
+        "/retry",
+        "/edit uno",
+        "//two",
+        "/undo",
+        f"/save {tmp_path}/x.json",
+        "/clear",
+    )
     done = chat(*lines, "/json", f"/load {tmp_path}/x.json", "/json", answers=("1", "I", "eins", "2"))
     assert done.err.count("error") == 0
     *_, second = done.out.partition("2\n")

@@ -310,6 +310,7 @@ def test_a_cut_connection_continues_where_it_stopped(hub, dsv4, tmp_path, place)
         ({"status": 500, "times": 3}, ""),
         ({"short": 5000, "times": 3}, ""),
         ({"flip": 5000, "times": 2}, ""),
+        ({"extra": 5000, "times": 99}, ""),
         ({"pause": (5000, 9.0), "times": 1}, ""),
         ({"ignore_range": True, "cut": 5000, "times": 3}, ""),
         ({"status": 503, "times": 99}, "fails with HTTP 503"),

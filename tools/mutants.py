@@ -76,20 +76,20 @@ def copy_tree(root: Path, to: Path) -> None:
             shutil.copy2(root / name, to / name)
 
 
-def run_tests(tests: Sequence[str], tree: Path) -> int | None:
-    """pytest's exit code, None where it does not end."""
+def run_tests(tests: Sequence[str], tree: Path, limit: int = LIMIT) -> tuple[int | None, str]:
+    """pytest's exit code, None where it does not end, and what it says."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-    # Triton keeps kernels by their source, Python its byte code by the time of a file, which may not change in a second
+    # Python keeps byte code by the time of a file, which may change twice within a second
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
-            done = subprocess.run(command, cwd=tree, env=environment, stdout=output, stderr=output, timeout=LIMIT)
+            code = subprocess.run(
+                command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=limit
+            ).returncode
         except subprocess.TimeoutExpired:
-            return None
-        if done.returncode not in VERDICTS:
-            output.seek(0)
-            sys.stderr.buffer.write(output.read())
-    return done.returncode
+            code = None
+        output.seek(0)
+        return code, output.read()
 
 
 def verdict(mutation: Mutation, tree: Path) -> str:
@@ -98,10 +98,22 @@ def verdict(mutation: Mutation, tree: Path) -> str:
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     try:
-        code = run_tests(mutation.tests, tree)
+        code, said = run_tests(mutation.tests, tree)
     finally:
         path.write_text(text, encoding="utf-8")
-    return "killed" if code is None else VERDICTS.get(code, "broken")
+    if code is None or code < 0:  # a process that crashes has noticed too
+        return "killed"
+    if code not in VERDICTS:
+        print(said, file=sys.stderr)
+    return VERDICTS.get(code, "broken")
+
+
+def passes(mutations: Iterable[Mutation], tree: Path) -> bool:
+    """Whether the tests pass without any mutation."""
+    code, said = run_tests(sorted({test for one in mutations for test in one.tests}), tree, 4 * LIMIT)
+    if code != PASSED:
+        print(f"{said}\nthe tests fail, or do not end, without any mutation", file=sys.stderr)
+    return code == PASSED
 
 
 def main(words: Sequence[str]) -> int:
@@ -115,8 +127,7 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(ROOT, tree)
-        if run_tests(sorted({test for one in chosen for test in one.tests}), tree) != PASSED:
-            print("the tests fail without any mutation", file=sys.stderr)
+        if not passes(chosen, tree):
             return 2
         verdicts = []
         for number, one in enumerate(chosen, 1):

@@ -325,6 +325,20 @@ def test_a_restored_sequence_rolls_back_no_further_than_its_rings_hold(plain):
         assert restored.length == 20 - ROLLBACK
 
 
+def test_after_an_interruption_the_cache_holds_what_it_is_told(plain):
+    cache = (runner := Runner(plain, slots=3)).cache
+    kept, lost = cache.allocate(), cache.allocate()
+    runner.read(kept, text(plain, 130))
+    snapshot = cache.snapshot(kept)
+    for sequence in (kept, lost):
+        runner.read(sequence, text(plain, 130, seed=1))
+    cache.recover([kept], [snapshot])
+    assert (cache.free_slots, cache.used_blocks) == (2, 3 + 1)  # 260 tokens, and the block that was copied
+    cache.drop(snapshot)
+    cache.free(kept)
+    assert (cache.free_slots, cache.used_blocks) == (3, 0)
+
+
 def test_slots_run_out(plain):
     cache = Cache(plain.config, plain.numerics, slots=2)
     first = cache.allocate()
