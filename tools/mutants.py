@@ -7,6 +7,7 @@ where the table does not fit the sources or the tests fail without any mutation.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -124,6 +125,8 @@ def main(words: Sequence[str]) -> int:
     if wrong or not chosen:
         print("\n".join(wrong) or "no mutation has these words", file=sys.stderr)
         return 2
+    # behind a & a shell has it ignored, and so it would be in the programs that tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(ROOT, tree)
