@@ -456,6 +456,13 @@ def test_refusals(hub, dsv4, tmp_path, arguments, code, words):
     assert not (tmp_path / "hub").exists() or not (cached(tmp_path) / "refs").exists()
 
 
+@pytest.mark.parametrize("name", ["/etc/a", "a//b", "./a", "a/../../b", "a/.", "..", "a\\..\\b", "a\0b"])
+def test_a_name_that_could_lead_elsewhere(hub, dsv4, name):
+    hub.add("org/evil", {name: b"evil"})
+    done = dsv4("download", "org/evil")
+    assert (done.code, "a file with a dangerous name" in done.err) == (6, True)
+
+
 def test_an_index_that_names_an_absent_file(hub, dsv4):
     hub.add(REPOSITORY, {name: content for name, content in FLASH.items() if name != SHARDS[0]})
     done = dsv4("download", "flash", "--layers", "0")
