@@ -57,7 +57,8 @@ class Fault:
 
     status, headers: an error instead of the answer. cut: the connection ends after so many bytes. short: the answer
     claims to be so many bytes long, and is. flip: the byte at this place of the file is another. pause: seconds of
-    silence after so many bytes. ignore_range: the whole file, whatever was asked for.
+    silence after so many bytes. extra: so many bytes behind the end. ignore_range: the whole file, whatever was asked
+    for.
     """
 
     path: str = ""
@@ -69,6 +70,7 @@ class Fault:
     short: int | None = None
     flip: int | None = None
     pause: tuple[int, float] | None = None
+    extra: int = 0
     ignore_range: bool = False
 
 
@@ -288,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers = headers | {"Content-Range": f"bytes {begin}-{end}/{size}"}
         if fault.short is not None:
             content = content[: fault.short]
-        self._answer(status, content, headers, counted=True)
+        self._answer(status, content + bytes(fault.extra), headers, counted=True)
 
     def _refuse(self, status: int, code: str, message: str = "") -> None:
         headers = {"X-Error-Code": code} if code else {}

@@ -1,8 +1,9 @@
 """One tiny model twice: as the engine's Transformer and, with the same weights, as transformers' DeepseekV4ForCausalLM.
 
 Every kind of layer (ratios 0, 4, 128), of router (by token id, by score) and of clamp acts in it: swiglu_limit is 0.5
-because random weights never reach the released 10. With fewer than 16 indexer heads, scores tie at 0 when every ReLU is
-off, and any choice among ties is right.
+because random weights never reach the released 10; the two epsilons are not the released 1e-6, so that each shows and
+neither stands for the other. With fewer than 16 indexer heads, scores tie at 0 when every ReLU is off, and any choice
+among ties is right.
 """
 
 import re
@@ -42,6 +43,8 @@ VALUES = COMMON | {
     "moe_intermediate_size": 64,
     "routed_scaling_factor": 1.5,
     "swiglu_limit": 0.5,
+    "hc_eps": 0.03,
+    "rms_norm_eps": 0.01,
     "rope_scaling": COMMON["rope_scaling"] | {"original_max_position_embeddings": 64},
     "max_position_embeddings": 64 * 16,
 }

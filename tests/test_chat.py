@@ -81,6 +81,12 @@ def test_continue_goes_on_with_the_last_session(chat, tmp_path):
     assert [stat.S_IMODE(path.stat().st_mode) for path in (state, state / "sessions", journal)] == [0o700, 0o700, 0o600]
 
 
+def test_continue_goes_on_with_what_took_the_place_of_a_question(chat):
+    chat("one", "two", "/edit three", "/retry", answers=("1", "2", "3", "4"))
+    done = chat("/json", options=("--continue",))
+    assert json.loads(done.out) == {"messages": [user("one"), assistant("1"), user("three"), assistant("4")]}
+
+
 @pytest.mark.parametrize("cut", [1, 20, 40])
 def test_a_line_that_was_cut_off_does_not_count(chat, tmp_path, cut):
     chat("one", "two", answers=("1", "2"))
@@ -108,7 +114,17 @@ def test_a_journal_that_cannot_be_written_is_a_warning(chat, tmp_path):
 
 
 def test_commands_change_the_conversation(chat, tmp_path):
-    lines = ("/system Be kind.", "one", "/retry", "/edit uno", "//two", "/undo", f"/save {tmp_path}/x.json", "/clear")
+    lines = (
+        "/system Be.",
+        "/system Be kind.",
+        "one",
+        "/retry",
+        "/edit uno",
+        "//two",
+        "/undo",
+        f"/save {tmp_path}/x.json",
+        "/clear",
+    )
     done = chat(*lines, "/json", f"/load {tmp_path}/x.json", "/json", answers=("1", "I", "eins", "2"))
     assert done.err.count("error") == 0
     *_, second = done.out.partition("2\n")

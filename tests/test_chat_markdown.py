@@ -70,6 +70,7 @@ AS_WRITTEN = (
     "Name   Age\n----   ---\nAnn     31",
     "===\ntext\n===",
     "中文内容，**注意：**后面，半角3*4*5，乘号a*b，“引号”",
+    "*co*écrire, **re**élire, Ελλη*νικ*ά",
     "👩‍🚀 and 🏳️‍🌈 — “quotes”, naïve, Ελληνικά, עברית, हिन्दी",
     "#hashtag, #include <stdio.h>, C# and F#",
     "~~struck~~, ~home, a ~ b, x^2^, H~2~O, ==marked==",

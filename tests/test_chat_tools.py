@@ -1,7 +1,9 @@
 """Calls of `dsv4 chat`: what a command prints reaches the model, within bounds, and the terminal only made harmless."""
 
+import fcntl
 import json
 import sys
+import time
 
 import pytest
 
@@ -110,6 +112,23 @@ def test_a_command_that_reads_nothing_is_not_in_the_way():
 def test_a_process_left_behind_does_not_delay_a_result():
     script = "import subprocess, sys; subprocess.Popen(['sleep', '60']); print('done')"
     assert carry_out([sys.executable, "-c", script], "", 30, kept=100).out == "done"
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path):
+    lock = tmp_path / "lock"
+    hold = f"import fcntl, subprocess; file = open({str(lock)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+    quiet = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
+    script = hold + f"subprocess.Popen(['sleep', '60'], pass_fds=[file.fileno()], {quiet}); print('done')"
+    assert carry_out([sys.executable, "-c", script], "", 30, kept=100).out == "done"
+    with lock.open() as file:
+        end = time.monotonic() + 10
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < end, "the process that holds the lock lives"
+                time.sleep(0.01)
 
 
 def test_a_wrong_key_asks_again_and_a_no_is_told(tools):

@@ -310,6 +310,7 @@ def test_a_cut_connection_continues_where_it_stopped(hub, dsv4, tmp_path, place)
         ({"status": 500, "times": 3}, ""),
         ({"short": 5000, "times": 3}, ""),
         ({"flip": 5000, "times": 2}, ""),
+        ({"extra": 5000, "times": 99}, ""),
         ({"pause": (5000, 9.0), "times": 1}, ""),
         ({"ignore_range": True, "cut": 5000, "times": 3}, ""),
         ({"status": 503, "times": 99}, "fails with HTTP 503"),
@@ -453,6 +454,13 @@ def test_refusals(hub, dsv4, tmp_path, arguments, code, words):
     done = dsv4("download", *arguments)
     assert (done.code, done.out, words in done.err) == (code, "", True)
     assert not (tmp_path / "hub").exists() or not (cached(tmp_path) / "refs").exists()
+
+
+@pytest.mark.parametrize("name", ["/etc/a", "a//b", "./a", "a/../../b", "a/.", "..", "a\\..\\b", "a\0b"])
+def test_a_name_that_could_lead_elsewhere(hub, dsv4, name):
+    hub.add("org/evil", {name: b"evil"})
+    done = dsv4("download", "org/evil")
+    assert (done.code, "a file with a dangerous name" in done.err) == (6, True)
 
 
 def test_an_index_that_names_an_absent_file(hub, dsv4):

@@ -36,7 +36,7 @@ def test_a_line_shows_every_invisible_character():
         ("a\r\tb\x1b[31m\x9b\x7f", r"a\r\tb\x1b[31m\u009b\x7f"),
         ("ab\u202ecd\u2066\u200f\u2028", r"ab\u202ecd\u2066\u200f\u2028"),
         ("lay\u200bers.\u200d0\ufe0f", r"lay\u200bers.\u200d0\ufe0f"),
-        ("\U000e0041\ud800\udce9", r"\U000e0041\ud800\xe9"),
+        ("\U000e0041\ud800\udc80\udcff", r"\U000e0041\ud800\x80\xff"),
         ("👨‍👩‍👧 ❤️‍🔥 1️⃣ می‌خواهم שלום", "👨‍👩‍👧 ❤️‍🔥 1️⃣ می‌خواهم שלום"),
         ("é\u200d\u200d\u200dé", r"é\u200d\u200d\u200dé"),
         (r"C:\new [red]x[/red]", r"C:\new [red]x[/red]"),

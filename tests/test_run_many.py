@@ -223,3 +223,14 @@ def test_slots_are_shared_by_samples(dsv4, monkeypatch):
     monkeypatch.setattr(schedule, "MAX_SLOTS", 1)
     done = dsv4("run", "hi", "--model", SMALL, "--max-tokens", "2", "-n", "2")
     assert (done.code, done.out.count("\n\n") >= 1) == (0, True)
+
+
+def test_after_half_a_line_the_next_answer_has_a_line_of_its_own(tmp_path):
+    out = tmp_path / "a.jsonl"
+    record = {"index": 1, "request": "x", "seed": 0}
+    out.write_text(json.dumps(record) + '\n{"index": 0, "cont')
+    for index in (2, 3):
+        file = AnswerFile(out)
+        file.add(record | {"index": index})
+        file.close()
+    assert [line["index"] for line in lines(out.read_text())] == [1, 2, 3]

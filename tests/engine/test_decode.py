@@ -96,6 +96,31 @@ def test_it_gives_what_any_step_gives_while_sequences_come_and_go(case):
     assert (ours.cache.free_slots, ours.cache.used_blocks) == (len(LENGTHS), 0)
 
 
+@torch.no_grad()
+def test_blocks_that_others_take_are_not_read_any_more(case):
+    """A sequence grows into a new block, writes beside a snapshot, and goes back to it; pools do not grow meanwhile."""
+    model, tolerance = case
+    generator = torch.Generator().manual_seed(1)
+    ids, others = torch.randint(3, 500, (2, 133), generator=generator).tolist()
+    plain, ours = Side(model, 1), Side(model, 3)
+    ours.cache.provide(8)
+    decoder = Decoder(model, ours.cache, 300)
+    for side in (plain, ours):
+        side.read("text", ids[:126])
+    snapshot = ours.cache.snapshot(ours.sequences["text"])
+    for token in others[126:]:
+        decoder.logits([(ours.sequences["text"], token)])
+        ours.advance(["text"])
+    ours.cache.restore(ours.sequences["text"], snapshot)
+    ours.cache.drop(snapshot)
+    ours.read("other", others)  # into what has become free
+    for token in ids[126:]:
+        found = decoder.logits([(ours.sequences["text"], token)])
+        torch.testing.assert_close(found, plain.step({"text": token}), rtol=0, atol=tolerance)
+        plain.advance(["text"])
+        ours.advance(["text"])
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_two_thousand_steps_leave_nothing_behind(case):

@@ -133,6 +133,19 @@ def test_a_short_prompt_is_answered_before_a_long_one():
     assert [step.number for step in steps if step.finish] == [1, 0]
 
 
+def test_a_step_has_no_more_tokens_than_the_bound(monkeypatch):
+    monkeypatch.setattr(schedule, "MAX_STEP_TOKENS", 10)
+    one = schedule.Schedule(model(), streams=3, prefill_chunk=8, device="cpu")
+    for number in range(3):
+        one.add(schedule.Stream(number, [5] * 9))
+    found = []
+    for _ in range(3):
+        chunks, streams = one.step()
+        assert len(streams) == sum(chunk.end - chunk.first for chunk in chunks)
+        found.append([(chunk.stream.number, chunk.end - chunk.first, chunk.row) for chunk in chunks])
+    assert found == [[(0, 8, 0), (1, 2, 8)], [(0, 1, 0), (1, 7, 1), (2, 2, 8)], [(2, 7, 0)]]
+
+
 def test_stopping_from_outside():
     one = generator(prompts()[2:], max_tokens=8)
     seen = []

@@ -16,6 +16,7 @@ from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
+from dsv4cli.engine.linear import RMSNorm
 from dsv4cli.engine.loading import build_random, load_model
 from dsv4cli.engine.model import Transformer
 from dsv4cli.engine.numerics import Numerics
@@ -37,6 +38,20 @@ THIN_FLASH = {"vocab_size": 256, "hidden_size": 128, "num_attention_heads": 4, "
 THIN_FLASH |= {"o_lora_rank": 64, "o_groups": 2, "n_routed_experts": 8, "moe_intermediate_size": 128}
 THIN_FLASH |= {"index_n_heads": 4, "index_topk": 16}
 SCALE = "layers.1.attn.wq_b.scale"
+
+
+@pytest.mark.parametrize("preset", ["tiny", "flash-0731"])
+def test_every_norm_has_the_epsilon_of_norms(preset):
+    """Those of the drafters too; hyper-connections have one of their own."""
+    values = shortened(PRESETS[preset], 3, 6) | {"rms_norm_eps": 0.01, "hc_eps": 0.03}
+    norms = {
+        name: one
+        for name, one in Transformer(parse_config(values, "test"), Numerics.plain()).named_modules()
+        if isinstance(one, RMSNorm)
+    }
+    assert {one.eps for one in norms.values()} == {0.01}
+    assert any(name.startswith("mtp.") for name in norms)
+
 
 Pairs = list[tuple[TensorSpec, torch.Tensor]]
 

@@ -150,7 +150,7 @@ def sinkhorn_without_eps(_):
     return sinkhorn
 
 
-NO_EPS = Mutation(hyper, "sinkhorn", sinkhorn_without_eps, in_prefill=False, in_chunks=False)
+NO_EPS = Mutation(hyper, "sinkhorn", sinkhorn_without_eps)
 MUTATIONS = {
     "entries rotated at g": rotated_at(lambda group, ratio: group),
     "entries rotated at the group's last token": rotated_at(lambda group, ratio: group * ratio + ratio - 1),
@@ -193,7 +193,7 @@ MUTATIONS = {
     "no q-head norm": Mutation(keys, "head_norm", lambda _: lambda q, eps: q),
     "relu after head sum": Mutation(indexer, "index_scores", relu_after_sum),
 }
-# what shows in chunks only or nowhere, the mildest of each part, and one rounding of each kind; the rest is slow
+# what shows in chunks only, the mildest of each part, and one rounding of each kind; the rest is slow
 ALWAYS = {
     "overlap dropped at chunk borders", "ring written before read", "Sinkhorn without eps", "open group visible",
     "entries rotated at the group's last token", "bias leaks into weights", "up clamped only above",

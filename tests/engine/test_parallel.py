@@ -4,12 +4,13 @@ import os
 import socket
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from dsv4cli.engine import ranks
+from dsv4cli.engine import moe, ranks
 from dsv4cli.engine.batch import make_batch
 from dsv4cli.engine.cache import Cache
 from dsv4cli.engine.config import parse_config
@@ -17,6 +18,7 @@ from dsv4cli.engine.dialogue import open_dialogue
 from dsv4cli.engine.layout import Formats, expected_tensors
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.moe import Router
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.presets import TINY, shortened
@@ -194,3 +196,15 @@ def test_only_the_first_rank_to_fail_says_why(tmp_path, monkeypatch):
         process.join()
     said = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
     assert said == ["SystemExit(1)", "NotEnoughMemory('one of 2 ranks here has no room')"]
+
+
+def test_what_ranks_add_up_is_rounded_once(monkeypatch):
+    """Each rank's part of the experts is still fp32 when the ranks' parts are added."""
+    parts = []
+    monkeypatch.setattr(Router, "forward", lambda self, x, ids: (ids, ids))
+    monkeypatch.setattr(moe.experts, "mixture", lambda x, *rest: x.to(rest[-1]))
+    monkeypatch.setattr(World, "sum_rounded", lambda self, x, dtype: parts.append(x.dtype) or x.to(dtype))
+    for size in (1, 2):
+        layer = moe.MoE(CONFIG, Numerics.reference(), False, World(0, size))
+        assert layer(torch.ones(1, 4, dtype=torch.bfloat16), SimpleNamespace(ids=None)).dtype == torch.bfloat16
+    assert parts == [torch.bfloat16, torch.float32]

@@ -224,6 +224,7 @@ SPLITS = {
     "1 to 9": random_split(1, 9),
     "20 to 140": random_split(20, 140),
     "around the window": lambda rows: [127, 1, 1, 126, 2],
+    "around the room in a ring": lambda rows: [140, ROLLBACK + 1, ROLLBACK + 2, ROLLBACK + 3, ROLLBACK + 2],
     "all sizes": lambda rows: [7, 1, 33, 130, 2, 64, 3, 60],
     "prompt, then one by one": lambda rows: [131] + [1] * 30,
 }
@@ -308,6 +309,34 @@ def test_rollback_has_a_limit(plain):
                 runner.cache.roll_back(sequence, tokens)
         assert sequence.length == 20 - ROLLBACK
         runner.read(sequence, text(plain, 2))
+
+
+def test_a_restored_sequence_rolls_back_no_further_than_its_rings_hold(plain):
+    runner = Runner(plain, slots=2)
+    cache, sequence = runner.cache, runner.cache.allocate()
+    runner.read(sequence, text(plain, 20))
+    cache.roll_back(sequence, 5)
+    snapshot = cache.snapshot(sequence)
+    for restored in (sequence, cache.allocate()):
+        cache.restore(restored, snapshot)
+        with pytest.raises(ValueError, match="cannot take"):
+            cache.roll_back(restored, ROLLBACK - 4)
+        cache.roll_back(restored, ROLLBACK - 5)
+        assert restored.length == 20 - ROLLBACK
+
+
+def test_after_an_interruption_the_cache_holds_what_it_is_told(plain):
+    cache = (runner := Runner(plain, slots=3)).cache
+    kept, lost = cache.allocate(), cache.allocate()
+    runner.read(kept, text(plain, 130))
+    snapshot = cache.snapshot(kept)
+    for sequence in (kept, lost):
+        runner.read(sequence, text(plain, 130, seed=1))
+    cache.recover([kept], [snapshot])
+    assert (cache.free_slots, cache.used_blocks) == (2, 3 + 1)  # 260 tokens, and the block that was copied
+    cache.drop(snapshot)
+    cache.free(kept)
+    assert (cache.free_slots, cache.used_blocks) == (3, 0)
 
 
 def test_slots_run_out(plain):

@@ -87,6 +87,7 @@ def test_calls(text: str, expected: list[tuple[str, str]]) -> None:
         (calls(f'<{DSML}invoke name="f"></{DSML}invoke>'), "a tool call has no name"),
         (calls(f'<{DSML}invoke name="f">\n'), f"the reply ends without </{DSML}invoke"),
         (calls(invoke("f", parameter("a", "1"), parameter("a", "2"))), "the call of f has the parameter a twice"),
+        (calls(invoke("f", parameter("a", "1"), parameter("a", "1"))), "the call of f has the parameter a twice"),
         (calls(invoke("f", parameter("a", "1", "yes"))), "a parameter of f is not a name, its type and a closed value"),
         (calls(invoke("f", f'<{DSML}parameter name="a" string="true">1')), f"the reply ends without /{DSML}parameter"),
         (calls(invoke("f", f'<{DSML}parameter name="a">1</{DSML}parameter>')), "a parameter of f is not a name"),

@@ -6,6 +6,7 @@ import torch
 from dsv4cli.engine.sampler import check_finite, sample
 from dsv4cli.engine.settings import MIN_TEMPERATURE, Sampling
 from dsv4cli.errors import UnsoundResult
+from dsv4cli.kernels.sampling import draw, noise
 from dsv4cli.kernels.sampling.ref import nucleus
 
 ROWS, VOCABULARY = 2000, 7
@@ -44,6 +45,12 @@ def test_greedy_is_the_first_of_the_best():
     assert torch.equal(sample(logits, Sampling(temperature=0), *origins(50)), logits.argmax(-1))
     for sampling in (Sampling(temperature=MIN_TEMPERATURE), Sampling(top_p=1e-9)):
         assert torch.equal(sample(logits[1:] * 50, sampling, *origins(49)), logits[1:].argmax(-1))
+
+
+def test_noise_is_that_of_a_seed_at_a_place():
+    logits, seeds, places = torch.randn(4, 100), [3, 3, 5, 7], [5, 7, 3, 3]
+    expected = draw(logits, noise(torch.tensor(seeds), torch.tensor(places), 100), 1.0, 1.0)
+    assert torch.equal(sample(logits, Sampling(), seeds, places), expected)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.6)])

@@ -106,7 +106,7 @@ class Texts:
 KINDS = [(4, 2, 80, 8), (4, 1, 16, 4), (32, 1, 48, 8)]
 REAL = [(4, 2, 512, 32), (128, 1, 512, 32), (4, 2, 128, 32)]
 # the tokens of three sequences in each step: long ones, single ones, none of one sequence
-SPLITS = [[[13, 1, 34], [4, 3, 1], [1, 1, 1], [2, 1, 9]], [[1, 1]] * 9, [[3, 70], [40, 1]]]
+SPLITS = [[[13, 1, 34], [4, 3, 1], [1, 1, 1], [2, 1, 9]], [[1, 1]] * 9, [[3, 70], [40, 1]], [[6, 7], [6, 5]]]
 
 
 def lengths(split: list[list[int]]) -> list[int]:
@@ -114,7 +114,7 @@ def lengths(split: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("split", SPLITS, ids=["mixed", "single", "long"])
+@pytest.mark.parametrize("split", SPLITS, ids=["mixed", "single", "long", "to the end"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_entries_are_those_of_the_whole_text(kind, split):
     check_steps(Texts(lengths(split), *kind), split)

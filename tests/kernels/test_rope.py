@@ -44,6 +44,36 @@ def test_interpolation_fades_in_between_15_and_25():
     )
 
 
+def corrected(pair: int, theta: float, length: int, fast: float, slow: float) -> float:
+    """The frequency of a pair of 64 columns, as the official model.py computes it, factor 16."""
+
+    def place(turns: float) -> float:
+        return 64 * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(place(fast)), 0), min(math.ceil(place(slow)), 63)
+    smooth = 1 - min(max((pair - low) / (high - low), 0), 1)
+    plain = theta ** (-2 * pair / 64)
+    return plain / 16 * (1 - smooth) + plain * smooth
+
+
+@pytest.mark.parametrize(
+    ("theta", "length", "fast", "slow", "span"),
+    [
+        (160000, 65536, 32, 1, (15, 25)),
+        (10000, 65536, 32, 1, (20, 33)),  # beyond the last pair, which keeps a part of its frequency
+        (10000, 4_000_000, 200, 0.01, (28, 63)),  # no further than to the number of columns
+        (160000, 100, 32, 1, (0, 8)),
+    ],
+)
+def test_frequencies_are_the_official_ones(theta, length, fast, slow, span):
+    scaling = {"original_max_position_embeddings": length, "beta_fast": fast, "beta_slow": slow}
+    changes = {"compress_rope_theta": theta, "rope_scaling": PRESETS["flash"]["rope_scaling"] | scaling}
+    config = parse_config(PRESETS["flash"] | changes, "test")
+    assert correction_range(config, theta) == span
+    expected = [corrected(pair, theta, length, fast, slow) for pair in range(32)]
+    assert frequencies(config, 4).tolist() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("position", [0, 1, 65_535, 1_000_003])
 def test_angle_is_rounded_to_fp32(position):
     table = frequencies(CONFIG, 4)

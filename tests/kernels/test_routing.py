@@ -38,6 +38,16 @@ def test_scores(logit):
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("logit", [7.0, 10.0625, 11.0, 12.0, 19.5, 20.5])
+def test_softplus_is_linear_above_20_only(logit):
+    # beside an expert that has nearly all of the weight, a score's error is the error of its share; at 10 the logit in
+    # the place of its softplus would be twice as far off as this bound
+    x, weight = given(torch.tensor([[logit, 1e8]]))
+    _, weights = route_by_id(x, weight, torch.tensor([[0, 1]]), torch.tensor([0]), 1.0)
+    assert weights[0, 0].item() == pytest.approx(score(logit) / (score(logit) + 1e4), rel=SCORE)
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(0, 4, 2), (1, 1, 1), (1, 13, 6), (7, 13, 6), (17, 8, 8)])
 def test_best_first_by_biased_score_with_unbiased_weights(tokens, experts, k, scale):
