@@ -203,4 +203,4 @@ def test_a_degree_that_does_not_divide_is_refused(tmp_path):
     program = started(tmp_path, "--tp", "3")
     out, err = program.communicate("hi\n", SECONDS)
     assert (program.returncode, out) == (2, "")
-    assert err.startswith("starting 3 ranks\nerror: 3 ranks do not divide num_attention_heads = 4\n")
+    assert err.startswith("starting 3 ranks\nerror: num_attention_heads = 4 is not divisible by 3 ranks\n")

@@ -111,10 +111,12 @@ def _converse(job: Job) -> None:
 
 def check_shares(job: Job, size: int) -> None:
     """Raises UsageError or CheckpointError for a model that so many ranks do not divide."""
-    from dsv4cli.engine.ranks import check_degree
+    from dsv4cli.engine.layout import expected_tensors
+    from dsv4cli.engine.sharding import check_ranks
 
     identity = job.source.identity
-    check_degree(size, identity.config, identity.formats, rounds=job.dtype == "auto")
+    table = expected_tensors(identity.config, identity.formats).values()
+    check_ranks(identity.config, table, size, rounds=job.dtype == "auto")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from dsv4cli.engine.linear import Fp32Linear, RMSNorm
 from dsv4cli.engine.mtp import MTP
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
+from dsv4cli.engine.sharding import check_dimensions
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, numerics: Numerics, world: World = SINGLE) -> None:
         super().__init__()
-        world.check_divides(config)
+        check_dimensions(config, world.size)
         self.config = config
         self.numerics = numerics
         self.world = world

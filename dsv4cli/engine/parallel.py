@@ -6,8 +6,6 @@ from typing import TypeVar
 
 import torch
 
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import chosen
 from dsv4cli.kernels.peers import Inboxes, peer_sum
 
@@ -88,18 +86,6 @@ class World:
         every = torch.tensor([NONE if number is None else number for number in numbers], dtype=torch.int64)
         torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MIN)
         return [None if number == NONE else number for number in every.tolist()]
-
-    def check_divides(self, config: ModelConfig) -> None:
-        """Raises UsageError naming the first dimension that the number of ranks does not divide."""
-        dimensions = {
-            "num_attention_heads": config.num_attention_heads,
-            "o_groups": config.o_groups,
-            "moe_intermediate_size": config.moe_intermediate_size,
-            "vocab_size": config.vocab_size,
-        }
-        for name, count in dimensions.items():
-            if count % self.size:
-                raise UsageError(f"{self.size} ranks do not divide {name} = {count}", "use 1, 2, 4 or 8 ranks")
 
 
 SINGLE = World()

@@ -14,32 +14,12 @@ from torch import distributed
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.rendezvous import rendezvous
 
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.layout import Formats, expected_tensors
 from dsv4cli.engine.parallel import World
-from dsv4cli.engine.weights import local_shape
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
-from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.peers import PROGRAMS, Inboxes, box_shape
 
 # how long a rank that fails because of another waits to be ended by the launcher, which sees that other first
 PATIENCE_SECONDS = 10
-
-
-def check_degree(size: int, config: ModelConfig, formats: Formats, *, rounds: bool) -> None:
-    """Raises UsageError or CheckpointError when `size` ranks do not divide the model; rounds: whether what comes into
-    its FP4 matrices is rounded, in blocks."""
-    world = World(0, size)
-    world.check_divides(config)
-    for spec in expected_tensors(config, formats).values():
-        local_shape(spec, world)
-        inner = spec.columns // size
-        if rounds and spec.dtype == "I8" and spec.shard == 1 and inner % FP8_BLOCK:
-            raise UsageError(
-                f"{size} ranks would have {inner} of the {spec.columns} columns of {spec.name} each, and what it is "
-                f"multiplied with is rounded in blocks of {FP8_BLOCK}",
-                "use fewer ranks",
-            )
 
 
 def check_devices(size: int, device: torch.device) -> None:

@@ -19,8 +19,9 @@ from dsv4cli.engine.crew import as_done
 from dsv4cli.engine.files import Files
 from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.engine.parallel import World
+from dsv4cli.engine.sharding import part_shape
 from dsv4cli.engine.staging import Staging
-from dsv4cli.engine.weights import TORCH_DTYPES, Arrived, Places, Supply, damaged_scale, local_shape
+from dsv4cli.engine.weights import TORCH_DTYPES, Arrived, Places, Supply, damaged_scale
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import E8M0_NAN
 
@@ -147,7 +148,7 @@ def _info(checkpoint: Checkpoint, spec: TensorSpec) -> TensorInfo:
 
 def _pieces(spec: TensorSpec, info: TensorInfo, world: World) -> Iterator[Piece]:
     """This rank's part of a tensor, by rows that a buffer takes."""
-    shape, size = local_shape(spec, world), TORCH_DTYPES[spec.dtype].itemsize
+    shape, size = part_shape(spec, world.size), TORCH_DTYPES[spec.dtype].itemsize
     outer = spec.shard or 1  # the dimensions that a row counts
     rows, width, stride = prod(shape[:outer]), prod(shape[outer:]) * size, prod(spec.shape[outer:]) * size
     begin = 0

@@ -11,8 +11,9 @@ from torch import nn
 
 from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.engine.parallel import World
+from dsv4cli.engine.sharding import part_shape
 from dsv4cli.errors import CheckpointError
-from dsv4cli.kernels.formats import E8M0_NAN, FP8_BLOCK
+from dsv4cli.kernels.formats import E8M0_NAN
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -32,22 +33,11 @@ Arrived = tuple[str, int]
 Supply = Callable[[Places], Generator[Arrived, None, None]]
 
 
-def local_shape(spec: TensorSpec, world: World) -> tuple[int, ...]:
-    """The shape of this rank's part of a tensor. Raises CheckpointError when the ranks do not divide it."""
-    if spec.shard is None:
-        return spec.shape
-    size, rest = divmod(spec.shape[spec.shard], world.size)
-    inside_a_block = spec.dtype == "F8_E4M3" and world.size > 1 and size % FP8_BLOCK
-    if rest or inside_a_block:
-        raise CheckpointError(f"{spec.name} {list(spec.shape)} cannot be cut for {world.size} ranks", "use fewer ranks")
-    return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
-
-
 def local_slice(spec: TensorSpec, world: World) -> tuple[slice, ...]:
     """This rank's part of a tensor as an index; whole dimensions are full slices."""
     cut = [slice(None)] * len(spec.shape)
     if spec.shard is not None:
-        size = local_shape(spec, world)[spec.shard]
+        size = part_shape(spec, world.size)[spec.shard]
         cut[spec.shard] = slice(world.rank * size, (world.rank + 1) * size)
     return tuple(cut)
 
@@ -116,7 +106,7 @@ def fill(
 
 def total_bytes(specs: dict[str, TensorSpec], world: World) -> int:
     """The bytes of this rank's part of all tensors."""
-    return sum(prod(local_shape(spec, world)) * TORCH_DTYPES[spec.dtype].itemsize for spec in specs.values())
+    return sum(prod(part_shape(spec, world.size)) * TORCH_DTYPES[spec.dtype].itemsize for spec in specs.values())
 
 
 def damaged_scale(spec: TensorSpec) -> CheckpointError:
@@ -139,7 +129,7 @@ def _allocate(
     parameters: dict[str, torch.Tensor] = {}
     for spec in specs.values():
         if spec.parameter not in parameters:
-            shape, count = local_shape(spec, world), experts[spec.parameter]
+            shape, count = part_shape(spec, world.size), experts[spec.parameter]
             data = torch.empty((count, *shape) if count else shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
             module, _, name = spec.parameter.rpartition(".")
             owner = model.get_submodule(module)

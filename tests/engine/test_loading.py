@@ -23,8 +23,9 @@ from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.presets import FLASH, PRESETS, TINY, shortened
 from dsv4cli.engine.random_weights import PATTERN, random_tensors
+from dsv4cli.engine.sharding import part_shape
 from dsv4cli.engine.source import FolderSource, RandomSource, resolve_model
-from dsv4cli.engine.weights import fill, local_shape, local_slice, made
+from dsv4cli.engine.weights import fill, local_slice, made
 from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.kernels.block_scale import dequantise
 from tests.golden_data import FOLDER
@@ -199,7 +200,7 @@ def test_parts_of_the_ranks_are_the_whole(size):
     def parts(name: str) -> list[torch.Tensor]:
         spec, tensor = by_name[name]
         cut = [tensor[local_slice(spec, World(rank, size))] for rank in range(size)]
-        assert {part.shape for part in cut} == {local_shape(spec, World(0, size))}
+        assert {part.shape for part in cut} == {part_shape(spec, size)}
         return cut
 
     for name, (spec, tensor) in by_name.items():
@@ -240,15 +241,15 @@ def test_progress_grows_from_nothing_to_all():
 
 
 def test_indivisible_is_refused():
-    with pytest.raises(UsageError, match=r"3 ranks do not divide num_attention_heads = 4"):
+    with pytest.raises(UsageError, match=r"num_attention_heads = 4 is not divisible by 3 ranks"):
         Transformer(SMALL, Numerics.reference(), World(0, 3))
     spec = expected_tensors(SMALL, Formats())["layers.1.attn.wq_b.scale"]
     with pytest.raises(CheckpointError, match=r"wq_b\.scale .* cannot be cut for 8 ranks"):
-        local_shape(spec, World(0, 8))
+        part_shape(spec, 8)
     # 192 rows are two scale blocks: two ranks would share the first
     uneven = replace(expected_tensors(SMALL, Formats())["layers.1.attn.wo_a.weight"], shape=(192, 128))
     with pytest.raises(CheckpointError, match=r"wo_a\.weight .* cannot be cut for 2 ranks"):
-        local_shape(uneven, World(0, 2))
+        part_shape(uneven, 2)
 
 
 LOAD = """

@@ -23,7 +23,8 @@ from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.presets import TINY, shortened
 from dsv4cli.engine.random_weights import random_tensors
-from dsv4cli.engine.ranks import check_degree, check_devices, joined
+from dsv4cli.engine.ranks import check_devices, joined
+from dsv4cli.engine.sharding import check_ranks
 from dsv4cli.engine.source import resolve_model
 from dsv4cli.engine.weights import fill, local_slice, made
 from dsv4cli.errors import CheckpointError, NotEnoughMemory, UnsupportedHardware, UsageError
@@ -144,20 +145,24 @@ def test_sums_are_rounded_once(size, tmp_path):
 
 @pytest.mark.parametrize("size", [3, 5, 16])
 def test_a_number_of_ranks_that_does_not_divide_is_refused(size):
-    with pytest.raises(UsageError, match=f"{size} ranks do not divide"):
+    with pytest.raises(UsageError, match=f"is not divisible by {size} ranks"):
         Transformer(CONFIG, Numerics.plain(), World(0, size))
 
 
+def check(size, config, formats, *, rounds):
+    check_ranks(config, expected_tensors(config, formats).values(), size, rounds=rounds)
+
+
 def test_ranks_that_would_cut_through_a_block_are_refused():
-    check_degree(2, CONFIG, Formats(), rounds=True)
+    check(2, CONFIG, Formats(), rounds=True)
     narrow = replace(CONFIG, moe_intermediate_size=128)
     with pytest.raises(UsageError, match=r"would have 64 of the 128 columns of layers\.0\.ffn\.experts\.0\.w2"):
-        check_degree(2, narrow, Formats("bf16"), rounds=True)
-    check_degree(2, narrow, Formats("bf16"), rounds=False)
+        check(2, narrow, Formats("bf16"), rounds=True)
+    check(2, narrow, Formats("bf16"), rounds=False)
     with pytest.raises(CheckpointError, match=r"shared_experts\.w1\.weight .* cannot be cut for 2 ranks"):
-        check_degree(2, narrow, Formats(), rounds=False)
+        check(2, narrow, Formats(), rounds=False)
     with pytest.raises(CheckpointError, match="cannot be cut for 4 ranks"):
-        check_degree(4, replace(CONFIG, num_attention_heads=8, head_dim=32), Formats(), rounds=False)
+        check(4, replace(CONFIG, num_attention_heads=8, head_dim=32), Formats(), rounds=False)
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):

@@ -18,7 +18,8 @@ from dsv4cli.engine.checkpoint import Checkpoint, open_checkpoint
 from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.engine.parallel import SINGLE, World
 from dsv4cli.engine.reading import stored
-from dsv4cli.engine.weights import TORCH_DTYPES, local_shape, local_slice
+from dsv4cli.engine.sharding import part_shape
+from dsv4cli.engine.weights import TORCH_DTYPES, local_slice
 from dsv4cli.errors import CheckpointError
 
 # dtype, shape, cut: rows, columns and neither of every dtype; sizes that pieces do not divide, and one row
@@ -86,9 +87,9 @@ def specs() -> list[TensorSpec]:
 
 def places_of(world: World = SINGLE, device: str = "cpu") -> dict[str, torch.Tensor]:
     return {
-        spec.name: torch.full((torch.Size(local_shape(spec, world)).numel(),), 3, device=device)
+        spec.name: torch.full((torch.Size(part_shape(spec, world.size)).numel(),), 3, device=device)
         .to(TORCH_DTYPES[spec.dtype])
-        .view(local_shape(spec, world))
+        .view(part_shape(spec, world.size))
         for spec in specs()
     }
 

@@ -15,6 +15,7 @@ from dsv4cli.engine.checkpoint import DTYPE_BITS
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.fit.step import ACTIVATION, FP32, Step
 from dsv4cli.engine.layout import Formats, TensorSpec
+from dsv4cli.engine.sharding import part_shape
 from dsv4cli.kernels.formats import FP4_BLOCK
 
 
@@ -41,37 +42,11 @@ class Weights:
     whole: dict[str, int]
 
 
-def refused_by(config: ModelConfig, specs: Collection[TensorSpec], ranks: int) -> str:
-    """The first thing that `ranks` ranks do not divide, '' where they divide everything."""
-    dimensions = {
-        "num_attention_heads": config.num_attention_heads,
-        "o_groups": config.o_groups,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "vocab_size": config.vocab_size,
-    }
-    for name, count in dimensions.items():
-        if count % ranks:
-            return f"{name} = {count}"
-    return next((spec.name for spec in specs if part_shape(spec, ranks) is None), "")
-
-
-def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...] | None:
-    """The shape of one rank's part of a tensor, None where the ranks do not divide it; a scale tells of its blocks."""
-    if spec.shard is None:
-        return spec.shape
-    size, rest = divmod(spec.shape[spec.shard], ranks)
-    if rest:
-        return None
-    return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
-
-
 def weigh(specs: Collection[TensorSpec], ranks: int) -> Weights:
     """Adds up one rank's part of the table, which `ranks` must divide."""
     total, whole = 0, Counter[str]()
     for spec in specs:
-        shape = part_shape(spec, ranks)
-        assert shape is not None
-        nbytes = prod(shape) * DTYPE_BITS[spec.dtype] // 8
+        nbytes = prod(part_shape(spec, ranks)) * DTYPE_BITS[spec.dtype] // 8
         total += nbytes
         if spec.shard is None:
             whole[spec.family] += nbytes

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import prod
 
 from dsv4cli.engine.checkpoint import DTYPE_BITS
-from dsv4cli.engine.fit.memory import part_shape
 from dsv4cli.engine.layout import TensorSpec
-from dsv4cli.errors import CheckpointError, NotEnoughMemory
+from dsv4cli.engine.sharding import part_shape
+from dsv4cli.errors import NotEnoughMemory
 
 # of a GPU's free memory: the cache, a step of 4,096 tokens, graphs, what CUDA and Triton load
 RESERVE = 7 * 10**9
@@ -144,7 +144,7 @@ def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> Sizes:
     examples = {(spec.dtype, spec.shape, spec.shard): spec for spec in table}
     total = drafter = 0
     for (dtype, shape, shard, drafts), count in kinds.items():
-        nbytes = count * prod(part_of(examples[dtype, shape, shard], ranks)) * DTYPE_BITS[dtype] // 8
+        nbytes = count * prod(part_shape(examples[dtype, shape, shard], ranks)) * DTYPE_BITS[dtype] // 8
         total += nbytes
         drafter += nbytes * drafts
     layers, form = expert_layers((spec for spec in table if not is_drafter(spec)), ranks)
@@ -169,7 +169,7 @@ def expert_layers(specs: Iterable[TensorSpec], ranks: int) -> tuple[tuple[str, .
     for spec in specs:
         if spec.expert == 0:
             module, part = expert_part(spec)
-            forms.setdefault(module, {})[part] = (part_of(spec, ranks), spec.dtype)
+            forms.setdefault(module, {})[part] = (part_shape(spec, ranks), spec.dtype)
     first = next(iter(forms.values()), {})
     return tuple(module for module, form in forms.items() if form == first), first
 
@@ -178,14 +178,6 @@ def expert_part(spec: TensorSpec) -> tuple[str, str]:
     """The module of an expert's tensor, and which part of the expert it is."""
     module, matrix, role = spec.parameter.rsplit(".", 2)
     return module, f"{matrix}.{role}"
-
-
-def part_of(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
-    """The shape of one rank's part of a tensor. Raises CheckpointError where the ranks do not divide it."""
-    shape = part_shape(spec, ranks)
-    if shape is None:
-        raise CheckpointError(f"{spec.name} {list(spec.shape)} cannot be cut for {ranks} ranks", "use fewer ranks")
-    return shape
 
 
 def decide(sizes: Sizes, room: Room) -> Placement:

@@ -7,10 +7,11 @@ from functools import cached_property
 
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.fit.machine import Device
-from dsv4cli.engine.fit.memory import Load, cache_bytes, refused_by, weigh, workspace_bytes
+from dsv4cli.engine.fit.memory import Load, cache_bytes, weigh, workspace_bytes
 from dsv4cli.engine.fit.planner import MemoryLimits, Placement, Room, Sizes, decide, is_drafter, measure, most_weights
 from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
 from dsv4cli.engine.settings import Limits
+from dsv4cli.engine.sharding import divides
 from dsv4cli.errors import NotEnoughMemory
 
 # the CUDA context, loaded kernels and the workspaces of cuBLAS: 0.75 GB on an H200 with torch 2.13
@@ -94,7 +95,7 @@ class SharedModel:
 
     def divides(self, ranks: int) -> bool:
         """Whether so many ranks can share the model."""
-        return ranks == 1 or not refused_by(self.config, self._kinds, ranks)
+        return ranks == 1 or divides(self.config, self._kinds, ranks)
 
     def sizes(self, ranks: int) -> Sizes:
         """One rank's part, added up once."""

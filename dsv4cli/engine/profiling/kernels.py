@@ -10,7 +10,6 @@ import torch
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.device import free_memory, step_memory
 from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.parallel import World
 from dsv4cli.engine.presets import PRESETS
 from dsv4cli.engine.profiling.bounds import deviation
 from dsv4cli.engine.profiling.case import Case, Rival, Tensors, Work
@@ -24,6 +23,7 @@ from dsv4cli.engine.profiling.ceilings import Ceilings
 from dsv4cli.engine.profiling.clock import Timing, cache_bytes, time_calls
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.scene import Scene, Shapes
+from dsv4cli.engine.sharding import check_dimensions
 from dsv4cli.engine.source import resolve_model
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import Backend, KernelUnsupported, use
@@ -103,7 +103,7 @@ def read_shapes(model: str, tp: int) -> Shapes:
     else:
         identity = resolve_model(model).identity
         config, formats = identity.config, identity.formats
-    World(0, tp).check_divides(config)
+    check_dimensions(config, tp)
     return Shapes(config, expected_tensors(config, formats), tp)
 
 

@@ -13,9 +13,9 @@ from dsv4cli.engine.capacity import BLOCK_TOKENS
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.parallel import World
 from dsv4cli.engine.random_weights import random_tensors
-from dsv4cli.engine.weights import TORCH_DTYPES, local_shape
+from dsv4cli.engine.sharding import part_shape
+from dsv4cli.engine.weights import TORCH_DTYPES
 
 # up to here the tokens of a step are the next ones of as many sequences, beyond they are one prompt
 MOST_SEQUENCES = 64
@@ -46,7 +46,7 @@ class Shapes:
     def spec(self, name: str) -> TensorSpec:
         """A tensor as this rank holds it."""
         spec = self.table[name]
-        cut = local_shape(spec, World(0, self.tp))
+        cut = part_shape(spec, self.tp)
         last = spec.shard is not None and spec.shard == len(spec.shape) - 1
         return replace(spec, shape=cut, columns=spec.columns // self.tp if last else spec.columns)
 
