@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.profiling import ceilings, clock, compare, plot, step
+from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
 from dsv4cli.kernels import norm
 from tests.program import Program
@@ -146,6 +146,51 @@ def test_noise_is_no_news(before, now, drift, verdict):
         names = {"faster": "slower", "slower": "faster"} if first is ends[1] else {}
         assert found.verdict == names.get(verdict, verdict)
         assert found.record()["verdict"] == found.verdict
+
+
+@pytest.mark.parametrize(
+    ("passes", "verdict"),
+    [
+        ([1.0], "within the spread"),
+        ([1.5, 1.5], "slower"),
+        ([0.66, 0.67], "faster"),
+        ([1.5, 1.05], "within the spread"),
+        ([1.5, 0.5], "within the spread"),
+        ([3.0, 1.3], "within the spread"),  # apart from the baseline, and further from each other
+    ],
+)
+def test_what_changed_is_measured_once_more(dsv4, tmp_path, monkeypatch, passes, verdict):
+    clocks = iter([1.0, *passes])
+    timing = clock.Timing(1.0, 0.99, 1.01, 15, "host")
+
+    def time_calls(calls, device):
+        seconds = next(clocks)
+        return replace(timing, median=seconds, low=seconds * 0.99, high=seconds * 1.01)
+
+    monkeypatch.setattr(kernels, "time_calls", time_calls)
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda device: ceilings.Ceilings(1.0, 1.0, {"fp32": 1.0}))
+    command = ("profile", "kernels", "--model", "tiny", "--only", "rms_norm", "--tokens", "1", "--json")
+    path = tmp_path / "old.json"
+    path.write_text(dsv4(*command).out)
+    document = json.loads(dsv4(*command, "--baseline", str(path)).out)
+    second = document["results"][0]["second_pass"]
+    assert [document["results"][0]["seconds"]["median"], *([second["median"]] if second else [])] == passes
+    assert document["baseline"]["changes"][0]["verdict"] == verdict
+    assert next(clocks, None) is None
+
+
+def test_two_passes_of_a_baseline_count_as_well():
+    one = times(10, 9.9, 10.1)
+    two = {**one, "second_pass": times(5, 4.9, 5.1)["seconds"]}
+    now = {"machine": {}, "results": [times(5, 4.9, 5.1)]}
+    assert compare.compare({"machine": {}, "results": [one]}, now).changes[0].verdict == "faster"
+    assert compare.compare({"machine": {}, "results": [two]}, now).changes[0].verdict == "within the spread"
+
+
+def test_what_goes_wrong_in_the_second_pass_is_wrong():
+    first = [times(10, 9, 11), {**times(3, 2, 4), "tokens": 16}]
+    second = [{"name": "a", "tokens": 1, "seconds": None, "wrong": "its result is not finite"}]
+    assert compare.join_passes(first, second) == [second[0], first[1]]
 
 
 def test_a_part_of_a_step_has_the_range_of_the_whole():

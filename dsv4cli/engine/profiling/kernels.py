@@ -1,6 +1,6 @@
 """Times every operation of a model at its shapes, each checked against its reference first."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,6 +75,7 @@ class Measured:
             "tokens": self.tokens,
             "context": self.context,
             "seconds": self.timing.record() if self.timing else None,
+            "second_pass": None,
             "bytes": self.nbytes,
             "flops": self.flops,
             "bytes_per_second": rates[0],
@@ -151,6 +152,14 @@ def profile_kernels(
         scene = Scene(shapes, count, context, device)
         plans.append((scene, select_cases(scene, only)))
     return (_one(case, scene, backend) for scene, cases in plans for case in cases)
+
+
+def profile_again(
+    shapes: Shapes, lines: Iterable[Mapping[str, Any]], device: torch.device, backend: Backend
+) -> Iterator[Measured]:
+    """The second pass: the operations of these lines of a document, on other inputs."""
+    for line in lines:
+        yield from profile_kernels(shapes, [line["tokens"]], line["context"], [line["name"]], device, backend)
 
 
 def _one(case: Case, scene: Scene, backend: Backend) -> Measured:
