@@ -187,12 +187,6 @@ def test_two_passes_of_a_baseline_count_as_well():
     assert compare.compare({"machine": {}, "results": [two]}, now).changes[0].verdict == "within the spread"
 
 
-def test_what_goes_wrong_in_the_second_pass_is_wrong():
-    first = [times(10, 9, 11), {**times(3, 2, 4), "tokens": 16}]
-    second = [{"name": "a", "tokens": 1, "seconds": None, "wrong": "its result is not finite"}]
-    assert compare.join_passes(first, second) == [second[0], first[1]]
-
-
 def test_a_part_of_a_step_has_the_range_of_the_whole():
     lines = [{**times(10, 8, 13), "tokens": 1}, {"name": "b", "seconds": {"median": 4}}]
     document = {"machine": {}, "results": lines}

@@ -84,15 +84,9 @@ def kernels(
     from dsv4cli.engine.backend import resolve_backend
     from dsv4cli.engine.device import resolve_device
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
-    from dsv4cli.engine.profiling.compare import in_doubt, join_passes
+    from dsv4cli.engine.profiling.compare import in_doubt
     from dsv4cli.engine.profiling.document import kernels_document
-    from dsv4cli.engine.profiling.kernels import (
-        check_context,
-        profile_again,
-        profile_kernels,
-        read_shapes,
-        read_tokens,
-    )
+    from dsv4cli.engine.profiling.kernels import check_context, profile_kernels, read_shapes, read_tokens, time_again
     from dsv4cli.engine.profiling.plot import check_plot, draw_roofline
 
     out, counts, place = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
@@ -103,13 +97,12 @@ def kernels(
     check_context(shapes, counts, length)
     measured = profile_kernels(shapes, counts, length, only or (), place, chosen)
     out.status(f"measuring on {place}; this takes a while at the shapes of a large model")
-    ceilings = measure_ceilings(place)
-    document = kernels_document(model, chosen, tp, place, ceilings, measured)
+    document = kernels_document(model, chosen, tp, place, measure_ceilings(place), measured)
     doubted = in_doubt(old, document) if old else []
     if doubted:
-        out.status(f"measuring {counted(len(doubted), 'operation')} that changed once more")
-        second = [one.record(ceilings) for one in profile_again(shapes, doubted, place, chosen)]
-        document["results"] = join_passes(document["results"], second)
+        out.status(f"{counted(len(doubted), 'time')} beyond the spread: measured once more")
+    for line in doubted:
+        line["second_pass"] = time_again(shapes, line, place, chosen).record()
     if plot is not None:
         draw_roofline(document, plot)
     _report(out, document, old)

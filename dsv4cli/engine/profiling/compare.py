@@ -1,7 +1,7 @@
 """What has changed since an earlier document of `dsv4 profile --json`; no torch."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -137,15 +137,6 @@ def in_doubt(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str
     """The lines that one pass calls faster or slower: what to measure once more."""
     changed = {change.name for change in compare(before, now).changes if change.verdict in ("faster", "slower")}
     return [line for line in now["results"] if _label(line) in changed]
-
-
-def join_passes(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines of the first pass with the times of the second; what is skipped or wrong in the second has none."""
-    lines = {_label(line): line for line in first}
-    for line in second:
-        name = _label(line)
-        lines[name] = {**lines[name], "second_pass": line["seconds"]} if line["seconds"] else line
-    return list(lines.values())
 
 
 def _label(line: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Times every operation of a model at its shapes, each checked against its reference first."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -154,18 +155,27 @@ def profile_kernels(
     return (_one(case, scene, backend) for scene, cases in plans for case in cases)
 
 
-def profile_again(
-    shapes: Shapes, lines: Iterable[Mapping[str, Any]], device: torch.device, backend: Backend
-) -> Iterator[Measured]:
-    """The second pass: the operations of these lines of a document, on other inputs."""
-    for line in lines:
-        yield from profile_kernels(shapes, [line["tokens"]], line["context"], [line["name"]], device, backend)
+@torch.no_grad()
+def time_again(shapes: Shapes, line: Mapping[str, Any], device: torch.device, backend: Backend) -> Timing:
+    """A second pass over the operation of a line of a document: its time on other inputs, and nothing else."""
+    scene = Scene(shapes, line["tokens"], line["context"], device)
+    case = next(case for case in select_cases(scene, ()) if case.name == line["name"])
+    with _alone(device, backend):
+        work = case.build(scene)
+        nbytes = _traffic(work, _once(work))
+        return _timed(work, _copies(work, nbytes, device), device)
+
+
+@contextmanager
+def _alone(device: torch.device, backend: Backend) -> Iterator[None]:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the case before has freed counts as free
+    with use(backend), step_memory(device):
+        yield
 
 
 def _one(case: Case, scene: Scene, backend: Backend) -> Measured:
-    if scene.device.type == "cuda":
-        torch.cuda.empty_cache()  # what the case before has freed counts as free
-    with use(backend), step_memory(scene.device):
+    with _alone(scene.device, backend):
         return measure(case, scene, backend)
 
 
@@ -178,18 +188,15 @@ def measure(case: Case, scene: Scene, backend: Backend) -> Measured:
         return result(skipped=refusal)
     work = case.build(scene)
     try:
-        outputs = _tuple(work.run(*(work.arguments if work.written is None else _cloned(work.arguments))))
+        outputs = _once(work)
     except KernelUnsupported as reason:
         return result(skipped=reason.message)
     error = _error(case, work, outputs)
     if not error <= case.bound.limit:
         return result(error=error, wrong=_complaint(case, error))
-    read = _nbytes(work.arguments) if work.read is None else work.read
-    nbytes = read + (_nbytes(outputs) if work.written is None else work.written)
+    nbytes = _traffic(work, outputs)
     sets = _copies(work, nbytes, scene.device)
-    calls = [partial(work.run, *arguments) for arguments in sets]
-    with nothing_compiles():
-        timing = time_calls(calls, scene.device)
+    timing = _timed(work, sets, scene.device)
     cache = cache_bytes(scene.device)
     cold = bool(cache) and (timing.method == "events" or len(sets) * nbytes >= 2 * cache)
     result = partial(result, timing=timing, nbytes=nbytes, flops=work.flops, copies=len(sets), cold=cold, error=error)
@@ -199,6 +206,21 @@ def measure(case: Case, scene: Scene, backend: Backend) -> Measured:
     if work.rival:
         result = partial(result, rival=_time_rival(work.rival, sets, scene.device), rival_name=work.rival.name)
     return result()
+
+
+def _once(work: Work) -> Tensors:
+    return _tuple(work.run(*(work.arguments if work.written is None else _cloned(work.arguments))))
+
+
+def _traffic(work: Work, outputs: Tensors) -> int:
+    """The bytes that it reads and writes."""
+    read = _nbytes(work.arguments) if work.read is None else work.read
+    return read + (_nbytes(outputs) if work.written is None else work.written)
+
+
+def _timed(work: Work, sets: Sequence[tuple[torch.Tensor | None, ...]], device: torch.device) -> Timing:
+    with nothing_compiles():
+        return time_calls([partial(work.run, *arguments) for arguments in sets], device)
 
 
 def _time_rival(rival: Rival, sets: Sequence[tuple[torch.Tensor | None, ...]], device: torch.device) -> Timing:
