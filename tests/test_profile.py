@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.profiling import ceilings, clock, compare, plot, step
+from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
 from dsv4cli.kernels import norm
 from tests.program import Program
@@ -146,6 +146,46 @@ def test_noise_is_no_news(before, now, drift, verdict):
         names = {"faster": "slower", "slower": "faster"} if first is ends[1] else {}
         assert found.verdict == names.get(verdict, verdict)
         assert found.record()["verdict"] == found.verdict
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "verdict"),
+    [
+        ([1, 1], [1], "within the spread"),
+        ([1, 1], [1.5, 1.5], "slower"),
+        ([1, 1], [0.66, 0.67], "faster"),
+        ([1, 1], [1.5, 1.05], "within the spread"),
+        ([1, 1], [1.5, 0.5], "within the spread"),
+        ([1, 1], [3, 1.3], "within the spread"),  # apart from the baseline, and further from each other
+        ([1, 1.5], [1.5], "within the spread"),
+        ([1.5, 1], [1], "within the spread"),
+    ],
+)
+def test_a_change_is_one_in_every_pass(dsv4, tmp_path, monkeypatch, before, now, verdict):
+    clocks = iter([*before, *now])
+
+    def time_calls(calls, device):
+        seconds = next(clocks)
+        return clock.Timing(seconds, seconds * 0.99, seconds * 1.01, 15, "host")
+
+    monkeypatch.setattr(kernels, "time_calls", time_calls)
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda device: ceilings.Ceilings(1.0, 1.0, {"fp32": 1.0}))
+    command = ("profile", "kernels", "--model", "tiny", "--only", "rms_norm", "--tokens", "1")
+    path = tmp_path / "old.json"
+    path.write_text(dsv4(*command, "--json").out)
+    (line,) = json.loads(path.read_text())["results"]
+    assert [line["seconds"]["median"], line["second_pass"]["median"]] == before
+    done = dsv4(*command, "--baseline", str(path))
+    assert done.out.splitlines()[-1].endswith(verdict)
+    assert next(clocks, None) is None
+
+
+def test_two_passes_of_a_baseline_count_as_well():
+    one = times(10, 9.9, 10.1)
+    two = {**one, "second_pass": times(5, 4.9, 5.1)["seconds"]}
+    now = {"machine": {}, "results": [times(5, 4.9, 5.1)]}
+    assert compare.compare({"machine": {}, "results": [one]}, now).changes[0].verdict == "faster"
+    assert compare.compare({"machine": {}, "results": [two]}, now).changes[0].verdict == "within the spread"
 
 
 def test_a_part_of_a_step_has_the_range_of_the_whole():

@@ -8,7 +8,7 @@ import typer
 from dsv4cli.commands.profile_report import show_changes, show_kernels, show_step
 from dsv4cli.errors import UnsoundResult, UsageError
 from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, epilog
-from dsv4cli.output import Output, size_text
+from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -80,12 +80,15 @@ def kernels(
 
     What this device copies, reads and multiplies at most is measured first; each operation is compared with its
     reference before a time is shown. On a GPU its inputs come from memory, not from the cache.
+
+    With --json every operation is timed again at the end of the run, with --baseline those that seem to have changed: a
+    change is one only if every pass shows it.
     """
     from dsv4cli.engine.backend import resolve_backend
     from dsv4cli.engine.device import resolve_device
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import kernels_document
-    from dsv4cli.engine.profiling.kernels import check_context, profile_kernels, read_shapes, read_tokens
+    from dsv4cli.engine.profiling.kernels import check_context, profile_kernels, read_shapes, read_tokens, time_again
     from dsv4cli.engine.profiling.plot import check_plot, draw_roofline
 
     out, counts, place = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
@@ -97,6 +100,10 @@ def kernels(
     measured = profile_kernels(shapes, counts, length, only or (), place, chosen)
     out.status(f"measuring on {place}; this takes a while at the shapes of a large model")
     document = kernels_document(model, chosen, tp, place, measure_ceilings(place), measured)
+    again = _again(document, old, as_json)
+    if again:
+        out.status(f"timing {counted(len(again), 'operation')} once more: what two passes differ by is noise")
+        time_again(shapes, again, place, chosen)
     if plot is not None:
         draw_roofline(document, plot)
     _report(out, document, old)
@@ -158,6 +165,14 @@ def _baseline(path: Path | None, kind: str) -> dict[str, Any] | None:
     from dsv4cli.engine.profiling.compare import read_baseline
 
     return None if path is None else read_baseline(path, kind)
+
+
+def _again(document: dict[str, Any], old: dict[str, Any] | None, as_json: bool) -> list[dict[str, Any]]:
+    """What a second pass times: every line of JSON, which later runs are compared with, else what seems to differ."""
+    from dsv4cli.engine.profiling.compare import in_doubt
+
+    lines = document["results"] if as_json else in_doubt(old, document) if old else []
+    return [line for line in lines if line["seconds"]]
 
 
 def _load(out: Output, source: "FolderSource | RandomSource", device: "torch.device") -> "Transformer":

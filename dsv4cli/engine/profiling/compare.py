@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +18,20 @@ RUNS_DIFFER, DRIFTED = 0.1, 1.25
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one line: the median, and the range of the measurements."""
+    """Seconds of one line: the median, and the range of the measurements; of both passes where there were two.
+
+    again: the median of the second pass, None where there was one.
+    """
 
     median: float
     low: float
     high: float
+    again: float | None = None
+
+    @property
+    def medians(self) -> tuple[float, ...]:
+        """One a pass."""
+        return (self.median,) if self.again is None else (self.median, self.again)
 
     @property
     def spread(self) -> float:
@@ -47,16 +56,17 @@ class Change:
 
     @property
     def verdict(self) -> Literal["faster", "slower", "within the spread", "unclear"] | None:
-        """Faster or slower only where the ranges do not meet, and the ratio is larger than the wider of both spreads,
-        than what two runs differ by, and than the drift. Nothing is clear where the device had other work."""
+        """Faster or slower only where the ranges do not meet, and the ratio of every pass is larger than the wider
+        spread, than what two runs differ by, and than the drift. Nothing is clear where the device had other work."""
         if self.before is None or self.now is None or self.speedup is None:
             return None
         if self.drift > DRIFTED:
             return "unclear"
         least = max(1 + max(self.before.spread, self.now.spread, RUNS_DIFFER), self.drift)
-        if self.now.high < self.before.low and self.speedup > least:
+        before, now = self.before.medians, self.now.medians
+        if self.now.high < self.before.low and min(before) > max(now) * least:
             return "faster"
-        if self.now.low > self.before.high and self.speedup < 1 / least:
+        if self.now.low > self.before.high and min(now) > max(before) * least:
             return "slower"
         return "within the spread"
 
@@ -123,6 +133,16 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
     )
 
 
+def in_doubt(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lines that one pass calls faster or slower: what to measure once more."""
+    changed = {change.name for change in compare(before, now).changes if change.verdict in ("faster", "slower")}
+    return [line for line in now["results"] if _label(line) in changed]
+
+
+def _label(line: Mapping[str, Any]) -> str:
+    return f"{line['name']} x{line['tokens']}" if "tokens" in line else str(line["name"])
+
+
 def _sound(document: Mapping[str, Any]) -> bool:
     machine, lines = document.get("machine"), document.get("results")
     return (
@@ -142,8 +162,14 @@ def _times(document: Mapping[str, Any]) -> dict[str, Times]:
             times = Times(median, timing.get("low", median * whole.low), timing.get("high", median * whole.high))
             if "low" in timing and median:
                 whole = Times(1.0, times.low / median, times.high / median)
-            found[f"{line['name']} x{line['tokens']}" if "tokens" in line else line["name"]] = times
+            again = line.get("second_pass")
+            found[_label(line)] = _widened(times, again) if again else times
     return found
+
+
+def _widened(times: Times, again: Mapping[str, float]) -> Times:
+    low, high = min(times.low, again["low"]), max(times.high, again["high"])
+    return replace(times, low=low, high=high, again=again["median"])
 
 
 def _rates(document: Mapping[str, Any]) -> dict[str, float]:
