@@ -22,6 +22,11 @@ def dsv4(monkeypatch, capfd):
     return Program(monkeypatch, capfd)
 
 
+def test_an_operation_of_several_roundings_is_right_alone_too(dsv4):
+    done = dsv4("profile", "kernels", "--only", "connect_step", "--tokens", "1", "--json")
+    assert done.code == 0
+
+
 def test_kernels_of_nano_are_all_right(dsv4):
     done = dsv4("profile", "kernels", "--tokens", "3", "--context", "600", "--json")
     assert (done.code, done.err) == (0, "")

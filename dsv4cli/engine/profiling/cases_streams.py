@@ -91,7 +91,8 @@ def connections(scene: Scene) -> Iterator[Case]:
         run, reference = through(hyper_connections.connect_step), through(hyper_connections_ref.connect_step)
         return Work((*outputs, *weights), run, reference, cost)
 
-    yield Case("connect_step", family, words, needs, cost, ONE_ROUNDING, step)
+    # the streams, what is mixed of them and its norm are rounded one after another
+    yield Case("connect_step", family, words, needs, cost, FOUR_ROUNDINGS, step)
     head = build(
         "hc_head",
         lambda s, fn, scale, base: hyper_connections.connect_head(s, fn, scale, base, *numbers[1:]),
