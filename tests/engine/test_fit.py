@@ -271,6 +271,7 @@ def test_named_ram(bare_machine):
     here = parse_machine(None, "512GB")
     assert here.cpu is not None
     assert (here.cpu.total, here.is_here, here.claims_ram) == (512 * GIB, True, True)
+    assert parse_machine("8xH100", "2TB").cpu == Device("cpu", "RAM", 2048 * GIB, 2048 * GIB * 95 // 100)
     for text in ("", "0GB", "192", "lots"):
         with pytest.raises(UsageError, match="--ram cannot be"):
             parse_machine(None, text)
