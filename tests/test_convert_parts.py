@@ -63,7 +63,9 @@ def test_parts_joined_are_the_whole(source, tmp_path, job):
     # a part of it is no model yet
     code, out, err = conversions.run("inspect", output)
     assert (code != 0, "unfinished conversion" in out + err) == (True, True)
-    code, out, err = finish(output)
+    # what is cut across the parts has not been compared by any of them, and SHA256SUMS says so
+    against = ("--against", source) if job == "mp" else ()
+    code, out, err = conversions.run("convert", "--finish", output, *against)
     assert (code, "is complete" in out) == (0, True), err
     assert files(output) == files(tmp_path / "whole")
 
@@ -167,11 +169,51 @@ def test_finish_killed_and_run_again(source, joined, tmp_path):
         assert files(output) == files(tmp_path / "whole")
 
 
-def test_there_is_nothing_to_finish(source, tmp_path):
+def test_what_is_finished_is_checked(source, joined, tmp_path):
+    finish(joined)
     convert(source, tmp_path / "done", "--to", "bf16")
-    for folder in (tmp_path / "done", tmp_path, tmp_path / "none"):
+    for folder in (joined, tmp_path / "done"):
+        for rest in ((), ("--against", source)):
+            code, out, err = conversions.run("convert", "--finish", folder, *rest)
+            assert (code, f"{folder} is as it was written" in out, "finished already" in err) == (0, True, True)
+            assert ("all are exact" in out) == bool(rest)
+    next(joined.glob("*.safetensors")).write_bytes(b"")
+    assert finish(joined)[0] == 3
+
+
+def test_there_is_nothing_to_finish(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
         code, _, err = finish(folder)
         assert (code, f"{folder} holds no unfinished conversion" in err) == (2, True)
+
+
+def test_a_damaged_header_is_not_the_file_of_the_conversion(joined):
+    path = min(joined.glob("*.safetensors"))
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 8)  # its length
+    code, _, err = finish(joined)
+    assert (code, f"{path} is not the file of this conversion" in err) == (1, True)
+
+
+ONE = "model-00001-of-00001.safetensors"
+GOOD = {"parts": 1, "files": {ONE: {"nbytes": 1, "header": ""}}, "metadata": {}, "index": None, "to": "fp8", "layer": 0}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [], None, {}, GOOD | {"parts": 0}, GOOD | {"parts": 10**9}, GOOD | {"files": {}}, GOOD | {"files": {ONE: {}}},
+        GOOD | {"metadata": {"../a": "x"}}, GOOD | {"metadata": {"/tmp/a": "x"}}, GOOD | {"metadata": {"a/../b": "x"}},
+        GOOD | {"metadata": {"a": 1}}, GOOD | {"layer": "0"}, GOOD | {"index": []},
+    ],
+)  # fmt: skip
+def test_a_plan_that_is_none_writes_nothing(tmp_path, plan):
+    workshop = tmp_path / "out" / UNFINISHED
+    workshop.mkdir(parents=True)
+    (workshop / "plan.json").write_text(json.dumps(plan))
+    code, _, err = finish(tmp_path / "out")
+    assert (code, "plan.json is damaged" in err) == (1, True)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["plan.json"]
 
 
 @pytest.mark.parametrize("rest", [("SRC",), ("--to", "bf16")])

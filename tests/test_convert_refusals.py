@@ -227,7 +227,7 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
         ("--to bf16 --shard 2", ["--shard '2' is no part of a job"]),
         ("--to bf16 --shard 1/0", ["--shard '1/0' is no part of a job"]),
         ("--to bf16 --max-shard-size 5", ["--max-shard-size '5' is no size", "kB, MB, GB"]),
-        ("--to bf16 --max-shard-size 0GB", ["--max-shard-size '0GB' is no size"]),
+        ("--to bf16 --max-shard-size 0TB", ["--max-shard-size '0TB' is no size", "TB, KiB"]),
         ("--to bf16 --device tpu", ["--device cannot be 'tpu'", "cuda:N"]),
     ],
 )

@@ -3,6 +3,7 @@ written; `--finish`, `--check`, and a finished job run again."""
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 
@@ -22,7 +23,8 @@ SUMS = "SHA256SUMS"
 def source(tmp_path_factory):
     folder = synthetic.write_checkpoint(tmp_path_factory.mktemp("source") / "a model", synthetic.SMALL)
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "notes\n.txt").write_text("x")
+    for name in ("notes\n.txt", "\u2028\x0c.txt", os.fsdecode(b"\xff.txt")):
+        (folder / name).write_text("x")
     (folder / SUMS).write_text("of the source\n")
     return folder
 
@@ -170,6 +172,9 @@ def test_parts_of_what_is_cut_are_named(source, tmp_path):
     assert f"dsv4 convert --check {tmp_path / 'out'} --against SRC" in err.replace("` SRC", " SRC")
     out = convert("--check", tmp_path / "out", "--against", source, "--verify", "full")
     assert "all of " in out
+    # the job run again does not take the cut ones for compared
+    found = json.loads(convert(source, tmp_path / "out", *options, "--json"))
+    assert (found["compared"], found["verified"]["exact"] > 0) == ("sample", True)
 
 
 # --- bytes
@@ -217,8 +222,8 @@ def test_the_hashes_are_those_of_sha256sum(whole):
 def test_nobody_else_sees_the_hashes(whole, source, tmp_path):
     assert conversions.run("inspect", whole)[0] == 0
     convert(whole, tmp_path / "back", "--to", "official")
-    assert (tmp_path / "back" / SUMS).read_text() != (whole / SUMS).read_text()
-    assert "of the source" not in (whole / SUMS).read_text()
+    assert (tmp_path / "back" / SUMS).read_bytes() != (whole / SUMS).read_bytes()
+    assert b"of the source" not in (whole / SUMS).read_bytes()
     code, out, _ = conversions.run("inspect", whole, "--diff", source)
     assert (code, SUMS in out) == (0, False), out
 
@@ -253,12 +258,25 @@ def test_check_of_values_alone(whole, source, tmp_path):
     path = a_part(folder)
     flip(path, next(iter(conversions.damage.read_shard(path))), 0.5, bit=3)
     code, out, _ = conversions.run("convert", "--check", folder, "--against", source, "--verify", "full")
-    assert (code, "differs from the source" in out) == (3, True)
+    assert (code, f"{folder} differs from {source}" in out) == (3, True)
 
 
 def test_check_knows_the_first_layer(source, tmp_path):
     convert(source, tmp_path / "out", "--to", "nvfp4", "--layers", "1", "--no-mtp")
     assert "all are exact" in convert("--check", tmp_path / "out", "--against", source, "--verify", "full")
+
+
+def test_check_with_another_source(whole, source, tmp_path):
+    other = synthetic.write_checkpoint(tmp_path / "b", synthetic.SMALL, seed=1)
+    code, out, err = conversions.run("convert", "--check", whole, "--against", other)
+    assert (code, f"{whole} differs from {other}" in out, "is not as it was written" in out) == (3, True, False)
+    assert "if it was made from another source, name that one" in err
+
+
+def test_a_list_without_files_proves_nothing(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "out")
+    (folder / SUMS).write_bytes((folder / SUMS).read_bytes().split(b"\n")[0] + b"\n")
+    assert f"{SUMS} lists no file" in err_of(2, "--check", folder)
 
 
 @pytest.mark.parametrize("what", ["none", "unfinished"])
@@ -284,8 +302,31 @@ def test_a_finished_job_is_complete(source, whole):
 
 def test_a_finished_job_that_was_not_compared_is_said(source, tmp_path):
     convert(source, tmp_path / "out", *BF16, "--verify", "off")
-    code, out, err = conversions.run("convert", source, tmp_path / "out", *BF16)
-    assert (code, "is complete" in out, "has not been compared" in err) == (0, True, True)
+    for rest in (("--verify", "off"), ("--dry-run",)):
+        code, out, err = conversions.run("convert", source, tmp_path / "out", *BF16, *rest)
+        assert (code, "is complete" in out, "not all of it has been compared" in err) == (0, True, True)
+
+
+def test_a_finished_job_is_compared_as_far_as_it_was_not(source, tmp_path):
+    job = (source, tmp_path / "out", *BF16)
+    convert(*job, "--verify", "off")
+    before = files(tmp_path / "out")
+    for options, compared in ((("--shard", "2/2"), "sample"), (("--verify", "full"), "full")):
+        found = json.loads(convert(*job, *options, "--json"))
+        assert (found["event"], found["compared"], found["verified"]["exact"] > 0) == ("complete", compared, True)
+        # known from now on
+        assert json.loads(convert(*job, *options, "--json"))["verified"] is None
+    after = files(tmp_path / "out")
+    assert {name for name in after if after[name] != before.get(name)} == {SUMS}
+    assert "is as it was written" in convert("--check", tmp_path / "out")
+
+
+def test_a_finished_job_that_differs_is_found(source, tmp_path):
+    convert(source, tmp_path / "out", *BF16, "--verify", "off")
+    flip(tmp_path / "out" / ONE, f"{EXPERT}.weight", 0.5, bit=3)
+    for _ in range(2):
+        err = err_of(7, source, tmp_path / "out", *BF16, "--verify", "full")
+        assert f"{EXPERT} differs from the source" in err
 
 
 def test_another_job_is_not_complete(source, whole, tmp_path):

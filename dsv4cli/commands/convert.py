@@ -121,28 +121,43 @@ def _begin(
     conversion, threads, place = prepare(source, output, Choices(*typed))
     done = finished(conversion)
     if done is not None:
-        _done(out, conversion, done, source)
+        _done(out, conversion, done, source, threads, "off" if dry_run else check)
     elif dry_run:
         _plan(out, conversion, place, threads)
     else:
         _convert(out, conversion, place, threads, check)
 
 
-def _done(out: Output, conversion: "Conversion", manifest: "Manifest", source: str) -> None:
-    """Says that the output of an earlier run is complete, and by how much it has been compared."""
+def _done(
+    out: Output,
+    conversion: "Conversion",
+    manifest: "Manifest",
+    source: str,
+    workers: int,
+    check: Literal["sample", "full", "off"],
+) -> None:
+    """Compares the complete output of an earlier run as far as that is still to be done, and reports it."""
+    from dsv4cli.engine.conversion.convert import compare_finished
+
     nbytes, folder = sum(file.nbytes for file in conversion.files), conversion.output
-    compared = manifest.origin.compared if manifest.origin else "off"
+    with out.progress("comparing") as progress:
+        found = compare_finished(conversion, manifest, check=check, workers=workers, progress=progress)
+    compared = check if found else manifest.origin.compared if manifest.origin else "off"
     if out.as_json:
         out.record(
             {
                 "schema": SCHEMA, "event": "complete", "output": str(folder), "to": conversion.target.name,
                 "files": len(conversion.files), "bytes": nbytes, "compared": compared,
+                "verified": facts(found),
             }
         )  # fmt: skip
-    text = f"{folder} is complete: {counted(len(conversion.files), 'file')}, {size_text(nbytes)}; nothing to do"
+    text = f"{folder} is complete: {counted(len(conversion.files), 'file')}, {size_text(nbytes)}; nothing to write"
     out.line(text, strong=True)
+    if found is not None:
+        out.line(verdict(found))
+        return
     if compared == "off":
-        out.warning("it has not been compared with the source (--verify off)")
+        out.warning("not all of it has been compared with the source")
     command = ("convert", "--check", folder, "--against", source)
     out.hint(f"compare it with the source: `{pasted(*command)}`")
 

@@ -1,5 +1,7 @@
 """What follows a conversion: parts joined (`--finish`), an output looked at again (`--check`), and what to do next."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +14,7 @@ from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.conversion.check import Checked
+    from dsv4cli.engine.conversion.finish import Against, Progress
     from dsv4cli.engine.conversion.verify import Verification
 
 SCHEMA = "dsv4.convert/1"
@@ -47,8 +50,9 @@ def join(out: Output, finish: Path | None, look: Path | None, comparison: Compar
     (_finish if finish is not None else _check)(out, folder, comparison)
 
 
-def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
-    from dsv4cli.engine.conversion.finish import finish
+@contextmanager
+def _checking(out: Output, comparison: Comparison) -> Iterator[tuple["Against | None", int, "Progress"]]:
+    """A bar on the terminal, and with it what to compare with, and the threads."""
     from dsv4cli.engine.conversion.options import default_workers, prepare_comparison
 
     workers = comparison.workers or default_workers()
@@ -57,7 +61,18 @@ def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
         if comparison.against is not None:
             assert comparison.check != "off"
             against = prepare_comparison(comparison.against, comparison.check, workers, progress)
-        done = finish(folder, against, workers, progress)
+        yield against, workers, progress
+
+
+def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
+    from dsv4cli.engine.conversion.finish import finish, joined_before
+
+    if joined_before(folder):
+        out.status(f"{folder} is finished already: checking it")
+        _check(out, folder, comparison)
+        return
+    with _checking(out, comparison) as how:
+        done = finish(folder, *how)
     nbytes = sum(file["nbytes"] for file in done.files.values())
     out.document(
         {
@@ -76,21 +91,15 @@ def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
 
 def _check(out: Output, folder: Path, comparison: Comparison) -> None:
     from dsv4cli.engine.conversion.check import check
-    from dsv4cli.engine.conversion.options import default_workers, prepare_comparison
 
-    workers = comparison.workers or default_workers()
-    with out.progress("checking") as progress:
-        against = None
-        if comparison.against is not None:
-            assert comparison.check != "off"
-            against = prepare_comparison(comparison.against, comparison.check, workers, progress)
-        checked = check(folder, against, workers, progress)
-    _report(out, folder, checked)
+    with _checking(out, comparison) as how:
+        checked = check(folder, *how)
+    _report(out, folder, checked, comparison.against)
     if not checked.sound:
         raise typer.Exit(3)
 
 
-def _report(out: Output, folder: Path, checked: "Checked") -> None:
+def _report(out: Output, folder: Path, checked: "Checked", against: str | None) -> None:
     wrong = checked.found.wrong if checked.found else []
     out.document(
         {
@@ -101,14 +110,16 @@ def _report(out: Output, folder: Path, checked: "Checked") -> None:
     )  # fmt: skip
     problems = [f"{name} is missing" for name in checked.missing]
     problems += [f"{name} has changed: its sha256 is another" for name in checked.changed]
-    problems += [f"{name} differs from the source" for name in wrong]
+    problems += [f"{name} is not the source's" for name in wrong]
     if problems:
-        out.line(f"{folder} is not as it was written", strong=True)
+        as_written = "is not as it was written" if not wrong else f"differs from {against}"
+        out.line(f"{folder} {as_written}", strong=True)
         for problem in problems[:SHOWN]:
             out.line(f"  {problem}")
         if len(problems) > SHOWN:
             out.line(f"  and {len(problems) - SHOWN:,} more")
-        out.hint(f"remove it with `rm -r {shell_word(folder)}` and convert again")
+        other = "if it was made from another source, name that one; else " if wrong else ""
+        out.hint(f"{other}remove it with `rm -r {shell_word(folder)}` and convert again")
         return
     if checked.files:
         size = f"{counted(checked.files, 'file')}, {size_text(checked.nbytes)}"

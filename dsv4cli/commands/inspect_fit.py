@@ -64,13 +64,14 @@ def _report(out: Output, answer: "Answer") -> None:
 
 def _answer(answer: "Answer") -> str:
     fit, best = answer.fit, answer.fit.best
+    machine = "this machine" if fit.machine.is_here else "that machine"
     if best is None:
-        here, several = fit.machine.cpu is not None, len(fit.machine.gpus) > 1
-        where = "this machine" if here else "these GPUs" if several else "one GPU"
+        several = len(fit.machine.gpus) > 1
+        where = machine if fit.machine.cpu is not None else "these GPUs" if several else "one GPU"
         each = " each" if fit.nearest.ranks > 1 else ""
         return f"does not fit {where}: {_name(fit.nearest)} lack{'' if each else 's'} {size_text(fit.missing)}{each}"
     if not best.on_gpu:
-        words = "fits this machine's RAM" + (", but none of its GPUs" if fit.machine.gpus else "")
+        words = f"fits {machine}'s RAM" + (", but none of its GPUs" if fit.machine.gpus else "")
     elif best.ranks > 1:
         words = f"fits {best.ranks} GPUs together"
     else:

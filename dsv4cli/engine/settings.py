@@ -15,7 +15,7 @@ MAX_SEED = 2**32 - 1
 # logits divided by less overflow; what it draws is the likeliest token anyway
 MIN_TEMPERATURE = 1e-6
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
-UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def require(holds: bool, option: str, value: object, remedy: str) -> None:
@@ -31,10 +31,10 @@ def check_device(name: str) -> None:
 
 def parse_size(option: str, text: str) -> int:
     """Bytes of a size as in 5GB, 500MB or 4.5GiB. Raises UsageError."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*([kmg]i?b)", text.strip().lower(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*([kmgt]i?b)", text.strip().lower(), re.ASCII)
     size = round(float(match[1]) * UNITS[match[2]]) if match else 0
     if not size:
-        raise UsageError(f"{option} {text!r} is no size", "give a number and kB, MB, GB, KiB, MiB or GiB")
+        raise UsageError(f"{option} {text!r} is no size", "give a number and kB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return size
 
 

@@ -271,6 +271,7 @@ def test_named_ram(bare_machine):
     here = parse_machine(None, "512GB")
     assert here.cpu is not None
     assert (here.cpu.total, here.is_here, here.claims_ram) == (512 * GIB, True, True)
+    assert parse_machine("8xH100", "2TB").cpu == Device("cpu", "RAM", 2048 * GIB, 2048 * GIB * 95 // 100)
     for text in ("", "0GB", "192", "lots"):
         with pytest.raises(UsageError, match="--ram cannot be"):
             parse_machine(None, text)
@@ -532,6 +533,9 @@ def test_the_answer_of_the_command(capsys):
     assert answer is False
     assert re.search(rf"{SHORT} does not fit one GPU: cuda:0 lacks \d\.\d\d GB\n", text)
     assert "largest context" not in text
+    # a machine of which the RAM is named too
+    assert f"{SHORT} does not fit that machine: " in shown(capsys, SHORT, "1x1GB", ram="1GB")[1]
+    assert f"{SHORT} fits that machine's RAM, but none of its GPUs\n" in shown(capsys, SHORT, "1x1GB", ram="192GB")[1]
     answer, text = shown(capsys, SHORT, "1x192GB")
     assert answer is True
     assert "\nOn cuda:0 the largest context of one sequence is 1,048,576 tokens" in " ".join(text.split(" "))

@@ -42,10 +42,9 @@ def check(output: Path, against: Against | None, workers: int, progress: Progres
             f"run its `dsv4 convert` again, or `dsv4 convert --finish {place}` where all parts are there",
         )
     manifest = read_manifest(output)
-    if manifest is None and against is None:
-        raise UsageError(
-            f"{output} has no {MANIFEST}", f"compare it with its source: `dsv4 convert --check {place} --against SRC`"
-        )
+    if against is None and not (manifest and manifest.hashes):
+        why = f"{output} has no {MANIFEST}" if manifest is None else f"{output / MANIFEST} lists no file"
+        raise UsageError(why, f"compare it with its source: `dsv4 convert --check {place} --against SRC`")
     checked = _hashed(output, manifest or Manifest({}, None), workers, progress)
     if against is None or not checked.sound:
         return checked

@@ -3,7 +3,8 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from dsv4cli.engine.checkpoint import UNFINISHED, scan_checkpoint
 from dsv4cli.engine.conversion.finish import assemble, assembled, clear
 from dsv4cli.engine.conversion.job import Conversion
-from dsv4cli.engine.conversion.journal import Journal, Verdict
-from dsv4cli.engine.conversion.manifest import Manifest, read_manifest
+from dsv4cli.engine.conversion.journal import Journal, Part, Verdict, write_file
+from dsv4cli.engine.conversion.manifest import CHECKS, MANIFEST, Manifest, read_manifest
 from dsv4cli.engine.conversion.recode import Recoder
 from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.sources import open_source
@@ -84,8 +85,7 @@ def verify_files(
     with _disk(conversion):
         journal.judge(Verdict(not found.wrong, check, conversion.own_cut))
     if found.wrong:
-        others = f" (and {len(found.wrong) - 1:,} more)" if len(found.wrong) > 1 else ""
-        raise _unsound(conversion, f"{conversion.output}: {found.wrong[0]} differs from the source{others}")
+        raise _differs(conversion, found)
     return found
 
 
@@ -99,6 +99,11 @@ def _compared(conversion: Conversion, *, full: bool, workers: int, progress: Pro
         return verify(
             ours, theirs, conversion.source_name, conversion.own_copies, full=full, workers=workers, progress=progress
         )
+
+
+def _differs(conversion: Conversion, found: Verification) -> UnsoundResult:
+    others = f" (and {len(found.wrong) - 1:,} more)" if len(found.wrong) > 1 else ""
+    return _unsound(conversion, f"{conversion.output}: {found.wrong[0]} differs from the source{others}")
 
 
 def _unsound(conversion: Conversion, sentence: str) -> UnsoundResult:
@@ -155,6 +160,25 @@ def finished(conversion: Conversion) -> Manifest | None:
                 f"remove the output with `rm -r {shell_word(conversion.output)}`, then convert again",
             )
     return manifest
+
+
+def compare_finished(
+    conversion: Conversion, done: Manifest, *, check: Check, workers: int, progress: Progress | None = None
+) -> Verification | None:
+    """Compares a finished output with its source where no comparison has gone as far as `check`, and notes it in the
+    manifest; None where one has. Raises UnsoundResult, naming the tensor, where a value differs."""
+    if done.origin is None or CHECKS.index(check) <= CHECKS.index(done.origin.compared):
+        return None
+    whole = replace(conversion, part=Part())
+    found = _compared(whole, full=check == "full", workers=workers, progress=progress)
+    whole.check_source_unchanged()
+    if found.wrong:
+        raise _differs(whole, found)
+    manifest = Manifest(done.hashes, replace(done.origin, compared=check))
+    # where nothing can be written it is compared again next time
+    with suppress(OSError):
+        write_file(whole.output / MANIFEST, manifest.content(), whole.output)
+    return found
 
 
 def trial(conversion: Conversion, device: torch.device, workers: int) -> float:

@@ -9,11 +9,20 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from dsv4cli.engine.checkpoint import INDEX, UNFINISHED, scan_checkpoint
+from dsv4cli.engine.checkpoint import INDEX, MAX_HEADER, UNFINISHED, scan_checkpoint
 from dsv4cli.engine.config import parse_any_config
 from dsv4cli.engine.conversion.job import job_of, whole_copies
 from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
-from dsv4cli.engine.conversion.manifest import MANIFEST, Manifest, Origin, changed, hash_file, hash_files, read_manifest
+from dsv4cli.engine.conversion.manifest import (
+    CHECKS,
+    MANIFEST,
+    Manifest,
+    Origin,
+    changed,
+    hash_file,
+    hash_files,
+    read_manifest,
+)
 from dsv4cli.engine.conversion.metadata import CONFIG, copied_files
 from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.selection import renumbered
@@ -60,11 +69,6 @@ def finish(output: Path, against: Against | None, workers: int, progress: Progre
     with disk_errors(output, lambda: 0), ExitStack() as stack:
         plan = read_plan(output / UNFINISHED / PLAN)
         count = plan["parts"]
-        done = assembled(output)
-        if done is not None and plan["files"].keys() <= done.hashes.keys():
-            # an earlier --finish was killed at its very end
-            clear(output)
-            return Finished(plan["to"], plan["files"], None, 0)
         for number, (name, expected) in enumerate(plan["files"].items()):
             _check_file(output / name, expected, Part(number % count + 1, count))
         parts = [Journal(output, Part(index, count)) for index in range(1, count + 1)]
@@ -84,7 +88,8 @@ def _check_file(path: Path, expected: Mapping[str, Any], part: Part) -> None:
         raise CheckpointError(f"{path} is not there yet", remedy)
     with path.open("rb") as file:
         start = file.read(8)
-        header = start + file.read(int.from_bytes(start, "little"))
+        # a damaged length may be any
+        header = start + file.read(min(int.from_bytes(start, "little"), MAX_HEADER))
     if path.stat().st_size != expected["nbytes"] or sha256(header).hexdigest() != expected["header"]:
         raise CheckpointError(f"{path} is not the file of this conversion", f"remove it and {remedy}")
 
@@ -181,7 +186,7 @@ def assemble(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal])
     hashes |= {path.relative_to(output).as_posix(): hash_file(path) for path in copied_files(output)}
     jobs = tuple(sorted({job_of(plan, journal.times) for journal in journals}))
     origin = Origin(plan["to"], jobs, plan["layer"], _compared(journals))
-    write_file(output / MANIFEST, Manifest(hashes, origin).text().encode(), workshop)
+    write_file(output / MANIFEST, Manifest(hashes, origin).content(), workshop)
     for name, text in texts.items():
         write_file(output / name, text.encode(), workshop)
     clear(output)
@@ -194,6 +199,16 @@ def assembled(output: Path) -> Manifest | None:
     if manifest is None or not whole or not all((output / name).is_file() for name in manifest.hashes):
         return None
     return manifest
+
+
+def joined_before(output: Path) -> bool:
+    """Whether the parts have been joined before; journals that were left by a kill at the very end are removed."""
+    done, plan = assembled(output), output / UNFINISHED / PLAN
+    if done is None or (plan.exists() and not read_plan(plan)["files"].keys() <= done.hashes.keys()):
+        return False
+    with disk_errors(output, lambda: 0):
+        clear(output)
+    return True
 
 
 def clear(output: Path) -> None:
@@ -209,6 +224,6 @@ def clear(output: Path) -> None:
 
 
 def _compared(journals: Sequence[Journal]) -> str:
-    """The least that all parts have been compared by."""
-    checks = ["off" if journal.verdict is None else journal.verdict.check for journal in journals]
-    return next((check for check in ("off", "sample") if check in checks), "full")
+    """The least that all matrices have been compared by."""
+    verdicts = [journal.verdict for journal in journals]
+    return min(("off" if found is None or found.cut else found.check for found in verdicts), key=CHECKS.index)

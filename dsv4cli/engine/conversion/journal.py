@@ -22,6 +22,8 @@ from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.harmless import shell_word
 
 PLAN = "plan.json"
+# of a shared job
+MAX_PARTS = 99_999
 # of a file of the source: bytes, and nanoseconds of the last change
 Times = dict[str, list[int]]
 
@@ -165,16 +167,30 @@ def read_plan(path: Path) -> dict[str, Any]:
     """The plan of a conversion that has begun."""
     try:
         plan: dict[str, Any] = json.loads(path.read_bytes())
+        _check_plan(plan)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"{path.parent.parent} holds no unfinished conversion", "name the DST of `dsv4 convert`"
         ) from None
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is damaged: {error}",
+            f"{path} is damaged: {type(error).__name__}: {error}",
             f"remove the output with `rm -r {shell_word(path.parent.parent)}`, then convert again",
         ) from None
     return plan
+
+
+def _check_plan(plan: Mapping[str, Any]) -> None:
+    """Raises ValueError, TypeError, KeyError or AttributeError unless it says what a plan says, of files inside the
+    output alone: it may come from another machine."""
+    files, metadata = plan["files"], plan["metadata"]
+    sound = [type(file["nbytes"]) is int and isinstance(file["header"], str) for file in files.values()]
+    sound += [isinstance(text, str) for text in metadata.values()]
+    sound += [not Path(name).is_absolute() and ".." not in Path(name).parts for name in (*files, *metadata)]
+    sound += [type(plan["parts"]) is int and 1 <= plan["parts"] <= MAX_PARTS, type(plan["layer"]) is int]
+    sound += [isinstance(plan["to"], str), plan["index"] is None or isinstance(plan["index"], dict)]
+    if not files or not all(sound):
+        raise ValueError("it is not the plan of a conversion")
 
 
 def write_file(path: Path, content: bytes, workshop: Path) -> None:

@@ -4,6 +4,7 @@ Its first line, a comment to sha256sum, says which conversion the output is of. 
 """
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from dsv4cli.harmless import shell_word
 MANIFEST = "SHA256SUMS"
 MARK = "# dsv4 convert "
 CHUNK = 1 << 22
+# how much of an output has been compared with its source, from least to most
+CHECKS = ("off", "sample", "full")
 Progress = Callable[[int, int], None]
 
 
@@ -44,20 +47,21 @@ class Manifest:
     hashes: Mapping[str, str]
     origin: Origin | None
 
-    def text(self) -> str:
-        """The content of the file."""
+    def content(self) -> bytes:
+        """The bytes of the file, which has the names as the system keeps them, UTF-8 or not."""
         first = [] if self.origin is None else [MARK + json.dumps(asdict(self.origin))]
-        return "\n".join([*first, *(_line(name, self.hashes[name]) for name in sorted(self.hashes))]) + "\n"
+        lines = [*first, *(_line(name, self.hashes[name]) for name in sorted(self.hashes))]
+        return os.fsencode("\n".join(lines) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder, None where there is none. Raises CheckpointError for a file that is none."""
     path = folder / MANIFEST
     try:
-        lines = read_bytes(path).decode().splitlines()
+        lines = os.fsdecode(read_bytes(path)).split("\n")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", "check the file") from None
     origin = next((_origin(line) for line in lines if line.startswith(MARK)), None)
     entries = [line for line in lines if line and not line.startswith("#")]
@@ -70,7 +74,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 def _origin(line: str) -> Origin | None:
     try:
         values: dict[str, Any] = json.loads(line.removeprefix(MARK))
-        return Origin(str(values["to"]), tuple(values["jobs"]), int(values["layer"]), str(values["compared"]))
+        compared = CHECKS[CHECKS.index(values["compared"])]
+        return Origin(str(values["to"]), tuple(values["jobs"]), int(values["layer"]), compared)
     except (ValueError, KeyError, TypeError):
         return None
 

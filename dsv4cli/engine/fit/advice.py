@@ -86,8 +86,8 @@ def _larger_machine(fit: Fit, name: str) -> Iterator[Step]:
     gpus = [] if fit.machine.is_here else [gpu.label for gpu in fit.machine.gpus]
     if fit.more_host is not None:
         ranks = fit.more_host.ranks
-        several = f"{ranks} GPUs run" if ranks > 1 else "one GPU runs"
-        why = f"{several} it where {_tenths(fit.host_needed)} GB of host memory are free, for experts beyond theirs"
+        several, whose = (f"{ranks} GPUs run", "theirs") if ranks > 1 else ("one GPU runs", "its own")
+        why = f"{several} it where {_tenths(fit.host_needed)} GB of host memory are free, for experts beyond {whose}"
         yield _ask(fit, name, gpus, fit.host_needed, why)
     if fit.more_gpus is not None:
         count, label = fit.more_gpus.ranks, fit.more_gpus.devices[0].label

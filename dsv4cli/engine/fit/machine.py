@@ -11,8 +11,9 @@ from dsv4cli.errors import UsageError
 NVIDIA_SMI = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
 SMI_SECONDS = 10
 GPUS = re.compile(r"(?:(\d{1,4})\s*[x×]\s*)?(\S.*)", re.ASCII | re.IGNORECASE)
-# what is written on cards and on machines is GiB
-LABEL = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*Gi?B", re.ASCII | re.IGNORECASE)
+# what is written on cards and on machines is GiB and TiB
+UNITS = {"G": 2**30, "T": 2**40}
+LABEL = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([GT])i?B", re.ASCII | re.IGNORECASE)
 # of what is written on a card or a machine, the hundredths that are free when nothing runs
 FREE_OF_GPU, FREE_OF_RAM = 98, 95
 # MiB that nvidia-smi tells of cards
@@ -87,7 +88,7 @@ def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
     match = GPUS.fullmatch(part)
     count, name = (int(match[1] or 1), match[2]) if match else (0, "")
     known = CARDS.get(_bare(name), 0) * 2**20
-    size = known or _label(name)
+    size = known or _label(name, "G")
     if not count or not size:
         raise UsageError(
             f"--gpus cannot be {text!r}",
@@ -97,7 +98,7 @@ def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
 
 
 def _named_ram(text: str) -> Device:
-    size = _label(text.strip())
+    size = _label(text.strip(), "GT")
     if not size:
         raise UsageError(f"--ram cannot be {text!r}", "say how much RAM the machine has: --ram 192GB")
     return Device("cpu", "RAM", size, size * FREE_OF_RAM // 100)
@@ -108,10 +109,11 @@ def _bare(name: str) -> str:
     return re.sub(r"[\s_-]|NVIDIA|GEFORCE|RTX", "", name.upper())
 
 
-def _label(text: str) -> int:
-    """The bytes of a size as in 24GB, 0 where it is none."""
+def _label(text: str, letters: str) -> int:
+    """The bytes of a size as in 24GB, with one of these letters, 0 where it is none."""
     match = LABEL.fullmatch(text)
-    return int(float(match[1]) * 2**30) if match else 0
+    letter = match[2].upper() if match else ""
+    return int(float(match[1]) * UNITS[letter]) if match and letter in letters else 0
 
 
 def this_machine() -> Machine:

@@ -13,9 +13,11 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined] # public, but 
 )
 
 from dsv4cli.engine.hub import xet
+from dsv4cli.engine.hub.cached import ONLINE
 from dsv4cli.engine.hub.errand import Errand
 from dsv4cli.engine.hub.files import LIBRARY, READ_SIZE, Digest, RemoteFile
 from dsv4cli.engine.hub.patience import HTTP_ERROR, BadConnection, Stopped, is_local
+from dsv4cli.errors import HubError
 
 # how often a file that came with wrong bytes is fetched again
 REPAIRS = 2
@@ -28,8 +30,8 @@ Outcome = Literal["there", "fetched", "repaired", "broken"]
 def settle(errand: Errand, file: RemoteFile) -> Outcome:
     """Sees to it that the file is there with the size and hash of the listing; what is there already is read too.
 
-    Raises HubError when the hub does not serve it, OSError when the disk does not take it, UsageError for another file
-    that no download has put there, Stopped when called off.
+    Raises HubError when the hub does not serve it, or is offline and the file wrong, OSError when the disk does not
+    take it, UsageError for another file that no download has put there, Stopped when called off.
     """
     found = errand.place.find(file)
     if found is not None and errand.is_intact(found, file):
@@ -38,6 +40,8 @@ def settle(errand: Errand, file: RemoteFile) -> Outcome:
     is_wrong = found is not None
     if is_wrong:
         errand.place.guard(file)
+        if errand.listing.cached:
+            raise HubError(f"{found} is damaged: its hash is another, and huggingface_hub is offline", ONLINE)
     for _ in range(1 + REPAIRS):
         if _bring(errand, file, is_wrong):
             return "repaired" if is_wrong else "fetched"
