@@ -175,7 +175,7 @@ class Chat:
         turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
         number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
         left = self.talk.context - self.talk.tokens(turn)
-        return Round(number, max(left // 2 // calls, 0), lambda text: len(self.talk.dialogue.tokenizer.encode(text)))
+        return Round(number, max(left // 2 // calls, 0), lambda text: len(self.talk.dialogue.text_ids(text)))
 
     def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer | None":
         """Shows an answer as it comes, to its end or until Ctrl-C; None where that came before its first token."""
