@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cache
 from types import TracebackType
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 
@@ -16,14 +16,16 @@ from dsv4cli.engine.fit.planner import MemoryLimits
 from dsv4cli.engine.loading import load_model
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.prompt import Message, check_messages, check_tools, with_tools
+from dsv4cli.engine.reply import name_calls
 from dsv4cli.engine.score import Score, score
-from dsv4cli.engine.settings import Limits, check_device
+from dsv4cli.engine.settings import Limits, check_device, require
 from dsv4cli.engine.source import resolve_model
 from dsv4cli.engine.talk import Talk
 from dsv4cli.errors import UsageError
 
 __all__ = ["Model", "Reply", "Score"]
 
+Dtype = Literal["auto", "float32"]
 Messages = str | Sequence[Mapping[str, Any]]
 
 
@@ -36,7 +38,7 @@ class Options(TypedDict, total=False):
     top_p: float | None
     seed: int | None
     max_tokens: int
-    stop: Sequence[str]
+    stop: str | Sequence[str]
 
 
 class Reply(Iterator[str]):
@@ -46,8 +48,9 @@ class Reply(Iterator[str]):
     `tool_calls`, empty where there are none. finish_reason: "stop", "length" or "tool_calls", None before.
     """
 
-    def __init__(self, steps: Generator[tuple[Answer, Pieces], None, None]) -> None:
-        self._steps = steps
+    def __init__(self, steps: Generator[tuple[Answer, Pieces], None, None], place: int) -> None:
+        """place: which message of the conversation it becomes."""
+        self._steps, self._place = steps, place
         self._answer: Answer | None = None
         self._text = self._texts()
 
@@ -71,7 +74,9 @@ class Reply(Iterator[str]):
         """The answer, to append to the conversation. Raises UsageError before its end."""
         if self._answer is None or self._answer.finish is None:
             raise UsageError("the answer has not ended", "iterate to its end first, or use Model.chat")
-        return self._answer.message()[0]
+        message = self._answer.message()[0]
+        name_calls(message, self._place)
+        return message
 
 
 class Model:
@@ -82,7 +87,7 @@ class Model:
         model: str = "nano",
         *,
         device: str = "auto",
-        dtype: Literal["auto", "float32"] = "auto",
+        dtype: Dtype = "auto",
         backend: Backend = "auto",
         max_context: int | None = None,
         gpu_memory: int | None = None,
@@ -90,6 +95,9 @@ class Model:
         """model: what `--model` takes, a folder, `flash`, `org/name`, `nano`, `random:tiny`; a repository must be in
         the cache. The rest as the options of the same names, gpu_memory in bytes. Raises a Dsv4Error."""
         check_device(device)
+        require(dtype in get_args(Dtype), "dtype", dtype, f"use one of {', '.join(get_args(Dtype))}")
+        require(backend in get_args(Backend), "backend", backend, f"use one of {', '.join(get_args(Backend))}")
+        require(gpu_memory is None or gpu_memory > 0, "gpu_memory", gpu_memory, "give more than 0 bytes")
         self._source, self._device = resolve_model(model), resolve_device(device)
         self._kernels, self._max_context = resolve_backend(backend, self._device), max_context
         numerics = Numerics.reference() if dtype == "auto" else Numerics.plain(getattr(torch, dtype))
@@ -117,7 +125,7 @@ class Model:
         top_p: float | None = None,
         seed: int | None = None,
         max_tokens: int = 4096,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> Reply:
         """The answer as it comes; an earlier one that has not ended ends. A text is one message of the user.
 
@@ -130,8 +138,9 @@ class Model:
         if tools is not None:
             checked = with_tools(checked, check_tools(list(map(dict, tools))))
         talk.dialogue = self._dialogue(think)
-        talk.limits = Limits(max_tokens, self._max_context, stops=tuple(stop))
-        return Reply(self._computed(talk.reply(checked, self._source.sampling.chosen(temperature, top_p, seed))))
+        talk.limits = Limits(max_tokens, self._max_context, stops=(stop,) if isinstance(stop, str) else tuple(stop))
+        steps = talk.reply(checked, self._source.sampling.chosen(temperature, top_p, seed))
+        return Reply(self._computed(steps), len(given))
 
     def score(self, text: str | Sequence[int], *, logprobs: int = 0) -> Score:
         """How likely the model finds a text, or token ids: `ids`, `logprobs` of each token given those before (None for

@@ -13,6 +13,7 @@ import termios
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 
 import pytest
@@ -149,6 +150,12 @@ class Terminal:
         """Without a chance to say anything."""
         os.kill(self.program, signal.SIGKILL)
         self.leave()
+
+    def end(self) -> None:
+        """Ends the program, if it has not ended."""
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.program, signal.SIGKILL)
+            os.waitpid(self.program, 0)
 
     def leave(self) -> int:
         """Reads the rest; the exit code, or the signal as a negative number."""

@@ -49,7 +49,11 @@ def test_thinking_and_tools(nano):
     called = nano.chat(
         "What is the weather in Paris?", tools=[{"type": "function", "function": WEATHER}], temperature=0
     )
-    assert called["tool_calls"][0]["function"]["name"] == "get_weather"
+    [call] = called["tool_calls"]
+    assert (call["function"]["name"], call["id"]) == ("get_weather", "call_1_0")
+    result = {"role": "tool", "tool_call_id": call["id"], "content": '{"temperature": 5}'}
+    talk = [{"role": "user", "content": "What is the weather in Paris?"}, called, result]
+    assert "5" in nano.chat(talk, tools=[{"type": "function", "function": WEATHER}], temperature=0)["content"]
 
 
 def test_limits(nano):
@@ -57,6 +61,7 @@ def test_limits(nano):
     assert list(reply)
     assert reply.finish_reason == "length"
     assert nano.chat(HI, stop=["="], temperature=0)["content"] == "17 + 25 "
+    assert nano.chat(HI, stop="= 4", temperature=0)["content"] == "17 + 25 "
 
 
 def test_a_reply_that_another_ends(nano):
@@ -85,6 +90,9 @@ def test_a_score(nano):
         (lambda model: Model("no/such/folder/at/all"), ModelNotFound),
         (lambda model: Model(device="cuda:99"), UnsupportedHardware),
         (lambda model: Model(device="tpu"), UsageError),
+        (lambda model: Model(dtype="int8"), UsageError),
+        (lambda model: Model(backend="cuda"), UsageError),
+        (lambda model: Model(gpu_memory=-1), UsageError),
     ],
 )
 def test_refusals(nano, call, error):

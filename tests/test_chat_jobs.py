@@ -52,11 +52,7 @@ def terminal(tmp_path):
 
     yield start
     for one in running:
-        try:
-            os.kill(one.program, signal.SIGKILL)
-            os.waitpid(one.program, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
+        one.end()
 
 
 def ended(one):

@@ -1,8 +1,6 @@
 """`dsv4 chat` as its user meets it: a terminal, keys, Ctrl-C, kills."""
 
 import json
-import os
-import signal
 import stat
 import sys
 import time
@@ -29,11 +27,7 @@ def terminal(tmp_path):
 
     yield start
     for one in running:
-        try:
-            os.kill(one.program, signal.SIGKILL)
-            os.waitpid(one.program, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
+        one.end()
 
 
 def kept(tmp_path):

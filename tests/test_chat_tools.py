@@ -9,6 +9,7 @@ import pytest
 
 from dsv4cli.commands.chat_command import carry_out
 from dsv4cli.commands.chat_tools import Round, Tools
+from dsv4cli.engine.tokens import USER
 from dsv4cli.output import Colours, Output
 from tests.program import SMALL, Program, calls_block
 from tests.terminals import Terminal, says, speak, speaking
@@ -164,11 +165,12 @@ def test_a_turn_of_calls_without_end_ends(monkeypatch, capsys, tmp_path):
     assert done.code == 0
 
 
-def test_results_larger_than_the_context_do_not_lose_the_turn(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("command", ["seq 100000", f"{sys.executable} -c \"print('{USER}' * 5000)\""])
+def test_results_larger_than_the_context_do_not_lose_the_turn(monkeypatch, capsys, tmp_path, command):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     dsv4 = Program(monkeypatch, capsys)
     speak(monkeypatch, says(CALL, CALL, CALL, "Blue."))
-    options = ("--tool-exec", "seq 100000", "--yes", "--max-context", "3000")
+    options = ("--tool-exec", command, "--yes", "--max-context", "3000")
     done = dsv4("chat", "--model", SMALL, *options, stdin=b"weather?\n")
     assert (done.code, done.out.endswith("Blue.\n")) == (0, True)
     assert done.err.count("warning: the result is cut: the model gets the first ") == 3

@@ -45,7 +45,7 @@ def show_stats(chat: Chat, _: str) -> None:
 def show_tokens(chat: Chat, text: str) -> None:
     """The tokens of a text, or of each message."""
     if text:
-        ids = chat.talk.dialogue.tokenizer.encode(text)
+        ids = chat.talk.dialogue.text_ids(text)
         chat.out.line(f"{counted(len(ids), 'token')}: {' '.join(map(str, ids))}")
         return
     before = 0

@@ -136,6 +136,7 @@ class Chat:
 
     def _answer(self) -> bool:
         """One answer of the model; whether it goes on after the results of its calls."""
+        from dsv4cli.engine.reply import name_calls
         from dsv4cli.engine.settings import MAX_SEED
 
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
@@ -150,8 +151,7 @@ class Chat:
         for repair in repairs if not self.stopped else ():
             self.out.warning(repair)
         calls = message.get("tool_calls") or []
-        for nth, call in enumerate(calls):
-            call.setdefault("id", f"call_{len(self.session.messages)}_{nth}")
+        name_calls(message, len(self.session.messages))
         self.session.messages.append({key: value for key, value in message.items() if value or key == "content"})
         self._report(answer)
         if not calls or self.stopped:
@@ -175,7 +175,7 @@ class Chat:
         turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
         number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
         left = self.talk.context - self.talk.tokens(turn)
-        return Round(number, max(left // 2 // calls, 0), lambda text: len(self.talk.dialogue.tokenizer.encode(text)))
+        return Round(number, max(left // 2 // calls, 0), lambda text: len(self.talk.dialogue.text_ids(text)))
 
     def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer | None":
         """Shows an answer as it comes, to its end or until Ctrl-C; None where that came before its first token."""

@@ -38,7 +38,8 @@ def show_kernels(out: Output, document: Document) -> None:
     for line in results:
         if line["wrong"]:
             out.line(f"WRONG {line['name']} x{line['tokens']}: {line['wrong']}", strong=True)
-    _warn(out, shown)
+    _warn_of_spreads(out, shown)
+    _warn_of_rates(out, shown)
 
 
 def show_step(out: Output, document: Document) -> None:
@@ -63,6 +64,7 @@ def show_step(out: Output, document: Document) -> None:
     out.table(rows)
     out.line()
     out.table([STEP, *(_part(line) for line in parts)], numbers=True)
+    _warn_of_spreads(out, [whole])
 
 
 def show_changes(out: Output, comparison: "Comparison") -> None:
@@ -90,13 +92,17 @@ def show_changes(out: Output, comparison: "Comparison") -> None:
         )
 
 
-def _warn(out: Output, shown: list[Document]) -> None:
-    """Of times that say little, and of rates that cannot be."""
+def _warn_of_spreads(out: Output, shown: list[Document]) -> None:
+    """Of times that say little."""
     loose = [line for line in shown if _spread(line) > WIDE]
     if loose:
         out.warning(
             f"{len(loose)} of {counted(len(shown), 'time')} spread by more than {WIDE:.0%}: something else may have run"
         )
+
+
+def _warn_of_rates(out: Output, shown: list[Document]) -> None:
+    """Of rates that cannot be."""
     over = [line for line in shown if max(line["of_bandwidth"] or 0, line["of_matmul"] or 0) > IMPOSSIBLE]
     if over:
         names = ", ".join(f"{line['name']} x{line['tokens']}" for line in over[:3])

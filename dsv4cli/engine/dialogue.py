@@ -8,6 +8,7 @@ from dsv4cli.engine.prompt import Message, Release, encode_messages, think_optio
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.source import FolderSource, RandomSource
 from dsv4cli.engine.tokenizer import Tokenizer
+from dsv4cli.engine.tokens import Given
 from dsv4cli.errors import CheckpointError, UsageError
 
 
@@ -41,6 +42,10 @@ class Dialogue:
         text = "".join(parts)
         ids, lookalikes = self.tokenizer.encode_parts([text] if self.special_tokens else parts)
         return Prompt(text, ids, lookalikes)
+
+    def text_ids(self, text: str) -> list[int]:
+        """The tokens of a text in a message."""
+        return self.tokenizer.encode_parts([text if self.special_tokens else Given(text)])[0]
 
 
 def open_dialogue(source: FolderSource | RandomSource, think: str, special_tokens: bool = False) -> Dialogue:

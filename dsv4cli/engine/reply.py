@@ -51,6 +51,12 @@ class Reply:
         }
 
 
+def name_calls(message: dict[str, Any], place: int) -> None:
+    """Gives the calls of a message ids, for results to name; place: where in its conversation it stands."""
+    for nth, call in enumerate(message.get("tool_calls") or ()):
+        call.setdefault("id", f"call_{place}_{nth}")
+
+
 def parse_reply(text: str, *, thinking: bool) -> Reply:
     """A finished generation, EOS included, as the official parser reads it; MalformedReply says what is wrong."""
     reader = _Reader(text)

@@ -1,6 +1,7 @@
 """Which numbers of ranks divide a model, and what of a tensor is one rank's: integers; no torch."""
 
 from collections.abc import Iterable
+from math import gcd
 
 from dsv4cli.engine.config import ModelConfig
 from dsv4cli.engine.layout import TensorSpec
@@ -28,9 +29,11 @@ def check_dimensions(config: ModelConfig, ranks: int) -> None:
         "moe_intermediate_size": config.moe_intermediate_size,
         "vocab_size": config.vocab_size,
     }
+    most = gcd(*dimensions.values())
     for name, count in dimensions.items():
         if count % ranks:
-            raise UsageError(f"{name} = {count} is not divisible by {ranks} ranks", "use 1, 2, 4 or 8 ranks")
+            numbers = ", ".join(str(number) for number in range(1, most + 1) if most % number == 0)
+            raise UsageError(f"{name} = {count} is not divisible by {ranks} ranks", f"numbers that divide: {numbers}")
 
 
 def check_ranks(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, *, rounds: bool) -> None:
