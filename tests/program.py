@@ -6,11 +6,13 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer.main
 
 from dsv4cli import cli
 from dsv4cli.engine import generate
@@ -22,6 +24,8 @@ from dsv4cli.engine.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 # one layer: what a command does with the tokens is tested, not the model
 SMALL = "random:tiny,layers=1"
+# Typer reads the commands' signatures once for all calls: 20 ms each
+command = cache(typer.main.get_command)
 BYTES = Tokenizer.byte_level()
 
 # runs the program and ends with 9 if it has imported what takes long
@@ -53,6 +57,7 @@ class Program:
         self.patch = patch
         self.capture = capture
         patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(typer.main, "get_command", command)
 
     def __call__(self, *arguments: str, stdin: bytes | None = None) -> Done:
         """Runs one command; stdin is a file of these bytes, or /dev/null."""
