@@ -101,9 +101,12 @@ class Running:
         os.write(self.master, keys.encode())
 
     def others(self) -> list[int]:
-        """The other ranks."""
+        """The other ranks, none where the program has ended."""
         pid = self.program.pid
-        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        try:
+            return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        except OSError:
+            return []
 
     def end(self) -> tuple[int, float, int]:
         """Waits for the end: the exit code, seconds since `begin`, processes that are left two seconds later."""
