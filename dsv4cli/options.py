@@ -28,7 +28,7 @@ TpOpt = Annotated[
         "--tp", min=1, help="Processes that share the model, one GPU each; torchrun starts them elsewhere too."
     ),
 ]
-# set in the processes that torchrun starts, and those of --tp
+# set in the processes that torchrun starts
 TorchrunOpt = Annotated[str | None, typer.Option(envvar="TORCHELASTIC_RUN_ID", hidden=True)]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
 

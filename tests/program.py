@@ -5,6 +5,7 @@ import io
 import os
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,14 @@ except SystemExit:
 heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich', 'prompt_toolkit'}
 sys.exit(9 if heavy & sys.modules.keys() else 0)
 """
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within five seconds."""
+    end = time.monotonic() + 5
+    while Path(f"/proc/{pid}/cmdline").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    return not Path(f"/proc/{pid}/cmdline").exists()
 
 
 @dataclass(frozen=True)

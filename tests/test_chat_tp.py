@@ -15,7 +15,7 @@ from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.talk import ContextFull, Talk
 from dsv4cli.errors import NotEnoughMemory, RankLost, UnsoundResult
 from tests.engine.test_talk import dialogue, user
-from tests.program import ROOT
+from tests.program import ROOT, gone
 from tests.small_model import model
 
 CHAT = [sys.executable, "-m", "dsv4cli", "chat", "--tp", "2", "--temperature", "0", "--no-history"]
@@ -44,14 +44,6 @@ def ask(program, question):
 def ranks(program):
     """The process ids of the other ranks."""
     return list(map(int, Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()))
-
-
-def gone(pid):
-    """Whether it ends within five seconds."""
-    end = time.monotonic() + 5
-    while Path(f"/proc/{pid}/cmdline").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    return not Path(f"/proc/{pid}/cmdline").exists()
 
 
 def test_two_ranks_converse_as_one(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import IMPORTS_NOTHING_HEAVY, ROOT
+from tests.program import IMPORTS_NOTHING_HEAVY, ROOT, gone
 
 QUESTION, ANSWER = "What is 17 + 25?", "17 + 25 = 42.\n"
 RUN = [sys.executable, "-m", "dsv4cli", "run"]
@@ -55,14 +55,6 @@ def ranks(program):
     """The process ids of its ranks, in their order."""
     others = map(int, Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split())
     return [program.pid, *sorted(others)]
-
-
-def gone(pid):
-    """Whether it ends within five seconds."""
-    end = time.monotonic() + 5
-    while Path(f"/proc/{pid}/cmdline").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    return not Path(f"/proc/{pid}/cmdline").exists()
 
 
 def test_two_ranks_answer_as_one():

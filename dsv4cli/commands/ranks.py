@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from dsv4cli.commands.chat_input import terminal_as_it_was
 from dsv4cli.commands.run_modes import Job
 from dsv4cli.errors import RankLost
 from dsv4cli.output import Output, ReaderGone
@@ -54,8 +55,6 @@ def leading_ranks(job: Job, size: int, work: Work | None, remedy: str) -> Iterat
 
 def _tell_loss(out: Output) -> Callable[[RankLost], None]:
     """Says which rank has ended, on a terminal as it is now: what changes it meanwhile does not come to its end."""
-    from dsv4cli.commands.chat_input import terminal_as_it_was
-
     restore = terminal_as_it_was()
 
     def tell(error: RankLost) -> None:
@@ -68,8 +67,6 @@ def _tell_loss(out: Output) -> Callable[[RankLost], None]:
 
 def left_by(out: Output) -> Callable[[int], None]:
     """What to do when a signal ends this process while it waits in C."""
-    from dsv4cli.commands.chat_input import terminal_as_it_was
-
     restore = terminal_as_it_was()
 
     def leave(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel run: what a model asks of their number, how a process joins them, how they end."""
+"""The ranks of a tensor-parallel run: which GPUs they take, how a process joins them, how they end."""
 
 import atexit
 import os
@@ -18,7 +18,7 @@ from dsv4cli.engine.parallel import World
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
 from dsv4cli.kernels.peers import PROGRAMS, Inboxes, box_shape
 
-# how long a rank that fails because of another waits to be ended by the launcher, which sees that other first
+# how long a rank that fails because of another waits to be ended by who has started it, and sees that other first
 PATIENCE_SECONDS = 10
 
 
