@@ -97,7 +97,7 @@ def compiler_refusal(error: Exception) -> UnsupportedHardware | None:
     if launch is None or not (own or (compiling and not isinstance(error, OSError))):
         return None
     kernel = launch.f_locals["self"]
-    name = f"{kernel.__module__}.{kernel.__name__}".removeprefix("dsv4cli.kernels.")
+    name = f"{kernel.__module__}.{kernel.__name__}".removeprefix("dsv4cli.kernels.").replace(".kernel.", ".")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # of an error in the source Triton shows the source first
     reason = lines[-1] if hasattr(error, "node") else lines[0]

@@ -21,7 +21,7 @@ def program(monkeypatch, capsys):
     return Program(monkeypatch, capsys)
 
 
-KERNEL = SimpleNamespace(__module__="dsv4cli.kernels.experts.products", __name__="down")
+KERNEL = SimpleNamespace(__module__="dsv4cli.kernels.experts.kernel.grouped_gemm", __name__="down")
 
 
 def in_module(name: str, source: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ MEMORY = "Triton Error [CUDA]: an illegal memory access was encountered"
 def test_a_kernel_that_does_not_compile_or_fit_is_a_sentence(error, where, words, program, monkeypatch):
     refusal = compiler_refusal(launched(error, where))
     assert refusal is not None
-    assert refusal.message.startswith("the Triton kernel experts.products.down does not run on this machine: ")
+    assert refusal.message.startswith("the Triton kernel experts.grouped_gemm.down does not run on this machine: ")
     assert words in refusal.message
     assert len(refusal.message.splitlines()) == 1
     monkeypatch.setattr(cli, "app", lambda **_: (_ for _ in ()).throw(error))

@@ -23,7 +23,7 @@ def dsv4(monkeypatch, capfd):
 
 
 def test_an_operation_of_several_roundings_is_right_alone_too(dsv4):
-    done = dsv4("profile", "kernels", "--only", "connect_step", "--tokens", "1", "--json")
+    done = dsv4("profile", "kernels", "--only", "connect_post_pre", "--tokens", "1", "--json")
     assert done.code == 0
 
 

@@ -54,8 +54,10 @@ ROWS = (
     Row("routed and shared experts at once", "mixture", 64, "decoding FP4 in registers"),
     Row("router: logits and choice", "router", 1, "two launches", 9.9),
     Row("router of a hash layer", "router_hash", 1, LAUNCH),
-    Row("hyper-connections: post, mix, Sinkhorn, pre, norm", "connect_step", 1, "Sinkhorn chain; two launches", 7.2),
-    Row("hyper-connections", "connect_step", 16, "two launches", 9.6),
+    Row(
+        "hyper-connections: post, mix, Sinkhorn, pre, norm", "connect_post_pre", 1, "Sinkhorn chain; two launches", 7.2
+    ),
+    Row("hyper-connections", "connect_post_pre", 16, "two launches", 9.6),
     Row("queries and keys: norm, rope, rounding, ring", "queries_and_keys", 1, LAUNCH, 2.2),
     Row("CSA: the indexer's queries as well", "queries_keys_index", 1, LAUNCH),
     Row("attention, 128 rows (sliding)", "attention_sliding", 1, DECODE, 12.3),
@@ -86,7 +88,7 @@ ROWS = (
     Row("CSA: norm, wq_b and the indexer's", "normed_wq_b_index", 4096, TENSOR, None, 8192),
     Row("routed experts", "routed_experts", 4096, "bf16 tensor cores, rows padded to tiles, L2", 3128.0, 8192),
     Row("router", "router", 4096, "two launches, choice", 26.8, 8192),
-    Row("hyper-connections", "connect_step", 4096, "streams are read again for the norm", 164.0, 8192),
+    Row("hyper-connections", "connect_post_pre", 4096, "streams are read again for the norm", 164.0, 8192),
     Row("queries and keys", "queries_and_keys", 4096, "memory", 150.0, 8192),
     Row("CSA: the indexer's queries as well", "queries_keys_index", 4096, "memory", None, 8192),
     Row(

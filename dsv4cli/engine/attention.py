@@ -15,7 +15,7 @@ from dsv4cli.engine.indexer import Indexer
 from dsv4cli.engine.linear import Fp32Linear, GroupedLinear, Linear, RMSNorm, project, project_normed, unfilled
 from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.parallel import World
-from dsv4cli.kernels import attention, keys
+from dsv4cli.kernels import attention, qk_norm_rope
 
 
 class Attention(nn.Module):
@@ -69,7 +69,7 @@ class Attention(nn.Module):
             (q,) = project_normed(latent, self.q_norm, [self.wq_b])
             return *self.prepare(self._heads(q), kv, batch, ring), None
         q, index_q = project_normed(latent, self.q_norm, [self.wq_b, self.indexer.wq_b])
-        q, kv, stored, index_q = keys.queries_keys_and_index(
+        q, kv, stored, index_q = qk_norm_rope.queries_keys_and_index(
             self._heads(q), kv, self.indexer.heads(index_q), self.kv_norm.weight, batch.rotations[self.ratio],
             ring.data.flatten(0, 1), batch.window_cells, self.config.rms_norm_eps, self.numerics.simulate,
         )  # fmt: skip
@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
     def prepare(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [T, H, d] and keys [T, d] normed and rotated; the ring takes the keys."""
-        q, kv, stored = keys.queries_and_keys(
+        q, kv, stored = qk_norm_rope.queries_and_keys(
             q, kv, self.kv_norm.weight, batch.rotations[self.ratio], ring.data.flatten(0, 1), batch.window_cells,
             self.config.rms_norm_eps, self.numerics.simulate,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from dsv4cli.engine.cache import Cache, Sequence
 from dsv4cli.engine.capacity import BLOCK_TOKENS
 from dsv4cli.engine.config import ModelConfig
-from dsv4cli.kernels import places
+from dsv4cli.kernels import step_metadata
 from dsv4cli.kernels.compressor import Plan
 
 
@@ -120,7 +120,7 @@ def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     config, tokens, capacity = cache.config, numbers.ids.numel(), cache.config.sliding_window + cache.rollback
     # a ring has room for the tokens of a step beside all rows that the first of them sees
     in_rings = extent.longest <= cache.rollback + 1
-    layout = places.Layout(
+    layout = step_metadata.Layout(
         tokens=tokens,
         window=config.sliding_window,
         capacity=capacity,
@@ -130,9 +130,9 @@ def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
         groups=extent.groups,
         entries=extent.entries,
     )
-    chunks = places.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
+    chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
     ratios = sorted(set(config.compress_ratios))
-    found = places.place(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
+    found = step_metadata.place(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
     return Batch(
         ids=numbers.ids,
         positions=found.positions,
@@ -150,6 +150,6 @@ def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     )
 
 
-def _compress_step(found: places.Places, entries: places.Entries) -> CompressStep:
+def _compress_step(found: step_metadata.Places, entries: step_metadata.Entries) -> CompressStep:
     plan = Plan(entries.groups, entries.cells, entries.rotation, found.positions)
     return CompressStep(plan, entries.visible, entries.table, found.sequence)

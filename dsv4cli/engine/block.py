@@ -71,7 +71,7 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The streams joined, and of the sublayer `part` ('attn' or 'ffn') what `connect` gives, its input normed."""
         config = self.config
-        return hyper_connections.connect_step(
+        return hyper_connections.connect_post_pre(
             *before, *self.connection(part), norm.weight,
             config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps,
         )  # fmt: skip

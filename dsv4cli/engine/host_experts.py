@@ -19,9 +19,9 @@ from dsv4cli.engine.fit.planner import Division, expert_layers, expert_part
 from dsv4cli.engine.layout import TensorSpec
 from dsv4cli.engine.weights import TORCH_DTYPES
 from dsv4cli.errors import NotEnoughMemory
-from dsv4cli.kernels import residency
+from dsv4cli.kernels import expert_cache
+from dsv4cli.kernels.expert_cache import Residency
 from dsv4cli.kernels.experts import ExpertWeights
-from dsv4cli.kernels.residency import Residency
 
 # of an expert, as `ExpertWeights` has them
 PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scale")
@@ -161,7 +161,7 @@ class LayerExperts(nn.Module):
     def at_hand(self, chosen: torch.Tensor) -> ExpertWeights:
         """The experts, those chosen int64 [T, k] on the device until this is called again for any layer."""
         stacks = self._all.stacks
-        rows = residency.fetch(chosen, self._state, self._host, list(stacks.values()))
+        rows = expert_cache.fetch(chosen, self._state, self._host, list(stacks.values()))
         w1, w1_scale, w2, w2_scale, w3, w3_scale = (stacks.get(part) for part in PARTS)
         assert w1 is not None
         assert w2 is not None

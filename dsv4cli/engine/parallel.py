@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import torch
 
+from dsv4cli.kernels.all_reduce import Inboxes, peer_sum
 from dsv4cli.kernels.dispatch import chosen
-from dsv4cli.kernels.peers import Inboxes, peer_sum
 
 # the name from torch 2.13 on, and the name before
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsv4cli.engine.parallel import World
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
-from dsv4cli.kernels.peers import PROGRAMS, Inboxes, box_shape
+from dsv4cli.kernels.all_reduce import PROGRAMS, Inboxes, box_shape
 
 # how long a rank that fails because of another waits to be ended by who has started it, and sees that other first
 PATIENCE_SECONDS = 10

@@ -14,7 +14,7 @@ from dsv4cli.engine.numerics import Numerics
 from dsv4cli.engine.presets import TINY
 from dsv4cli.engine.rope import frequencies
 from dsv4cli.kernels import experts, hyper_connections, norm, rope
-from dsv4cli.kernels.places.ref import rotation
+from dsv4cli.kernels.step_metadata.ref import rotation
 
 DSPARK = TINY | {
     "compress_ratios": [0, 0, 4, 128, 4, 0, 0, 0],

@@ -27,10 +27,10 @@ from dsv4cli.kernels.formats import E2M1_VALUES
 from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.hyper_connections import ref as hyper
 from dsv4cli.kernels.indexer import ref as indexer
-from dsv4cli.kernels.keys import ref as keys
-from dsv4cli.kernels.places import ref as places
+from dsv4cli.kernels.qk_norm_rope import ref as keys
 from dsv4cli.kernels.rope import ref as rope
 from dsv4cli.kernels.routing import ref as routing
+from dsv4cli.kernels.step_metadata import ref as places
 from tests import oracle
 from tests.golden_data import FOLDER, Golden, golden, run_blocks, topk_entries
 

@@ -11,7 +11,7 @@ from torch import distributed, multiprocessing
 
 from dsv4cli.engine.parallel import World
 from dsv4cli.engine.ranks import joined
-from dsv4cli.kernels.peers import PROGRAMS, WORDS
+from dsv4cli.kernels.all_reduce import PROGRAMS, WORDS
 
 RANKS = 2
 pytestmark = [

@@ -47,7 +47,7 @@ REAL = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 64, 512, 6
 def cut(request, triton_backend, monkeypatch):
     """Lists spread over programs, in as many parts as there are programs for, however short they are, or in one."""
     if request.param != "spread":
-        monkeypatch.setattr("dsv4cli.kernels.attention.spread.MOST", 0)
+        monkeypatch.setattr("dsv4cli.kernels.attention.kernel.two_pass_decode.MOST", 0)
         name = "PROGRAMS" if request.param == "whole" else "SHORT"
         monkeypatch.setattr(f"dsv4cli.kernels.attention.kernel.{name}", 1)
     return request.param

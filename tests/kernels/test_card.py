@@ -17,8 +17,8 @@ from tests.card import A100, B200, CARDS, H200, RTX3090, RTX4090, RTX5090, Card
 
 pytest.importorskip("triton")
 from dsv4cli.kernels.attention import kernel as attention
-from dsv4cli.kernels.experts import tiles as experts
-from dsv4cli.kernels.gemm import tiles_fp8
+from dsv4cli.kernels.experts.kernel import many_tokens as experts
+from dsv4cli.kernels.gemm.kernel import tiled_fp8
 from dsv4cli.kernels.hyper_connections import kernel as hyper_connections
 from dsv4cli.kernels.indexer import kernel as indexer
 from dsv4cli.kernels.routing import kernel as routing
@@ -84,7 +84,7 @@ def test_an_amd_gpu_has_no_compute_capability(insert):
     insert(Card((9, 4), 64, 304), hip="6.4")
     x = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
     assert not card.has_fp8(x)
-    assert not tiles_fp8.multiplies(x)
+    assert not tiled_fp8.multiplies(x)
     assert indexer._operand(GPU) is torch.bfloat16
 
 

@@ -9,8 +9,8 @@ import torch
 from dsv4cli.kernels.block_scale.ref import dequantise, fp4_round, hadamard
 from dsv4cli.kernels.compressor import Plan, State, compress_both, compress_index_keys, compress_keys, ref
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.keys.ref import rounded
 from dsv4cli.kernels.norm.ref import rms_norm
+from dsv4cli.kernels.qk_norm_rope.ref import rounded
 from dsv4cli.kernels.rope.ref import rotate
 
 EPS, NEVER, SPARE = 1e-6, float("-inf"), 3

@@ -40,14 +40,16 @@ SHARED = [
 def large_programs(backend, monkeypatch):
     """Few programs in the interpreter, which takes 25 ms for each: 64 rows of w1 and w3, 128 of w2, 64 of a linear."""
     if backend == "interpreter":
-        from dsv4cli.kernels.experts import stream
-        from dsv4cli.kernels.gemm import stream as linears
+        from dsv4cli.kernels.experts.kernel import few_tokens
+        from dsv4cli.kernels.gemm.kernel import gemv as linears
 
         monkeypatch.setattr(linears, "_shape", lambda x, products: (64, 4, min(2, len(x)), 0))
         rows = (64, 2, 1, 2), (128, 2, 1, 2)
-        monkeypatch.setattr(stream, "_blocks", lambda tokens, inner: (2, 8, *rows) if tokens <= 2 else (4, 16, *rows))
-        monkeypatch.setattr(stream, "SINGLE_DOWN", (128, 1, 2, 2, 2))
-        monkeypatch.setattr(stream, "ALONE_EACH", 2)
+        monkeypatch.setattr(
+            few_tokens, "_blocks", lambda tokens, inner: (2, 8, *rows) if tokens <= 2 else (4, 16, *rows)
+        )
+        monkeypatch.setattr(few_tokens, "SINGLE_DOWN", (128, 1, 2, 2, 2))
+        monkeypatch.setattr(few_tokens, "ALONE_EACH", 2)
 
 
 def stored(form: str, experts: int, inner: int, hidden: int) -> ExpertWeights:

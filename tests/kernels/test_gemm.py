@@ -157,10 +157,10 @@ def test_linears_are_the_single_ones(tokens):
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize("tokens", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_program_may_take_rows_several_times(tokens, monkeypatch):
-    from dsv4cli.kernels.gemm import stream
+    from dsv4cli.kernels.gemm.kernel import gemv
 
     # three times 4 rows of 256 columns in FP8, once in bf16 and fp32; of FP4 six times
-    monkeypatch.setattr(stream, "_shape", lambda x, products: (4, 4, tokens, 3 * 4 * 256))
+    monkeypatch.setattr(gemv, "_shape", lambda x, products: (4, 4, tokens, 3 * 4 * 256))
     x = inputs(tokens, 256).bfloat16()
     for form, rows in [("fp8", 29), ("bf16", 5), ("fp4", 29), ("f32", 5), ("fp8", 13), ("fp8", 4)]:
         weight, scale = weights(form, rows, 256)
@@ -270,9 +270,9 @@ def test_scales_of_any_size(form, byte):
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_gpu_without_fp8_gives_the_same(tokens, monkeypatch):
-    from dsv4cli.kernels.gemm import stream, swapped
+    from dsv4cli.kernels.gemm.kernel import gemv, swap_ab
 
-    for module in (stream, swapped):
+    for module in (gemv, swap_ab):
         monkeypatch.setattr(module, "has_fp8", lambda x: False)
     x = torch.randn(tokens, 256).bfloat16()
     values = torch.arange(256, dtype=torch.uint8) & 0xBF  # every code but the largest and NaN

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.hyper_connections import connect_head, connect_post, connect_pre, connect_step, ref
+from dsv4cli.kernels.hyper_connections import connect_head, connect_post, connect_post_pre, connect_pre, ref
 from tests.kernels.rounding import FP32, assert_rounded_once
 
 # mixes before scale and base, and what becomes of them (scales 1, bases 0)
@@ -163,7 +163,7 @@ def test_connect_step(case):
     before, x = torch.randn(shape).to(dtype), torch.randn(tokens, width).to(dtype)
     post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.randn(width)
     fn, scale, base = parameters(count, width)
-    streams, y, next_post, next_comb = connect_step(
+    streams, y, next_post, next_comb = connect_post_pre(
         x, before, post, comb, fn, scale, base, weight.to(dtype), iterations, 1e-6, 1e-6
     )
     assert (streams.dtype, y.dtype, y.shape) == (dtype, dtype, x.shape)
@@ -229,7 +229,7 @@ def test_a_step_is_post_pre_and_norm(shape):
     streams, x = torch.randn(shape).bfloat16(), torch.randn(tokens, width).bfloat16()
     post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.rand(width).bfloat16()
     more = (*parameters(count, width), weight, 2, 1e-6, 1e-6)
-    step, wide = connect_step(x, streams, post, comb, *more), ref.connect_step(x, streams, post, comb, *more)
+    step, wide = connect_post_pre(x, streams, post, comb, *more), ref.connect_post_pre(x, streams, post, comb, *more)
     assert torch.equal(step[0], connect_post(x, streams, post, comb))
     # fp32 sums in another order: a last bit of bf16 here and there
     for found, expected in zip(step, wide, strict=True):

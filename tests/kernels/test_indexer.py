@@ -147,18 +147,18 @@ def check_top(scores: torch.Tensor, visible: torch.Tensor, k: int) -> None:
 def few_parts(backend, monkeypatch):
     """Fewer programs where they are interpreted: of up to 64 visible entries each is ranked, of more some are found."""
     if backend == "interpreter":
-        from dsv4cli.kernels.indexer import choice
+        from dsv4cli.kernels.indexer.kernel import topk
 
-        monkeypatch.setattr(choice, "_parts", lambda rows: (2, 64, 2))
+        monkeypatch.setattr(topk, "_parts", lambda rows: (2, 64, 2))
 
 
 @pytest.fixture
 def many_rows(backend, monkeypatch):
     """As if there were so many rows that a program takes a whole one."""
     if backend in ("interpreter", "triton-cuda"):
-        from dsv4cli.kernels.indexer import choice
+        from dsv4cli.kernels.indexer.kernel import topk
 
-        monkeypatch.setattr(choice, "FEW", 0)
+        monkeypatch.setattr(topk, "FEW", 0)
 
 
 # none, one, fewer than k, more; more than a program takes at once

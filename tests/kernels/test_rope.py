@@ -9,8 +9,8 @@ import torch
 from dsv4cli.engine.config import parse_config
 from dsv4cli.engine.presets import PRESETS
 from dsv4cli.engine.rope import correction_range, frequencies
-from dsv4cli.kernels.places.ref import rotation
 from dsv4cli.kernels.rope import rotate
+from dsv4cli.kernels.step_metadata.ref import rotation
 from tests.kernels.rounding import FP32, assert_rounded_once
 
 # the table of layers with ratio 4 and 128, computed by the official code

@@ -11,12 +11,12 @@ from dsv4cli.engine.profiling.bounds import ENTRIES, FOUR_ROUNDINGS
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
 from dsv4cli.engine.profiling.scene import Scene
 from dsv4cli.kernels import compressor
-from dsv4cli.kernels import keys as prepared
+from dsv4cli.kernels import qk_norm_rope as prepared
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.compressor import Plan, State
 from dsv4cli.kernels.compressor import ref as compressor_ref
 from dsv4cli.kernels.formats import FP4_BLOCK
-from dsv4cli.kernels.keys import ref as prepared_ref
+from dsv4cli.kernels.qk_norm_rope import ref as prepared_ref
 
 # how many arguments a compressor has in a case, and how many tensors of its state a case gives
 ARGUMENTS, OUTPUTS = 8, 4

@@ -88,11 +88,11 @@ def connections(scene: Scene) -> Iterator[Case]:
         def through(operation: Operation) -> Operation:
             return lambda *tensors: operation(*tensors, *numbers)
 
-        run, reference = through(hyper_connections.connect_step), through(hyper_connections_ref.connect_step)
+        run, reference = through(hyper_connections.connect_post_pre), through(hyper_connections_ref.connect_post_pre)
         return Work((*outputs, *weights), run, reference, cost)
 
     # the streams, what is mixed of them and its norm are rounded one after another
-    yield Case("connect_step", family, words, needs, cost, FOUR_ROUNDINGS, step)
+    yield Case("connect_post_pre", family, words, needs, cost, FOUR_ROUNDINGS, step)
     head = build(
         "hc_head",
         lambda s, fn, scale, base: hyper_connections.connect_head(s, fn, scale, base, *numbers[1:]),

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
-from dsv4cli.kernels.overlap import overlap, wait_for_inputs
+from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
 FP8_FLOOR, FP8_LARGEST = tl.constexpr(FP8_AMAX_FLOOR), tl.constexpr(E4M3_MAX)

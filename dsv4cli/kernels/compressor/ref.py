@@ -7,8 +7,8 @@ import torch
 
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.formats import FP4_BLOCK
-from dsv4cli.kernels.keys import ref as key_ref
 from dsv4cli.kernels.norm.ref import rms_norm
+from dsv4cli.kernels.qk_norm_rope import ref as key_ref
 from dsv4cli.kernels.rope.ref import rotate
 
 if TYPE_CHECKING:

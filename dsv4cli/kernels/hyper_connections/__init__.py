@@ -37,7 +37,7 @@ def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
     return choose(streams, ref).connect_post(x, streams, post, comb)
 
 
-def connect_step(
+def connect_post_pre(
     x: torch.Tensor,
     streams: torch.Tensor,
     post: torch.Tensor,
@@ -56,7 +56,7 @@ def connect_step(
     its norm, whose epsilon is norm_eps too. The streams are rounded before they are projected, the collapsed x before
     it is normed. Returns the streams [T, N, D], the normed input [T, D], its post and its comb.
     """
-    return choose(streams, ref).connect_step(
+    return choose(streams, ref).connect_post_pre(
         x, streams, post, comb, fn, scale, base, weight, iterations, hc_eps, norm_eps
     )
 

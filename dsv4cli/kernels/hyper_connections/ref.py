@@ -49,7 +49,7 @@ def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
     return (post[..., None] * x.float()[:, None] + mixed).to(streams.dtype)
 
 
-def connect_step(
+def connect_post_pre(
     x: torch.Tensor,
     streams: torch.Tensor,
     post: torch.Tensor,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.overlap import overlap, wait_for_inputs
+from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.overlap import overlap_of_few, wait_for_inputs
+from dsv4cli.kernels.pdl import overlap_of_few, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
 

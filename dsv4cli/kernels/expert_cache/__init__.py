@@ -1,0 +1,44 @@
+"""Which experts of a layer lie on the GPU while the others wait in host memory, and how they come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsv4cli.kernels.dispatch import choose
+from dsv4cli.kernels.expert_cache import ref
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where the E experts of a layer lie in stacks of matrices on the GPU; `fetch` keeps it up to date.
+
+    place: int64 [E], the row of the stacks that holds an expert, -1 for none. The last H of them have a row in host
+    memory each, in ascending order; the others lie in the stacks for good. owner, used: int64 [C], the expert in each
+    slot and the step that has used it last; slot i is row first + i. staging: the first of H - C rows for those that
+    get no slot. clock: int64 [1], steps so far. counts: int64 [3], summed over the steps: tokens, different experts
+    that they have chosen, how many of these were in the stacks.
+    """
+
+    place: torch.Tensor
+    owner: torch.Tensor
+    used: torch.Tensor
+    clock: torch.Tensor
+    counts: torch.Tensor
+    first: int
+    staging: int
+
+
+def fetch(
+    chosen: torch.Tensor, residency: Residency, host: Sequence[torch.Tensor], stacks: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Brings every chosen expert into the stacks: int64 [E], the row of each, of those that are nowhere 0.
+
+    chosen: int64 [T, k]. host: up to six tensors [H, ...], on a GPU pinned, which its programs read in place; stacks:
+    as many [R, ...] of the same dtypes and shapes, all without gaps. A missing expert, in ascending order, takes the
+    slot that was used longest ago (of equal ones the first) of those that hold no chosen expert; where there is none it
+    takes a row of staging, which the next call may overwrite.
+
+    On a GPU a launch that loads from the stacks before it waits for its inputs must not be the next one (`overlap`).
+    """
+    return choose(chosen, ref).fetch(chosen, residency, host, stacks)

@@ -1,0 +1,103 @@
+"""Gated experts in Triton: the ways that a call goes, by its tokens and by how the weights are stored."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.experts.kernel import few_tokens, many_tokens
+from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
+from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.gemm import kernel as gemm
+from dsv4cli.kernels.rows import rows
+
+if TYPE_CHECKING:
+    from dsv4cli.kernels.experts import ExpertWeights
+
+# up to so many tokens, weights are streamed for a few tokens of an expert at a time
+FEW = 64
+BLOCK = 1024
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    if _streams(x, weights, torch.int8):
+        return few_tokens.routed_experts(
+            rows(x), weights, experts.contiguous(), routing.contiguous(), limit, round_inputs
+        )
+    return many_tokens.routed_experts(x, weights, experts, routing, limit, round_inputs)
+
+
+def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
+    first, last = ((weights.w1, weights.w1_scale), (weights.w3, weights.w3_scale)), (weights.w2, weights.w2_scale)
+    gate, up = _linears(x, first, round_inputs)
+    return _linears(gated(gate, up, limit, x.dtype), (last,), round_inputs)[0]
+
+
+def mixture(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    shared: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if _streams(x, weights, torch.int8) and _streams(x, shared, torch.float8_e4m3fn):
+        chosen = experts.contiguous(), routing.contiguous()
+        return few_tokens.mixture(rows(x), weights, shared, *chosen, limit, round_inputs, dtype)
+    routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
+    # a sum in fp32, which the same launch rounds
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
+
+
+def _streams(x: torch.Tensor, weights: "ExpertWeights", dtype: torch.dtype) -> bool:
+    """Whether `stream` takes these tokens and weights, stored in this dtype with scales."""
+    matrices = (weights.w1, weights.w2, weights.w3)
+    scales = (weights.w1_scale, weights.w2_scale, weights.w3_scale)
+    widths = (x.shape[1], weights.w1.shape[-2])
+    return (
+        0 < len(x) <= FEW
+        and x.dtype == torch.bfloat16
+        and all(matrix.dtype == dtype and matrix.is_contiguous() for matrix in matrices)
+        and all(scale is not None and scale.is_contiguous() for scale in scales)
+        and not any(width % FP8_BLOCK for width in widths)
+    )
+
+
+def _linears(
+    x: torch.Tensor, stored: Sequence[tuple[torch.Tensor, torch.Tensor | None]], round_inputs: bool
+) -> list[torch.Tensor]:
+    """x through each weight with its scale or None; rounded for those that have one."""
+    rounded = [(weight, scale) for weight, scale in stored if round_inputs and scale is not None]
+    plain = [(weight, scale) for weight, scale in stored if not (round_inputs and scale is not None)]
+    of_rounded, of_plain, _ = gemm.linears(x, rounded, plain, ())
+    return [(of_rounded if round_inputs and scale is not None else of_plain).pop(0) for _, scale in stored]
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
+    """ref.gated, rounded once to dtype."""
+    y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    count = y.numel()
+    if count:
+        _gated[(triton.cdiv(count, BLOCK),)](gate.contiguous(), up.contiguous(), y, count, limit, BLOCK)
+    return y
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gated(gate, up, y, count, limit, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    gates = tl.load(gate + place, inside, other=0.0).to(tl.float32)
+    ups = tl.load(up + place, inside, other=0.0).to(tl.float32)
+    tl.store(y + place, gated_values(gates, ups, limit).to(y.dtype.element_ty), inside)

@@ -1,0 +1,203 @@
+"""Routed experts, alone or with the shared one, for few tokens: weights are streamed once, in three launches or four.
+
+`prepare` rounds and arranges the inputs and sorts the pairs (token, expert) by expert. A program of `up` or `down`
+computes some rows of a matrix (w1 and w3; w2): of `several` for a few tokens of one expert, of `single` for one token,
+which needs no sorting, and whose sum over experts `down` makes in its registers. `add` makes that of several tokens.
+The launches overlap (`wait_for_inputs`): weights are loaded while the launch before still runs, those of the shared
+expert at once, those of routed experts where what names them, the choice or the sorting, was made before that launch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from dsv4cli.kernels.experts.kernel import few_tokens_gemm, few_tokens_prepare, one_token_gemm
+from dsv4cli.kernels.experts.kernel.dequant_mma import FP4_TOKENS, FP8_TOKENS
+from dsv4cli.kernels.pdl import overlap
+
+if TYPE_CHECKING:
+    from dsv4cli.kernels.experts import ExpertWeights
+
+# columns of a token that a program adds up
+COLUMNS = 512
+# of one token: rows of w2 in a program, steps ahead and in a pass of routed experts and of the shared one
+SINGLE_DOWN = (16, 4, 4, 4, 4)
+# up to this inner width a launch of one token has too few programs to keep the memory busy
+NARROW = 512
+# in a pass of routed experts alone: registers are left, 34.0 us instead of 35.4 on an H200
+ALONE_EACH = 8
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    _stream(_Call(x, weights, None, experts, routing, limit, round_inputs, y))
+    return y
+
+
+def mixture(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    shared: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _stream(_Call(x, weights, shared, experts, routing, limit, round_inputs, y))
+    return y
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is given, and y, which takes the sum of the experts, with the shared one if there is one."""
+
+    x: torch.Tensor
+    weights: "ExpertWeights"
+    shared: "ExpertWeights | None"
+    experts: torch.Tensor
+    routing: torch.Tensor
+    limit: float
+    round_inputs: bool
+    y: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return len(self.x)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Hidden, inner, the shared expert's inner."""
+        return self.x.shape[1], self.weights.w1.shape[-2], self.shared.w1.shape[-2] if self.shared else 0
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.x.device)
+
+    def first(self) -> tuple[torch.Tensor, ...]:
+        """w1 and w3, without a shared expert twice."""
+        pairs = [(of.w1, of.w1_scale, of.w3, of.w3_scale) for of in (self.weights, self.shared or self.weights)]
+        return tuple(part for w1, s1, w3, s3 in pairs for part in (*_stored(w1, s1), *_stored(w3, s3)))
+
+    def last(self) -> tuple[torch.Tensor, ...]:
+        """w2, the same."""
+        return tuple(part for of in (self.weights, self.shared or self.weights) for part in _stored(of.w2, of.w2_scale))
+
+
+def _stream(call: _Call) -> None:
+    width, inner, shared_inner = call.widths
+    chunk, shared_chunk, up, down = _blocks(call.tokens, inner)
+    if call.tokens == 1:
+        _one_token(call, _fitting(up, width))
+    else:
+        _tokens(call, (chunk, shared_chunk), _fitting(up, width), _fitting(down, math.gcd(inner, shared_inner)))
+
+
+def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[torch.Tensor, ...]:
+    """Inputs, the shared expert's, counters; the first so many pairs sorted."""
+    (width, inner, shared_inner), tokens = call.widths, call.tokens
+    counts = call.experts.numel() * (inner // 128) + shared_chunks * (shared_inner // 128)
+    order, place, chunks, counters = (call.new(n, dtype=torch.int32) for n in (pairs, pairs, pairs, counts))
+    inputs, shared_inputs = call.new(tokens, width), call.new(tokens if call.shared else 0, width)
+    others = max(triton.cdiv(counts, few_tokens_prepare.COUNTERS), triton.cdiv(pairs, few_tokens_prepare.PAIRS))
+    few_tokens_prepare.prepare[(tokens * triton.cdiv(width, few_tokens_prepare.COLUMNS) + others,)](
+        call.x, call.experts, call.weights.rows, inputs, shared_inputs, order, place, chunks, counters, tokens, pairs,
+        counts, call.x.stride(0), width, chunk, call.shared is not None, call.round_inputs, few_tokens_prepare.COLUMNS,
+        few_tokens_prepare.PAIRS, few_tokens_prepare.OTHERS, few_tokens_prepare.COUNTERS, **overlap(call.x),
+    )  # fmt: skip
+    return inputs, shared_inputs, counters, order, place, chunks
+
+
+def _one_token(call: _Call, up: tuple[int, int, int, int]) -> None:
+    (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
+    places = triton.next_power_of_2(per_token)
+    splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
+    inputs, shared_inputs, counters, *_ = _prepare(call, 1, 1 if call.shared else 0, 0)
+    inner, shared_inner = call.new(2, per_token, inner_width), call.new(2, shared_width)
+    one_token_gemm.up[(shared_width // up[0] + per_token * (inner_width // up[0]),)](
+        inputs, shared_inputs, *call.first(), call.experts, call.weights.rows, call.routing, inner, shared_inner,
+        counters, call.limit, width, inner_width, shared_width, per_token, call.round_inputs, *up, **overlap(call.x),
+        num_warps=up[1],
+    )  # fmt: skip
+    rows, ahead, each, shared_ahead, shared_each = SINGLE_DOWN
+    each = each if call.shared else ALONE_EACH
+    steps, shared_steps = inner_width // 128, shared_width // 64 // splits
+    one_token_gemm.down[(width // rows,)](
+        inner, shared_inner, *call.last(), call.experts, call.weights.rows, call.y, width, inner_width, shared_width,
+        per_token, places, splits, rows, min(ahead, steps), math.gcd(each, steps), min(shared_ahead, shared_steps),
+        math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
+    )  # fmt: skip
+
+
+def _tokens(
+    call: _Call, sizes: tuple[int, int], up: tuple[int, int, int, int], down: tuple[int, int, int, int]
+) -> None:
+    """sizes: of a chunk and of one of the shared expert."""
+    (width, inner_width, shared_width), tokens, chunk = call.widths, call.tokens, sizes[0]
+    pairs, per_token, shared_tokens = call.experts.numel(), call.experts.shape[1], tokens if call.shared else 0
+    shared_chunks = triton.cdiv(shared_tokens, sizes[1])
+    inputs, shared_inputs, counters, order, place, chunks = _prepare(call, chunk, shared_chunks, pairs)
+    inner, shared_inner = call.new(2, pairs, inner_width), call.new(2, tokens, shared_width)
+    few_tokens_gemm.up[(shared_chunks * (shared_width // up[0]) + pairs * (inner_width // up[0]),)](
+        inputs, shared_inputs, *call.first(), call.routing, inner, shared_inner, counters, order, chunks, tokens, pairs,
+        shared_chunks, call.limit, width, inner_width, shared_width, per_token, *sizes, call.round_inputs, *up,
+        **overlap(call.x), **_registers(call.x, chunk), num_warps=up[1],
+    )  # fmt: skip
+    parts, shared_part = call.new(pairs, width), call.new(shared_tokens, width)
+    few_tokens_gemm.down[(width // down[0], shared_chunks + pairs)](
+        inner, shared_inner, *call.last(), parts, shared_part, chunks, tokens, shared_chunks, width, inner_width,
+        shared_width, *sizes, *down, **overlap(call.x), **_registers(call.x, chunk), num_warps=down[1],
+    )  # fmt: skip
+    columns = math.gcd(width, COLUMNS)
+    few_tokens_gemm.add[(tokens, width // columns)](
+        parts, shared_part, place, call.y, width, per_token, call.shared is not None, columns, **overlap(call.x)
+    )
+
+
+def _blocks(tokens: int, inner: int) -> tuple[int, int, tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Tokens of a chunk and of one of the shared expert; of a program of w1 and w3, and of w2: rows, warps, steps
+    ahead, steps in a pass of its loop.
+
+    Measured on an H200 with 6 of 256 experts of 4096-2048-4096, of 4096-1024-4096 as on one rank of two, and of
+    4096-512-4096 as on one of four: there one token takes 17.9 us with eight warps and 25.3 with two, 16 take 97 with
+    two and 104 with one, 64 the reverse, 267 and 243.
+    """
+    narrow = inner <= NARROW
+    up = (16, 2, 2, 2) if tokens <= (16 if narrow else 8) else (16, 1, 2, 2)
+    if narrow and tokens == 1:
+        up = (16, 8, 2, 2)
+    if tokens <= 4:
+        return FP4_TOKENS, FP8_TOKENS, up, (16, 1, 2, 4)
+    return 2 * FP4_TOKENS, FP8_TOKENS if tokens <= 8 else 2 * FP8_TOKENS, up, (32, 1, 2, 2)
+
+
+def _registers(x: torch.Tensor, chunk: int) -> dict[str, int]:
+    """Launch options of programs with two ways to multiply, which keep the warps that the shorter one leaves room for.
+
+    H200, routed experts of 64 tokens: 862 us with the registers that the longer way asks for, 791 with 128.
+    """
+    return {"maxnreg": 128} if chunk > FP4_TOKENS and x.is_cuda and torch.version.hip is None else {}
+
+
+def _fitting(blocks: tuple[int, int, int, int], columns: int) -> tuple[int, int, int, int]:
+    """Warps and steps that divide so many columns."""
+    rows, warps, ahead, each = blocks
+    warps = math.gcd(warps, columns // 128)
+    each = math.gcd(each, columns // 128 // warps)
+    return rows, warps, min(ahead, columns // 128 // warps), each
+
+
+def _stored(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as int32 words of codes; its scales as bytes, or of FP4 four in a word."""
+    assert scale is not None
+    return weight.view(torch.int32), scale.view(torch.int32 if weight.dtype == torch.int8 else torch.uint8)

@@ -1,0 +1,192 @@
+"""The products of few tokens, sorted by expert: a program computes some rows of a matrix for a chunk of them.
+
+A chunk of up to two tokens, as most are, takes the narrowest product of the tensor core, a larger one twice that.
+
+128 inner values are rounded by the last of the programs that compute them, which a counter tells; a token's experts are
+added in a launch of its own. So nothing depends on the order of programs.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.experts.kernel.dequant_mma import (
+    FP4_TOKENS,
+    first_steps,
+    fp4_products,
+    fp4_rows,
+    fp8_products,
+    fp8_rows,
+    parts_of,
+    row_numbers,
+)
+from dsv4cli.kernels.experts.kernel.few_tokens_prepare import store_inner
+from dsv4cli.kernels.pdl import wait_for_inputs
+
+_SMALL = tl.constexpr(FP4_TOKENS)
+
+
+@triton.jit
+def _up_routed(
+    inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, expert, begin, size, pairs, first, limit,
+    D: tl.constexpr, INNER: tl.constexpr, PER_TOKEN: tl.constexpr, CHUNK: tl.constexpr, ROUND: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """A program of `up` for the chunk that begins at a position: its expert and size."""
+    row, part = expert.to(tl.int64) * INNER + first + row_numbers(ROWS), parts_of(D, SPLITS)
+    words, scales = fp4_rows(w1, w1_scale, row, part, D, EACH)
+    more_words, more_scales = fp4_rows(w3, w3_scale, row, part, D, EACH)
+    words, scales = (words, more_words), (scales, more_scales)
+    tiles, factors = first_steps(words, scales, AHEAD, EACH)
+    owner = tl.arange(0, 16 * CHUNK) // 16
+    pair = tl.load(order + begin + owner, owner < size, other=0)
+    gate, up = fp4_products(
+        words, scales, tiles, factors, inputs, (pair // PER_TOKEN).to(tl.int64) * D, part, owner < size, D // SPLITS,
+        CHUNK, EACH,
+    )  # fmt: skip
+    gate, up = tl.sum(gate, 0), tl.sum(up, 0)
+    token = tl.arange(0, CHUNK)
+    pair = tl.load(order + begin + token, token < size, other=0)
+    factor = tl.load(routing + pair, token < size, other=0.0)
+    store_inner(
+        gate, up, factor, (begin + token).to(tl.int64), token < size, inner,
+        inner + pairs.to(tl.int64) * INNER, counters + begin * (INNER // 128) + first // 128, first, limit,
+        INNER, ROUND, 4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "pairs", "shared_chunks"])
+def up(
+    inputs, shared_inputs,  # as prepare leaves them
+    w1, w1_scale, w3, w3_scale,  # FP4 [E, INNER, D], as words of codes and of scales
+    shared_w1, shared_w1_scale, shared_w3, shared_w3_scale,  # FP8 [SHARED_INNER, D]
+    routing,  # fp32 [pairs]
+    inner,  # [2, pairs, INNER]: inputs of w2 by position, before that values not rounded
+    shared_inner,  # [2, tokens, SHARED_INNER]
+    counters,  # [pairs, INNER / 128], then [shared_chunks, SHARED_INNER / 128]
+    order, chunks, tokens, pairs, shared_chunks,  # as prepare leaves them
+    limit,
+    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PER_TOKEN: tl.constexpr,
+    CHUNK: tl.constexpr, SHARED_CHUNK: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    program, ahead = tl.program_id(0), shared_chunks * (SHARED_INNER // ROWS)
+    if program >= ahead:
+        number, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
+        wait_for_inputs(OVERLAP)
+        chunk = tl.load(chunks + number)
+        if chunk % 16 > _SMALL:
+            _up_routed(
+                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, chunk // 16, number, chunk % 16,
+                pairs, first, limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
+            )  # fmt: skip
+        elif chunk % 16 > 0:
+            _up_routed(
+                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, chunk // 16, number, chunk % 16,
+                pairs, first, limit, D, INNER, PER_TOKEN, _SMALL, ROUND, ROWS, SPLITS, AHEAD, EACH,
+            )  # fmt: skip
+    elif SHARED_INNER > 0:
+        number, first = program // (SHARED_INNER // ROWS), program % (SHARED_INNER // ROWS) * ROWS
+        words, scales = fp8_rows(shared_w1, shared_w1_scale, first, D, ROWS, SPLITS)
+        more_words, more_scales = fp8_rows(shared_w3, shared_w3_scale, first, D, ROWS, SPLITS)
+        words, scales = (words, more_words), (scales, more_scales)
+        tiles, factors = first_steps(words, scales, AHEAD, EACH)
+        wait_for_inputs(OVERLAP)
+        owner = number * SHARED_CHUNK + tl.arange(0, 4 * SHARED_CHUNK) // 4
+        gate, up = fp8_products(
+            words, scales, tiles, factors, shared_inputs, owner.to(tl.int64) * D, owner < tokens, D, SHARED_CHUNK, EACH
+        )
+        user = number * SHARED_CHUNK + tl.arange(0, SHARED_CHUNK)
+        counter = pairs * (INNER // 128) + number * (SHARED_INNER // 128) + first // 128
+        store_inner(
+            gate, up, tl.full((SHARED_CHUNK,), 1.0, tl.float32), user.to(tl.int64), user < tokens, shared_inner,
+            shared_inner + tokens.to(tl.int64) * SHARED_INNER, counters + counter, first, limit, SHARED_INNER,
+            ROUND, 2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_routed(
+    rows, scales, tiles, factors, inner, parts, begin, size, row,
+    D: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """A program of `down` for the chunk of `size` pairs that begins at a position."""
+    owner = tl.arange(0, 16 * CHUNK) // 16
+    (sums,) = fp4_products(
+        (rows,), (scales,), tiles, factors, inner, (begin + owner).to(tl.int64) * INNER, parts_of(INNER, SPLITS),
+        owner < size, INNER // SPLITS, CHUNK, EACH,
+    )  # fmt: skip
+    token = tl.arange(0, CHUNK)
+    to = parts + (begin + token).to(tl.int64)[None] * D + row[:, None]
+    tl.store(to, tl.sum(sums, 0).to(tl.bfloat16), (token < size)[None])
+
+
+@triton.jit(do_not_specialize=["tokens", "shared_chunks"])
+def down(
+    inner, shared_inner,  # as up leaves them
+    w2, w2_scale,  # FP4 [E, D, INNER]
+    shared_w2, shared_w2_scale,  # FP8 [D, SHARED_INNER]
+    parts,  # bf16 [pairs, D] w2's results by position
+    shared_part,  # bf16 [tokens, D]
+    chunks, tokens, shared_chunks,
+    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, CHUNK: tl.constexpr,
+    SHARED_CHUNK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    first, number = tl.program_id(0) * ROWS, tl.program_id(1)
+    row = first + tl.arange(0, ROWS)
+    begin = number - shared_chunks
+    if begin >= 0:
+        # `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
+        chunk = tl.load(chunks + begin, cache_modifier=".cg")
+        size = chunk % 16
+        # of a chunk of no pairs any expert's
+        expert_row = (chunk // 16).to(tl.int64) * D + first + row_numbers(ROWS)
+        rows, row_scales = fp4_rows(w2, w2_scale, expert_row, parts_of(INNER, SPLITS), INNER, EACH)
+        if size > 0:
+            tiles, factors = first_steps((rows,), (row_scales,), AHEAD, EACH)
+            wait_for_inputs(OVERLAP)
+            if size > _SMALL:
+                _down_routed(
+                    rows, row_scales, tiles, factors, inner, parts, begin, size, row, D, INNER, CHUNK, SPLITS, EACH
+                )
+            else:
+                _down_routed(
+                    rows, row_scales, tiles, factors, inner, parts, begin, size, row, D, INNER, _SMALL, SPLITS, EACH
+                )
+        else:
+            wait_for_inputs(OVERLAP)
+    elif SHARED_INNER > 0:
+        words, scales = fp8_rows(shared_w2, shared_w2_scale, first, SHARED_INNER, ROWS, SPLITS)
+        first_tiles, first_factors = first_steps((words,), (scales,), AHEAD, EACH)
+        wait_for_inputs(OVERLAP)
+        owner = number * SHARED_CHUNK + tl.arange(0, 4 * SHARED_CHUNK) // 4
+        (sums,) = fp8_products(
+            (words,), (scales,), first_tiles, first_factors, shared_inner, owner.to(tl.int64) * SHARED_INNER,
+            owner < tokens, SHARED_INNER, SHARED_CHUNK, EACH,
+        )  # fmt: skip
+        token = number * SHARED_CHUNK + tl.arange(0, SHARED_CHUNK)
+        to = shared_part + token.to(tl.int64)[None] * D + row[:, None]
+        tl.store(to, sums.to(tl.bfloat16), (token < tokens)[None])
+
+
+@triton.jit
+def add(
+    parts, shared_part,  # as down leaves them
+    place,  # as prepare leaves it
+    y,  # [tokens, D]
+    D: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_SHARED: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A token's experts in ascending order, then the shared one."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    places: tl.constexpr = triton.next_power_of_2(PER_TOKEN)
+    slot = tl.arange(0, places)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    last = -1
+    wait_for_inputs(OVERLAP)
+    positions = tl.load(place + token * PER_TOKEN + slot, slot < PER_TOKEN, other=0x7FFFFFFF)
+    for _ in tl.static_range(PER_TOKEN):
+        last = tl.min(tl.where(positions > last, positions, 0x7FFFFFFF), 0)
+        total += tl.load(parts + last.to(tl.int64) * D + column).to(tl.float32)
+    if HAS_SHARED:
+        total += tl.load(shared_part + token * D + column).to(tl.float32)
+    tl.store(y + token * D + column, total.to(y.dtype.element_ty))

@@ -1,0 +1,271 @@
+"""The matrix products of the experts: weights in rows, tokens in columns; the gate; the sum of a token's experts."""
+
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.experts.kernel.grouped_operands import natural, ordered, tile
+
+
+@triton.jit
+def _columns(x, place, step):
+    """Columns step * 128 to + 127 of the rows of x at offsets `place`: [128, rows]."""
+    return tl.load(x + place[None] + (step * 128 + tl.arange(0, 128)[:, None]))
+
+
+@triton.jit
+def _dot(weights, columns, sums):
+    if columns.dtype == tl.float32 or weights.dtype == tl.float32:
+        sums = tl.dot(weights.to(tl.float32), columns.to(tl.float32), sums, input_precision="ieee")
+    else:
+        sums = tl.dot(weights, columns, sums)
+    return sums
+
+
+@triton.jit
+def products(
+    x,
+    place,  # [COLUMNS] offsets of rows of x
+    place_more,  # [MORE] of further ones; unused if MORE is 0
+    first,
+    first_scale,
+    second,  # a matrix like first, if BOTH
+    second_scale,
+    expert,
+    begin,  # the first row of the matrices
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    BOTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rows of first and, if BOTH, of second, times rows of x: fp32 [ROWS, COLUMNS] twice, [ROWS, MORE] twice."""
+    one = tl.zeros([ROWS, COLUMNS], tl.float32)
+    two = tl.zeros([ROWS, COLUMNS], tl.float32)
+    more_one = tl.zeros([ROWS, MORE if MORE else 16], tl.float32)
+    more_two = tl.zeros([ROWS, MORE if MORE else 16], tl.float32)
+    for step in tl.range(0, (K + 127) // 128, num_stages=STAGES):
+        columns = _columns(x, place, step)
+        weights = tile(first, first_scale, expert, begin, step, N, K, FORMAT, DESCRIBED, ROWS, WARPS)
+        one = _dot(weights, columns, one)
+        if MORE:
+            further = _columns(x, place_more, step)
+            more_one = _dot(weights, further, more_one)
+        if BOTH:
+            weights = tile(second, second_scale, expert, begin, step, N, K, FORMAT, DESCRIBED, ROWS, WARPS)
+            two = _dot(weights, columns, two)
+            if MORE:
+                more_two = _dot(weights, further, more_two)
+    return one, two, more_one, more_two
+
+
+@triton.jit
+def gated_values(gate, up, limit):
+    """silu(min(gate, limit)) * clamp(up, -limit, limit), fp32; limit 0 clamps nothing."""
+    if limit > 0:  # unlike minimum and maximum, this keeps NaN
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _store_inner(
+    gate, up, inner, routing, order, start, rows, begin, limit, N: tl.constexpr, PADDED: tl.constexpr,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Stores columns start to + rows - 1, rows begin to + ROWS - 1 of the gated product."""
+    dtype: tl.constexpr = inner.dtype.element_ty
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    column, row = tl.arange(0, COLUMNS), begin + tl.arange(0, ROWS)
+    inside = column < rows
+    factor = tl.load(routing + tl.load(order + start + column, inside, other=0), inside, other=0.0)
+    values = (gated_values(gate, up, limit) * factor[None]).to(dtype)
+    if FORMAT == "fp4":
+        values = natural(values, ROWS, COLUMNS, WARPS)
+    if PADDED != N:
+        values = tl.where((row < N)[:, None], values, tl.zeros([1, 1], dtype))
+    if FORMAT == "fp4":
+        values = ordered(values, ROWS, COLUMNS)
+        run: tl.constexpr = min(ROWS // 16, 8)
+        number = tl.arange(0, ROWS)
+        row = begin // 128 * 128 + number // run * 8 + begin % 128 // 16 + number % run
+    place = (start + column).to(tl.int64)[None] * PADDED + row[:, None]
+    tl.store(inner + place, values, inside[None] & (row < PADDED)[:, None])
+
+
+@triton.jit
+def _gate_up(
+    x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, inner, limit, expert,
+    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PER_TOKEN: tl.constexpr,
+    FORMAT: tl.constexpr, DESCRIBED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MORE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * ROWS
+    # columns beyond the tile repeat its last
+    column = tl.minimum(tl.arange(0, COLUMNS), rows - 1)
+    further = tl.minimum(COLUMNS + tl.arange(0, MORE if MORE else 16), rows - 1)
+    place = (tl.load(order + start + column) // PER_TOKEN).to(tl.int64) * WIDTH
+    place_more = (tl.load(order + start + further) // PER_TOKEN).to(tl.int64) * WIDTH
+    gate, up, more_gate, more_up = products(
+        x, place, place_more, w1, w1_scale, w3, w3_scale, expert, begin, N, K, FORMAT, DESCRIBED, True, ROWS, COLUMNS,
+        MORE, WARPS, STAGES,
+    )  # fmt: skip
+    _store_inner(gate, up, inner, routing, order, start, rows, begin, limit, N, PADDED, FORMAT, ROWS, COLUMNS, WARPS)
+    if MORE:
+        _store_inner(
+            more_gate, more_up, inner, routing, order, start + COLUMNS, rows - COLUMNS, begin, limit, N, PADDED, FORMAT,
+            ROWS, MORE, WARPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def gate_up(
+    x,  # [T, WIDTH]
+    order,  # pairs by expert, and the tiles of them: sorting.py
+    tile_expert,
+    tile_start,
+    tile_rows,
+    routing,  # fp32 [T, PER_TOKEN]
+    w1,  # [E, N, K]
+    w1_scale,
+    w3,
+    w3_scale,
+    inner,  # [P, PADDED] in the order of pairs, for FP4 columns reordered
+    limit,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """inner = routing weight * gated(w1 x, w3 x) for one tile of pairs and ROWS rows of both matrices."""
+    number = tl.program_id(1)
+    rows = tl.load(tile_rows + number)
+    if rows == 0:
+        return
+    expert, start = tl.load(tile_expert + number), tl.load(tile_start + number)
+    # the time goes with the columns: a tile that is not full takes half or three quarters
+    if COLUMNS >= 64 and rows <= COLUMNS // 2:
+        _gate_up(
+            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, inner, limit, expert, N, K, WIDTH, PADDED,
+            PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS // 2, 0, WARPS, STAGES,
+        )  # fmt: skip
+    elif COLUMNS >= 64 and rows <= COLUMNS // 4 * 3:
+        _gate_up(
+            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, inner, limit, expert, N, K, WIDTH, PADDED,
+            PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS // 2, COLUMNS // 4, WARPS, STAGES,
+        )  # fmt: skip
+    else:
+        _gate_up(
+            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, inner, limit, expert, N, K, WIDTH, PADDED,
+            PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS, 0, WARPS, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_outputs(
+    values, outputs, order, start, rows, begin, N: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    values = values.to(outputs.dtype.element_ty)
+    if FORMAT == "fp4":
+        values = natural(values, ROWS, COLUMNS, WARPS)
+    column, row = tl.arange(0, COLUMNS), begin + tl.arange(0, ROWS)
+    pair = tl.load(order + start + column, column < rows, other=0).to(tl.int64)
+    tl.store(outputs + (pair[None] * N + row[:, None]), values, (column < rows)[None] & (row < N)[:, None])
+
+
+@triton.jit
+def _down(
+    inner, order, start, rows, w2, w2_scale, outputs, expert,
+    N: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * ROWS
+    place = (start + tl.minimum(tl.arange(0, COLUMNS), rows - 1)).to(tl.int64) * PADDED
+    further = tl.minimum(COLUMNS + tl.arange(0, MORE if MORE else 16), rows - 1)
+    sums, _, more, _ = products(
+        inner, place, (start + further).to(tl.int64) * PADDED, w2, w2_scale, w2, w2_scale, expert, begin, N, K, FORMAT,
+        DESCRIBED, False, ROWS, COLUMNS, MORE, WARPS, STAGES,
+    )  # fmt: skip
+    _store_outputs(sums, outputs, order, start, rows, begin, N, FORMAT, ROWS, COLUMNS, WARPS)
+    if MORE:
+        _store_outputs(more, outputs, order, start + COLUMNS, rows - COLUMNS, begin, N, FORMAT, ROWS, MORE, WARPS)
+
+
+@triton.jit
+def down(
+    inner,  # [P, PADDED]
+    order,
+    tile_expert,
+    tile_start,
+    tile_rows,
+    w2,  # [E, N, K]
+    w2_scale,
+    outputs,  # [P, N], by pair
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """outputs = w2 inner for one tile of pairs and ROWS rows of w2."""
+    number = tl.program_id(1)
+    rows = tl.load(tile_rows + number)
+    if rows == 0:
+        return
+    expert, start = tl.load(tile_expert + number), tl.load(tile_start + number)
+    if COLUMNS >= 64 and rows <= COLUMNS // 2:
+        _down(
+            inner, order, start, rows, w2, w2_scale, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS,
+            COLUMNS // 2, 0, WARPS, STAGES,
+        )  # fmt: skip
+    elif COLUMNS >= 64 and rows <= COLUMNS // 4 * 3:
+        _down(
+            inner, order, start, rows, w2, w2_scale, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS,
+            COLUMNS // 2, COLUMNS // 4, WARPS, STAGES,
+        )  # fmt: skip
+    else:
+        _down(
+            inner, order, start, rows, w2, w2_scale, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS, COLUMNS,
+            0, WARPS, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def add(
+    outputs,  # [T * PER_TOKEN, N]
+    experts,  # int64 [T, PER_TOKEN]
+    total,  # fp32 [T, N]
+    N: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of a token's outputs in ascending order of experts, equal ones in order of places."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.arange(0, PLACES)
+    expert = tl.load(experts + token * PER_TOKEN + place, place < PER_TOKEN, other=0x7FFFFFFF).to(tl.int32)
+    before = (expert[None] < expert[:, None]) | ((expert[None] == expert[:, None]) & (place[None] < place[:, None]))
+    rank = tl.sum(before.to(tl.int32), 1)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for number in tl.static_range(PER_TOKEN):
+        pair = token * PER_TOKEN + tl.sum(tl.where(rank == number, place, 0), 0)
+        part = tl.load(outputs + pair * N + column, column < N, other=0.0).to(tl.float32)
+        sums = part if number == 0 else sums + part
+    tl.store(total + token * N + column, sums, column < N)

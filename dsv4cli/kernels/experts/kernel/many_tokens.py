@@ -1,0 +1,137 @@
+"""Routed experts for many tokens: pairs grouped by expert, two products over tiles of them, an ordered sum."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dsv4cli.kernels.block_scale.kernel import fp8_round
+from dsv4cli.kernels.card import stages_that_fit
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.experts.kernel import grouped_gemm, grouped_operands
+from dsv4cli.kernels.experts.kernel.sort_by_expert import group
+from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
+from dsv4cli.kernels.rows import rows
+
+if TYPE_CHECKING:
+    from dsv4cli.kernels.experts import ExpertWeights
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    given, (tokens, per_token) = rows(x), experts.shape
+    count, inner_width, width = weights.count, weights.w1.shape[1], x.shape[1]
+    if not tokens:
+        return torch.empty(0, width, dtype=torch.float32, device=x.device)
+    _check(weights, width, inner_width, round_inputs)
+    form, wide = _format(weights.w1, weights.w1_scale), torch.float32 in (x.dtype, weights.w1.dtype)
+    size, tuned = _columns(tokens * per_token, count, wide), form == "fp4" and not wide
+    groups = group(experts, weights.rows, count, size)
+    tiles = (groups.order, groups.row, groups.start, groups.rows)
+    inputs, padded = _inputs(given, form, round_inputs), _padded(inner_width)
+    inner = torch.empty(tokens * per_token, padded, dtype=x.dtype, device=x.device)
+    height, warps, steps, described = _gate_up_blocks(size, tuned, x.device)
+    grouped_gemm.gate_up[(triton.cdiv(padded, height), len(groups.rows))](
+        inputs, *tiles, routing.contiguous(), *_stored(weights.w1, weights.w1_scale, height, described),
+        *_stored(weights.w3, weights.w3_scale, height, described), inner, limit, inner_width, width, inputs.shape[1],
+        padded, per_token, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
+    )  # fmt: skip
+    if round_inputs:
+        inner = fp8_round(inner, FP8_BLOCK)
+    outputs = torch.empty(tokens * per_token, width, dtype=x.dtype, device=x.device)
+    height, warps, steps, described = _down_blocks(size, tuned, x.device)
+    grouped_gemm.down[(triton.cdiv(width, height), len(groups.rows))](
+        inner, *tiles, *_stored(weights.w2, weights.w2_scale, height, described), outputs, width, inner_width, padded,
+        form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
+    )  # fmt: skip
+    return ordered_sum(outputs, experts)
+
+
+def ordered_sum(outputs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """outputs [T * k, D] of pairs -> their sums by token, fp32 [T, D], added in ascending order of experts."""
+    tokens, per_token = experts.shape
+    width, block = outputs.shape[1], min(2048, triton.next_power_of_2(outputs.shape[1]))
+    total = torch.empty(tokens, width, dtype=torch.float32, device=outputs.device)
+    grouped_gemm.add[(tokens, triton.cdiv(width, block))](
+        outputs, experts.contiguous(), total, width, per_token, triton.next_power_of_2(per_token), block
+    )
+    return total
+
+
+def _format(weight: torch.Tensor, scale: torch.Tensor | None) -> str:
+    return "plain" if scale is None else "fp4" if weight.dtype == torch.int8 else "fp8"
+
+
+def _columns(pairs: int, count: int, wide: bool) -> int:
+    """Pairs in a tile, for this many pairs and experts; wide: products are taken in fp32."""
+    if wide:
+        return 32
+    load = pairs / count
+    return 16 if load <= 12 else 32 if load <= 24 else 64 if load <= 50 else 128
+
+
+def _gate_up_blocks(columns: int, tuned: bool, device: torch.device) -> tuple[int, int, int, bool]:
+    """Rows of each matrix in a program, warps, stages, whether a descriptor loads the weights.
+
+    Tuned on an H200 for FP4 weights of Flash. At 128 columns two programs fill the shared memory of a multiprocessor to
+    the last byte: the barriers that a descriptor needs would halve them, and the speed.
+    """
+    if not tuned:
+        return 64, 8, 2, False
+    return (64, 4, 2, True) if columns == 16 else (64, 4, _stages(device, 2, 64, columns), False)
+
+
+def _down_blocks(columns: int, tuned: bool, device: torch.device) -> tuple[int, int, int, bool]:
+    return (128, 4, _stages(device, 1, 128, columns), columns < 128) if tuned else (128, 8, 2, False)
+
+
+def _stages(device: torch.device, matrices: int, height: int, columns: int) -> int:
+    """A step: 128 columns of FP4 and their scales for so many rows of each matrix, and of bf16 for the tile's pairs;
+    beside them the results, where they are brought into order."""
+    return stages_that_fit(device, 3, matrices * height * (64 + 4) + columns * 256, height * columns * 2)
+
+
+def _padded(width: int) -> int:
+    return triton.cdiv(width, 128) * 128
+
+
+def _inputs(x: torch.Tensor, form: str, round_inputs: bool) -> torch.Tensor:
+    count, width = x.shape
+    padded = _padded(width)
+    y = torch.empty(count, padded, dtype=x.dtype, device=x.device)
+    grouped_operands.prepare[(triton.cdiv(count, 8), padded // 128)](
+        x, y, count, x.stride(0), width, padded, round_inputs, form, 8, num_warps=4
+    )
+    return y
+
+
+def _stored(
+    weight: torch.Tensor, scale: torch.Tensor | None, height: int, described: bool
+) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor]:
+    """The elements of the weight and of its scale as the products load them."""
+    if scale is None:
+        return weight, weight
+    codes = scale.view(torch.uint8)
+    if weight.dtype != torch.int8:
+        return weight, codes
+    if codes.shape[-1] % 4 == 0:
+        codes = codes.view(torch.int32)
+    words = weight.view(torch.int32).flatten(0, 1)
+    return TensorDescriptor.from_tensor(words, [height, 16]) if described else words, codes
+
+
+def _check(weights: "ExpertWeights", width: int, inner: int, round_inputs: bool) -> None:
+    for matrix in (weights.w1, weights.w2, weights.w3, weights.w1_scale, weights.w2_scale, weights.w3_scale):
+        if matrix is not None and not (matrix.is_contiguous() and matrix.data_ptr() % 16 == 0):
+            raise KernelUnsupported("the Triton experts take contiguous weights and scales that begin at 16 bytes")
+    if weights.w1.dtype == torch.int8 and (width % FP4_BLOCK or inner % FP4_BLOCK):
+        raise KernelUnsupported(f"the Triton experts take FP4 widths in multiples of 32, not {width} and {inner}")
+    if round_inputs and (width % FP8_BLOCK or inner % FP8_BLOCK):
+        raise KernelUnsupported(f"the Triton experts round widths in multiples of 128, not {width} and {inner}")

@@ -1,0 +1,162 @@
+"""Routed experts, alone or with the shared one, for one token: nothing is sorted, its experts are known at once.
+
+A program of `down` has all that is added to its rows: each of its warps takes an expert, in ascending order. `up`
+starts when all programs of `prepare` have waited for what precedes them: it knows the experts while `prepare` runs.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.experts.kernel.dequant_mma import (
+    FP4_TOKENS,
+    FP8_TOKENS,
+    first_steps,
+    fp4_products,
+    fp4_rows,
+    fp8_products,
+    fp8_rows,
+    parts_of,
+    row_numbers,
+)
+from dsv4cli.kernels.experts.kernel.few_tokens_prepare import store_inner
+from dsv4cli.kernels.pdl import wait_for_inputs
+
+# tokens of a product, of which only the first is one
+_TOKENS, _SHARED_TOKENS = tl.constexpr(FP4_TOKENS), tl.constexpr(FP8_TOKENS)
+
+
+@triton.jit
+def _only(values):
+    """Column 0 of [.., 2]."""
+    first, _ = tl.split(values)
+    return first
+
+
+@triton.jit
+def _row_of(expert, rows):
+    """Where experts lie in the stacks; rows: None where that is their number."""
+    return expert if rows is None else tl.load(rows + expert, cache_modifier=".cg")
+
+
+@triton.jit
+def up(
+    inputs, shared_inputs,  # as prepare leaves them
+    w1, w1_scale, w3, w3_scale,  # FP4 [E, INNER, D], as words of codes and of scales
+    shared_w1, shared_w1_scale, shared_w3, shared_w3_scale,  # FP8 [SHARED_INNER, D]
+    experts,  # int64 [pairs]
+    rows,  # int64 [E] of the stacks, or None
+    routing,  # fp32 [pairs]
+    inner,  # [2, pairs, INNER]: inputs of w2, before that values not rounded
+    shared_inner,  # [2, SHARED_INNER]
+    counters,  # [pairs, INNER / 128], then [SHARED_INNER / 128]
+    limit,
+    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    program, ahead = tl.program_id(0), SHARED_INNER // ROWS
+    if program >= ahead:
+        pair, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
+        # what precedes `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
+        expert = _row_of(tl.load(experts + pair, cache_modifier=".cg"), rows)
+        row, part = expert * INNER + first + row_numbers(ROWS), parts_of(D, SPLITS)
+        words, scales = fp4_rows(w1, w1_scale, row, part, D, EACH)
+        more_words, more_scales = fp4_rows(w3, w3_scale, row, part, D, EACH)
+        words, scales = (words, more_words), (scales, more_scales)
+        tiles, factors = first_steps(words, scales, AHEAD, EACH)
+        wait_for_inputs(OVERLAP)
+        real = tl.arange(0, 16 * _TOKENS) < 16
+        gates, ups = fp4_products(
+            words, scales, tiles, factors, inputs, tl.zeros((16 * _TOKENS,), tl.int64), part, real, D // SPLITS,
+            _TOKENS, EACH,
+        )  # fmt: skip
+        token = tl.arange(0, _TOKENS)
+        store_inner(
+            tl.sum(gates, 0), tl.sum(ups, 0), tl.load(routing + pair + token * 0), (pair + token).to(tl.int64),
+            token < 1, inner, inner + PAIRS * INNER, counters + pair * (INNER // 128) + first // 128, first, limit,
+            INNER, ROUND, 4,
+        )  # fmt: skip
+    elif SHARED_INNER > 0:
+        first = program * ROWS
+        gate_words, gate_scales = fp8_rows(shared_w1, shared_w1_scale, first, D, ROWS, SPLITS)
+        up_words, up_scales = fp8_rows(shared_w3, shared_w3_scale, first, D, ROWS, SPLITS)
+        own_tiles, own_factors = first_steps((gate_words, up_words), (gate_scales, up_scales), AHEAD, EACH)
+        wait_for_inputs(OVERLAP)
+        column = tl.arange(0, 4 * _SHARED_TOKENS)
+        own_gates, own_ups = fp8_products(
+            (gate_words, up_words), (gate_scales, up_scales), own_tiles, own_factors, shared_inputs,
+            column.to(tl.int64) * 0, column < 4, D, _SHARED_TOKENS, EACH,
+        )  # fmt: skip
+        place = tl.arange(0, _SHARED_TOKENS)
+        store_inner(
+            own_gates, own_ups, tl.full((_SHARED_TOKENS,), 1.0, tl.float32), place.to(tl.int64), place < 1,
+            shared_inner, shared_inner + SHARED_INNER, counters + PAIRS * (INNER // 128) + first // 128, first, limit,
+            SHARED_INNER, ROUND, 2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sorted(experts, PAIRS: tl.constexpr, PLACES: tl.constexpr):
+    """Of each place in ascending order of experts, the pair: int32 [PLACES], and its expert, those behind the last."""
+    pair = tl.arange(0, PLACES)
+    expert = tl.load(experts + pair, pair < PAIRS, other=0x7FFFFFFF, cache_modifier=".cg").to(tl.int32)
+    before = (expert[None] < expert[:, None]) | ((expert[None] == expert[:, None]) & (pair[None] < pair[:, None]))
+    rank = tl.sum(before.to(tl.int32), 1)
+    here = rank[None] == tl.minimum(pair, PAIRS - 1)[:, None]
+    return tl.sum(tl.where(here, pair[None], 0), 1), tl.sum(tl.where(here, expert[None], 0), 1)
+
+
+@triton.jit
+def _ascending_sum(parts, PAIRS: tl.constexpr, LEVELS: tl.constexpr):
+    """parts [2 ** LEVELS, ROWS] -> the sum of the first PAIRS of them, one after another: [ROWS]."""
+    ROWS: tl.constexpr = parts.shape[1]
+    pieces = (tl.permute(parts, (1, 0)),)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for number in tl.static_range(2**level):
+            two = tl.reshape(pieces[number], (ROWS, 2, 2 ** (LEVELS - 1 - level)))
+            halves += tl.split(tl.permute(two, (0, 2, 1)))
+        pieces = halves
+    total = tl.zeros((ROWS,), tl.float32)
+    for number in tl.static_range(PAIRS):
+        total += tl.reshape(pieces[number], (ROWS,))
+    return total
+
+
+@triton.jit
+def down(
+    inner, shared_inner,  # as up leaves them
+    w2, w2_scale,  # FP4 [E, D, INNER]
+    shared_w2, shared_w2_scale,  # FP8 [D, SHARED_INNER]
+    experts,  # int64 [PAIRS]
+    rows,  # int64 [E] of the stacks, or None
+    y,  # [D] the sum
+    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PAIRS: tl.constexpr, PLACES: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, SHARED_AHEAD: tl.constexpr,
+    SHARED_EACH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    if SHARED_INNER > 0:
+        own_words, own_scales = fp8_rows(shared_w2, shared_w2_scale, first, SHARED_INNER, ROWS, SPLITS)
+        own_tiles, own_factors = first_steps((own_words,), (own_scales,), SHARED_AHEAD, SHARED_EACH)
+    pair, expert = _sorted(experts, PAIRS, PLACES)
+    row = _row_of(expert, rows)[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS)
+    words, scales = fp4_rows(w2, w2_scale, row, tl.zeros((1, PLACES, 1), tl.int32), INNER, EACH)
+    tiles, factors = first_steps((words,), (scales,), AHEAD, EACH)
+    wait_for_inputs(OVERLAP)
+    to = first + tl.arange(0, ROWS)
+    if SHARED_INNER > 0:
+        column = tl.arange(0, 4 * _SHARED_TOKENS)
+        (sums,) = fp8_products(
+            (own_words,), (own_scales,), own_tiles, own_factors, shared_inner, column.to(tl.int64) * 0, column < 4,
+            SHARED_INNER, _SHARED_TOKENS, SHARED_EACH,
+        )  # fmt: skip
+        own = tl.sum(tl.where(tl.arange(0, _SHARED_TOKENS)[None] == 0, sums, 0.0), 1).to(tl.bfloat16)
+    real = tl.arange(0, 16 * _TOKENS) < 16
+    (parts,) = fp4_products(
+        (words,), (scales,), tiles, factors, inner, tl.zeros((16 * _TOKENS,), tl.int64), pair[None, :, None] * INNER,
+        real, INNER, _TOKENS, EACH,
+    )  # fmt: skip
+    total = _ascending_sum(_only(parts).to(tl.bfloat16).to(tl.float32), PAIRS, PLACES.bit_length() - 1)
+    if SHARED_INNER > 0:
+        total += own.to(tl.float32)
+    tl.store(y + to, total.to(y.dtype.element_ty))

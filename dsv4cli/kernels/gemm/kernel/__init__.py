@@ -1,0 +1,65 @@
+"""Linears in Triton, by the number of rows: few stream the weights (stream.py), many fill tiles (tiles.py)."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from dsv4cli.kernels.gemm.kernel import gemv, swap_ab, tiled
+from dsv4cli.kernels.gemm.kernel.dequant import Norm
+from dsv4cli.kernels.norm import kernel as norm
+
+# the most rows that stream without tensor cores; of FP4, which is decoded anew for every two
+FEW, FEW_FP4 = 16, 2
+
+
+def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
+    """Of x [T, K] or [T, G, K]."""
+    if swap_ab.takes(x[:, None] if x.ndim == 2 else x, weight):
+        return gemv
+    return gemv if x.shape[0] <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _way(x, weight).linear(x, weight, scale)
+
+
+def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _way(x, weight).rounded_linear(x, weight, scale)
+
+
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _way(x, weight).linear_fp32(x, weight)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _way(x, weight).grouped_linear(x, weight, scale)
+
+
+def linears(
+    x: torch.Tensor,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    fp32: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    ways = {_way(x, weight) for weight in (*(w for w, _ in (*rounded, *plain)), *fp32)}
+    if len(ways) == 1:
+        return ways.pop().linears(x, rounded, plain, fp32)
+    return (
+        [rounded_linear(x, weight, scale) for weight, scale in rounded],
+        [linear(x, weight, scale) for weight, scale in plain],
+        [linear_fp32(x, weight) for weight in fp32],
+    )
+
+
+def normed_linears(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    # of more tokens each program would norm too much again (H200, wq_b of 16: 35 us, instead of 13 and a norm's launch)
+    if x.shape[0] == 1 and all(_way(x, weight) is gemv for weight, _ in (*rounded, *plain)):
+        return gemv.linears(x, rounded, plain, (), Norm(norm_weight.contiguous(), eps))[:2]
+    return linears(norm.rms_norm(x, norm_weight, eps), rounded, plain, ())[:2]

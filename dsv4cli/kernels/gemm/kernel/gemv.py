@@ -1,0 +1,298 @@
+"""Linears of few rows in Triton: each weight is read once, and reading it is the time that they take.
+
+The functions of ref.py. For one token, and for what tensor cores do not take, a program multiplies some rows of a
+weight, all their columns at once, by fused multiply-adds; more tokens multiply in swapped.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
+from dsv4cli.kernels.card import has_fp8
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.gemm.kernel import swap_ab
+from dsv4cli.kernels.gemm.kernel.dequant import (
+    Norm,
+    Product,
+    bits,
+    e2m1_values,
+    e4m3_rounded,
+    e4m3_values,
+    e8m0_values,
+    read_once,
+)
+from dsv4cli.kernels.norm.kernel import normed
+from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+
+# the widest row that a program holds
+WIDEST = 16_384
+# warps that run at once, some 20 on each of 132 multiprocessors. Where there are more, weights in registers while a
+# program waits cost more than they bring (H200: 3 to 7 % of a chain of large linears)
+_AT_ONCE = 2640
+# up to so many bytes of weights, and of FP8 and FP4 among them, two tokens are multiplied here as well; the
+# decoding of more would take too long (H200)
+_SMALL_BYTES, _SMALL_FP8 = 32_000_000, 12_000_000
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _multiply(x[:, None], [Product(weight, scale, False, x.dtype)])[0][:, 0]
+
+
+def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _multiply(x[:, None], [Product(weight, scale, True, x.dtype)])[0][:, 0]
+
+
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _multiply(x[:, None], [Product(weight, None, False, torch.float32)])[0][:, 0]
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _multiply(x, [Product(weight, scale, False, x.dtype)])[0]
+
+
+def linears(
+    x: torch.Tensor,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    fp32: Sequence[torch.Tensor],
+    norm: Norm | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """As in ref.py, of x normed where there is a norm, which is for one token."""
+    products = [Product(weight, scale, True, x.dtype) for weight, scale in rounded]
+    products += [Product(weight, scale, False, x.dtype) for weight, scale in plain]
+    products += [Product(weight, None, False, torch.float32) for weight in fp32]
+    results = [y[:, 0] for y in _multiply(x[:, None], products, norm)]
+    first, second = len(rounded), len(rounded) + len(plain)
+    return results[:first], results[first:second], results[second:]
+
+
+def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = None) -> list[torch.Tensor]:
+    """x [T, G, K], normed where there is a norm, times each weight [G * N, K]: [T, G, N] in its dtype."""
+    tokens, groups, width = x.shape
+    if x.dtype not in (torch.bfloat16, torch.float32) or x.stride(-1) != 1 or width > WIDEST:
+        raise KernelUnsupported(
+            f"the Triton linear takes bf16 or fp32 rows of up to {WIDEST} consecutive columns, "
+            f"not {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+        )
+    if any(p.rounded for p in products) and width % 128:
+        raise KernelUnsupported(f"the rounding of an input takes whole blocks of 128 columns, not {width}")
+    if not all(p.weight.is_contiguous() and (p.scale is None or p.scale.is_contiguous()) for p in products):
+        raise KernelUnsupported("the Triton linear takes whole weights, not slices of columns")
+    results = [
+        torch.empty(tokens, groups, p.weight.shape[0] // groups, dtype=p.dtype, device=x.device) for p in products
+    ]
+    if not tokens or not products:
+        return results
+    if tokens > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
+        swap_ab.multiply(x, products, results, swap_ab.tile_shape(x, products))
+    else:
+        _stream(x, norm, products, results, _shape(x, products))
+    return results
+
+
+def _few(products: Sequence[Product]) -> int:
+    """How many tokens multiply here though tensor cores could."""
+    size, coded = sum(p.weight.nbytes for p in products), sum(p.weight.nbytes for p in products if p.scale is not None)
+    return 2 if size <= _SMALL_BYTES and coded <= _SMALL_FP8 else 1
+
+
+def _stream(
+    x: torch.Tensor,
+    norm: Norm | None,
+    products: Sequence[Product],
+    results: list[torch.Tensor],
+    shape: tuple[int, int, int, int],
+) -> None:
+    tokens, groups, width = x.shape
+    rows, warps, together, size = shape
+    numbers = tuple(y.shape[-1] for y in results)
+    starts, times = [0], []
+    for n, p in zip(numbers, products, strict=True):
+        times.append(max(1, size // (rows * width * p.weight.itemsize)))
+        starts.append(starts[-1] + triton.cdiv(n, rows * times[-1]))
+    _rows[(starts[-1], groups, triton.cdiv(tokens, together))](
+        x, norm and norm.weight, tuple(bits(p.weight) for p in products), tuple(bits(p.scale) for p in products),
+        tuple(results), tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), tuple(times),
+        numbers, width, tuple(p.rounded for p in products), has_fp8(x), rows,
+        max(128, triton.next_power_of_2(width)), together,
+        together == 1 and starts[-1] * groups * warps <= _AT_ONCE, num_warps=warps, **overlap(x),
+    )  # fmt: skip
+
+
+def _shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, int, int]:
+    """Rows at a time, warps, tokens and bytes of weights of a program: the fastest of those measured on an H200."""
+    tokens, groups, columns = x.shape
+    width = max(128, triton.next_power_of_2(columns)) * max(p.weight.itemsize for p in products)
+    size = sum(p.weight.nbytes for p in products)
+    rows, warps, each = (8, 4, 0) if width <= 1024 else (4, min(16, max(4, width // 1024)), 0)
+    if tokens == 1 and width <= 1024 and size > 16e6:
+        rows, warps, each = (8, 4, 65_536) if size > 35e6 else (8, 2, 32_768) if size > 32e6 else (8, 4, 16_384)
+    elif tokens == 1 and width == 4096 and len(products) == 1 and size > 16e6:
+        rows, each = (4, 65_536) if size > 32e6 else (2, 32_768)
+    elif tokens == 1 and width == 8192 and len(products) > 1:
+        rows, each = 2, 16_384
+    # rows of a program lie in one group
+    while groups > 1 and any(p.weight.shape[0] // groups % rows for p in products):
+        rows //= 2
+    return rows, warps, min(2, tokens), each
+
+
+@triton.jit(do_not_specialize=["tokens", "eps"])
+def _rows(
+    x,  # [tokens, G, K]
+    norm,  # [K], weight of the norm of x, if there is one
+    weights,  # of each product [G * N, K] as stored
+    scales,
+    ys,  # [tokens, G, N]
+    tokens,
+    x_row,
+    x_group,
+    eps,
+    STARTS: tl.constexpr,  # the first program of each product, and of none
+    TIMES: tl.constexpr,  # how often a program of each product takes ROWS rows
+    NS: tl.constexpr,
+    K: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two, at least K
+    TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,  # whether weights are asked for before the inputs are there
+    OVERLAP: tl.constexpr,
+):
+    program, group = tl.program_id(0), tl.program_id(1)
+    token = tl.program_id(2) * TOKENS
+    x += token.to(tl.int64) * x_row + group * x_group
+    for i in tl.static_range(len(NS)):
+        if (program >= STARTS[i]) & (program < STARTS[i + 1]):
+            y = ys[i] + (token * tl.num_programs(1) + group).to(tl.int64) * NS[i]
+            _product(
+                x, norm, weights[i], scales[i], y, program - STARTS[i], group, x_row * (token + 1 < tokens), eps,
+                TIMES[i], NS[i], K, ROUNDED[i], HAS_FP8, ROWS, COLUMNS, TOKENS, EARLY, OVERLAP,
+            )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x,
+    norm,
+    weight,
+    scale,
+    y,
+    program,
+    group,
+    apart,  # from x to the next token; 0 if there is none
+    eps,
+    TIMES: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROUND: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """TIMES times ROWS rows of the product of one weight and one token or two, into y."""
+    if not EARLY:
+        wait_for_inputs(OVERLAP)
+    first = program * (ROWS * TIMES)
+    values, factor = _tile(weight, scale, group * N, first, N, K, ROWS, COLUMNS)
+    if TIMES > 1:
+        values1, factor1 = _tile(weight, scale, group * N, first + ROWS, N, K, ROWS, COLUMNS)
+    if EARLY:
+        wait_for_inputs(OVERLAP)
+    given, power = _inputs(x, norm, eps, K, ROUND, HAS_FP8, COLUMNS)
+    if TOKENS == 2:
+        other, power1 = _inputs(x + apart, norm, eps, K, ROUND, HAS_FP8, COLUMNS)
+    for time in tl.static_range(TIMES):
+        row = first + time * ROWS + tl.arange(0, ROWS)
+        sums = _sums(values, factor, given, power, HAS_FP8, TIMES > 1)
+        if TOKENS == 2:
+            # both before either is stored: what was decoded serves both
+            more = tl.sum(_sums(values, factor, other, power1, HAS_FP8, TIMES > 1), 1).to(y.dtype.element_ty)
+            tl.store(y + tl.num_programs(1) * N + row, more, (row < N) & (apart != 0))
+        tl.store(y + row, tl.sum(sums, 1).to(y.dtype.element_ty), row < N)
+        if time + 1 < TIMES:
+            values, factor = values1, factor1
+        if time + 2 < TIMES:
+            values1, factor1 = _tile(weight, scale, group * N, first + (time + 2) * ROWS, N, K, ROWS, COLUMNS)
+
+
+@triton.jit
+def _tile(
+    weight, scale, before, first, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """ROWS rows from `first` of the matrix of N rows that begins at row `before`, 0 behind its last; their scales.
+
+    The scales: fp32, of FP8 [COLUMNS / 128, 1], of FP4 [ROWS, COLUMNS / 32].
+    """
+    row = first + tl.arange(0, ROWS)
+    place, inside = (before + row).to(tl.int64)[:, None], (row < N)[:, None]
+    if weight.dtype.element_ty == tl.int8:
+        values = read_once(weight, place, inside, K // 2, COLUMNS // 2)
+        factor = e8m0_values(read_once(scale, place, inside, K // 32, COLUMNS // 32))
+    else:
+        values = read_once(weight, place, inside, K, COLUMNS)
+        factor = tl.full([COLUMNS // 128, 1], 1.0, tl.float32)
+        if scale is not None:
+            block = tl.arange(0, COLUMNS // 128)[:, None]
+            # all rows lie in one block of 128
+            at = scale + (before + first) // 128 * ((K + 127) // 128) + block
+            factor = e8m0_values(tl.load(at, (block * 128 < K) & (first < N), other=0))
+    return values, factor
+
+
+@triton.jit
+def _sums(
+    values,  # [ROWS, COLUMNS] as stored; of FP4 pairs of codes [ROWS, COLUMNS / 2]
+    scale,  # as of _tile
+    given,  # as of _inputs
+    power,
+    HAS_FP8: tl.constexpr,
+    AGAIN: tl.constexpr,  # whether the inputs serve further rows
+):
+    """fp32 [ROWS, n]: the sums over the columns of each thread, still to be added."""
+    COLUMNS: tl.constexpr = given.shape[0] * 128
+    factor = power if values.dtype == tl.int8 else power * scale
+    # factors times sums leave the inputs as narrow as they are, which pays where a thread holds many of them
+    LATE: tl.constexpr = values.dtype == tl.uint8 and (AGAIN or COLUMNS >= 8192)
+    inputs = tl.reshape(given if LATE else given * factor, [COLUMNS])
+    if values.dtype == tl.int8:
+        even, odd = tl.split(tl.reshape(inputs, [COLUMNS // 2, 2]))
+        products = e2m1_values(values) * even[None] + e2m1_values(values >> 4) * odd[None]
+    elif values.dtype == tl.uint8:
+        products = e4m3_values(values, HAS_FP8) * inputs[None]
+    else:
+        products = values.to(tl.float32) * inputs[None]
+    sums = tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // 16, 16]), 2)
+    if values.dtype == tl.int8:
+        sums *= scale
+    elif LATE:
+        sums *= tl.reshape(tl.broadcast_to(factor, [COLUMNS // 128, 8]), [COLUMNS // 16])[None]
+    return sums
+
+
+@triton.jit
+def _inputs(x, norm, eps, K: tl.constexpr, ROUND: tl.constexpr, HAS_FP8: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [K] normed, if there is a norm, as codes of FP8, if so wanted [COLUMNS / 128, 128], and their scales, in fp32.
+
+    0 beyond K; the scales are [COLUMNS / 128, 1], 1 without codes.
+    """
+    column = tl.arange(0, COLUMNS // 128)[:, None] * 128 + tl.arange(0, 128)[None]
+    values = tl.load(x + column, column < K, other=0.0).to(tl.float32)
+    power = tl.full([COLUMNS // 128, 1], 1.0, tl.float32)
+    if norm is not None:
+        factor = tl.load(norm + column, column < K, other=0.0).to(tl.float32)
+        rows = normed(tl.reshape(values, [1, COLUMNS]), tl.reshape(factor, [1, COLUMNS]), eps, K)
+        values = tl.reshape(rows.to(x.dtype.element_ty).to(tl.float32), [COLUMNS // 128, 128])
+    if ROUND:
+        values, scale = scaled_blocks(values, FP8_FLOOR, FP8_LARGEST)
+        # again 0 beyond K: ptxas (of Triton 3.6) takes half the codes of zeros that it knows from a register never set
+        values = tl.where(column < K, e4m3_rounded(values, HAS_FP8), 0.0)
+        power = scale.to(tl.float32, bitcast=True)
+    return values, power

@@ -1,0 +1,179 @@
+"""Linears of up to 64 rows in Triton on tensor cores, operands swapped: rows of the weight are the rows of the product.
+
+FP8 codes multiply as fp16 or bf16, which hold them exactly, over 128 columns and then in fp32. FP8 tensor cores would
+be 3 to 10 % faster, but keep only about 13 bits of their sums (H200: 1.25e-4 of the result's size instead of 1e-6),
+and the recorded nets of the tests come out three times as far from their recordings as rounding explains.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.block_scale import kernel as block_scale
+from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
+from dsv4cli.kernels.card import has_fp8
+from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, e8m0_values
+from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+
+# the most tokens: those of one tile
+MOST = 64
+# up to so many tokens each program rounds its input itself
+OWN = 16
+# columns of a step, which is one block of FP8 scales
+_STEP = tl.constexpr(128)
+# tiles of a launch that several programs share: `tile_shape` splits no more than 512, and each product may end with one
+_MOST_SHARED = 1024
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether tensor cores multiply x [T, G, K] with the matrices of `weight`: bf16 with bf16 or FP8, whole tiles."""
+    if x.dtype != torch.bfloat16 or x.shape[0] > MOST:
+        return False
+    if weight.dtype not in ((torch.bfloat16, torch.float8_e4m3fn) if has_fp8(x) else (torch.bfloat16,)):
+        return False
+    return x.shape[1] == 1 or weight.shape[0] // x.shape[1] % 128 == 0
+
+
+def multiply(
+    x: torch.Tensor, products: Sequence[Product], results: list[torch.Tensor], shape: tuple[int, int, int, int]
+) -> None:
+    """x bf16 [T, G, K] times each weight FP8 or bf16 [G * N, K] into its result [T, G, N]; shape as of `tile_shape`."""
+    tokens, groups, width = x.shape
+    rows, splits, stages, warps = shape
+    numbers = tuple(y.shape[-1] for y in results)
+    starts = [0]
+    for n in numbers:
+        starts.append(starts[-1] + triton.cdiv(n, rows))
+    columns = max(16, triton.next_power_of_2(tokens))
+    parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, columns, device=x.device)
+    coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
+    _swapped[(starts[-1], groups, splits)](
+        x, coded, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
+        _arrived(x.device), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
+        tuple(p.rounded for p in products), triton.cdiv(triton.cdiv(width, _STEP.value), splits), rows, columns, splits,
+        stages, num_warps=warps, **overlap(x),
+    )  # fmt: skip
+
+
+def tile_shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, int, int]:
+    """Rows of a tile, programs that share one, stages and warps: the fastest of those measured on an H200."""
+    tokens, steps = x.shape[0], triton.cdiv(x.shape[2], _STEP.value)
+    coded = [p.scale is not None for p in products]
+    tiles = sum(triton.cdiv(p.weight.shape[0], 128) for p in products)
+    if tokens <= OWN and any(coded) and tiles * steps >= 1024:
+        return 128, _splits(tiles, 256, steps // 4 if steps > 8 else 1), 3 if all(coded) else 2, 8
+    if tokens > 32 and coded == [True] and tiles * steps >= 1024:
+        return 128, _splits(tiles, 128, steps // 4), 3, 8
+    if tokens > 32 and any(coded) and not all(coded):
+        rows, warps = (128, 8) if tiles > 24 else (64, 4)
+        return rows, _splits(tiles * (128 // rows), 128, steps // 8), 3, warps
+    splits = _splits(2 * tiles, 512, steps // 8)
+    return 64, splits if 2 * tiles * splits >= 256 else _splits(2 * tiles, 256, steps // 4), 3, 4
+
+
+def _splits(tiles: int, programs: int, most: int) -> int:
+    """The smallest power of two that gives so many programs, or the largest that is allowed."""
+    splits = 1
+    while tiles * splits < programs and 2 * splits <= most:
+        splits *= 2
+    return splits
+
+
+@cache
+def _arrived(device: torch.device) -> torch.Tensor:
+    """For each shared tile, how many of its programs are done: 0 between launches, which follow one another."""
+    return torch.zeros(_MOST_SHARED, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _swapped(
+    x,  # [tokens, G, K]
+    coded,  # contiguous [tokens, K]: x rounded, where programs do not round it
+    weights,  # of each product [G * N, K]
+    scales,
+    ys,  # [tokens, G, N]
+    parts,  # [G, tiles, SPLITS, BN, BT] fp32
+    arrived,
+    tokens,
+    x_row,
+    x_group,
+    STARTS: tl.constexpr,  # the first tile of each product, and of none
+    NS: tl.constexpr,
+    K: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    STEPS: tl.constexpr,  # of a program
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.arange(0, BT)
+    given = x + token[:, None] * x_row + group * x_group
+    shared = group * tl.num_programs(0) + tile
+    wait_for_inputs(OVERLAP)
+    parts += shared.to(tl.int64) * (SPLITS * BN * BT) + tl.arange(0, BN)[:, None] * BT + token[None]
+    for i in tl.static_range(len(NS)):
+        if (tile >= STARTS[i]) & (tile < STARTS[i + 1]):
+            row = (tile - STARTS[i]) * BN + tl.arange(0, BN)
+            weight = weights[i] + (group * NS[i] + row).to(tl.int64)[:, None] * K
+            # all rows lie in one block of 128
+            block = (group * NS[i] + (tile - STARTS[i]) * BN) // 128 * ((K + 127) // 128)
+            scale = None if scales[i] is None else scales[i] + block
+            OWN: tl.constexpr = coded is None
+            source = given if OWN or not ROUNDED[i] else coded + token[:, None] * K
+            total = _sums(
+                source, weight, scale, split * STEPS, token < tokens, row < NS[i], K, ROUNDED[i] and OWN, STEPS, STAGES,
+            )  # fmt: skip
+            y = ys[i] + (token[None] * tl.num_programs(1) + group).to(tl.int64) * NS[i] + row[:, None]
+            inside = (token < tokens)[None] & (row < NS[i])[:, None]
+            if SPLITS == 1:
+                tl.store(y, total.to(y.dtype.element_ty), inside)
+            else:
+                tl.store(parts + split * (BN * BT), total)
+                tl.debug_barrier()  # all of it, before the count says so
+                if tl.atomic_add(arrived + shared, 1, sem="acq_rel") == SPLITS - 1:
+                    total = tl.zeros([BN, BT], tl.float32)
+                    for j in tl.static_range(SPLITS):
+                        total += tl.load(parts + j * (BN * BT), cache_modifier=".cg")
+                    tl.store(y, total.to(y.dtype.element_ty), inside)
+                    tl.store(arrived + shared, 0)
+
+
+@triton.jit
+def _sums(
+    x,  # [BT, 1] pointers to the tokens
+    weight,  # [BN, 1] pointers to the rows
+    scale,
+    first,
+    is_token,
+    is_row,
+    K: tl.constexpr,
+    ROUND: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """fp32 [BN, BT]: the sums over STEPS steps from `first`."""
+    total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
+    for step in tl.range(first, tl.minimum(first + STEPS, (K + 127) // 128), num_stages=STAGES):
+        column = step * _STEP + tl.arange(0, _STEP)[None]
+        values = tl.load(weight + column, is_row[:, None] & (column < K), other=0.0)
+        given = tl.load(x + column, is_token[:, None] & (column < K), other=0.0)
+        if scale is None:
+            total += tl.dot(values, tl.trans(given))
+        elif ROUND:
+            given, power = scaled_blocks(given.to(tl.float32), FP8_FLOOR, FP8_LARGEST)
+            factor = power.to(tl.float32, bitcast=True) * e8m0_values(tl.load(scale + step))
+            # fp16 has all values of e4m3, and the GPU an instruction that gives them
+            codes = tl.trans(given.to(tl.float8e4nv).to(tl.float16))
+            total += tl.dot(values.to(tl.float16), codes) * tl.trans(factor)
+        else:
+            # through fp32, for which there are fast instructions
+            values = values.to(tl.float32).to(tl.bfloat16)
+            total += tl.dot(values, tl.trans(given)) * e8m0_values(tl.load(scale + step))
+    return total

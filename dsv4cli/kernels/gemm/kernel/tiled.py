@@ -1,0 +1,160 @@
+"""Linears of many rows in Triton: tiles of the result on tensor cores.
+
+The functions of ref.py for more rows than stream.py takes; tiles_fp8.py multiplies FP8 codes, tiles_bf16.py bf16.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.block_scale import kernel as block_scale
+from dsv4cli.kernels.card import has_fp8
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.gemm.kernel import tiled_bf16, tiled_fp8
+from dsv4cli.kernels.gemm.kernel.dequant import bits, e2m1_values, e4m3_values, e8m0_values
+from dsv4cli.kernels.gemm.kernel.tiled_fp8 import place
+
+# more tokens are worth a launch that makes an FP8 weight bf16 (H200, wo_a of Flash); an FP4 weight always is. More
+# tokens of a rounded input go through FP8 tensor cores, for whose speed their shorter sums are accepted
+MANY = 512
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _product(x[:, None], weight, scale, x.dtype)[:, 0]
+
+
+def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return linears(x, [(weight, scale)], (), ())[0][0]
+
+
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _product(x[:, None], weight, None, torch.float32)[:, 0]
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _product(x, weight, scale, x.dtype)
+
+
+def linears(
+    x: torch.Tensor,
+    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    fp32: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    codes = rounding = None
+    results = []
+    for weight, scale in rounded:
+        if weight.dtype == torch.float8_e4m3fn and len(x) > MANY and tiled_fp8.multiplies(x):
+            codes = block_scale.fp8_codes(x, FP8_BLOCK) if codes is None else codes
+            results.append(tiled_fp8.linear(*codes, weight, scale))
+        else:
+            rounding = block_scale.fp8_round(x, FP8_BLOCK) if rounding is None else rounding
+            results.append(linear(rounding, weight, scale))
+    return results, [linear(x, *pair) for pair in plain], [linear_fp32(x, weight) for weight in fp32]
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, G, K] times the matrices of `weight`, as grouped_linear, in `dtype`."""
+    (tokens, groups, width), features = x.shape, weight.shape[0] // x.shape[1]
+    if x.stride(-1) != 1 or not weight.is_contiguous():
+        raise KernelUnsupported(f"the Triton linear takes whole weights and consecutive columns, not {x.stride()}")
+    y = torch.empty(tokens, groups, features, dtype=dtype, device=x.device)
+    if not tokens:
+        return y
+    bf16 = x.dtype == torch.bfloat16 and weight.dtype != torch.float32
+    if bf16 and tiled_bf16.takes(x, weight):
+        if weight.dtype == torch.int8 or (scale is not None and (tokens > MANY or not has_fp8(x))):
+            weight, scale = _widened(weight, scale, width), None
+        return tiled_bf16.linear(x, weight, y) if scale is None else tiled_bf16.coded(x, weight, scale, y)
+    _tiles[triton.cdiv(features, 64) * triton.cdiv(tokens, 64), groups](
+        x, bits(weight), bits(scale), y, tokens, x.stride(0), x.stride(1), features, width,
+        scale is not None, has_fp8(x), tl.bfloat16 if bf16 else tl.float32, 64, 64, 32, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return y
+
+
+def _widened(weight: torch.Tensor, scale: torch.Tensor | None, width: int) -> torch.Tensor:
+    """The bf16 values of a quantised weight."""
+    values = torch.empty(weight.shape[0], width, dtype=torch.bfloat16, device=weight.device)
+    grid = triton.cdiv(weight.shape[0], 64), triton.cdiv(width, 128)
+    _widen[grid](bits(weight), bits(scale), values, weight.shape[0], width, has_fp8(weight), 64, 128, num_warps=4)
+    return values
+
+
+@triton.jit
+def _widen(weight, scale, y, ROWS, K: tl.constexpr, HAS_FP8: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    k = tl.program_id(1) * BK
+    values = _weights(weight, scale, row, k, row < ROWS, K, True, HAS_FP8, BN, BK)
+    column = k + tl.arange(0, BK)
+    tl.store(y + row[:, None] * K + column[None], values.to(tl.bfloat16), (row < ROWS)[:, None] & (column < K)[None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _tiles(
+    x,  # [tokens, G, K] with strides x_row, x_group, 1
+    weight,  # [G * N, K] as stored
+    scale,
+    y,  # [tokens, G, N]
+    tokens,
+    x_row,
+    x_group,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    FACTOR: tl.constexpr,  # what both are multiplied as: bf16 where that is exact
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    n, t = place(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(tokens, BT), 8)
+    group = tl.program_id(1)
+    feature, token = n * BN + tl.arange(0, BN), t * BT + tl.arange(0, BT).to(tl.int64)
+    row = group.to(tl.int64) * N + feature
+    x += token[None] * x_row + group * x_group
+    total = tl.zeros([BN, BT], tl.float32)
+    for k in range(0, K, BK):
+        column = k + tl.arange(0, BK)[:, None]
+        values = tl.load(x + column, (token < tokens)[None] & (column < K), other=0.0).to(FACTOR)  # [BK, BT]
+        a = _weights(weight, scale, row, k, feature < N, K, SCALED, HAS_FP8, BN, BK).to(FACTOR)
+        total += tl.dot(a, values, input_precision="ieee")  # not into the total: see tiles_bf16.py
+    y += (token * tl.num_programs(1) * N)[:, None] + row[None]
+    tl.store(y, tl.trans(total).to(y.dtype.element_ty), (token < tokens)[:, None] & (feature < N)[None])
+
+
+@triton.jit
+def _weights(
+    weight,
+    scale,
+    row,
+    k,
+    inside,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Values [BN, BK] of a weight, fp32 or as stored: of the rows `row` that are `inside`, columns from k."""
+    if not SCALED:
+        values = _columns(weight, row, inside, k, K, BK)
+    elif weight.dtype.element_ty == tl.int8:
+        pairs = _columns(weight, row, inside, k // 2, K // 2, BK // 2)
+        factor = e8m0_values(_columns(scale, row, inside, k // 32, K // 32, BK // 32))
+        values = tl.reshape(tl.join(e2m1_values(pairs), e2m1_values(pairs >> 4)), [BN, BK // 32, 32])
+        values = tl.reshape(values * factor[:, :, None], [BN, BK])
+    else:
+        factor = e8m0_values(tl.load(scale + row // 128 * tl.cdiv(K, 128) + k // 128, inside, other=0))
+        values = e4m3_values(_columns(weight, row, inside, k, K, BK), HAS_FP8) * factor[:, None]
+    return values
+
+
+@triton.jit
+def _columns(matrix, row, inside, first, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT columns from `first` of the rows `row` of a matrix of WIDTH columns, zeros behind the last."""
+    column = first + tl.arange(0, COUNT)
+    return tl.load(matrix + row[:, None] * WIDTH + column[None], inside[:, None] & (column < WIDTH)[None], other=0)

@@ -1,0 +1,96 @@
+"""The router of a few tokens in one launch: some programs add up logits, one a token takes them and chooses."""
+
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.cross_program import leave, take
+from dsv4cli.kernels.pdl import wait_for_inputs
+from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
+
+# tokens that one launch takes: one tile of tensor cores
+FEW = 16
+
+
+@triton.jit
+def _logit_of_one(
+    program, x, weight, parts,
+    NUMBER: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One token's part of the logit of an expert."""
+    expert, split = program // SPLITS, program % SPLITS
+    column = split * BLOCK + tl.arange(0, BLOCK)[None]
+    factors = tl.load(weight + expert * WIDTH + column, column < WIDTH, other=0.0)
+    wait_for_inputs(OVERLAP)
+    values = tl.load(x + column, column < WIDTH, other=0.0)
+    total = tl.sum(factors.to(tl.float32) * values.to(tl.float32), 1)
+    leave(parts + split * NUMBER + expert + tl.arange(0, 1), total, tl.arange(0, 1) == 0)
+
+
+@triton.jit
+def _logits_of_few(
+    program, x, weight, parts, count, stride,
+    NUMBER: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """All tokens' parts of the logits of EXPERTS experts."""
+    split, first = program % SPLITS, program // SPLITS * EXPERTS
+    expert, column = first + tl.arange(0, EXPERTS)[:, None], split * BLOCK + tl.arange(0, BLOCK)[None]
+    factors = tl.load(weight + expert * WIDTH + column, (expert < NUMBER) & (column < WIDTH), other=0.0)
+    wait_for_inputs(OVERLAP)
+    token = tl.arange(0, TOKENS)[:, None]
+    values = tl.load(x + token * stride + column, (token < count) & (column < WIDTH), other=0.0)
+    if values.dtype != factors.dtype:
+        values, factors = values.to(tl.float32), factors.to(tl.float32)
+    sums = tl.trans(tl.dot(factors, tl.trans(values), input_precision="ieee"))  # [TOKENS, EXPERTS]
+    expert = first + tl.arange(0, EXPERTS)[None]
+    leave(parts + (token * SPLITS + split) * NUMBER + expert, sums, (token < count) & (expert < NUMBER))
+
+
+@triton.jit
+def _choose(
+    token, parts, bias, experts, weights, route_scale,
+    NUMBER: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, ALL: tl.constexpr,
+    PLACES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    expert, split = tl.arange(0, ALL), tl.arange(0, PARTS)[:, None]
+    extra = tl.load(bias + expert, expert < NUMBER, other=0.0)
+    place, inside = parts + (token * SPLITS + split) * NUMBER + expert[None], (split < SPLITS) & (expert < NUMBER)[None]
+    wait_for_inputs(OVERLAP)
+    scores = score_of(tl.sum(take(place, inside), 0))
+    chosen, values = best_of(scores, scores + extra, NUMBER, K, PLACES)
+    store_choice(experts, weights, token, chosen, values, route_scale, K)
+
+
+@triton.jit(do_not_specialize=["count"])
+def at_once(
+    x,  # [count, WIDTH]
+    weight,  # [NUMBER, WIDTH]
+    bias,  # [NUMBER]
+    parts,  # int32 [FEW, SPLITS, NUMBER], zeros
+    experts,  # [count, K]
+    weights,  # [count, K]
+    count,
+    stride,
+    route_scale,
+    NUMBER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,  # SPLITS, rounded up
+    K: tl.constexpr,
+    ALL: tl.constexpr,  # NUMBER, rounded up
+    PLACES: tl.constexpr,  # K, rounded up
+    TOKENS: tl.constexpr,  # of a program that adds up logits
+    EXPERTS: tl.constexpr,  # the same
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    program, adding = tl.program_id(0), (NUMBER + EXPERTS - 1) // EXPERTS * SPLITS
+    if program >= adding:
+        _choose(
+            program - adding, parts, bias, experts, weights, route_scale,
+            NUMBER, SPLITS, PARTS, K, ALL, PLACES, OVERLAP,
+        )  # fmt: skip
+    elif TOKENS == 1:
+        _logit_of_one(program, x, weight, parts, NUMBER, WIDTH, SPLITS, BLOCK, OVERLAP)
+    else:
+        _logits_of_few(program, x, weight, parts, count, stride, NUMBER, WIDTH, SPLITS, EXPERTS, TOKENS, BLOCK, OVERLAP)

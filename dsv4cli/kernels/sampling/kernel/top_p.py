@@ -1,0 +1,131 @@
+"""The nucleus without sorting: the smallest chance that has a place in it, and the best of what is in it.
+
+Histograms of chances lead to the smallest chance, six bits of it each. Their sums are integers: exact, so that no order
+of adding matters.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.pdl import wait_for_inputs
+from dsv4cli.kernels.sampling.kernel.split import best_of
+
+LEVELS, BINS = tl.constexpr(5), tl.constexpr(64)
+# so many histograms of each level are added up, lest all programs add to the same few numbers
+COPIES = tl.constexpr(8)
+# values that are taken together: the sum of so many mantissas of 24 bits fits into 32; from how many known ones among
+# them on a program adds them up first, which takes as long for few as for all; the last level that may have so many
+CHUNK, MANY, CROWDED = tl.constexpr(256), tl.constexpr(96), tl.constexpr(2)
+
+
+@triton.jit
+def key_of(chance):
+    """A number of five digits of six bits that grows with the chance, int32: first its exponent, 0 below the unit."""
+    bits = chance.to(tl.int32, bitcast=True)
+    return (tl.maximum((bits >> 23) - 64, 0) << 24) | ((bits & 0x7FFFFF) << 1)
+
+
+@triton.jit
+def in_units(mantissas, exponent):
+    """A sum of mantissas that share the first digit of their keys, in `ref.UNIT`ths; int64."""
+    up = (exponent - 24).to(tl.int64)
+    sums = tl.where(up >= 0, mantissas << tl.maximum(up, 0), mantissas >> tl.maximum(-up, 0))
+    return tl.where(exponent > 0, sums, 0)
+
+
+@triton.jit
+def mantissa_of(key):
+    return (((key >> 1) & 0x7FFFFF) | 0x800000).to(tl.uint32)
+
+
+@triton.jit
+def add_mass(bins, key, known, first, LEVEL: tl.constexpr):
+    """Adds the chances of these keys (int32 [CHUNK]) to a level's bins.
+
+    first: the first digit that all known keys have, unless the level is that of this digit.
+    """
+    number, digit = tl.arange(0, BINS), (key >> (LEVELS - LEVEL) * 6) & (BINS - 1)
+    mantissa, crowded = mantissa_of(key), False
+    if LEVEL <= CROWDED:
+        crowded = tl.sum(known.to(tl.int32), 0) > MANY
+    if crowded:
+        inside = tl.where(known, digit, -1)[:, None] == number[None]
+        sums = tl.sum(tl.where(inside, mantissa[:, None], 0), 0).to(tl.int64)
+        units = in_units(sums, number if LEVEL == 1 else first)
+        tl.atomic_add(bins + tl.program_id(0) % COPIES * BINS + number, units, sums > 0, sem="relaxed")
+    else:
+        each = in_units(mantissa.to(tl.int64), key >> (LEVELS - 1) * 6)
+        tl.atomic_add(bins + tl.arange(0, CHUNK) % COPIES * BINS + digit, each, known, sem="relaxed")
+
+
+@triton.jit
+def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
+    """The digits of the smallest chance's key that are known after a level, and what lies above all that have them.
+
+    first: whether this program writes down what it has found.
+    """
+    prefix, above = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+    if LEVEL > 1:
+        prefix = tl.load(found + ((LEVEL - 1) * count + row) * 2).to(tl.int32)
+        above = tl.load(found + ((LEVEL - 1) * count + row) * 2 + 1)
+    copy, number = tl.arange(0, COPIES)[:, None], tl.arange(0, BINS)[None]
+    inside = tl.sum(tl.load(mass + ((row * LEVELS + LEVEL - 1) * COPIES + copy) * BINS + number), 0)
+    higher = above + tl.sum(inside, 0) - tl.cumsum(inside, 0)
+    # the higher the bin, the less is above
+    prefix = prefix * BINS + tl.sum((higher >= limit).to(tl.int32), 0)
+    above = tl.max(tl.where(higher < limit, higher, 0), 0)
+    tl.store(found + (LEVEL * count + row) * 2, prefix.to(tl.int64), first)
+    tl.store(found + (LEVEL * count + row) * 2 + 1, above, first)
+    return prefix, above
+
+
+@triton.jit(do_not_specialize=["limit", "count"])
+def find_smallest(
+    chances,
+    mass,  # int64 [count, LEVELS, COPIES, BINS]
+    found,  # int64 [LEVELS + 1, count, 2]: digits known of the smallest chance of the nucleus, sum of all above these
+    limit,  # as ref.limit_of
+    least,
+    count,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    LEVEL: tl.constexpr,  # those that are complete
+    OVERLAP: tl.constexpr,
+):
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    wait_for_inputs(OVERLAP)
+    prefix, _ = lowest_bin(mass, found, row, count, limit, part == 0, LEVEL)
+    for chunk in tl.static_range(PART // CHUNK):
+        column = part * PART + chunk * CHUNK + tl.arange(0, CHUNK)
+        chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
+        key = key_of(chance)
+        same = ((key >> (LEVELS - LEVEL) * 6) == prefix) & (chance > least)
+        add_mass(mass + (row * LEVELS + LEVEL) * COPIES * BINS, key, same, prefix >> (LEVEL - 1) * 6, LEVEL + 1)
+
+
+@triton.jit(do_not_specialize=["limit", "count"])
+def race_of_nucleus(
+    chances,
+    noise,
+    mass,
+    found,
+    best,  # [count, parts]: the best of those that are as likely as the smallest chance, or likelier
+    places,
+    stride,  # of noise
+    limit,
+    count,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    column = part * PART + tl.arange(0, PART)
+    inside = column < WIDTH
+    wait_for_inputs(OVERLAP)
+    chance = tl.load(chances + row * WIDTH + column, inside, other=0.0)
+    race = chance / tl.load(noise + row * stride + column, inside, other=1.0)
+    smallest, _ = lowest_bin(mass, found, row, count, limit, False, LEVELS)
+    top, place = best_of(race, column, inside & (key_of(chance) >= smallest))
+    slot = row * tl.num_programs(0) + part
+    tl.store(best + slot, top)
+    tl.store(places + slot, place)

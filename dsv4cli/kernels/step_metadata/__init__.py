@@ -1,0 +1,21 @@
+"""Where a step's tokens lie: positions, window rows, compressed entries and rotations, from few numbers on the device.
+
+Triton: int64 with consecutive columns, all of it below 2 ** 31; one launch.
+"""
+
+import torch
+
+from dsv4cli.kernels.dispatch import choose
+from dsv4cli.kernels.step_metadata import ref
+from dsv4cli.kernels.step_metadata.step import Chunks, Entries, Layout, Places
+
+__all__ = ["Chunks", "Entries", "Layout", "Places", "place"]
+
+
+def place(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> Places:
+    """The places of a step's tokens, sequence after sequence, each one's tokens in order.
+
+    frequencies: fp32 [R] of each ratio; the rotation of a position is exp(i * angle), position * frequency rounded to
+    fp32, the same R for all. Shapes depend on the layout and on those of chunks only; nothing waits for the device.
+    """
+    return choose(chunks.slots, ref).place(chunks, layout, frequencies)

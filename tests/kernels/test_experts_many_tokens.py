@@ -1,0 +1,166 @@
+"""Routed experts for many tokens: the grouping exactly, the sums against the reference."""
+
+import pytest
+import torch
+
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.experts import ExpertWeights, ref
+
+pytest.importorskip("triton")  # what is tested here is Triton's only
+
+from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.experts.kernel import many_tokens, sort_by_expert
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def fp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    *lead, columns = shape
+    codes = torch.randint(-128, 128, (*lead, columns // 2), dtype=torch.int8)
+    return codes, torch.randint(117, 123, (*lead, columns // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def fp8(count: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = torch.randint(118, 122, (count, -(-rows // 128), -(-columns // 128)), dtype=torch.uint8)
+    return torch.randn(count, rows, columns).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+
+
+def bf16(*shape: int) -> tuple[torch.Tensor, None]:
+    return (torch.randn(shape) * shape[-1] ** -0.5).bfloat16(), None
+
+
+def fp32(*shape: int) -> tuple[torch.Tensor, None]:
+    return torch.randn(shape) * shape[-1] ** -0.5, None
+
+
+def stacked(stored, count: int, hidden: int, inner: int) -> ExpertWeights:
+    w1, w3, w2 = stored(count, inner, hidden), stored(count, inner, hidden), stored(count, hidden, inner)
+    return ExpertWeights(*w1, *w2, *w3)
+
+
+def routed(tokens: int, count: int, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(tokens, count).argsort(-1)[:, :chosen], torch.rand(tokens, chosen)
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "count", "size"),
+    [(1, 6, 256, 16), (257, 1, 1, 64), (700, 3, 5, 16), (300, 2, 384, 128), (131, 8, 8, 32)],
+)
+def test_pairs_by_expert_in_tiles(tokens, chosen, count, size):
+    experts, _ = routed(tokens, count, chosen)
+    rows = torch.randperm(2 * count)[:count]
+    groups = sort_by_expert.group(experts, rows, count, size)
+    assert torch.equal(groups.order.long(), experts.flatten().argsort(stable=True))
+    expected, start = [], 0
+    for expert, pairs in enumerate(experts.flatten().bincount(minlength=count).tolist()):
+        expected += [(int(rows[expert]), start + first, min(size, pairs - first)) for first in range(0, pairs, size)]
+        start += pairs
+    needed = slice(len(expected))
+    found = zip(groups.row[needed].tolist(), groups.start[needed].tolist(), groups.rows[needed].tolist(), strict=True)
+    assert list(found) == expected
+    assert not groups.rows[len(expected) :].any()
+
+
+def assert_like_reference(x, weights, experts, routing, limit=7.0, round_inputs=False):
+    """Sums in another order: a few 2 ** -24 of them in fp32; in bf16 an inner value, or an output, rounds otherwise."""
+    ours = many_tokens.routed_experts(x, weights, experts, routing, limit, round_inputs)
+    expected = ref.routed_experts(x, weights, experts, routing, limit, round_inputs)
+    assert ours.dtype == FP32
+    largest = expected.abs().max() if len(x) else 0
+    # one place of bf16 in an output, or of e4m3 in an inner value, which is one of many terms
+    bound = 2**-8 if x.dtype == BF16 else 1e-5
+    torch.testing.assert_close(ours, expected, rtol=bound, atol=bound * largest)
+    # and few do: the mean error is that of single flips
+    assert (ours - expected).norm() <= (2**-11 if x.dtype == BF16 else 2e-6) * expected.norm()
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(("stored", "dtype", "hidden", "inner", "round_inputs"), [
+    (fp4, BF16, 256, 128, True), (fp4, BF16, 160, 96, False), (fp4, FP32, 256, 128, False),
+    (fp8, BF16, 256, 128, True), (fp8, BF16, 200, 136, False), (fp8, FP32, 136, 72, False),
+    (bf16, BF16, 200, 136, False), (bf16, FP32, 136, 72, False), (fp32, BF16, 136, 72, False),
+    (fp32, FP32, 200, 136, False),
+])  # fmt: skip
+def test_every_format(stored, dtype, hidden, inner, round_inputs):
+    x = torch.randn(5, hidden + 8).to(dtype)[:, 8:]
+    assert_like_reference(x, stacked(stored, 2, hidden, inner), *routed(5, 2, 1), round_inputs=round_inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("triton_backend")
+def test_tiles_of_every_width():
+    """224 + 40 tokens in tiles of 128: a whole one, three quarters and half of one."""
+    experts = (torch.arange(264) % 33 >= 28).long()[:, None]
+    x, routing = torch.randn(264, 128).bfloat16(), torch.rand(264, 1)
+    assert_like_reference(x, stacked(fp4, 2, 128, 128), experts, routing, round_inputs=True)
+
+
+# the widths of Flash and Pro; those of Pro take seconds to interpret
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(("hidden", "inner"), [
+    pytest.param(4096, 128, marks=pytest.mark.slow), pytest.param(128, 2048, marks=pytest.mark.slow),
+    pytest.param(7168, 128, marks=pytest.mark.gpu), pytest.param(128, 3072, marks=pytest.mark.gpu),
+])  # fmt: skip
+def test_real_widths(hidden, inner):
+    x = torch.randn(2, hidden).bfloat16()
+    assert_like_reference(x, stacked(fp4, 1, hidden, inner), *routed(2, 1, 1), limit=10.0, round_inputs=True)
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens):
+    x = torch.randn(tokens, 128).bfloat16()
+    assert_like_reference(x, stacked(fp4, 4, 128, 128), *routed(tokens, 4, 4), limit=0.0, round_inputs=True)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_every_scale():
+    weights = stacked(fp4, 1, 256, 128)
+    code = torch.arange(256, dtype=torch.uint8)
+    code[246:255] = 0  # 6 * 2 ** 123 times some hundred is the last that fits
+    scale = code[:, None].expand(-1, 4).contiguous().view(torch.float8_e8m0fnu)
+    weights = ExpertWeights(**{**vars(weights), "w2_scale": scale[None]})
+    x, (experts, routing) = torch.randn(2, 256), routed(2, 1, 1)
+    ours = many_tokens.routed_experts(x, weights, experts, routing, 7.0, False)
+    expected = ref.routed_experts(x, weights, experts, routing, 7.0, False)
+    assert ours[:, 255].isnan().all()
+    size = block_scale.e8m0(scale[:255, 0]).double()
+    # 128 terms of up to 6 times the scale, each with the rounding of inner values and of the sum
+    torch.testing.assert_close(ours.double()[:, :255] / size, expected.double()[:, :255] / size, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(("tokens", "chosen", "width"), [(3, 6, 200), (2, 1, 8), (5, 8, 4096)])
+def test_sum_is_in_the_order_of_experts(tokens, chosen, width):
+    outputs = torch.randn(tokens * chosen, width) * torch.logspace(-3, 3, chosen).repeat(tokens)[:, None]
+    experts, _ = routed(tokens, 9, chosen)
+    if chosen > 1:
+        experts[0, 1] = experts[0, 0]  # as a hash layer may choose: in the order of places then
+    parts = outputs.unflatten(0, (tokens, chosen))
+    order = experts.argsort(dim=-1, stable=True)
+    expected = torch.zeros(tokens, width)
+    for token in range(tokens):
+        for place in order[token].tolist():
+            expected[token] += parts[token, place]
+    assert torch.equal(many_tokens.ordered_sum(outputs, experts), expected)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_what_is_not_a_number_stays_so():
+    x = torch.randn(2, 128).bfloat16()
+    x[0, 3] = torch.nan
+    ours = many_tokens.routed_experts(x, stacked(fp4, 1, 128, 128), *routed(2, 1, 1), 7.0, False)
+    assert ours[0].isnan().all()
+    assert ours[1].isfinite().all()
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_what_is_refused():
+    x, (experts, routing) = torch.randn(2, 192).bfloat16(), routed(2, 2, 1)
+    weights = stacked(fp4, 2, 192, 128)
+    with pytest.raises(KernelUnsupported, match="multiples of 128"):
+        many_tokens.routed_experts(x, weights, experts, routing, 7.0, True)
+    turned = ExpertWeights(**{**vars(weights), "w2": weights.w2.mT.contiguous().mT})
+    with pytest.raises(KernelUnsupported, match="contiguous"):
+        many_tokens.routed_experts(x, turned, experts, routing, 7.0, False)

@@ -1,0 +1,89 @@
+"""Launches that overlap: on which GPUs they do, and that each such kernel waits for its inputs before it stores."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4cli.kernels.pdl import FEW, overlap, overlap_beside, overlap_of_few
+
+KERNELS = Path(__file__).resolve().parents[2] / "dsv4cli" / "kernels"
+
+
+def test_only_a_gpu_overlaps():
+    x = torch.zeros(1, device="cpu")
+    assert overlap(x) == overlap_beside(x, 64) == {"OVERLAP": False}
+
+
+@pytest.mark.gpu
+def test_a_hopper_overlaps():
+    new = torch.cuda.get_device_capability() >= (9, 0)
+    x = torch.zeros(1, device="cuda")
+    assert overlap(x) == ({"OVERLAP": True, "launch_pdl": True} if new else {"OVERLAP": False})
+    assert overlap_beside(x, 64) == overlap(x) | ({"maxnreg": 64} if new else {})
+    assert overlap_of_few(x, FEW) == overlap(x)
+    assert overlap_of_few(x, FEW + 1) == {"OVERLAP": False}
+
+
+@cache
+def parsed():
+    """The functions of the kernels' files: file, name, node."""
+    return [
+        (file, node.name, node)
+        for file in sorted(KERNELS.rglob("*.py"))
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+
+
+def launched():
+    """Those that are given OVERLAP, all but the one that waits."""
+    for file, name, node in parsed():
+        if name != "wait_for_inputs" and any(argument.arg == "OVERLAP" for argument in node.args.args):
+            yield file, name, node
+
+
+def called(call):
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+@cache
+def calls(node):
+    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+
+
+def waits(node):
+    """The lines where a function waits, or hands OVERLAP on to one that does."""
+    return [
+        call.lineno
+        for call in calls(node)
+        if any(isinstance(argument, ast.Name) and argument.id == "OVERLAP" for argument in call.args)
+    ]
+
+
+@cache
+def storing():
+    """The names of functions that store, themselves or by what they call."""
+    names, more = set(), {"store", "atomic_add"}
+    while more - names:
+        names |= more
+        more = {name for _, name, node in parsed() if names & {called(call) for call in calls(node)}}
+    return names
+
+
+def test_what_takes_the_option_waits():
+    assert list(launched())
+    assert [(file.name, name) for file, name, node in launched() if not waits(node)] == []
+
+
+def test_nothing_is_stored_before_the_wait():
+    names = storing()
+    early = [
+        (file.name, name, called(call))
+        for file, name, node in launched()
+        for call in calls(node)
+        if called(call) in names and call.lineno < min(waits(node))
+    ]
+    assert early == []
