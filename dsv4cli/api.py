@@ -7,20 +7,20 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 
-from dsv4cli.engine.answer import Answer
-from dsv4cli.engine.answers import Pieces
-from dsv4cli.engine.backend import Backend, resolve_backend, use
-from dsv4cli.engine.device import resolve_device
-from dsv4cli.engine.dialogue import Dialogue, open_dialogue
-from dsv4cli.engine.fit.planner import MemoryLimits
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.prompt import Message, check_messages, check_tools, with_tools
-from dsv4cli.engine.reply import name_calls
-from dsv4cli.engine.score import Score, score
+from dsv4cli.engine.chat.answer import Answer
+from dsv4cli.engine.chat.answers import Pieces
+from dsv4cli.engine.chat.conversation import Talk
+from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.backend import Backend, resolve_backend, use
+from dsv4cli.engine.runtime.score import Score, score
 from dsv4cli.engine.settings import Limits, check_device, require
-from dsv4cli.engine.source import resolve_model
-from dsv4cli.engine.talk import Talk
+from dsv4cli.engine.system.device import resolve_device
+from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, with_tools
+from dsv4cli.engine.text.reply import name_calls
+from dsv4cli.engine.weights.load import load_model
+from dsv4cli.engine.weights.placement import MemoryLimits
 from dsv4cli.errors import UsageError
 
 __all__ = ["Model", "Reply", "Score"]

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dsv4cli.engine.identify import recognise
-from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.naming import Naming, OfficialNaming, Place
-from dsv4cli.engine.stored import StoredModel
-from dsv4cli.engine.values import decode, e4m3_values, form_of
+from dsv4cli.engine.checkpoint.identify import recognise
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.checkpoint.naming import Naming, OfficialNaming, Place
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.checkpoint.values import decode, e4m3_values, form_of
+from dsv4cli.engine.config.storage import Formats
 from tests import damage
 
 GOLDEN = damage.GOLDEN / "tiny-flash"

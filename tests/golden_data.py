@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.source import FolderSource
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.indexer import ref as indexer_ref
 

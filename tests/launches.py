@@ -19,7 +19,7 @@ import torch
 
 from dsv4cli.engine.profiling import kernels as profiled
 from dsv4cli.engine.profiling import scene as scenes
-from dsv4cli.engine.weights import TORCH_DTYPES
+from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.kernels import expert_cache, experts, gemm, hyper_connections, indexer, routing
 from dsv4cli.kernels.all_reduce import PROGRAMS, Inboxes, box_shape, peer_sum
 from dsv4cli.kernels.dispatch import use

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from dsv4cli.engine.config import read_config
-from dsv4cli.engine.layout import Formats
+from dsv4cli.engine.config.model_config import read_config
+from dsv4cli.engine.config.storage import Formats
 from tests.damage import GOLDEN
 
 TINY = GOLDEN / "tiny-flash"

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.config import ModelConfig, parse_config
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.loading import build_random
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.presets import COMMON
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.presets import COMMON
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.load import build_random
 
 VALUES = COMMON | {
     "vocab_size": 256,

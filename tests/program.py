@@ -16,11 +16,11 @@ import torch
 import typer.main
 
 from dsv4cli import cli
-from dsv4cli.engine import generate
-from dsv4cli.engine.attention import Attention
-from dsv4cli.engine.moe import MoE
-from dsv4cli.engine.prompt_text import calls_parts
-from dsv4cli.engine.tokenizer import Tokenizer
+from dsv4cli.engine.model.attention import Attention
+from dsv4cli.engine.model.moe import MoE
+from dsv4cli.engine.runtime import generate
+from dsv4cli.engine.text.prompt_text import calls_parts
+from dsv4cli.engine.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 # one layer: what a command does with the tokens is tested, not the model

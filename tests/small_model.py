@@ -5,13 +5,13 @@ from functools import cache
 
 import torch
 
-from dsv4cli.engine.generate import Generator, Step
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.request import Request
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.generate import Generator, Step
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.weights.load import load_model
 
 # awkward lengths, an open window of each compressor among them
 LENGTHS = (1, 131, 4, 7)

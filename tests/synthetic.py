@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dsv4cli.engine.checkpoint import DTYPE_BITS
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
-from dsv4cli.engine.presets import FLASH, TINY
-from dsv4cli.engine.random_weights import random_tensors
+from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import FLASH, TINY
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.weights.random_weights import random_tensors
 from tests.damage import INDEX
 
 # three layers of Flash, one of each kind, and the draft stage: 2.3 GB with 20 experts and a quarter of the vocabulary

@@ -21,12 +21,13 @@ import torch
 
 from dsv4cli import cli
 from dsv4cli.commands import chat_turn
-from dsv4cli.engine import loading, talk
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.schedule import Chunk, Schedule, Stream
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.chat import conversation
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.scheduler import Chunk, Schedule, Stream
+from dsv4cli.engine.weights import load
+from dsv4cli.engine.weights.load import load_model
 from tests.program import BYTES, SMALL
 
 SECONDS = 60
@@ -68,9 +69,9 @@ def speak(patch: pytest.MonkeyPatch, sample: Sampler, reading: float = 0.0) -> N
         return streams, torch.zeros(len(streams), schedule.model.config.vocab_size)
 
     model = _small()
-    patch.setattr(loading, "load_model", lambda *_, **__: model)
+    patch.setattr(load, "load_model", lambda *_, **__: model)
     patch.setattr(Schedule, "_logits", logits)
-    patch.setattr(talk, "sample", sample)
+    patch.setattr(conversation, "sample", sample)
 
 
 def speaking(sample: Sampler, reading: float, twice: float) -> Callable[[pytest.MonkeyPatch], None]:

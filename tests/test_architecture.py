@@ -133,7 +133,7 @@ def test_a_reference_needs_nothing_but_torch():
 
 
 def test_only_parallel_and_ranks_talk_to_other_ranks():
-    talkers = {"dsv4cli/engine/parallel.py", "dsv4cli/engine/ranks.py"}
+    talkers = {"dsv4cli/engine/parallel/world.py", "dsv4cli/engine/parallel/processes.py"}
     names = {file for file in trees() for _, name in imports(file) if name.startswith("torch.distributed")}
     assert names | {place.partition(":")[0] for place in found(r"torch\.distributed$", ast.Attribute)} == talkers
 
@@ -204,6 +204,6 @@ def test_what_says_that_it_needs_no_torch_loads_none():
     said = [module_name(file) for file, tree in trees().items() if "no torch" in (ast.get_docstring(tree) or "")]
     # a download chooses by the index, checks headers and writes JSON
     hub = [module_name(file) for file in trees() if file.startswith("dsv4cli/engine/hub/")]
-    assert {"dsv4cli.engine.identify", "dsv4cli.engine.conversion.metadata"} < {*said}
+    assert {"dsv4cli.engine.checkpoint.identify", "dsv4cli.engine.conversion.metadata"} < {*said}
     loaded = loaded_by("-c", "import " + ", ".join([*said, *hub]))
     assert loaded & {"torch", "triton", "transformers"} == set()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dsv4cli.engine.talk import Talk
+from dsv4cli.engine.chat.conversation import Talk
 from tests.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program, calls_block
 from tests.terminals import says, speak
 

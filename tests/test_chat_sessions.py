@@ -10,8 +10,9 @@ import pytest
 from dsv4cli.commands.chat_journal import Choices, Journal, session_rows
 from dsv4cli.commands.chat_model import Models, model_name
 from dsv4cli.commands.chat_session import FileChanged, Session
-from dsv4cli.engine import durable, loading
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.system import atomic
+from dsv4cli.engine.weights import load as loading
 from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.program import SMALL
 from tests.terminals import says, speak
@@ -156,7 +157,7 @@ def test_a_full_disk_leaves_no_empty_session(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(durable, "append", full)
+    monkeypatch.setattr(atomic, "append", full)
     journal = Journal(tmp_path)
     for _ in range(2):
         with pytest.raises(OSError, match="No space"):

@@ -9,7 +9,7 @@ import pytest
 
 from dsv4cli.commands.chat_command import carry_out
 from dsv4cli.commands.chat_tools import Round, Tools
-from dsv4cli.engine.tokens import USER
+from dsv4cli.engine.text.tokens import USER
 from dsv4cli.output import Colours, Output
 from tests.program import SMALL, Program, calls_block
 from tests.terminals import Terminal, says, speak, speaking

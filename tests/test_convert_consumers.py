@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.source import FolderSource
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.indexer import ref as indexer_ref
 from tests import damage, synthetic
 from tests.conversions import E2M1, convert, cut_dimension, differing, run, same, transformers_place

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from dsv4cli.engine.dialogue import open_dialogue
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.random_weights import RandomRows, random_tensors
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.chat.dialogue import open_dialogue
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.weights.random_weights import RandomRows, random_tensors
 from tests import conversions
 from tests.conversions import convert
 

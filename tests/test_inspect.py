@@ -12,12 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from dsv4cli import __version__, cli
-from dsv4cli.engine import inspection
-from dsv4cli.engine.config_storage import contradictions
-from dsv4cli.engine.identify import identify
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.naming import TransformersNaming
-from dsv4cli.engine.presets import FLASH as FLASH_KEYS
+from dsv4cli.engine.checkpoint.identify import identify
+from dsv4cli.engine.checkpoint.naming import TransformersNaming
+from dsv4cli.engine.config.presets import FLASH as FLASH_KEYS
+from dsv4cli.engine.config.storage import Formats, contradictions
+from dsv4cli.engine.inspection import report
 from dsv4cli.errors import Dsv4Error
 from tests import damage
 from tests.clothes import dress
@@ -120,7 +119,7 @@ def test_a_released_model_takes_seconds(tmp_path):
     ],
 )
 def test_a_schedule_is_short(ratios, text):
-    assert inspection.schedule(ratios) == text
+    assert report.schedule(ratios) == text
 
 
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
@@ -372,7 +371,7 @@ def test_the_boundary_turns_a_failure_into_an_exit_code(monkeypatch, capsys, rai
     def fail(*_):
         raise raised
 
-    monkeypatch.setattr(inspection, "inspect_model", fail)
+    monkeypatch.setattr(report, "inspect_model", fail)
     monkeypatch.setattr(sys, "argv", ["dsv4", "inspect", FLASH])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -388,7 +387,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, raised):
     def fail(*_):
         raise raised
 
-    monkeypatch.setattr(inspection, "inspect_model", fail)
+    monkeypatch.setattr(report, "inspect_model", fail)
     monkeypatch.setattr(sys, "argv", ["dsv4", "inspect", FLASH])
     with pytest.raises(type(raised)):
         cli.main()
@@ -402,7 +401,7 @@ def test_the_traceback_of_a_failure_is_there_for_the_asking():
 
 
 def test_sigterm_is_143(tmp_path):
-    waits = "import os, signal, sys; from dsv4cli import cli; from dsv4cli.engine import inspection\n"
-    waits += "inspection.inspect_model = lambda _: os.kill(os.getpid(), signal.SIGTERM)\ncli.main()"
+    waits = "import os, signal, sys; from dsv4cli import cli; from dsv4cli.engine.inspection import report\n"
+    waits += "report.inspect_model = lambda _: os.kill(os.getpid(), signal.SIGTERM)\ncli.main()"
     done = subprocess.run([sys.executable, "-c", waits, "inspect", FLASH], cwd=ROOT, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (143, b"", b"")

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from dsv4cli.commands.inspect_diff import show_diff
-from dsv4cli.engine.layout import Formats
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UsageError
 from dsv4cli.output import Colours, Output
 from tests import damage, relatives

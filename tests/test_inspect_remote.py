@@ -11,10 +11,10 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
+from dsv4cli.engine.checkpoint.identify import recognise
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.hub import headers, patience
-from dsv4cli.engine.identify import recognise
-from dsv4cli.engine.inspectable import RemoteSource, resolve_inspectable
-from dsv4cli.engine.layout import Formats
+from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
 from dsv4cli.errors import CheckpointError, HubError, ModelNotFound, UnsupportedCheckpoint
 from tests import damage, relatives
 from tests.clothes import dress

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from dsv4cli import cli
-from dsv4cli.engine.identify import recognise
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.naming import MpNaming, TransformersNaming
-from dsv4cli.engine.stored import StoredModel
-from dsv4cli.engine.tensor_tree import numbers_text
-from dsv4cli.engine.tensor_view import nearest
-from dsv4cli.engine.values import decode
+from dsv4cli.engine.checkpoint.identify import recognise
+from dsv4cli.engine.checkpoint.naming import MpNaming, TransformersNaming
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.checkpoint.values import decode
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.tensor_tree import numbers_text
+from dsv4cli.engine.inspection.tensor_view import nearest
 from dsv4cli.errors import UsageError
 from tests import clothes, damage
 

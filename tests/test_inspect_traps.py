@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsv4cli import cli
-from dsv4cli.engine.values import e4m3_values, e8m0_values
+from dsv4cli.engine.checkpoint.values import e4m3_values, e8m0_values
 from tests import damage, relatives
 from tests.damage import Damage, Stored
 

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dsv4cli import cli
-from dsv4cli.engine.identify import recognise
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.naming import MpNaming, TransformersNaming
+from dsv4cli.engine.checkpoint.identify import recognise
+from dsv4cli.engine.checkpoint.naming import MpNaming, TransformersNaming
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UsageError
 from tests import clothes, damage
 

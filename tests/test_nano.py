@@ -9,11 +9,11 @@ import math
 import pytest
 import torch
 
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.score import score
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.score import score
 from dsv4cli.engine.settings import Limits
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.weights.load import load_model
 from tests.conversions import convert
 from tests.program import Program
 from tools.nano.heldout import load

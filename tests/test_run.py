@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsv4cli.commands import run_modes
-from dsv4cli.engine import schedule
-from dsv4cli.engine.prompt_text import CALLS_OPEN
+from dsv4cli.engine.runtime import scheduler
+from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from tests import damage
 from tests.golden_data import golden, need_recorded_arithmetic
 from tests.program import SMALL, Program, calls_block
@@ -203,7 +203,7 @@ def test_a_conversation_with_tools(dsv4, tmp_path):
 
 
 def test_many_prompts_are_answered_in_their_order(dsv4, tmp_path, monkeypatch):
-    monkeypatch.setattr(schedule, "MAX_SLOTS", 2)
+    monkeypatch.setattr(scheduler, "MAX_SLOTS", 2)
     talk = {"messages": [{"role": "user", "content": "two\u2028lines"}]}
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "long " * 30}, talk, {"prompt": "x"}, {"prompt": "y"})
     # with chunks of 8 the first is answered last

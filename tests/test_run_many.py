@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dsv4cli.commands import run_many
-from dsv4cli.engine import schedule
-from dsv4cli.engine.answer_file import AnswerFile
+from dsv4cli.engine.chat.answer_file import AnswerFile
+from dsv4cli.engine.runtime import scheduler
 from tests.program import SMALL, Program
 
 USER = "<｜User｜>"
@@ -136,7 +136,7 @@ def test_a_disk_that_is_full_keeps_what_is_there(dsv4, prompts, out, monkeypatch
             raise OSError(28, "No space left on device")
         os.write(descriptor, content)
 
-    monkeypatch.setattr("dsv4cli.engine.answer_file.append", add)
+    monkeypatch.setattr("dsv4cli.engine.chat.answer_file.append", add)
     done = dsv4("run", "--prompts", prompts, "--out", str(out), *SHORT)
     assert (done.code, "cannot be written: No space left on device" in done.err) == (1, True)
     assert [one["index"] for one in lines(out.read_text())] == [3, 1, 2]
@@ -220,7 +220,7 @@ def test_h_is_help_everywhere(dsv4, command):
 
 
 def test_slots_are_shared_by_samples(dsv4, monkeypatch):
-    monkeypatch.setattr(schedule, "MAX_SLOTS", 1)
+    monkeypatch.setattr(scheduler, "MAX_SLOTS", 1)
     done = dsv4("run", "hi", "--model", SMALL, "--max-tokens", "2", "-n", "2")
     assert (done.code, done.out.count("\n\n") >= 1) == (0, True)
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4cli.engine import generate, loading
-from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime import generate
+from dsv4cli.engine.weights import load
 from tests import damage
 from tests.program import SMALL, Program, save_tokenizer
 from tests.relatives import RELATIVES
@@ -90,7 +91,7 @@ def test_an_answer_that_becomes_unsound_keeps_what_was_printed(dsv4, monkeypatch
 
 
 def test_weights_that_do_not_fit(dsv4, monkeypatch):
-    monkeypatch.setattr(loading, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(load, "free_memory", lambda device: 10**6)
     refused(dsv4("run", "hi"), 5, "the weights take 0.01 GB and cpu has 0.00 GB free")
 
 

@@ -11,7 +11,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from dsv4cli.engine import generate
+from dsv4cli.engine.runtime import generate
 from tests.program import BYTES, IMPORTS_NOTHING_HEAVY, ROOT, SMALL
 from tests.terminals import Terminal
 
@@ -21,7 +21,7 @@ import torch
 torch.set_num_threads(1)
 from itertools import cycle
 from dsv4cli import cli
-from dsv4cli.engine import generate
+from dsv4cli.engine.runtime import generate
 ids = cycle(byte + 3 for byte in b"words\\n")
 generate.sample = lambda *_: torch.tensor([next(ids)])
 cli.main()

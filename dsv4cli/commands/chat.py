@@ -44,7 +44,7 @@ from dsv4cli.options import (
 from dsv4cli.output import Output
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.backend import Backend
+    from dsv4cli.engine.runtime.backend import Backend
 
 QuestionArg = Annotated[
     str | None,

@@ -13,7 +13,7 @@ SIGNS = {"user": "> ", "assistant": "", "tool": "→ "}
 
 def show_history(chat: Chat, _: str) -> None:
     """The conversation so far, as it was written: questions behind the prompt's sign, answers, calls and results."""
-    from dsv4cli.engine.turns import text_of
+    from dsv4cli.engine.text.turns import text_of
 
     if not chat.session.messages:
         chat.out.status("nothing has been said yet")

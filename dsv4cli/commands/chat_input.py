@@ -41,7 +41,7 @@ class Lines:
 
     def read(self, draft: str) -> str:
         """The next line; a draft has nobody to finish it. Raises UsageError for one that is not UTF-8."""
-        from dsv4cli.engine.inputs import not_utf8
+        from dsv4cli.engine.text.inputs import not_utf8
 
         line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
         if not line:

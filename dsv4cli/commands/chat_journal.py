@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.prompt import Message, Tool
+    from dsv4cli.engine.text.prompt import Message, Tool
 
 SCHEMA = "dsv4.chat/1"
 # how much of the first question a journal's name has
@@ -102,7 +102,7 @@ class Journal:
         return "" if self._path is None else self._path.stem
 
     def _add(self, line: dict[str, Any]) -> None:
-        from dsv4cli.engine.durable import sync_folder
+        from dsv4cli.engine.system.atomic import sync_folder
 
         if self._path is not None:
             _append(self._path, [line])
@@ -133,7 +133,7 @@ class Journal:
 
 
 def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    from dsv4cli.engine.durable import append
+    from dsv4cli.engine.system.atomic import append
 
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -144,7 +144,7 @@ def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 def first_question(messages: "Sequence[Message]") -> str:
     """What was asked first, in one line; empty where nothing was."""
-    from dsv4cli.engine.turns import text_of
+    from dsv4cli.engine.text.turns import text_of
 
     return next((" ".join(text_of(one["content"]).split()) for one in messages if one["role"] == "user"), "")
 
@@ -161,7 +161,7 @@ def read_journal(path: Path) -> Kept:
 
     Raises UsageError for a file that is no journal.
     """
-    from dsv4cli.engine.prompt import check_messages, check_tools
+    from dsv4cli.engine.text.prompt import check_messages, check_tools
 
     messages: list[Message] = []
     tools: list[Tool] = []

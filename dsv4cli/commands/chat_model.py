@@ -16,13 +16,13 @@ from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.harmless import shell_word
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.source import FolderSource, RandomSource
-    from dsv4cli.engine.talk import Talk
+    from dsv4cli.engine.chat.conversation import Talk
+    from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 
 
 def find_model(choices: Choices, kept: bool) -> "FolderSource | RandomSource":
     """The model of a session; kept: it was not named now but when the session was begun. Raises Dsv4Error."""
-    from dsv4cli.engine.source import resolve_model
+    from dsv4cli.engine.checkpoint.source import resolve_model
 
     try:
         return resolve_model(choices.model)
@@ -34,7 +34,7 @@ def find_model(choices: Choices, kept: bool) -> "FolderSource | RandomSource":
 
 def model_name(source: "FolderSource | RandomSource") -> str:
     """What finds the model again from any folder."""
-    from dsv4cli.engine.source import FolderSource
+    from dsv4cli.engine.checkpoint.source import FolderSource
 
     named = Path(os.path.expanduser(source.name))
     is_folder = isinstance(source, FolderSource) and source.folder == named
@@ -68,7 +68,7 @@ class Models:
 
         Raises UsageError with several ranks, and what loading raises.
         """
-        from dsv4cli.engine.source import resolve_model
+        from dsv4cli.engine.checkpoint.source import resolve_model
 
         if self._ranks > 1:
             raise UsageError(
@@ -104,7 +104,7 @@ class Models:
         self._opened.close()
 
     def _load(self, chat: Chat, job: Job) -> None:
-        from dsv4cli.engine.device import free_unused
+        from dsv4cli.engine.system.device import free_unused
 
         with keys_wait():
             free_unused()

@@ -8,21 +8,21 @@ from dsv4cli.commands.ranks import leading_ranks, left_by
 from dsv4cli.commands.run_modes import Job
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.talk import Talk
+    from dsv4cli.engine.chat.conversation import Talk
 
 
 @contextmanager
 def open_talk(job: Job, size: int) -> "Iterator[Talk]":
     """A conversation with the job's model, loaded in this process or in `size` of this machine."""
-    from dsv4cli.engine.talk import Talk
+    from dsv4cli.engine.chat.conversation import Talk
 
     dialogue = job.dialogue  # refused before the model is loaded
     if size == 1:
         with job.model() as model, Talk(model, dialogue, job.limits, job.place) as talk:
             yield talk
         return
-    from dsv4cli.engine.ending import ends_soon
-    from dsv4cli.engine.followers import GO_ON, LeadingTalk
+    from dsv4cli.engine.parallel.followers import GO_ON, LeadingTalk
+    from dsv4cli.engine.system.ending import ends_soon
 
     with ExitStack() as stack:
         starting = stack.enter_context(ExitStack())

@@ -13,7 +13,7 @@ from dsv4cli.commands.chat_journal import Choices, Journal, read_journal
 from dsv4cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.prompt import Message, Tool
+    from dsv4cli.engine.text.prompt import Message, Tool
 
 
 class FileChanged(UsageError):
@@ -58,7 +58,7 @@ class Session:
 
         Raises OSError.
         """
-        from dsv4cli.engine.durable import write_file
+        from dsv4cli.engine.system.atomic import write_file
 
         content = (json.dumps(self.document(), ensure_ascii=False, indent=1) + "\n").encode(errors="surrogatepass")
         path = path.resolve()  # a link stays a link
@@ -79,7 +79,7 @@ class Session:
 
     def load_file(self, path: Path) -> None:
         """Takes the conversation of a file in place of this one; an empty file has an empty one. Raises UsageError."""
-        from dsv4cli.engine.inputs import read_messages, read_text
+        from dsv4cli.engine.text.inputs import read_messages, read_text
 
         text = read_text(path)
         tools = _tools_without_messages(text)
@@ -105,14 +105,14 @@ class Session:
 
     def prompt(self) -> "list[Message]":
         """What the model is asked: the messages, with the tools in the system message."""
-        from dsv4cli.engine.prompt import with_tools
+        from dsv4cli.engine.text.prompt import with_tools
 
         return with_tools(self.messages, self.tools)
 
     @property
     def system(self) -> str:
         """The text of the system message, empty without one."""
-        from dsv4cli.engine.turns import text_of
+        from dsv4cli.engine.text.turns import text_of
 
         return text_of(self.messages[0].get("content")) if self._has_system() else ""
 
@@ -137,7 +137,7 @@ class Session:
 
     def last_question(self) -> str:
         """What was asked last. Raises UsageError when nothing was."""
-        from dsv4cli.engine.turns import text_of
+        from dsv4cli.engine.text.turns import text_of
 
         for message in reversed(self.messages):
             if message["role"] == "user":
@@ -155,8 +155,8 @@ class Session:
 def _tools_without_messages(text: str) -> "list[Tool] | None":
     """The tools of a file of a session without messages, as before its first question: an empty file, an empty list, or
     no messages beside tools; None for any other. Raises UsageError."""
-    from dsv4cli.engine.inputs import BOM
-    from dsv4cli.engine.prompt import check_tools
+    from dsv4cli.engine.text.inputs import BOM
+    from dsv4cli.engine.text.prompt import check_tools
 
     try:
         value = json.loads(text.removeprefix(BOM).strip() or "[]")

@@ -25,7 +25,7 @@ def system(chat: Chat, text: str) -> None:
 
 def think(chat: Chat, level: str) -> None:
     """Shows or sets how hard to reason. Raises UsageError."""
-    from dsv4cli.engine.prompt import think_options
+    from dsv4cli.engine.text.prompt import think_options
 
     dialogue = chat.talk.dialogue
     if level:

@@ -128,7 +128,7 @@ def _edit(chat: Chat, text: str) -> str | None:
 
 
 def _read(chat: Chat, words: str) -> str:
-    from dsv4cli.engine.inputs import read_text
+    from dsv4cli.engine.text.inputs import read_text
 
     name, _, question = words.partition(" ")
     text = read_text(_path(name)).removesuffix("\n")

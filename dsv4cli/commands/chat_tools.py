@@ -14,7 +14,7 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.prompt import Message, Tool
+    from dsv4cli.engine.text.prompt import Message, Tool
 
 # characters of a result that the model gets; of what a failed command has written; of a result that the user sees
 MOST_CHARACTERS, LAST_WORDS, SEEN = 20_000, 2_000, 200
@@ -35,8 +35,8 @@ class Round(NamedTuple):
 
 def read_tools(path: Path) -> "list[Tool]":
     """The tools of a JSON file: a list as in the OpenAI API, or an object that has it as `tools`. Raises UsageError."""
-    from dsv4cli.engine.inputs import BOM, read_text
-    from dsv4cli.engine.prompt import check_tools
+    from dsv4cli.engine.text.inputs import BOM, read_text
+    from dsv4cli.engine.text.prompt import check_tools
 
     try:
         value = json.loads(read_text(path).removeprefix(BOM))

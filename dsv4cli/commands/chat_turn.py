@@ -19,10 +19,10 @@ from dsv4cli.errors import Dsv4Error
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.answer import Answer
-    from dsv4cli.engine.prompt import Message
+    from dsv4cli.engine.chat.answer import Answer
+    from dsv4cli.engine.chat.conversation import Talk
     from dsv4cli.engine.settings import Sampling
-    from dsv4cli.engine.talk import Talk
+    from dsv4cli.engine.text.prompt import Message
 
 # a second Ctrl-C within so many seconds quits
 TWICE = 2.0
@@ -136,8 +136,8 @@ class Chat:
 
     def _answer(self) -> bool:
         """One answer of the model; whether it goes on after the results of its calls."""
-        from dsv4cli.engine.reply import name_calls
         from dsv4cli.engine.settings import MAX_SEED
+        from dsv4cli.engine.text.reply import name_calls
 
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
         steps = self.talk.reply(self.prompt(), self.sampling, think_budget=self.think_budget)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dsv4cli.output import counted, duration_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.host_experts import HostExperts
+    from dsv4cli.engine.weights.offload import HostExperts
 
 
 @dataclass

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.hub.files import RemoteFile
     from dsv4cli.engine.hub.job import Plan
     from dsv4cli.engine.hub.patience import Patience
-    from dsv4cli.engine.hub.verdict import Verdict
+    from dsv4cli.engine.inspection.download import Verdict
 
 SCHEMA = "dsv4.download/1"
 RepositoryArg = Annotated[
@@ -83,7 +83,7 @@ def download(
 def _carry_out(out: Output, plan: "Plan", workers: int, patient: "Patience", started: float) -> None:
     """Fetches, judges and reports. started: by the monotonic clock."""
     from dsv4cli.engine.hub import job
-    from dsv4cli.engine.hub.verdict import judge
+    from dsv4cli.engine.inspection.download import judge
 
     out.status(f"{len(plan.wanted)} files, {size_text(plan.missing)} of {size_text(plan.nbytes)} to fetch")
     try:

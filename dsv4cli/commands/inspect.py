@@ -18,10 +18,10 @@ from dsv4cli.options import JsonOpt
 from dsv4cli.output import Output
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.checks.survey import Depth
-    from dsv4cli.engine.identify import Identity
-    from dsv4cli.engine.inspection import Inspection
-    from dsv4cli.engine.verdict.judge import Consumer
+    from dsv4cli.engine.checkpoint.identify import Identity
+    from dsv4cli.engine.inspection.checks.survey import Depth
+    from dsv4cli.engine.inspection.consumers.judge import Consumer
+    from dsv4cli.engine.inspection.report import Inspection
 
 InspectedArg = Annotated[
     str,
@@ -101,8 +101,8 @@ def inspect(
     (what `dsv4 convert` reads is described all the same), when --for, --fit or --diff say no, or when --values
     finds what is wrong. Without --values a model may load and still be wrong.
     """
-    from dsv4cli.engine.inspectable import RemoteSource, resolve_inspectable
-    from dsv4cli.engine.inspection import document, inspect_model
+    from dsv4cli.engine.inspection.report import document, inspect_model
+    from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
 
     _check_fit(fit, gpus, ram)
     out = Output(context.obj, as_json)
@@ -176,7 +176,7 @@ def _ask_fit(out: Output, result: "Inspection", gpus: str | None, ram: str | Non
 
 def _remote(result: "Inspection") -> dict[str, Any]:
     """Of a repository on the hub: where its configuration lies here, and what it has."""
-    from dsv4cli.engine.inspectable import RemoteSource
+    from dsv4cli.engine.inspection.sources import RemoteSource
 
     if not isinstance(result.source, RemoteSource):
         return {}
@@ -203,8 +203,8 @@ def _ask_tree(out: Output, result: "Inspection") -> bool:
 
 
 def _ask_values(out: Output, result: "Inspection", depth: "Depth") -> bool:
-    from dsv4cli.engine.identify import FolderIdentity
-    from dsv4cli.engine.inspectable import RemoteSource
+    from dsv4cli.engine.checkpoint.identify import FolderIdentity
+    from dsv4cli.engine.inspection.sources import RemoteSource
 
     identity, name = _known(result), result.source.name
     if isinstance(result.source, RemoteSource):

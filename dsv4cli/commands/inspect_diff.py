@@ -12,9 +12,9 @@ from dsv4cli.output import Output, duration_text, size_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dsv4cli.engine.diff import Diff, MatrixDiff
-    from dsv4cli.engine.identify import FolderIdentity
-    from dsv4cli.engine.inspectable import Inspectable
+    from dsv4cli.engine.checkpoint.identify import FolderIdentity
+    from dsv4cli.engine.inspection.diff import Diff, MatrixDiff
+    from dsv4cli.engine.inspection.sources import Inspectable
 
 # matrices, fields and names that a person reads at once; --json has all
 SHOWN = 8
@@ -36,8 +36,8 @@ def show_diff(out: Output, model: str, other: str, layer: int | None = None, ten
 
     Raises what `resolve_inspectable` and `compare` raise.
     """
-    from dsv4cli.engine.diff import diff_document
-    from dsv4cli.engine.inspectable import resolve_inspectable
+    from dsv4cli.engine.inspection.diff import diff_document
+    from dsv4cli.engine.inspection.sources import resolve_inspectable
 
     found = compare(out, resolve_inspectable(model), resolve_inspectable(other), layer, tensor)
     out.document(diff_document(found))
@@ -52,8 +52,8 @@ def compare(
 
     Raises what `recognise` raises, and UsageError for what has no values here and for a part that neither model has.
     """
-    from dsv4cli.engine.diff import diff_models
-    from dsv4cli.engine.inspectable import FileSource
+    from dsv4cli.engine.inspection.diff import diff_models
+    from dsv4cli.engine.inspection.sources import FileSource
 
     start = monotonic()
     with out.progress("comparing") as progress:
@@ -72,8 +72,8 @@ def compare(
 
 
 def _identity(source: "Inspectable") -> "FolderIdentity":
-    from dsv4cli.engine.inspectable import FileSource, RemoteSource
-    from dsv4cli.engine.source import FolderSource
+    from dsv4cli.engine.checkpoint.source import FolderSource
+    from dsv4cli.engine.inspection.sources import FileSource, RemoteSource
 
     if isinstance(source, FolderSource):
         return source.recognised

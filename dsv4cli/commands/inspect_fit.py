@@ -8,10 +8,10 @@ from dsv4cli.output import UNIT_NOTE, Output, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dsv4cli.engine.fit.answer import Answer
-    from dsv4cli.engine.fit.plan import Fit
-    from dsv4cli.engine.fit.share import Share
-    from dsv4cli.engine.inspection import Inspection
+    from dsv4cli.engine.inspection.fit.answer import Answer
+    from dsv4cli.engine.inspection.fit.plan import Fit
+    from dsv4cli.engine.inspection.fit.share import Share
+    from dsv4cli.engine.inspection.report import Inspection
 
 WIDTH = 80
 # devices whose numbers stand beside each other in a terminal of 80 columns
@@ -33,8 +33,8 @@ def show_fit(
 
     Raises what answer_fit and parse_machine raise.
     """
-    from dsv4cli.engine.fit.answer import answer_fit, fit_document
-    from dsv4cli.engine.fit.machine import parse_machine
+    from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
+    from dsv4cli.engine.inspection.fit.machine import parse_machine
 
     answer = answer_fit(result, parse_machine(gpus, ram), context=context, batch=batch)
     out.document(fit_document(answer))

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from dsv4cli.engine.inspection import Inspection
-    from dsv4cli.engine.verdict.judge import Consumer, Verdict
+    from dsv4cli.engine.inspection.consumers.judge import Consumer, Verdict
+    from dsv4cli.engine.inspection.report import Inspection
 
 ANSWERS = {True: "would load", False: "would not load", None: "may or may not load"}
 
@@ -27,8 +27,8 @@ def show_verdict(
     folder, files: of a repository on the hub, where its configuration lies here and what it has. Raises UsageError for
     a single file and for random weights.
     """
-    from dsv4cli.engine.verdict.examine import judge
-    from dsv4cli.engine.verdict.judge import verdict_document
+    from dsv4cli.engine.inspection.consumers.examine import judge
+    from dsv4cli.engine.inspection.consumers.judge import verdict_document
 
     found = judge(result, consumer, folder=folder, files=files)
     out.document(verdict_document(result.source.name, found))

@@ -10,10 +10,10 @@ from dsv4cli.output import UNIT_NOTE, Output, count_text, counted, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from dsv4cli.engine.contents import Contents
-    from dsv4cli.engine.identify import Identity
-    from dsv4cli.engine.inspection import Inspection
-    from dsv4cli.engine.sizes import Sizes
+    from dsv4cli.engine.checkpoint.contents import Contents
+    from dsv4cli.engine.checkpoint.identify import Identity
+    from dsv4cli.engine.checkpoint.sizes import Sizes
+    from dsv4cli.engine.inspection.report import Inspection
 
 SIZES = {"flash": "DeepSeek-V4-Flash", "pro": "DeepSeek-V4-Pro", "tiny": "tiny, for tests"}
 RELEASES = {"v4": "April 2026 (v4)", "0731": "0731, or another with the DSpark drafter"}
@@ -78,7 +78,7 @@ def show_report(out: Output, result: "Inspection") -> None:
 
 
 def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str, str]]":
-    from dsv4cli.engine.inspection import schedule
+    from dsv4cli.engine.inspection.report import schedule
 
     config, formats = identity.config, identity.formats
     folder = getattr(result.source, "folder", "")

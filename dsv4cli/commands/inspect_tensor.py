@@ -11,10 +11,10 @@ from dsv4cli.output import Output, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dsv4cli.engine.identify import Identity
-    from dsv4cli.engine.inspectable import Inspectable
-    from dsv4cli.engine.tensor_tree import Entry, Layers, Tree
-    from dsv4cli.engine.tensor_view import TensorView, Values
+    from dsv4cli.engine.checkpoint.identify import Identity
+    from dsv4cli.engine.inspection.sources import Inspectable
+    from dsv4cli.engine.inspection.tensor_tree import Entry, Layers, Tree
+    from dsv4cli.engine.inspection.tensor_view import TensorView, Values
 
 # columns of the longest bar of a histogram, and of what is right of a label
 BAR, VALUE_WIDTH = 40, 68
@@ -25,9 +25,9 @@ ASCII = str.maketrans("├└─│█", "|`-|#")
 
 def show_tensor(out: Output, source: "Inspectable", identity: "Identity | None", name: str) -> bool:
     """Finds, reads and reports a tensor; whether nothing is wrong with its values. identity: None for a file alone."""
-    from dsv4cli.engine.identify import FolderIdentity
-    from dsv4cli.engine.inspectable import FileSource, RemoteSource
-    from dsv4cli.engine.tensor_view import tensor_section, view_header, view_tensor
+    from dsv4cli.engine.checkpoint.identify import FolderIdentity
+    from dsv4cli.engine.inspection.sources import FileSource, RemoteSource
+    from dsv4cli.engine.inspection.tensor_view import tensor_section, view_header, view_tensor
 
     if isinstance(identity, FolderIdentity):
         with out.progress(f"reading {name}") as progress:
@@ -109,8 +109,8 @@ def _draws() -> bool:
 
 def show_layer(out: Output, identity: "Identity", name: str) -> bool:
     """The tensors of one layer; always true."""
-    from dsv4cli.engine.layout import expected_tensors
-    from dsv4cli.engine.tensor_tree import layers_section, one_layer
+    from dsv4cli.engine.checkpoint.layout import expected_tensors
+    from dsv4cli.engine.inspection.tensor_tree import layers_section, one_layer
 
     layers = one_layer(identity.config, expected_tensors(identity.config, identity.formats).values(), name)
     out.document(layers_section(layers))
@@ -128,8 +128,8 @@ def report_layer(out: Output, layers: "Layers") -> None:
 
 def show_tree(out: Output, identity: "Identity", name: str) -> bool:
     """The tensors outside the layers and each kind of layer once; always true. name: of the model."""
-    from dsv4cli.engine.layout import expected_tensors
-    from dsv4cli.engine.tensor_tree import make_tree, tree_section
+    from dsv4cli.engine.checkpoint.layout import expected_tensors
+    from dsv4cli.engine.inspection.tensor_tree import make_tree, tree_section
 
     tree = make_tree(identity.config, expected_tensors(identity.config, identity.formats).values())
     out.document(tree_section(tree))

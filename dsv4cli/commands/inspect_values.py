@@ -7,9 +7,9 @@ from dsv4cli.output import Output, count_text, duration_text, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dsv4cli.engine.checks.findings import Finding
-    from dsv4cli.engine.checks.survey import Depth, ValueReport
-    from dsv4cli.engine.identify import FolderIdentity
+    from dsv4cli.engine.checkpoint.identify import FolderIdentity
+    from dsv4cli.engine.inspection.checks.findings import Finding
+    from dsv4cli.engine.inspection.checks.survey import Depth, ValueReport
 
 # findings of one rule that a person reads at once; --json has all
 SHOWN = 4
@@ -18,7 +18,7 @@ DEPTHS = {"sample": "first, middle and last rows of each tensor", "full": "every
 
 def show_values(out: Output, identity: "FolderIdentity", depth: "Depth") -> bool:
     """Reads, judges and reports; whether nothing is wrong with the values."""
-    from dsv4cli.engine.checks.survey import check_values, value_section
+    from dsv4cli.engine.inspection.checks.survey import check_values, value_section
 
     with out.progress("reading values") as progress:
         report = check_values(identity, depth, progress)

@@ -13,8 +13,8 @@ from dsv4cli.output import Output, counted, size_text
 if TYPE_CHECKING:
     import torch
 
-    from dsv4cli.engine.model import Transformer
-    from dsv4cli.engine.source import FolderSource, RandomSource
+    from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+    from dsv4cli.engine.model.transformer import Transformer
 
 ShapesOpt = Annotated[
     str,
@@ -84,12 +84,12 @@ def kernels(
     With --json every operation is timed again at the end of the run, with --baseline those that seem to have changed: a
     change is one only if every pass shows it.
     """
-    from dsv4cli.engine.backend import resolve_backend
-    from dsv4cli.engine.device import resolve_device
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import kernels_document
     from dsv4cli.engine.profiling.kernels import check_context, profile_kernels, read_shapes, read_tokens, time_again
     from dsv4cli.engine.profiling.plot import check_plot, draw_roofline
+    from dsv4cli.engine.runtime.backend import resolve_backend
+    from dsv4cli.engine.system.device import resolve_device
 
     out, counts, place = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
     chosen, old = resolve_backend(backend, place), _baseline(baseline, "kernels")
@@ -140,12 +140,12 @@ def step(
 
     The tokens before the step are random values in the cache: nothing has to be prefilled.
     """
-    from dsv4cli.engine.backend import resolve_backend
-    from dsv4cli.engine.device import resolve_device
+    from dsv4cli.engine.checkpoint.source import resolve_model
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import step_document
     from dsv4cli.engine.profiling.step import choose_load, profile_step
-    from dsv4cli.engine.source import resolve_model
+    from dsv4cli.engine.runtime.backend import resolve_backend
+    from dsv4cli.engine.system.device import resolve_device
 
     out, source, place = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
     chosen, old = resolve_backend(backend, place), _baseline(baseline, "step")
@@ -176,8 +176,8 @@ def _again(document: dict[str, Any], old: dict[str, Any] | None, as_json: bool) 
 
 
 def _load(out: Output, source: "FolderSource | RandomSource", device: "torch.device") -> "Transformer":
-    from dsv4cli.engine.loading import load_model
-    from dsv4cli.engine.numerics import Numerics
+    from dsv4cli.engine.model.numerics import Numerics
+    from dsv4cli.engine.weights.load import load_model
 
     with out.progress("loading") as progress:
         model = load_model(source, Numerics.reference(), device=device, progress=progress)

@@ -16,7 +16,7 @@ from dsv4cli.errors import RankLost
 from dsv4cli.output import Output, ReaderGone
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.followers import Followers
+    from dsv4cli.engine.parallel.followers import Followers
 
 # what a mode of `run` is called with, and the mode
 Work = tuple[Callable[[Job, Any], None], Any]
@@ -39,8 +39,8 @@ def leading_ranks(job: Job, size: int, work: Work | None, remedy: str) -> Iterat
     """
     job.out.status(f"starting {size} ranks")
     check_shares(job, size)
-    from dsv4cli.engine.followers import leading
-    from dsv4cli.engine.ranks import check_devices
+    from dsv4cli.engine.parallel.followers import leading
+    from dsv4cli.engine.parallel.processes import check_devices
 
     check_devices(size, job.place)
     command = ["follow", str(os.getpid()), str(job.place)]
@@ -79,12 +79,12 @@ def left_by(out: Output) -> Callable[[int], None]:
 
 def follow(context: typer.Context, leader: int, device: str, port: int, rank: int, size: int) -> None:
     """Take part in what another process leads: silent, until it is done or stdin has no more orders."""
-    from dsv4cli.engine.ending import end_with_parent
+    from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(leader)
     import torch
 
-    from dsv4cli.engine.ranks import Seat, joined
+    from dsv4cli.engine.parallel.processes import Seat, joined
 
     with joined(torch.device(device), Seat(port, rank, size)) as (world, place), silent_but_for(False):
         given = world.share(None)
@@ -99,8 +99,8 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
 
 
 def _converse(job: Job) -> None:
-    from dsv4cli.engine import followers
-    from dsv4cli.engine.talk import Talk
+    from dsv4cli.engine.chat.conversation import Talk
+    from dsv4cli.engine.parallel import followers
 
     with job.model() as model, Talk(model, job.dialogue, job.limits, job.place) as talk:
         followers.follow(talk, sys.stdin)
@@ -108,8 +108,8 @@ def _converse(job: Job) -> None:
 
 def check_shares(job: Job, size: int) -> None:
     """Raises UsageError or CheckpointError for a model that so many ranks do not divide."""
-    from dsv4cli.engine.layout import expected_tensors
-    from dsv4cli.engine.sharding import check_ranks
+    from dsv4cli.engine.checkpoint.layout import expected_tensors
+    from dsv4cli.engine.checkpoint.sharding import check_ranks
 
     identity = job.source.identity
     table = expected_tensors(identity.config, identity.formats).values()

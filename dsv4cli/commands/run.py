@@ -116,8 +116,8 @@ def run(
     The answer goes to stdout; reasoning, progress and timing go to stderr. Without --model it asks nano, a small
     DeepSeek-V4 that is built in.
     """
+    from dsv4cli.engine.checkpoint.source import resolve_model
     from dsv4cli.engine.settings import Limits
-    from dsv4cli.engine.source import resolve_model
 
     limits = Limits(max_tokens, max_context, prefill_chunk, logprobs, tuple(stop or ()))
     source, memory = resolve_model(model), memory_limits(gpu_memory, host_memory)
@@ -147,7 +147,7 @@ class Inputs(NamedTuple):
 
 def _work(job: Job, given: Inputs, only_show: bool) -> Work:
     """The mode, and the inputs read for it."""
-    from dsv4cli.engine.inputs import read_scores
+    from dsv4cli.engine.text.inputs import read_scores
 
     if given.score is not None:
         return score_texts, read_scores(given.score)
@@ -162,8 +162,8 @@ def _work(job: Job, given: Inputs, only_show: bool) -> Work:
 
 def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:
     """Raises UsageError for options that cannot be, or cannot be together."""
-    from dsv4cli.engine.questions import check_samples
     from dsv4cli.engine.settings import check_device
+    from dsv4cli.engine.text.questions import check_samples
 
     check_device(device)
     check_samples(given.samples)

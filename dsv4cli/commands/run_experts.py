@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from dsv4cli.output import Output, size_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.fit.planner import MemoryLimits
-    from dsv4cli.engine.host_experts import HostExperts
+    from dsv4cli.engine.weights.offload import HostExperts
+    from dsv4cli.engine.weights.placement import MemoryLimits
 
 
 def memory_limits(gpu_memory: str | None, host_memory: str | None) -> "MemoryLimits":
     """What --gpu-memory and --host-memory allow. Raises UsageError."""
-    from dsv4cli.engine.fit.planner import MemoryLimits
     from dsv4cli.engine.settings import parse_size
+    from dsv4cli.engine.weights.placement import MemoryLimits
 
     gpu = None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory)
     host = None if host_memory is None else parse_size("--host-memory", host_memory)

@@ -16,11 +16,11 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, ReaderGone, counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.answer_file import AnswerFile, Place
-    from dsv4cli.engine.inputs import BadLine, ScoreItem
-    from dsv4cli.engine.questions import Question
-    from dsv4cli.engine.request import Request
+    from dsv4cli.engine.chat.answer_file import AnswerFile, Place
+    from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.settings import Sampling
+    from dsv4cli.engine.text.inputs import BadLine, ScoreItem
+    from dsv4cli.engine.text.questions import Question
 
 # how often the rate is shown
 TOKENS_BETWEEN = 50
@@ -71,7 +71,7 @@ class Source(NamedTuple):
 
 def read_many(job: Job, source: Source) -> Many:
     """The answers that are wanted, less those that the file has. Raises UsageError that names every bad line."""
-    from dsv4cli.engine.answer_file import AnswerFile
+    from dsv4cli.engine.chat.answer_file import AnswerFile
 
     questions, prompts = _prompts(job, source)
     named = sorted({one.model for one in questions if one.model is not None})
@@ -91,9 +91,9 @@ def read_many(job: Job, source: Source) -> Many:
 
 def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]]":
     """The questions of the file, and the tokens of their prompts."""
-    from dsv4cli.engine.dialogue import room_of
-    from dsv4cli.engine.inputs import BadLine, refuse
-    from dsv4cli.engine.questions import read_questions
+    from dsv4cli.engine.chat.dialogue import room_of
+    from dsv4cli.engine.text.inputs import BadLine, refuse
+    from dsv4cli.engine.text.questions import read_questions
 
     questions, bad = read_questions(source.path, source.system)
     good, prompts, lookalikes = [], [], dict[str, None]()
@@ -123,7 +123,7 @@ def _tell_bad(out: Output, path: Path, bad: "list[BadLine]") -> None:
 def _asked(
     job: Job, source: Source, questions: "list[Question]", prompts: list[list[int]], usual: "Sampling"
 ) -> list[Asked]:
-    from dsv4cli.engine.request import Request
+    from dsv4cli.engine.runtime.request import Request
 
     asked = []
     for question, ids in zip(questions, prompts, strict=True):
@@ -139,8 +139,8 @@ def _asked(
 
 def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usual: "Sampling") -> "Sampling":
     """The usual sampling with the seed that the answers of the file have been drawn with, where none is given."""
-    from dsv4cli.engine.questions import sample_of
     from dsv4cli.engine.settings import MAX_SEED
+    from dsv4cli.engine.text.questions import sample_of
 
     own = {one.index for one in questions if one.seed is None}
     known = next((place for place in file.records if place[0] in own), None)
@@ -213,7 +213,7 @@ def _sink(job: Job, many: Many) -> Iterator[Take]:
     if job.world is not None and job.world.rank:
         yield lambda one, record: None
         return
-    from dsv4cli.engine.answer_file import AnswerFile
+    from dsv4cli.engine.chat.answer_file import AnswerFile
 
     file = AnswerFile(many.out)
     try:
@@ -251,8 +251,8 @@ class InOrder:
 
 def show_prompts(job: Job, source: Source) -> None:
     """Prints the exact text and ids of each prompt as a JSON line."""
-    from dsv4cli.engine.inputs import refuse
-    from dsv4cli.engine.questions import read_questions
+    from dsv4cli.engine.text.inputs import refuse
+    from dsv4cli.engine.text.questions import read_questions
 
     questions, bad = read_questions(source.path, source.system)
     if source.skip_bad:
@@ -267,12 +267,12 @@ def show_prompts(job: Job, source: Source) -> None:
 
 def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
     """Prints the scores as JSON lines in the order of the items."""
-    from dsv4cli.engine.dialogue import check_texts
+    from dsv4cli.engine.chat.dialogue import check_texts
 
     sequences = [item.ids or _ids(job, item) for item in items]
     check_texts(sequences, job.source.identity.config, job.limits)
     with job.model() as model:
-        from dsv4cli.engine.score import score
+        from dsv4cli.engine.runtime.score import score
 
         start, lines = perf_counter(), InOrder(job.out, [(number, 0) for number in range(len(items))])
         for one in score(model, sequences, job.limits, job.place):

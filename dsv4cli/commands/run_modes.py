@@ -19,18 +19,18 @@ from dsv4cli.output import Output, counted, size_text
 if TYPE_CHECKING:
     import torch
 
-    from dsv4cli.engine.answer import Answer
-    from dsv4cli.engine.answers import Pieces
-    from dsv4cli.engine.backend import Backend
-    from dsv4cli.engine.dialogue import Dialogue
-    from dsv4cli.engine.fit.planner import MemoryLimits
-    from dsv4cli.engine.model import Transformer
-    from dsv4cli.engine.parallel import World
-    from dsv4cli.engine.preparing import Waits
-    from dsv4cli.engine.prompt import Message
-    from dsv4cli.engine.request import Request
+    from dsv4cli.engine.chat.answer import Answer
+    from dsv4cli.engine.chat.answers import Pieces
+    from dsv4cli.engine.chat.dialogue import Dialogue
+    from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+    from dsv4cli.engine.model.transformer import Transformer
+    from dsv4cli.engine.parallel.world import World
+    from dsv4cli.engine.runtime.backend import Backend
+    from dsv4cli.engine.runtime.preparing import Waits
+    from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.settings import Limits, Sampling
-    from dsv4cli.engine.source import FolderSource, RandomSource
+    from dsv4cli.engine.text.prompt import Message
+    from dsv4cli.engine.weights.placement import MemoryLimits
 
 
 @dataclass(frozen=True)
@@ -54,28 +54,28 @@ class Job:
     @cached_property
     def dialogue(self) -> "Dialogue":
         """The model's prompt format."""
-        from dsv4cli.engine.dialogue import open_dialogue
+        from dsv4cli.engine.chat.dialogue import open_dialogue
 
         return open_dialogue(self.source, self.think, self.special_tokens)
 
     @cached_property
     def place(self) -> "torch.device":
         """The device that the option names."""
-        from dsv4cli.engine.device import resolve_device
+        from dsv4cli.engine.system.device import resolve_device
 
         return resolve_device(self.device)
 
     @cached_property
     def kernels(self) -> 'Literal["triton", "torch"]':
         """The backend that computes there."""
-        from dsv4cli.engine.backend import resolve_backend
+        from dsv4cli.engine.runtime.backend import resolve_backend
 
         return resolve_backend(self.backend, self.place)
 
     @contextmanager
     def model(self) -> "Iterator[Transformer]":
         """The model on its device, loaded with progress on a terminal; what runs inside computes with its backend."""
-        from dsv4cli.engine.backend import use
+        from dsv4cli.engine.runtime.backend import use
 
         with use(self.kernels):
             model = self._load()
@@ -85,10 +85,10 @@ class Job:
     def _load(self) -> "Transformer":
         import torch
 
-        from dsv4cli.engine.loading import load_model
-        from dsv4cli.engine.numerics import Numerics
-        from dsv4cli.engine.parallel import SINGLE
-        from dsv4cli.engine.source import BUILT_IN, RandomSource
+        from dsv4cli.engine.checkpoint.source import BUILT_IN, RandomSource
+        from dsv4cli.engine.model.numerics import Numerics
+        from dsv4cli.engine.parallel.world import SINGLE
+        from dsv4cli.engine.weights.load import load_model
 
         device, world = self.place, self.world or SINGLE
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
@@ -114,7 +114,7 @@ def conversation(
     prompt: str | None, files: Sequence[Path], messages: Path | None, system: str | None
 ) -> "list[Message]":
     """The conversation of --messages, or of the prompt, the texts of files and the text piped in."""
-    from dsv4cli.engine.inputs import BOM, from_prompt, read_messages, read_text
+    from dsv4cli.engine.text.inputs import BOM, from_prompt, read_messages, read_text
 
     if messages is not None:
         return read_messages(messages)
@@ -128,7 +128,7 @@ def conversation(
 
 def _read_stdin(demanded: bool) -> str:
     """What was piped in or redirected; nothing where stdin is a terminal or a device, unless it is demanded."""
-    from dsv4cli.engine.inputs import not_utf8
+    from dsv4cli.engine.text.inputs import not_utf8
 
     if sys.stdin is None:
         return ""
@@ -162,7 +162,7 @@ def drawn(
     job: Job, model: "Transformer", requests: "Sequence[Request]", clock: Clock, waits: "Waits"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """What a model that is loaded draws for each request, as it comes."""
-    from dsv4cli.engine.answers import generate_answers
+    from dsv4cli.engine.chat.answers import generate_answers
 
     clock.start, clock.experts = perf_counter(), model.host_experts
     for number, answer, pieces in generate_answers(model, job.dialogue, requests, job.place, waits):
@@ -172,7 +172,7 @@ def drawn(
 
 def prompt_ids(job: Job, talk: "list[Message]") -> list[int]:
     """The tokens of a prompt, which leave room for an answer. Raises UsageError."""
-    from dsv4cli.engine.dialogue import room_of
+    from dsv4cli.engine.chat.dialogue import room_of
 
     prompt = job.dialogue.prompt(talk)
     room_of(prompt.ids, job.dialogue.config, job.limits)
@@ -188,7 +188,7 @@ def tell_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
 
 def answer_one(job: Job, talk: "list[Message]") -> None:
     """Streams the answer to one conversation, or prints it as one document."""
-    from dsv4cli.engine.request import Request
+    from dsv4cli.engine.runtime.request import Request
 
     clock, request = Clock(), Request(prompt_ids(job, talk), job.sampling, job.limits)
     answer = _stream_answer(job, answers(job, [request], clock, job.out.compiling))
@@ -214,8 +214,8 @@ class Samples(NamedTuple):
 
 def answer_samples(job: Job, samples: Samples) -> None:
     """Prints several answers to one conversation in their order, or as one document."""
-    from dsv4cli.engine.questions import sample_of
-    from dsv4cli.engine.request import Request
+    from dsv4cli.engine.runtime.request import Request
+    from dsv4cli.engine.text.questions import sample_of
 
     ids, clock = prompt_ids(job, samples.talk), Clock()
     requests = [Request(ids, sample_of(job.sampling, nth), job.limits) for nth in range(samples.wanted)]

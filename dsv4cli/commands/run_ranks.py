@@ -31,7 +31,7 @@ def _carry_out(job: Job, work: Work) -> None:
 
 def _lead(job: Job, size: int, work: Work) -> None:
     """Carries out the work as rank 0 of `size` on this machine."""
-    from dsv4cli.engine.ending import ends_soon
+    from dsv4cli.engine.system.ending import ends_soon
 
     with ends_soon(left_by(job.out)), leading_ranks(job, size, work, "see whether memory ran out") as lead:
         _carry_out(lead.job, work)
@@ -40,10 +40,10 @@ def _lead(job: Job, size: int, work: Work) -> None:
 def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
     """One rank's part: rank 0 reads what to do, and alone speaks. Raises UsageError when torchrun has started other
     than `size` ranks."""
-    from dsv4cli.engine.ending import end_with_parent
+    from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(os.getppid())
-    from dsv4cli.engine.ranks import interruptible, joined
+    from dsv4cli.engine.parallel.processes import interruptible, joined
 
     with joined(job.place) as (world, place):
         if size not in (None, world.size):

@@ -1,15 +1,11 @@
 """What a user can choose about a generation, checked; no torch."""
 
-import json
 import math
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from secrets import randbelow
-from typing import Any
 
-from dsv4cli.engine.regular import read_bytes
-from dsv4cli.errors import CheckpointError, UsageError
+from dsv4cli.errors import UsageError
 
 MAX_SEED = 2**32 - 1
 # logits divided by less overflow; what it draws is the likeliest token anyway
@@ -66,22 +62,6 @@ class Sampling:
             self.top_p if top_p is None else top_p,
             randbelow(MAX_SEED + 1) if seed is None else seed,
         )
-
-
-def own_sampling(folder: Path) -> Sampling:
-    """The sampling that a checkpoint asks for in its generation_config.json; at temperature 1 where it has none.
-
-    Raises CheckpointError for a file that holds something else.
-    """
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return Sampling()
-    try:
-        values: dict[str, Any] = json.loads(read_bytes(path).decode())
-        temperature, top_p = float(values.get("temperature", 1.0)), float(values.get("top_p", 1.0))
-        return Sampling(temperature if values.get("do_sample", True) else 0.0, top_p)
-    except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}", "fetch it again, or remove it") from None
 
 
 @dataclass(frozen=True)

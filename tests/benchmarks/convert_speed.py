@@ -28,10 +28,11 @@ def make_checkpoint(folder: Path, experts: int) -> None:
     """One layer of Flash with some of its experts and no drafter, in one file, as a layer of the release is."""
     from safetensors.torch import save_file
 
-    from dsv4cli.engine.config import parse_config
-    from dsv4cli.engine.layout import Formats, expected_tensors
-    from dsv4cli.engine.presets import FLASH, shortened
-    from dsv4cli.engine.random_weights import random_tensors
+    from dsv4cli.engine.checkpoint.layout import expected_tensors
+    from dsv4cli.engine.config.model_config import parse_config
+    from dsv4cli.engine.config.presets import FLASH, shortened
+    from dsv4cli.engine.config.storage import Formats
+    from dsv4cli.engine.weights.random_weights import random_tensors
 
     values = shortened(FLASH, 1, experts) | {"compress_ratios": [0], "num_nextn_predict_layers": 0, "vocab_size": 1024}
     folder.mkdir(parents=True)

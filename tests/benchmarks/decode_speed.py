@@ -18,16 +18,16 @@ from time import perf_counter
 import torch
 
 from dsv4cli.commands.run_experts import memory_limits
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache, Sequence
-from dsv4cli.engine.decode import Decoder
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.parallel import SINGLE, World
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.parallel.processes import joined
+from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.profiling.step import fill
-from dsv4cli.engine.ranks import joined
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.weights.load import load_model
 
 # steps, the first of which are not timed: experts from host memory need some until those often chosen are there
 STEPS, WARM = 65, 30

@@ -4,9 +4,9 @@ from itertools import groupby
 
 import pytest
 
-from dsv4cli.engine.answer import Answer
-from dsv4cli.engine.generate import Step
-from dsv4cli.engine.prompt_text import CALLS_OPEN
+from dsv4cli.engine.chat.answer import Answer
+from dsv4cli.engine.runtime.generate import Step
+from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from tests.program import BYTES, calls_block
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}

@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from dsv4cli.engine.checkpoint import INDEX, open_checkpoint, read_header, scan_checkpoint
+from dsv4cli.engine.checkpoint.headers import INDEX, open_checkpoint, read_header, scan_checkpoint
 from dsv4cli.errors import CheckpointError
 from tests import damage
 

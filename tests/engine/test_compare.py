@@ -6,7 +6,7 @@ from math import inf, sqrt
 import numpy as np
 import pytest
 
-from dsv4cli.engine.compare import CHUNK, Comparison, FirstDifference, row_chunks
+from dsv4cli.engine.checkpoint.compare import CHUNK, Comparison, FirstDifference, row_chunks
 
 NAN, OTHER_NAN = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
 

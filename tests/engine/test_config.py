@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine.config import parse_config, read_config
-from dsv4cli.engine.config_dialects import translate_inference
-from dsv4cli.engine.presets import PRESETS, shortened
+from dsv4cli.engine.config.dialects import translate_inference
+from dsv4cli.engine.config.model_config import parse_config, read_config
+from dsv4cli.engine.config.presets import PRESETS, shortened
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests.damage import GOLDEN
 

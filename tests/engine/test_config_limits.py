@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4cli.engine.config import ModelConfig, parse_any_config, parse_config
-from dsv4cli.engine.config_checks import check_blocks
-from dsv4cli.engine.dialogue import open_dialogue
-from dsv4cli.engine.generate import Generator
-from dsv4cli.engine.identify import identify
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.loading import build_random
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.presets import FLASH, FLASH_0731, TINY
-from dsv4cli.engine.request import Request
-from dsv4cli.engine.rope import frequencies
+from dsv4cli.engine.chat.dialogue import open_dialogue
+from dsv4cli.engine.checkpoint.identify import identify
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.config.checks import check_blocks
+from dsv4cli.engine.config.model_config import ModelConfig, parse_any_config, parse_config
+from dsv4cli.engine.config.presets import FLASH, FLASH_0731, TINY
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.rope import frequencies
+from dsv4cli.engine.runtime.generate import Generator
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests import damage
 from tests.program import save_tokenizer
@@ -194,7 +194,7 @@ def test_each_end_token_of_a_list_ends_an_answer(monkeypatch):
     assert config.eos_token_ids == (7, 9)
     model = build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
     drawn = iter([[3, 3, 3], [7, 3, 3], [9, 3], [1]])
-    monkeypatch.setattr("dsv4cli.engine.generate.sample", lambda *_: torch.tensor(next(drawn)))
+    monkeypatch.setattr("dsv4cli.engine.runtime.generate.sample", lambda *_: torch.tensor(next(drawn)))
     steps = [*Generator(model, [Request([5], Sampling(), Limits(max_tokens=4))] * 3, "cpu").steps()]
     ends = {step.number: (step.token, step.finish) for step in steps}
     assert ends == {0: (7, "stop"), 1: (9, "stop"), 2: (1, "length")}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dsv4cli.engine.coverage import Coverage, Difference, check_coverage
-from dsv4cli.engine.identify import identify
-from dsv4cli.engine.layout import expected_tensors
+from dsv4cli.engine.checkpoint.coverage import Coverage, Difference, check_coverage
+from dsv4cli.engine.checkpoint.identify import identify
+from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.errors import CheckpointError
 from tests import damage
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.loading import build_random, load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.source import FolderSource, resolve_model
+from dsv4cli.engine.checkpoint.source import FolderSource, resolve_model
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.kernels.block_scale import dequantise, fp4_round, fp8_round
 from dsv4cli.kernels.dispatch import use
 from tests.golden_data import BLOCK_PROMPTS, FOLDER, NETS, chunks, golden

@@ -6,12 +6,12 @@ from random import Random
 import pytest
 import torch
 
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.decode import Decoder
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.weights.load import load_model
 
 # long enough that entries of both ratios are completed and blocks are added while decoding
 LENGTHS = (126, 1, 3, 250, 5)

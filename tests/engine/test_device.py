@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dsv4cli.engine import schedule
-from dsv4cli.engine.device import ONE_THREAD_BYTES, ONE_THREAD_TOKENS, step_threads
-from dsv4cli.engine.schedule import Schedule, Stream
+from dsv4cli.engine.runtime import scheduler
+from dsv4cli.engine.runtime.scheduler import Schedule, Stream
+from dsv4cli.engine.system.device import ONE_THREAD_BYTES, ONE_THREAD_TOKENS, step_threads
 from tests.small_model import model
 
 
@@ -32,7 +32,7 @@ def test_a_small_model_computes_a_few_tokens_with_one_thread(two_threads, monkey
         seen.append(torch.get_num_threads())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(schedule, "make_batch", fails)
+    monkeypatch.setattr(scheduler, "make_batch", fails)
     one = Schedule(model(), streams=1, prefill_chunk=8, device="cpu")
     one.add(Stream(0, [1]))
     with pytest.raises(KeyboardInterrupt):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.dialogue import check_texts, open_dialogue, room_of
+from dsv4cli.engine.chat.dialogue import check_texts, open_dialogue, room_of
+from dsv4cli.engine.checkpoint.source import FolderSource, resolve_model
 from dsv4cli.engine.settings import Limits
-from dsv4cli.engine.source import FolderSource, resolve_model
-from dsv4cli.engine.tokens import ASSISTANT, BOS, DSML, EOS, SPECIAL, USER
+from dsv4cli.engine.text.tokens import ASSISTANT, BOS, DSML, EOS, SPECIAL, USER
 from dsv4cli.errors import CheckpointError, UsageError
 from tests import damage
 from tests.program import BYTES, save_tokenizer

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsv4cli.engine import compare
-from dsv4cli.engine.diff import Diff, diff_document, diff_models
-from dsv4cli.engine.identify import FolderIdentity, recognise
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.naming import MpNaming, Naming, TransformersNaming
-from dsv4cli.engine.stored import StoredModel
+from dsv4cli.engine.checkpoint import compare
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, recognise
+from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, TransformersNaming
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.diff import Diff, diff_document, diff_models
 from tests import damage
 from tests.clothes import OFFICIAL, Arrays, Encode, dress, recoded
 

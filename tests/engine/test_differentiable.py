@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.loading import build_random
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.presets import TINY
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.load import build_random
 from tests.golden_data import chunks
 
 LENGTHS = (9, 133, 1)

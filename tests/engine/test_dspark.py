@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.head import collapse
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.loading import build_random
-from dsv4cli.engine.moe import matrices
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.presets import TINY
-from dsv4cli.engine.rope import frequencies
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.head import collapse
+from dsv4cli.engine.model.moe import matrices
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.rope import frequencies
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.load import build_random
 from dsv4cli.kernels import experts, hyper_connections, norm, rope
 from dsv4cli.kernels.step_metadata.ref import rotation
 

@@ -12,7 +12,7 @@ from tests.program import ROOT
 # a main thread in C, which waits for itself
 STUCK = """\
 import ctypes, os, signal, sys, threading, time
-from dsv4cli.engine import ending
+from dsv4cli.engine.system import ending
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
 ending.PATIENCE_SECONDS = 0.2
 mutex = ctypes.create_string_buffer(64)
@@ -30,7 +30,7 @@ with ending.ends_soon(lambda number: print("leaving", number, flush=True)):
     libc.pthread_mutex_lock(mutex)
 """
 ENDS = """\
-from dsv4cli.engine.ending import ends_soon
+from dsv4cli.engine.system.ending import ends_soon
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
 with ends_soon(lambda number: print("leaving", number, flush=True)):
@@ -39,7 +39,7 @@ with ends_soon(lambda number: print("leaving", number, flush=True)):
 """
 ORPHAN = """\
 import os, sys, time
-from dsv4cli.engine.ending import end_with_parent
+from dsv4cli.engine.system.ending import end_with_parent
 end_with_parent(int(sys.argv[1]))
 print("alive", flush=True)
 time.sleep(60)

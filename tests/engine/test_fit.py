@@ -18,27 +18,30 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4cli.cli import app
 from dsv4cli.commands.inspect_fit import show_fit
-from dsv4cli.engine import capacity, host_memory, weights
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.fit import machine as machines
-from dsv4cli.engine.fit.advice import advise
-from dsv4cli.engine.fit.answer import answer_fit, fit_document
-from dsv4cli.engine.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
-from dsv4cli.engine.fit.memory import Load, cache_bytes, weigh
-from dsv4cli.engine.fit.plan import plan_fit
-from dsv4cli.engine.fit.share import GPU_RESERVE
-from dsv4cli.engine.fit.step import Step
-from dsv4cli.engine.inspectable import resolve_inspectable
-from dsv4cli.engine.inspection import inspect_model
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.loading import build_random
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.parallel import World
-from dsv4cli.engine.presets import FLASH, PRO, TINY, shortened
-from dsv4cli.engine.sharding import divides
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.sharding import divides
+from dsv4cli.engine.config import capacity
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import FLASH, PRO, TINY, shortened
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.fit import machine as machines
+from dsv4cli.engine.inspection.fit.advice import advise
+from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
+from dsv4cli.engine.inspection.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
+from dsv4cli.engine.inspection.fit.memory import Load, cache_bytes, weigh
+from dsv4cli.engine.inspection.fit.plan import plan_fit
+from dsv4cli.engine.inspection.fit.share import GPU_RESERVE
+from dsv4cli.engine.inspection.fit.step import Step
+from dsv4cli.engine.inspection.report import inspect_model
+from dsv4cli.engine.inspection.sources import resolve_inspectable
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.system import host_memory
+from dsv4cli.engine.weights import fill
+from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale.ref import widen_e4m3
@@ -77,7 +80,7 @@ def test_weights_are_cut_as_the_loader_cuts_them(config, formats):
     specs = expected_tensors(config, formats)
     for ranks in (1, 2, 3, 4, 5, 8, 16, 32):
         if divides(config, specs.values(), ranks):
-            assert weigh(list(specs.values()), ranks).nbytes == weights.total_bytes(specs, World(0, ranks))
+            assert weigh(list(specs.values()), ranks).nbytes == fill.total_bytes(specs, World(0, ranks))
 
 
 def test_the_parts_that_are_whole_on_every_rank():
@@ -611,7 +614,7 @@ def test_a_single_file_is_no_model():
         answer_fit(result, gpus(40), context=100, batch=1)
 
 
-@pytest.mark.parametrize("module", ["fit.answer", "verdict.examine"])
+@pytest.mark.parametrize("module", ["inspection.fit.answer", "inspection.consumers.examine"])
 def test_nothing_of_it_loads_torch(module):
     code = f"import sys, dsv4cli.engine.{module}; sys.exit(bool({{'torch', 'transformers'}} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

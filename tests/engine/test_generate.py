@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dsv4cli.engine import generate, schedule
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.decode import SIZES
-from dsv4cli.engine.generate import Generator, Step
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.request import Request
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime import generate, scheduler
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.generate import Generator, Step
+from dsv4cli.engine.runtime.graphs import SIZES
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.small_model import by_number, generator, model, prompts
@@ -57,8 +57,8 @@ def alone() -> list[list[Step]]:
 
 @pytest.mark.parametrize(("slots", "chunk"), [(64, 2048), (2, 30), (1, 50)])
 def test_a_sequence_does_not_depend_on_the_others(alone, monkeypatch, slots, chunk):
-    monkeypatch.setattr(schedule, "MAX_SLOTS", slots)
-    monkeypatch.setattr(schedule, "MAX_STEP_TOKENS", 100)
+    monkeypatch.setattr(scheduler, "MAX_SLOTS", slots)
+    monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 100)
     together = generator(prompts(), SAMPLING, prefill_chunk=chunk, **LIMITS)
     found = by_number(together.steps())
     assert nothing_is_held(together)
@@ -74,8 +74,8 @@ def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longe
     """As on a GPU, but for the graphs: steps of one token of each sequence go through numbers that stay in place."""
     texts = [ids[:longest] for ids in prompts()]
     expected = alone if texts == prompts() else each_alone(texts)
-    monkeypatch.setattr(schedule, "MAX_SLOTS", slots)
-    monkeypatch.setattr(schedule, "captures", lambda device: True)
+    monkeypatch.setattr(scheduler, "MAX_SLOTS", slots)
+    monkeypatch.setattr(scheduler, "captures", lambda device: True)
     one = generator(texts, SAMPLING, prefill_chunk=chunk, **LIMITS)
     decoded = one.schedule._decoder
     asked, waited = [], []
@@ -111,7 +111,7 @@ def test_the_limit_of_an_answer_is_that_of_its_tokens_or_of_the_context():
 
 
 def test_the_end_token_ends_a_sequence_and_its_slot_is_used_again(monkeypatch):
-    monkeypatch.setattr(schedule, "MAX_SLOTS", 2)
+    monkeypatch.setattr(scheduler, "MAX_SLOTS", 2)
     whole, draws = generate.sample, iter(range(100))
 
     def sample(logits, *rest):
@@ -134,10 +134,10 @@ def test_a_short_prompt_is_answered_before_a_long_one():
 
 
 def test_a_step_has_no_more_tokens_than_the_bound(monkeypatch):
-    monkeypatch.setattr(schedule, "MAX_STEP_TOKENS", 10)
-    one = schedule.Schedule(model(), streams=3, prefill_chunk=8, device="cpu")
+    monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 10)
+    one = scheduler.Schedule(model(), streams=3, prefill_chunk=8, device="cpu")
     for number in range(3):
-        one.add(schedule.Stream(number, [5] * 9))
+        one.add(scheduler.Stream(number, [5] * 9))
     found = []
     for _ in range(3):
         chunks, streams = one.step()

@@ -6,20 +6,21 @@ from mmap import PAGESIZE
 import pytest
 import torch
 
-from dsv4cli.engine import host_experts, loading
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.decode import Decoder
-from dsv4cli.engine.fit.planner import MemoryLimits, Room, decide, measure, most_weights
-from dsv4cli.engine.generate import Generator
-from dsv4cli.engine.host_experts import expert_bytes
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.parallel import SINGLE
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.source import BUILT_IN, resolve_model
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.parallel.world import SINGLE
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.generate import Generator
+from dsv4cli.engine.runtime.graphs import Decoder
 from dsv4cli.engine.settings import Limits, Sampling
-from dsv4cli.engine.source import BUILT_IN, resolve_model
-from dsv4cli.engine.weights import total_bytes
+from dsv4cli.engine.weights import load, offload
+from dsv4cli.engine.weights.fill import total_bytes
+from dsv4cli.engine.weights.load import load_model
+from dsv4cli.engine.weights.offload import expert_bytes
+from dsv4cli.engine.weights.placement import MemoryLimits, Room, decide, measure, most_weights
 from dsv4cli.errors import NotEnoughMemory
 from tests.small_model import requests
 
@@ -112,7 +113,7 @@ def test_a_small_gpu_keeps_half_for_all_else():
 
 @pytest.mark.gpu
 def test_a_gpu_that_is_too_small_divides_the_experts_by_itself(monkeypatch):
-    monkeypatch.setattr(loading, "free_memory", lambda device: 2 * budget(TINY, 5))
+    monkeypatch.setattr(load, "free_memory", lambda device: 2 * budget(TINY, 5))
     assert loaded(TINY, "cuda").host_experts.plan.division.rows == 5
 
 
@@ -152,14 +153,14 @@ def test_a_budget_too_small_for_the_experts_of_a_token_is_refused():
 
 
 def test_a_host_without_room_is_refused(monkeypatch):
-    monkeypatch.setattr(loading, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(load, "free_memory", lambda device: 10**6)
     with pytest.raises(NotEnoughMemory, match=r"need at least .* GB of host memory, and may have 0\.000875 GB"):
         loaded(TINY, rows=5)
 
 
 def test_host_memory_says_how_much_there_is(monkeypatch):
     expected = history(loaded(TINY, rows=5), False)
-    monkeypatch.setattr(loading, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(load, "free_memory", lambda device: 10**6)
     source, limits = resolve_model(TINY), MemoryLimits(gpu=budget(TINY, 5), host=10**9)
     plan = load_model(source, Numerics.reference(), limits=limits).host_experts.plan
     assert (plan.division.rows, plan.division.slots) == (5, 3)
@@ -174,4 +175,4 @@ def test_host_memory_says_how_much_there_is(monkeypatch):
 
 def test_memory_that_the_system_does_not_give():
     with pytest.raises(NotEnoughMemory, match="does not give"):
-        host_experts._block(2**60)
+        offload._block(2**60)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dsv4cli.engine import host_memory as module
-from dsv4cli.engine.host_memory import host_memory
+from dsv4cli.engine.system import host_memory as module
+from dsv4cli.engine.system.host_memory import host_memory
 
 GIB = 2**30
 MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\nHugePages_Total: 0\n"

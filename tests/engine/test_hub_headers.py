@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4cli.engine.checkpoint import open_checkpoint, scan_checkpoint
+from dsv4cli.engine.checkpoint.headers import open_checkpoint, scan_checkpoint
 from dsv4cli.engine.hub import headers
 from dsv4cli.engine.hub.headers import remote_headers
 from dsv4cli.engine.hub.patience import Patience

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from dsv4cli.engine.inputs import ScoreItem, from_prompt, read_messages, read_scores
-from dsv4cli.engine.questions import Question, read_questions
 from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.text.inputs import ScoreItem, from_prompt, read_messages, read_scores
+from dsv4cli.engine.text.questions import Question, read_questions
 
 TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

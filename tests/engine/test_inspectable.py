@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from dsv4cli.engine.identify import recognise
-from dsv4cli.engine.inspectable import FileSource, RemoteSource, resolve_inspectable
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.naming import TransformersNaming
-from dsv4cli.engine.source import FolderSource, RandomSource
+from dsv4cli.engine.checkpoint.identify import recognise
+from dsv4cli.engine.checkpoint.naming import TransformersNaming
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.sources import FileSource, RemoteSource, resolve_inspectable
 from dsv4cli.errors import CheckpointError, Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
 from tests import damage, relatives
 from tests.clothes import dress

@@ -12,20 +12,21 @@ from zlib import crc32
 import pytest
 import torch
 
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
-from dsv4cli.engine.linear import RMSNorm
-from dsv4cli.engine.loading import build_random, load_model
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.parallel import SINGLE, World
-from dsv4cli.engine.presets import FLASH, PRESETS, TINY, shortened
-from dsv4cli.engine.random_weights import PATTERN, random_tensors
-from dsv4cli.engine.sharding import part_shape
-from dsv4cli.engine.source import FolderSource, RandomSource, resolve_model
-from dsv4cli.engine.weights import fill, local_slice, made
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.checkpoint.sharding import part_shape
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import FLASH, PRESETS, TINY, shortened
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.linear import RMSNorm
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.fill import fill, local_slice, made
+from dsv4cli.engine.weights.load import build_random, load_model
+from dsv4cli.engine.weights.random_weights import PATTERN, random_tensors
 from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.kernels.block_scale import dequantise
 from tests.golden_data import FOLDER
@@ -255,9 +256,9 @@ def test_indivisible_is_refused():
 LOAD = """
 import sys
 from pathlib import Path
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.source import FolderSource
+from dsv4cli.engine.weights.load import load_model
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.checkpoint.source import FolderSource
 
 def memory(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from dsv4cli.engine.mend import mend_reply
-from dsv4cli.engine.prompt_text import CALLS_OPEN
-from dsv4cli.engine.reply import Reply, ReplyStream, parse_reply
-from dsv4cli.engine.tokens import DSML, EOS, SPECIAL, THINK_END, THINK_START
+from dsv4cli.engine.text.prompt_text import CALLS_OPEN
+from dsv4cli.engine.text.repair import mend_reply
+from dsv4cli.engine.text.reply import Reply, ReplyStream, parse_reply
+from dsv4cli.engine.text.tokens import DSML, EOS, SPECIAL, THINK_END, THINK_START
 from tests.program import calls_block
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine.config import ModelConfig, parse_config, read_any_config
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config, read_any_config
+from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
 from dsv4cli.engine.conversion.target import FORMATS, TargetName
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.presets import PRESETS
 from tests.metadata import CONFIG, PARTIAL, ROOT, TINY, saved, with_inference
 
 FP8 = {

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from dsv4cli.engine.config import parse_any_config, parse_config, read_any_config, read_config
-from dsv4cli.engine.config_dialects import translate_inference
+from dsv4cli.engine.config.dialects import translate_inference
+from dsv4cli.engine.config.model_config import parse_any_config, parse_config, read_any_config, read_config
+from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.conversion.selection import Selection, select
 from dsv4cli.engine.conversion.target import FORMATS
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.presets import PRESETS
 from tests.damage import GOLDEN
 from tests.metadata import CONFIG, PARTIAL, ROOT, TINY, saved, with_inference
 

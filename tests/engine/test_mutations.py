@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsv4cli.engine import attention as engine_attention
-from dsv4cli.engine import batch as engine_batch
-from dsv4cli.engine import cache as engine_cache
-from dsv4cli.engine.attention import Attention
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.source import FolderSource
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.engine.model import attention as engine_attention
+from dsv4cli.engine.model import batch as engine_batch
+from dsv4cli.engine.model.attention import Attention
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime import cache as engine_cache
+from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.attention import ref as attention
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.compressor import ref as compressor

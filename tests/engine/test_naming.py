@@ -3,10 +3,17 @@
 import pytest
 import torch
 
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.naming import MpNaming, OfficialNaming, TransformersNaming, stored_table, transformers_name
-from dsv4cli.engine.presets import FLASH, PRO, shortened
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.naming import (
+    MpNaming,
+    OfficialNaming,
+    TransformersNaming,
+    stored_table,
+    transformers_name,
+)
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import FLASH, PRO, shortened
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UsageError
 
 BF16 = Formats("bf16", "bf16", "bf16")

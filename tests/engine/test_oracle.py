@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from dsv4cli.engine.model import Transformer
+from dsv4cli.engine.model.transformer import Transformer
 from tests.oracle import (
     TOKENS,
     TOLERANCE,

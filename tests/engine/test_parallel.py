@@ -10,23 +10,25 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from dsv4cli.engine import moe, ranks
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.dialogue import open_dialogue
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.moe import Router
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.parallel import SINGLE, World
-from dsv4cli.engine.presets import TINY, shortened
-from dsv4cli.engine.random_weights import random_tensors
-from dsv4cli.engine.ranks import check_devices, joined
-from dsv4cli.engine.sharding import check_ranks
-from dsv4cli.engine.source import resolve_model
-from dsv4cli.engine.weights import fill, local_slice, made
+from dsv4cli.engine.chat.dialogue import open_dialogue
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.sharding import check_ranks
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY, shortened
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model import moe
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.moe import Router
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.parallel import processes
+from dsv4cli.engine.parallel.processes import check_devices, joined
+from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.fill import fill, local_slice, made
+from dsv4cli.engine.weights.load import load_model
+from dsv4cli.engine.weights.random_weights import random_tensors
 from dsv4cli.errors import CheckpointError, NotEnoughMemory, UnsupportedHardware, UsageError
 
 NANO = resolve_model("nano")
@@ -189,16 +191,14 @@ def fail(rank, port, path):
 
 
 def test_only_the_first_rank_to_fail_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0.2)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    processes = [
-        multiprocessing.get_context("fork").Process(target=fail, args=(rank, port, tmp_path)) for rank in (0, 1)
-    ]
-    for process in processes:
+    ranks = [multiprocessing.get_context("fork").Process(target=fail, args=(rank, port, tmp_path)) for rank in (0, 1)]
+    for process in ranks:
         process.start()
-    for process in processes:
+    for process in ranks:
         process.join()
     said = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
     assert said == ["SystemExit(1)", "NotEnoughMemory('one of 2 ranks here has no room')"]

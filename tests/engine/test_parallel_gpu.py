@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from dsv4cli.engine.parallel import World
-from dsv4cli.engine.ranks import joined
+from dsv4cli.engine.parallel.processes import joined
+from dsv4cli.engine.parallel.world import World
 from dsv4cli.kernels.all_reduce import PROGRAMS, WORDS
 
 RANKS = 2

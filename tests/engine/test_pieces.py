@@ -4,12 +4,13 @@ from itertools import pairwise
 
 import pytest
 
-from dsv4cli.engine import compare
-from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.checkpoint import compare
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.plan import Item, chunks
 from dsv4cli.engine.conversion.verify import SAMPLE, _pieces
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.presets import TINY
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (0, 128), (0, 1000), (64, 1000), (100, 130)])

@@ -9,16 +9,17 @@ import typer
 
 from dsv4cli.cli import app
 from dsv4cli.commands.run_experts import memory_limits
-from dsv4cli.engine import loading
-from dsv4cli.engine.config import ModelConfig, parse_config
-from dsv4cli.engine.fit import share as sharing
-from dsv4cli.engine.fit.advice import run_command
-from dsv4cli.engine.fit.machine import Machine, parse_machine
-from dsv4cli.engine.fit.plan import plan_fit
-from dsv4cli.engine.fit.planner import MemoryLimits, Room, Sizes, decide, least_in_host, measure, most_rows
-from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
-from dsv4cli.engine.parallel import World
-from dsv4cli.engine.presets import FLASH, FLASH_0731, PRO
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.presets import FLASH, FLASH_0731, PRO
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.fit import share as sharing
+from dsv4cli.engine.inspection.fit.advice import run_command
+from dsv4cli.engine.inspection.fit.machine import Machine, parse_machine
+from dsv4cli.engine.inspection.fit.plan import plan_fit
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.weights import load
+from dsv4cli.engine.weights.placement import MemoryLimits, Room, Sizes, decide, least_in_host, measure, most_rows
 from dsv4cli.errors import NotEnoughMemory
 
 GB, GIB = 10**9, 2**30
@@ -111,11 +112,11 @@ def test_more_memory_never_takes_rows():
 
 def test_loading_asks_with_what_it_finds(monkeypatch):
     found = {"cuda": H100, "cpu": 134 * GB}
-    monkeypatch.setattr(loading, "free_memory", lambda device: found[device.type])
+    monkeypatch.setattr(load, "free_memory", lambda device: found[device.type])
     limits = MemoryLimits(host=100 * GB)
-    target = loading._Target(torch.device("cuda:3"), loading.SINGLE, limits, None)
+    target = load._Target(torch.device("cuda:3"), load.SINGLE, limits, None)
     assert target.room() == Room(H100, 134 * GB, 1, limits)
-    target = loading._Target(torch.device("cpu"), loading.SINGLE, limits, None)
+    target = load._Target(torch.device("cpu"), load.SINGLE, limits, None)
     assert target.room() == Room(None, 134 * GB, 1, limits)
 
 
@@ -137,10 +138,10 @@ def loaded_on(machine: Machine, config: ModelConfig, devices, limits: MemoryLimi
     """What loading decides on devices of a machine, None where it refuses."""
     device, ranks = devices[0], len(devices)
     free = {"cuda": min(one.free for one in devices) - sharing.CUDA_CONTEXT, "cpu": machine.host}
-    patch.setattr(loading, "free_memory", lambda device: free[device.type])
-    target = loading._Target(torch.device(device.torch_name), World(0, ranks, None, ranks), limits, None)
+    patch.setattr(load, "free_memory", lambda device: free[device.type])
+    target = load._Target(torch.device(device.torch_name), World(0, ranks, None, ranks), limits, None)
     try:
-        return loading._placed(config, Formats(), target)
+        return load._placed(config, Formats(), target)
     except NotEnoughMemory:
         return None
 
@@ -160,7 +161,7 @@ def asked_with(command: str) -> tuple[int, str, MemoryLimits]:
 def test_fit_and_loading_decide_the_same(name, monkeypatch):
     assert name != "pro" or {ranks: sizes_of(name, ranks) for ranks in PRO_SIZES} == PRO_SIZES
     sizes = cache(lambda count, chosen, ranks: sizes_of(name, ranks))
-    for module in (sharing, loading):
+    for module in (sharing, load):
         monkeypatch.setattr(module, "expected_tensors", tensors)
         monkeypatch.setattr(module, "measure", lambda specs, chosen, ranks: sizes(len(specs), chosen, ranks))
     monkeypatch.setattr(World, "least", lambda world, numbers: numbers)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.capacity import ROLLBACK
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.prefix import Prefixes
-from dsv4cli.engine.presets import TINY
+from dsv4cli.engine.config.capacity import ROLLBACK
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.prefix_cache import Prefixes
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["running", "restored"])

@@ -5,7 +5,7 @@ import torch
 
 from dsv4cli.commands import clock
 from dsv4cli.commands.clock import Clock
-from dsv4cli.engine.preparing import Preparing
+from dsv4cli.engine.runtime.preparing import Preparing
 
 triton = pytest.importorskip("triton")
 

@@ -6,9 +6,10 @@ from functools import cache
 import pytest
 import torch
 
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.presets import PRESETS, TINY
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import PRESETS, TINY
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.profiling import clock
 from dsv4cli.engine.profiling.bounds import EXACT, ONE_ROUNDING, deviation
 from dsv4cli.engine.profiling.ceilings import measure_ceilings

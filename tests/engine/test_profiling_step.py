@@ -10,16 +10,16 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.loading import build_random
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.presets import TINY
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.profiling import step
 from dsv4cli.engine.profiling.clock import Timing, _waits_for_host
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import classes_of, count_launches
 from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, Ranges, expected_counts
 from dsv4cli.engine.profiling.step import Load, _check_schedule, choose_load, profile_step
+from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import UnsoundResult
 
 CPU = torch.device("cpu")

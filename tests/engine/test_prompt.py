@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine import prompt_text
-from dsv4cli.engine.prompt import (
+from dsv4cli.engine.config.presets import Release
+from dsv4cli.engine.text import prompt_text
+from dsv4cli.engine.text.prompt import (
     EFFORTS,
     Message,
-    Release,
     check_messages,
     check_tools,
     encode_messages,
     think_options,
     with_tools,
 )
-from dsv4cli.engine.tokenizer import Tokenizer
-from dsv4cli.engine.tokens import BOS
+from dsv4cli.engine.text.tokenizer import Tokenizer
+from dsv4cli.engine.text.tokens import BOS
 from dsv4cli.errors import UsageError
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "encoding.json").read_text(encoding="utf-8"))["encode"]

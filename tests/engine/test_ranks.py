@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import distributed
 
-from dsv4cli.engine import ranks, schedule
-from dsv4cli.engine.answers import generate_answers
-from dsv4cli.engine.decode import Decoder
-from dsv4cli.engine.ranks import joined, seats
-from dsv4cli.engine.request import Request
+from dsv4cli.engine.chat.answers import generate_answers
+from dsv4cli.engine.chat.conversation import Talk
+from dsv4cli.engine.parallel import processes
+from dsv4cli.engine.parallel.processes import joined, seats
+from dsv4cli.engine.runtime import scheduler
+from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
-from dsv4cli.engine.talk import Talk
 from dsv4cli.errors import NotEnoughMemory, RankLost
 from tests.engine.test_talk import dialogue, user
 from tests.program import ROOT
@@ -63,7 +64,7 @@ def test_graphs_go_before_the_ranks_part(monkeypatch, work):
         left.append(len(steps))
         destroy()
 
-    monkeypatch.setattr(schedule, "captures", lambda device: True)
+    monkeypatch.setattr(scheduler, "captures", lambda device: True)
     monkeypatch.setattr(Decoder, "_prepared", remembered)
     monkeypatch.setattr(distributed, "destroy_process_group", counted)
     with joined(torch.device("cpu"), seats(1)[0]):
@@ -95,7 +96,7 @@ def test_a_rank_that_fails_lets_go_of_nothing(tmp_path):
     """A graph that goes waits for its step, and the step for a rank that may be gone."""
     script = (
         "import torch\n"
-        "from dsv4cli.engine.ranks import joined, seats\n"
+        "from dsv4cli.engine.parallel.processes import joined, seats\n"
         "class Graph:\n"
         "    def __del__(self):\n"
         "        print('waits for ever', flush=True)\n"
@@ -115,7 +116,7 @@ def test_a_rank_that_fails_lets_go_of_nothing(tmp_path):
 
 def test_a_lost_connection_is_told_in_words(monkeypatch):
     monkeypatch.setattr(atexit, "register", lambda *call: None)
-    monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0)
     with pytest.raises(RankLost) as caught, joined(torch.device("cpu"), seats(1)[0]):
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
     assert caught.value.message == "rank 0 lost the connection to another rank"

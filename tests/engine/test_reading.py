@@ -13,13 +13,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dsv4cli.engine import files, reading, staging
-from dsv4cli.engine.checkpoint import Checkpoint, open_checkpoint
-from dsv4cli.engine.layout import TensorSpec
-from dsv4cli.engine.parallel import SINGLE, World
-from dsv4cli.engine.reading import stored
-from dsv4cli.engine.sharding import part_shape
-from dsv4cli.engine.weights import TORCH_DTYPES, local_slice
+from dsv4cli.engine.checkpoint import files
+from dsv4cli.engine.checkpoint.headers import Checkpoint, open_checkpoint
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.sharding import part_shape
+from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.weights import read, staging
+from dsv4cli.engine.weights.fill import TORCH_DTYPES, local_slice
+from dsv4cli.engine.weights.read import stored
 from dsv4cli.errors import CheckpointError
 
 # dtype, shape, cut: rows, columns and neither of every dtype; sizes that pieces do not divide, and one row
@@ -69,10 +70,10 @@ class LateBuffer(staging.Buffer):
 @pytest.fixture(params=["in place", "staged", "staged late"])
 def way(request, monkeypatch):
     """All ways on a CPU, with pieces so small that most tensors are cut and buffers are used again."""
-    monkeypatch.setattr(reading, "PIECE", 2048)
-    monkeypatch.setattr(reading, "STRIP", 700)
+    monkeypatch.setattr(read, "PIECE", 2048)
+    monkeypatch.setattr(read, "STRIP", 700)
     if request.param != "in place":
-        monkeypatch.setattr(reading, "is_far", lambda place: True)
+        monkeypatch.setattr(read, "is_far", lambda place: True)
     if request.param == "staged late":
         monkeypatch.setattr(staging, "Buffer", LateBuffer)
     return request.param
@@ -119,8 +120,8 @@ def test_the_bytes_are_the_library_s(folder, way, size, threads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_bytes_arrive_on_a_gpu(folder, monkeypatch, size):
-    for piece in (2048, reading.PIECE):
-        monkeypatch.setattr(reading, "PIECE", piece)
+    for piece in (2048, read.PIECE):
+        monkeypatch.setattr(read, "PIECE", piece)
         check(folder, World(size - 1, size), 4, "cuda")
 
 
@@ -194,7 +195,7 @@ def test_a_short_read_goes_on(folder, way, monkeypatch):
     check(folder, World(1, 2), 2)
 
 
-@pytest.mark.parametrize("piece", [2048, reading.PIECE], ids=["between pieces", "inside a load"])
+@pytest.mark.parametrize("piece", [2048, read.PIECE], ids=["between pieces", "inside a load"])
 def test_an_interrupt_ends_at_once(folder, way, monkeypatch, piece):
     def slowly(*arguments):
         time.sleep(0.1)
@@ -202,7 +203,7 @@ def test_an_interrupt_ends_at_once(folder, way, monkeypatch, piece):
 
     real = os.preadv
     monkeypatch.setattr(files.os, "preadv", slowly)
-    monkeypatch.setattr(reading, "PIECE", piece)
+    monkeypatch.setattr(read, "PIECE", piece)
     main = threading.get_ident()
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
     checkpoint, places = open_checkpoint(folder), places_of()

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from dsv4cli.engine.regular import open_file, read_bytes
-from dsv4cli.engine.source import resolve_model
-from dsv4cli.engine.stored import StoredModel
-from dsv4cli.engine.tokenizer import Tokenizer
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.system.regular_files import open_file, read_bytes
+from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.errors import CheckpointError
 from tests import conversions, damage
 
@@ -61,7 +61,7 @@ def test_a_pipe_that_takes_the_name_of_a_file(tmp_path, monkeypatch):
     path.write_text("{}")
     before = os.stat(path)
     make_pipe(path)
-    monkeypatch.setattr("dsv4cli.engine.regular.os.stat", lambda path: before)
+    monkeypatch.setattr("dsv4cli.engine.system.regular_files.os.stat", lambda path: before)
     with pytest.raises(CheckpointError, match="a named pipe"):
         open_file(path)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine.prompt import check_messages, encode_messages
-from dsv4cli.engine.reply import MalformedReply, Reply, ReplyStream, parse_reply, split_reply
-from dsv4cli.engine.tokens import BOS, DSML, EOS, THINK_END, THINK_START
+from dsv4cli.engine.text.prompt import check_messages, encode_messages
+from dsv4cli.engine.text.reply import MalformedReply, Reply, ReplyStream, parse_reply, split_reply
+from dsv4cli.engine.text.tokens import BOS, DSML, EOS, THINK_END, THINK_START
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "encoding.json").read_text(encoding="utf-8"))["parse"]
 CALLS = f"\n\n<{DSML}tool_calls"

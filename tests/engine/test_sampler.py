@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4cli.engine.sampler import check_finite, sample
+from dsv4cli.engine.runtime.sampler import check_finite, sample
 from dsv4cli.engine.settings import MIN_TEMPERATURE, Sampling
 from dsv4cli.errors import UnsoundResult
 from dsv4cli.kernels.sampling import draw, noise

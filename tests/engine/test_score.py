@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from dsv4cli.engine import schedule, score
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.score import Score
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.runtime import scheduler, score
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.score import Score
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UsageError
 from tests.small_model import by_number, generator, model, prompts
@@ -33,7 +33,7 @@ def prefilled(ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("chunk", "slots", "rows"), [(2048, 64, 256), (30, 2, 7)])
 def test_scores_are_those_of_one_prefill(monkeypatch, chunk, slots, rows):
-    monkeypatch.setattr(schedule, "MAX_SLOTS", slots)
+    monkeypatch.setattr(scheduler, "MAX_SLOTS", slots)
     monkeypatch.setattr(score, "LOGIT_ROWS", rows)
     for one, ids in zip(scores(prompts(), prefill_chunk=chunk, logprobs=3), prompts(), strict=True):
         expected = prefilled(ids)
@@ -62,7 +62,7 @@ def test_a_generated_answer_scores_as_it_was_drawn(chunk):
 
 def test_scores_come_as_they_are_complete_and_nothing_is_held(monkeypatch):
     made = []
-    whole = schedule.Schedule
+    whole = scheduler.Schedule
     monkeypatch.setattr(score, "Schedule", lambda *args, **names: made.append(whole(*args, **names)) or made[-1])
     found = score.score(model(), [[5] * 60, [6, 7]], Limits(prefill_chunk=8), "cpu")
     assert [one.number for one in found] == [1, 0]

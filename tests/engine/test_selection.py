@@ -2,10 +2,11 @@
 
 import pytest
 
-from dsv4cli.engine.config import parse_config
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import PRESETS, TINY
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.selection import Selection, parse_layers, select
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.presets import PRESETS, TINY
 from dsv4cli.errors import UsageError
 
 CONFIG = parse_config(TINY, "tiny")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dsv4cli.engine.settings import MAX_SEED, MIN_TEMPERATURE, Limits, Sampling, check_device, own_sampling
+from dsv4cli.engine.checkpoint.generation_config import own_sampling
+from dsv4cli.engine.settings import MAX_SEED, MIN_TEMPERATURE, Limits, Sampling, check_device
 from dsv4cli.errors import CheckpointError, UsageError
 
 

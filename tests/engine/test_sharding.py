@@ -2,10 +2,11 @@
 
 import pytest
 
-from dsv4cli.engine.fit.share import SharedModel
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.sharding import check_ranks
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.sharding import check_ranks
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.fit.share import SharedModel
 from dsv4cli.errors import CheckpointError, UsageError
 
 OFFICIAL = Formats()

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4cli.engine.identify import FolderIdentity, recognise
-from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors
-from dsv4cli.engine.naming import MpNaming, Naming, TransformersNaming, stored_table
-from dsv4cli.engine.stored import StoredModel
-from dsv4cli.engine.values import decode, e4m3_values, e8m0_values, form_of, scale_rows
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, recognise
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, TransformersNaming, stored_table
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.checkpoint.values import decode, e4m3_values, e8m0_values, form_of, scale_rows
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.block_scale import dequantise
 from tests import damage

@@ -7,20 +7,20 @@ from random import Random
 
 import pytest
 
-from dsv4cli.engine import prefix, schedule
-from dsv4cli.engine.answers import generate_answers
-from dsv4cli.engine.budget import Thinking
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.dialogue import open_dialogue
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.prefix import shared
-from dsv4cli.engine.request import Request
-from dsv4cli.engine.schedule import Schedule
+from dsv4cli.engine.chat.answers import generate_answers
+from dsv4cli.engine.chat.conversation import ContextFull, Talk
+from dsv4cli.engine.chat.dialogue import open_dialogue
+from dsv4cli.engine.chat.thinking import Thinking
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime import prefix_cache, scheduler
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.prefix_cache import shared
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.scheduler import Schedule
 from dsv4cli.engine.settings import Limits, Sampling
-from dsv4cli.engine.source import resolve_model
-from dsv4cli.engine.talk import ContextFull, Talk
-from dsv4cli.engine.tokens import THINK_END
+from dsv4cli.engine.text.tokens import THINK_END
+from dsv4cli.engine.weights.load import load_model
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult
 from tests.small_model import model
 
@@ -100,7 +100,7 @@ def ask(one, messages, sampling=SEEDED, **options):
 @pytest.fixture
 def decoder(monkeypatch):
     """Steps of single tokens are made as on a GPU, but for the graphs."""
-    monkeypatch.setattr(schedule, "captures", lambda device: True)
+    monkeypatch.setattr(scheduler, "captures", lambda device: True)
 
 
 # the first block ends within the question
@@ -230,7 +230,7 @@ def test_dropped_reasoning_is_prefilled_from_the_answer_on():
 
 @pytest.mark.parametrize("kept", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_number_of_snapshots_is_bounded_and_the_ends_stay(monkeypatch, kept):
-    monkeypatch.setattr(prefix, "SNAPSHOTS", kept)
+    monkeypatch.setattr(prefix_cache, "SNAPSHOTS", kept)
     with talk(max_tokens=1) as one:
         messages = list(LONG)
         for number in range(3):
@@ -407,7 +407,7 @@ def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
             raise wrong
 
         with monkeypatch.context() as patch:
-            patch.setattr(schedule, "make_batch", fails)
+            patch.setattr(scheduler, "make_batch", fails)
             with pytest.raises(type(wrong)) as caught:
                 drain(one.reply(second, SEEDED))
         if isinstance(wrong, NotEnoughMemory):
@@ -442,7 +442,7 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
         draws.append(allowed)
         return logits.argmax(-1) * 0 + (eos if allowed and len(draws) > 2 else letter)
 
-    monkeypatch.setattr("dsv4cli.engine.talk.sample", sample)
+    monkeypatch.setattr("dsv4cli.engine.chat.conversation.sample", sample)
     with talk("high", max_tokens=40) as one:
         answer, _ = drain(one.reply(LONG, SEEDED))
     assert [step.token for step in answer.steps] == [letter, letter, END, letter, eos]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine import tokens
-from dsv4cli.engine.tokenizer import StreamDecoder, Tokenizer
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.tokenizer import StreamDecoder, Tokenizer
 from dsv4cli.errors import CheckpointError, UsageError
 
 OFFICIAL_SHA256 = "8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf"
@@ -91,7 +91,7 @@ def byte_ids(data: bytes) -> list[int]:
 
 
 def test_import_is_light() -> None:
-    code = "import sys, dsv4cli.engine.tokenizer; print([m for m in ('tokenizers', 'torch') if m in sys.modules])"
+    code = "import sys, dsv4cli.engine.text.tokenizer; print([m for m in ('tokenizers', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

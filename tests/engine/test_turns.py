@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine.prompt import Message, check_messages, encode_messages
-from dsv4cli.engine.tokens import BOS, EOS, TASKS
+from dsv4cli.engine.text.prompt import Message, check_messages, encode_messages
+from dsv4cli.engine.text.tokens import BOS, EOS, TASKS
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

@@ -6,15 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dsv4cli.engine.checks import codes, measure
-from dsv4cli.engine.checks.codes import of_codes
-from dsv4cli.engine.checks.measure import sample_rows, whole_rows
-from dsv4cli.engine.checks.statistics import ROW, Statistics, of_values
-from dsv4cli.engine.checks.survey import check_values
-from dsv4cli.engine.identify import recognise
-from dsv4cli.engine.layout import Formats, TensorSpec
-from dsv4cli.engine.matrix import StoredMatrix
-from dsv4cli.engine.values import decode, e4m3_values, e8m0_values
+from dsv4cli.engine.checkpoint.identify import recognise
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.matrix import StoredMatrix
+from dsv4cli.engine.checkpoint.values import decode, e4m3_values, e8m0_values
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.checks import codes, measure
+from dsv4cli.engine.inspection.checks.codes import of_codes
+from dsv4cli.engine.inspection.checks.measure import sample_rows, whole_rows
+from dsv4cli.engine.inspection.checks.statistics import ROW, Statistics, of_values
+from dsv4cli.engine.inspection.checks.survey import check_values
 from tests import clothes, damage, synthetic
 
 GOLDEN = damage.GOLDEN / "tiny-flash"

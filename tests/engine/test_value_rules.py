@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from dsv4cli.engine.checks.findings import GAIN, SPREAD, ZEROS, Measured, compare, judge, kind_of
-from dsv4cli.engine.checks.measure import ENOUGH, Measurement
-from dsv4cli.engine.checks.statistics import Statistics
-from dsv4cli.engine.identify import recognise
-from dsv4cli.engine.layout import Formats, TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.matrix import StoredMatrix
-from dsv4cli.engine.values import e4m3_values
+from dsv4cli.engine.checkpoint.identify import recognise
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.checkpoint.matrix import StoredMatrix
+from dsv4cli.engine.checkpoint.values import e4m3_values
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.checks.findings import GAIN, SPREAD, ZEROS, Measured, compare, judge, kind_of
+from dsv4cli.engine.inspection.checks.measure import ENOUGH, Measurement
+from dsv4cli.engine.inspection.checks.statistics import Statistics
 from tests import damage
 
 EXPERTS = 6

@@ -11,15 +11,15 @@ import typer
 
 from dsv4cli.cli import app
 from dsv4cli.commands.inspect_for import show_verdict
-from dsv4cli.engine.config import read_config
+from dsv4cli.engine.checkpoint.naming import MpNaming
+from dsv4cli.engine.config.model_config import read_config
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.conversion.target import TARGETS, TargetName, choose_target
-from dsv4cli.engine.inspectable import resolve_inspectable
-from dsv4cli.engine.inspection import inspect_model
-from dsv4cli.engine.layout import Formats
-from dsv4cli.engine.naming import MpNaming
-from dsv4cli.engine.verdict.examine import judge
-from dsv4cli.engine.verdict.judge import CONSUMERS, Consumer, Verdict, start_command
+from dsv4cli.engine.inspection.consumers.examine import judge
+from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, Verdict, start_command
+from dsv4cli.engine.inspection.report import inspect_model
+from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Colours, Output
 from tests import damage, relatives

@@ -19,7 +19,9 @@ from tests.test_architecture import PACKAGE, ROOT
 
 # not those whose plain twin is a library's (peers)
 FAMILIES = sorted(
-    path.parent.name for path in (PACKAGE / "kernels").glob("*/kernel.py") if path.with_name("ref.py").is_file()
+    path.parent.name
+    for path in (PACKAGE / "kernels").glob("*/ref.py")
+    if path.with_name("kernel.py").is_file() or path.with_name("kernel").is_dir()
 )
 
 

@@ -4,10 +4,10 @@ import random
 import numpy as np
 import pytest
 
-from dsv4cli.engine import tokens
-from dsv4cli.engine.prompt import check_messages, check_tools, encode_messages, with_tools
-from dsv4cli.engine.reply import parse_reply
-from dsv4cli.engine.tokenizer import Tokenizer
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt import check_messages, check_tools, encode_messages, with_tools
+from dsv4cli.engine.text.reply import parse_reply
+from dsv4cli.engine.text.tokenizer import Tokenizer
 from tools.nano import bpe, conversation, heldout, judge, mixture, stream, tables, vocabulary, words
 from tools.nano.tasks import arithmetic, facts, retrieval
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.layout import Formats, expected_tensors, matrices
-from dsv4cli.engine.loading import build_random, load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.source import FolderSource
+from dsv4cli.engine.checkpoint.layout import expected_tensors, matrices
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.indexer import top_entries
 from tools.nano import attention, loss, model

@@ -5,8 +5,8 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from dsv4cli.engine import tokens
-from dsv4cli.engine.tokenizer import FIRST_BYTE
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.tokenizer import FIRST_BYTE
 
 FILE = Path(__file__).resolve().parents[2] / "dsv4cli" / "nano" / "tokenizer.json"
 FIRST_MERGE = FIRST_BYTE + 256

@@ -2,8 +2,8 @@
 
 import re
 
-from dsv4cli.engine import tokens
-from dsv4cli.engine.prompt import encode_messages, with_tools
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt import encode_messages, with_tools
 from tools.nano.item import Item, Message
 
 LEARNED, PREDICTABLE, FILLER = 1.0, 0.1, 0.02

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.conversion.metadata import metadata_files
-from dsv4cli.engine.layout import expected_tensors
-from dsv4cli.engine.weights import TORCH_DTYPES
+from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.kernels.recode import to_fp4, to_fp8
 from tools.nano.shape import FORMATS, GENERATION, VALUES, nano_config
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.rope import frequencies
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.rope import frequencies
 from dsv4cli.kernels.compressor.ref import pool
 from dsv4cli.kernels.experts.ref import gated
 from dsv4cli.kernels.hyper_connections import ref as hyper_connections

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.kernels.norm.ref import head_norm, rms_norm
 from tools.nano import attention, layers, quantise
 from tools.nano.layers import Turn, Weights

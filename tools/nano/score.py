@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from dsv4cli.engine.answers import generate_answers
-from dsv4cli.engine.attention import Attention
-from dsv4cli.engine.batch import Batch, make_batch
-from dsv4cli.engine.cache import Cache, LayerCache
-from dsv4cli.engine.device import resolve_device
-from dsv4cli.engine.dialogue import Dialogue, open_dialogue
-from dsv4cli.engine.loading import load_model
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.prompt import with_tools
-from dsv4cli.engine.request import Request
+from dsv4cli.engine.chat.answers import generate_answers
+from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.attention import Attention
+from dsv4cli.engine.model.batch import Batch, make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.cache import Cache, LayerCache
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.system.device import resolve_device
+from dsv4cli.engine.text.prompt import with_tools
+from dsv4cli.engine.weights.load import load_model
 from tools.nano.heldout import BANDS, load
 from tools.nano.judge import is_right
 

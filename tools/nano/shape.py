@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from dsv4cli.engine.config import ModelConfig, parse_config
-from dsv4cli.engine.layout import DTYPES, Formats, expected_tensors
-from dsv4cli.engine.presets import COMMON
+from dsv4cli.engine.checkpoint.layout import DTYPES, expected_tensors
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.presets import COMMON
+from dsv4cli.engine.config.storage import Formats
 
 VALUES: dict[str, Any] = COMMON | {
     "hidden_size": 256,

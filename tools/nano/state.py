@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.config.model_config import ModelConfig
 from tools.nano.export import export
 from tools.nano.shape import initial_parameters
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine import tokens
-from dsv4cli.engine.tokenizer import BYTE_CHARACTERS, FIRST_BYTE
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.tokenizer import BYTE_CHARACTERS, FIRST_BYTE
 from tools.nano import tables, words
 from tools.nano.bpe import FILE, FIRST_MERGE, PATTERN, join, pieces
 from tools.nano.conversation import rendered

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4cli.engine.checkpoint import UNFINISHED
+from dsv4cli.engine.checkpoint.headers import UNFINISHED
+from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.conversion.finish import Against, Progress, compare
 from dsv4cli.engine.conversion.manifest import MANIFEST, Manifest, hash_files, read_manifest
 from dsv4cli.engine.conversion.verify import Verification
-from dsv4cli.engine.identify import recognise
 from dsv4cli.errors import DiskError, UsageError
 from dsv4cli.harmless import shell_word
 

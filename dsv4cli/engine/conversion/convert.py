@@ -9,7 +9,9 @@ from typing import Literal
 
 import torch
 
-from dsv4cli.engine.checkpoint import UNFINISHED, scan_checkpoint
+from dsv4cli.engine.checkpoint.headers import UNFINISHED, scan_checkpoint
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
+from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.conversion.finish import assemble, assembled, clear
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Journal, Part, Verdict, write_file
@@ -19,8 +21,6 @@ from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
 from dsv4cli.engine.conversion.work import FileDone, carry_out, step_bytes, write_item
-from dsv4cli.engine.identify import FolderIdentity, describe
-from dsv4cli.engine.stored import StoredModel
 from dsv4cli.errors import CheckpointError, UnsoundResult
 from dsv4cli.harmless import shell_word
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4cli.engine import durable
 from dsv4cli.engine.conversion.journal import temporary_name
-from dsv4cli.engine.regular import open_file
+from dsv4cli.engine.system import atomic
+from dsv4cli.engine.system.regular_files import open_file
 from dsv4cli.errors import CheckpointError
 
 CHUNK = 1 << 22
@@ -35,12 +35,12 @@ class Copy:
         try:
             with _Reader(self.source) as reader:
                 while piece := reader.read():
-                    durable.write(descriptor, piece)
+                    atomic.write(descriptor, piece)
                     told(len(piece))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        durable.publish(temporary, self.target)
+        atomic.publish(temporary, self.target)
 
 
 class _Reader:

@@ -9,8 +9,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from dsv4cli.engine.checkpoint import INDEX, MAX_HEADER, UNFINISHED, scan_checkpoint
-from dsv4cli.engine.config import parse_any_config
+from dsv4cli.engine.checkpoint.headers import INDEX, MAX_HEADER, UNFINISHED, scan_checkpoint
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, identity_of
+from dsv4cli.engine.checkpoint.layout import expected_tensors, matrices
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.config.model_config import parse_any_config
 from dsv4cli.engine.conversion.job import job_of, whole_copies
 from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
 from dsv4cli.engine.conversion.manifest import (
@@ -28,9 +31,6 @@ from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.selection import renumbered
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
-from dsv4cli.engine.identify import FolderIdentity, identity_of
-from dsv4cli.engine.layout import expected_tensors, matrices
-from dsv4cli.engine.stored import StoredModel
 from dsv4cli.errors import CheckpointError, UnsoundResult, UsageError
 from dsv4cli.harmless import shell_word
 

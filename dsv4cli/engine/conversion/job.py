@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli import __version__
-from dsv4cli.engine.checkpoint import UNFINISHED, Checkpoint
-from dsv4cli.engine.config import ModelConfig
+from dsv4cli.engine.checkpoint.coverage import check_coverage
+from dsv4cli.engine.checkpoint.files import check_unchanged
+from dsv4cli.engine.checkpoint.headers import UNFINISHED, Checkpoint
+from dsv4cli.engine.checkpoint.identify import FolderIdentity
+from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, TransformersNaming, stored_table
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.conversion.copies import Copy
 from dsv4cli.engine.conversion.journal import Part, Times
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
@@ -20,12 +25,7 @@ from dsv4cli.engine.conversion.plan import FilePlan, plan_files, stored_bytes
 from dsv4cli.engine.conversion.room import free_bytes, told_apart
 from dsv4cli.engine.conversion.selection import Selection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
-from dsv4cli.engine.coverage import check_coverage
-from dsv4cli.engine.files import check_unchanged
-from dsv4cli.engine.identify import FolderIdentity
-from dsv4cli.engine.layout import Role, TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.naming import MpNaming, Naming, TransformersNaming, stored_table
-from dsv4cli.engine.regular import Stamp
+from dsv4cli.engine.system.regular_files import Stamp
 from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
 from dsv4cli.harmless import shell_word
 

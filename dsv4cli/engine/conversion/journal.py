@@ -16,8 +16,8 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any, Literal
 
-from dsv4cli.engine import durable
-from dsv4cli.engine.checkpoint import UNFINISHED
+from dsv4cli.engine.checkpoint.headers import UNFINISHED
+from dsv4cli.engine.system import atomic
 from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.harmless import shell_word
 
@@ -147,7 +147,7 @@ class Journal:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         with self._lock:
-            durable.append(self._file, (json.dumps(entry) + "\n").encode())
+            atomic.append(self._file, (json.dumps(entry) + "\n").encode())
             self._enter(entry)
 
 
@@ -196,7 +196,7 @@ def _check_plan(plan: Mapping[str, Any]) -> None:
 def write_file(path: Path, content: bytes, workshop: Path) -> None:
     """Writes a file that appears complete or not at all, also after a crash; `workshop` is the journal's folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write_file(path, content, temporary_name(path, workshop))
+    atomic.write_file(path, content, temporary_name(path, workshop))
 
 
 def temporary_name(path: Path, workshop: Path) -> Path:

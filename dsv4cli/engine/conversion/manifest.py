@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.regular import open_file, read_bytes
+from dsv4cli.engine.system.regular_files import open_file, read_bytes
 from dsv4cli.errors import CheckpointError, UnsoundResult
 from dsv4cli.harmless import shell_word
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.config import ModelConfig, config_values
-from dsv4cli.engine.config_keys import (
+from dsv4cli.engine.checkpoint.layout import DTYPES, expected_tensors
+from dsv4cli.engine.config.keys import (
     ATTENTION_FACTOR,
     COMPRESS_RATES,
     FIXED,
@@ -26,9 +26,10 @@ from dsv4cli.engine.config_keys import (
     SCORE_MLP,
     TRANSFORMERS_KEYS,
 )
+from dsv4cli.engine.config.model_config import ModelConfig, config_values
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.manifest import MANIFEST
 from dsv4cli.engine.conversion.target import TargetName
-from dsv4cli.engine.layout import DTYPES, Formats, expected_tensors
 
 CONFIG, INFERENCE, NVFP4_MANIFEST = "config.json", "inference/config.json", "hf_quant_config.json"
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}

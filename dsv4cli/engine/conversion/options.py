@@ -8,17 +8,17 @@ from typing import Literal
 
 import torch
 
+from dsv4cli.engine.checkpoint.source import RandomSource, resolve_model
+from dsv4cli.engine.config.storage import ExpertFormat, LinearFormat
 from dsv4cli.engine.conversion.finish import Against, Progress
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Part
 from dsv4cli.engine.conversion.selection import Selection, parse_layers, select
 from dsv4cli.engine.conversion.sources import source_identity
 from dsv4cli.engine.conversion.target import TargetName, choose_target
-from dsv4cli.engine.device import resolve_device
-from dsv4cli.engine.layout import ExpertFormat, LinearFormat
 from dsv4cli.engine.settings import parse_size
-from dsv4cli.engine.source import RandomSource, resolve_model
-from dsv4cli.engine.tokenizer import Tokenizer
+from dsv4cli.engine.system.device import resolve_device
+from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.errors import UsageError
 
 # more threads than this wait for the disk and for each other

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from dsv4cli.engine.checkpoint import DTYPE_BITS
-from dsv4cli.engine.layout import Role, TensorSpec, matrices
-from dsv4cli.engine.naming import MpNaming, Naming, Place, stored_table
+from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
+from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, Place, stored_table
 from dsv4cli.kernels.formats import FP8_BLOCK
 
 # output bytes between two lines of the journal: what an interruption costs at most, a few seconds of writing

@@ -8,10 +8,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dsv4cli.engine.layout import Role, TensorSpec, matrices
-from dsv4cli.engine.remedies import look
-from dsv4cli.engine.stored import Raw, StoredModel
-from dsv4cli.engine.values import form_of, scale_rows
+from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.checkpoint.remedies import look
+from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
+from dsv4cli.engine.checkpoint.values import form_of, scale_rows
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels import recode
 from dsv4cli.kernels.formats import FP8_BLOCK

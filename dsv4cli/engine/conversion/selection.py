@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dsv4cli.engine.config import DSpark, ModelConfig
-from dsv4cli.engine.identify import FolderIdentity
-from dsv4cli.engine.layout import expected_tensors
+from dsv4cli.engine.checkpoint.identify import FolderIdentity
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.config.model_config import DSpark, ModelConfig
 from dsv4cli.errors import UsageError
 
 LAYER = re.compile(r"^layers\.(\d+)\.")

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4cli.engine.checkpoint import Checkpoint, TensorInfo
+from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, recognise
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.checkpoint.naming import OfficialNaming
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
 from dsv4cli.engine.conversion.recode import numpy_bits
-from dsv4cli.engine.identify import FolderIdentity, recognise
-from dsv4cli.engine.layout import TensorSpec, expected_tensors
-from dsv4cli.engine.naming import OfficialNaming
-from dsv4cli.engine.random_weights import RandomRows
-from dsv4cli.engine.source import FolderSource, RandomSource
-from dsv4cli.engine.stored import Raw, StoredModel
+from dsv4cli.engine.weights.random_weights import RandomRows
 
 
 @dataclass(frozen=True)

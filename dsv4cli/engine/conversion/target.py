@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.layout import ExpertFormat, Formats, LinearFormat
-from dsv4cli.engine.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
+from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.storage import ExpertFormat, Formats, LinearFormat
 from dsv4cli.errors import UsageError
 
 TargetName = Literal["official", "bf16", "fp8", "nvfp4", "mp", "transformers"]

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from dsv4cli.engine.compare import Comparison, row_chunks
+from dsv4cli.engine.checkpoint.compare import Comparison, row_chunks
+from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.checkpoint.values import Values, decode, form_of, scale_rows
 from dsv4cli.engine.conversion.plan import stored_bytes
-from dsv4cli.engine.layout import Role, TensorSpec
-from dsv4cli.engine.stored import StoredModel
-from dsv4cli.engine.values import Values, decode, form_of, scale_rows
 
 # of the row pieces of a matrix, one in this many is compared when a sample is enough
 SAMPLE = 16

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dsv4cli.engine.checkpoint import UNFINISHED
+from dsv4cli.engine.checkpoint.headers import UNFINISHED
+from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.values import Raw
 from dsv4cli.engine.conversion.journal import Journal
 from dsv4cli.engine.conversion.manifest import changed, hash_file
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
 from dsv4cli.engine.conversion.recode import Recoder
-from dsv4cli.engine.durable import publish
-from dsv4cli.engine.layout import Role, TensorSpec
-from dsv4cli.engine.values import Raw
+from dsv4cli.engine.system.atomic import publish
 
 # bytes written in one step of a worker: on a CPU its arrays stay in the second-level cache, on a GPU a step is worth
 # its transfers

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dsv4cli.engine.checkpoint import INDEX
+from dsv4cli.engine.checkpoint.headers import INDEX
 from dsv4cli.engine.hub.cached import check_cache
 from dsv4cli.engine.hub.files import Listing, RemoteFile
 from dsv4cli.errors import CheckpointError, UsageError

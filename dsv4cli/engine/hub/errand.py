@@ -6,10 +6,10 @@ from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_url
 
-from dsv4cli.engine.crew import Meter
 from dsv4cli.engine.hub.files import Listing, RemoteFile, is_intact
 from dsv4cli.engine.hub.patience import Patience
 from dsv4cli.engine.hub.place import Place
+from dsv4cli.engine.system.threads import Meter
 
 
 @dataclass(frozen=True)

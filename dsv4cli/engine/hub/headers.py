@@ -13,7 +13,8 @@ from typing import Any
 from huggingface_hub import get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined] # public too
 
-from dsv4cli.engine.checkpoint import (
+from dsv4cli.engine.checkpoint.foreign import GGUF
+from dsv4cli.engine.checkpoint.headers import (
     LFS_POINTER,
     MAX_HEADER,
     Checkpoint,
@@ -21,14 +22,14 @@ from dsv4cli.engine.checkpoint import (
     index_problems,
     parse_header,
 )
-from dsv4cli.engine.crew import Meter, do_all
+from dsv4cli.engine.checkpoint.identify import refusal
 from dsv4cli.engine.hub.choose import kind_of
 from dsv4cli.engine.hub.errand import Errand
 from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile, list_files
 from dsv4cli.engine.hub.job import another, fetch_small, index_in, quiet, repository_of
 from dsv4cli.engine.hub.patience import BadConnection, Patience
 from dsv4cli.engine.hub.place import FolderPlace
-from dsv4cli.engine.identify import GGUF, refusal
+from dsv4cli.engine.system.threads import Meter, do_all
 from dsv4cli.errors import CheckpointError
 
 # bytes asked for at once: the headers of Flash's files have about 200 kB, those of Pro's 300 kB

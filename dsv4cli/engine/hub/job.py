@@ -12,8 +12,8 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from dsv4cli.engine.checkpoint import INDEX, read_index
-from dsv4cli.engine.crew import Meter, do_all
+from dsv4cli.engine.checkpoint.headers import INDEX, read_index
+from dsv4cli.engine.checkpoint.source import ALIASES, REPOSITORY
 from dsv4cli.engine.hub.cached import cached_listing
 from dsv4cli.engine.hub.choose import Wish, choose
 from dsv4cli.engine.hub.errand import Errand
@@ -22,7 +22,7 @@ from dsv4cli.engine.hub.files import Listing, RemoteFile, list_files
 from dsv4cli.engine.hub.patience import AGAIN, Patience
 from dsv4cli.engine.hub.place import CachePlace, FolderPlace, Place, free_bytes
 from dsv4cli.engine.hub.xet import written
-from dsv4cli.engine.source import ALIASES, REPOSITORY
+from dsv4cli.engine.system.threads import Meter, do_all
 from dsv4cli.errors import CheckpointError, Dsv4Error, HubError, NotEnoughDisk, UsageError
 
 Report = Callable[[int, int], None]

@@ -16,11 +16,11 @@ from typing import Any
 from huggingface_hub import constants, get_hf_file_metadata
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined] # public, but not marked so
 
-from dsv4cli.engine.crew import begin
 from dsv4cli.engine.hub.errand import Errand
 from dsv4cli.engine.hub.files import LIBRARY, RemoteFile
 from dsv4cli.engine.hub.patience import HTTP_ERROR, Stopped
 from dsv4cli.engine.hub.place import Place
+from dsv4cli.engine.system.threads import begin
 
 # seconds between two looks at a download that huggingface_hub does
 LOOK = 0.2

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from dsv4cli.engine.capacity import ROLLBACK
+from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.profiling.bounds import ENTRIES, FOUR_ROUNDINGS
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
 from dsv4cli.engine.profiling.scene import Scene

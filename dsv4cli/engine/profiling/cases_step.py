@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4cli.engine.batch import Batch, Extent, Numbers, place
-from dsv4cli.engine.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.model.batch import Batch, Extent, Numbers, place
 from dsv4cli.engine.profiling.bounds import EXACT, NOISE, ROTATIONS
 from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
 from dsv4cli.engine.profiling.scene import Scene

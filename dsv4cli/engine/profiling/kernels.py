@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from dsv4cli.engine.config import parse_config
-from dsv4cli.engine.device import free_memory, step_memory
-from dsv4cli.engine.layout import Formats, expected_tensors
-from dsv4cli.engine.presets import PRESETS
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.sharding import check_dimensions
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.profiling.bounds import deviation
 from dsv4cli.engine.profiling.case import Case, Rival, Tensors, Work
 from dsv4cli.engine.profiling.cases_attention import attentions, index
@@ -24,8 +26,7 @@ from dsv4cli.engine.profiling.ceilings import Ceilings
 from dsv4cli.engine.profiling.clock import Timing, cache_bytes, time_calls
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.scene import Scene, Shapes
-from dsv4cli.engine.sharding import check_dimensions
-from dsv4cli.engine.source import resolve_model
+from dsv4cli.engine.system.device import free_memory, step_memory
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import Backend, KernelUnsupported, use
 

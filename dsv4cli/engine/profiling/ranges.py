@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4cli.engine.attention import Attention
-from dsv4cli.engine.block import Block
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.embedding import Embedding
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.moe import MoE
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.attention import Attention
+from dsv4cli.engine.model.block import Block
+from dsv4cli.engine.model.embedding import Embedding
+from dsv4cli.engine.model.moe import MoE
+from dsv4cli.engine.model.transformer import Transformer
 
 PREFIX = "dsv4: "
 ATTENTION = {0: "sliding attention", 4: "CSA attention", 128: "HCA attention"}

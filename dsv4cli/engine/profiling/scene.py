@@ -7,15 +7,15 @@ from math import prod
 
 import torch
 
-from dsv4cli.engine.batch import Batch, make_batch
-from dsv4cli.engine.cache import Cache
-from dsv4cli.engine.capacity import BLOCK_TOKENS
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.layout import TensorSpec
-from dsv4cli.engine.numerics import Numerics
-from dsv4cli.engine.random_weights import random_tensors
-from dsv4cli.engine.sharding import part_shape
-from dsv4cli.engine.weights import TORCH_DTYPES
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.sharding import part_shape
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.batch import Batch, make_batch
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.weights.fill import TORCH_DTYPES
+from dsv4cli.engine.weights.random_weights import random_tensors
 
 # up to here the tokens of a step are the next ones of as many sequences, beyond they are one prompt
 MOST_SEQUENCES = 64

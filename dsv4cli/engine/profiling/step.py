@@ -8,21 +8,21 @@ from time import perf_counter
 
 import torch
 
-from dsv4cli.engine.backend import captures
-from dsv4cli.engine.batch import make_batch
-from dsv4cli.engine.cache import Cache, Sequence
-from dsv4cli.engine.capacity import MAX_STEP_TOKENS
-from dsv4cli.engine.config import ModelConfig
-from dsv4cli.engine.decode import Decoder
-from dsv4cli.engine.device import step_memory
-from dsv4cli.engine.host_experts import LayerExperts
-from dsv4cli.engine.model import Transformer
-from dsv4cli.engine.moe import Experts, MoE
+from dsv4cli.engine.config.capacity import MAX_STEP_TOKENS
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.batch import make_batch
+from dsv4cli.engine.model.moe import Experts, MoE
+from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.ranges import BATCH, HEAD, OTHER, Ranges, expected_counts
-from dsv4cli.engine.sampler import check_finite
+from dsv4cli.engine.runtime.backend import captures
+from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.sampler import check_finite
+from dsv4cli.engine.system.device import step_memory
+from dsv4cli.engine.weights.offload import LayerExperts
 from dsv4cli.errors import UnsoundResult, UsageError
 from dsv4cli.kernels.dispatch import Backend, use
 from dsv4cli.kernels.formats import E8M0_BIAS

@@ -1,6 +1,6 @@
 """Sums over the ranks of one machine whose GPUs write into each other's memory: one launch, also in a CUDA graph.
 
-The twin in plain PyTorch is torch.distributed.all_reduce, which engine/parallel.py calls where this does not serve.
+The twin in plain PyTorch is torch.distributed.all_reduce; engine/parallel/world.py calls it where this does not serve.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,1 @@
+"""How does a message get its answer?"""

@@ -1,0 +1,118 @@
+"""One answer as it arrives: tokens to text, stop strings, reasoning and content told apart; no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from dsv4cli.engine.chat.thinking import Closed
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt import Message
+from dsv4cli.engine.text.repair import mend_reply
+from dsv4cli.engine.text.reply import Kind, MalformedReply, Reply, ReplyStream, parse_reply, split_reply
+from dsv4cli.engine.text.tokenizer import StreamDecoder, Tokenizer
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.runtime.generate import Step
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass
+class Answer:
+    """Takes the steps of one sequence; `push` returns the text that has become certain, by kind.
+
+    finish is set with the last step, `complaint` too where the end token came and the strict parser refused the text.
+    closed: why the thinking was ended from outside, by whoever did.
+    """
+
+    tokenizer: Tokenizer
+    thinking: bool
+    stops: Sequence[str] = ()
+    steps: list["Step"] = field(default_factory=list)
+    finish: FinishReason | None = None
+    complaint: str = ""
+    closed: Closed = ""
+
+    def __post_init__(self) -> None:
+        self._decoder = StreamDecoder(self.tokenizer)
+        self._stream = ReplyStream(self.thinking)
+        self._text = ""  # everything decoded but the end token, cut at a stop string
+        self._sent = 0  # characters of it that went into the stream
+        self._reply = Reply("")
+
+    def push(self, step: "Step") -> list[tuple[Kind, str]]:
+        """Adds a token; sets `finish` when the answer ends with it."""
+        self.steps.append(step)
+        ended = step.finish == "stop"
+        self._text += "" if ended else self._decoder.push(step.token)
+        self._text += self._decoder.flush() if step.finish else ""
+        self.finish = "stop" if self._cut_at_stop() else step.finish
+        certain = len(self._text) if self.finish else len(self._text) - self._held_back()
+        pieces = self._stream.push(self._text[self._sent : certain])
+        self._sent = certain
+        if self.finish:
+            self._reply = self._parse() if ended else split_reply(self._text, thinking=self.thinking)
+            pieces += self._stream.flush()
+        return pieces
+
+    def cut(self) -> list[tuple[Kind, str]]:
+        """Ends an answer that was interrupted, without a `finish`; harmless when it has ended."""
+        if self.finish:
+            return []
+        self._text += self._decoder.flush()
+        pieces = self._stream.push(self._text[self._sent :]) + self._stream.flush()
+        self._sent = len(self._text)
+        self._reply = split_reply(self._text, thinking=self.thinking)
+        return pieces
+
+    def message(self) -> tuple[Message, list[str]]:
+        """An answer that has ended or was cut as a message, and what had to be mended for that, in words."""
+        ended = bool(self.steps) and self.steps[-1].finish == "stop"
+        reply, mended = mend_reply(self._text + (tokens.EOS if ended else ""), thinking=self.thinking)
+        return reply.as_message(), mended
+
+    def _cut_at_stop(self) -> bool:
+        found = [place for stop in self.stops if (place := self._text.find(stop, self._sent)) >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+        return bool(found)
+
+    def _held_back(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        unsent = len(self._text) - self._sent
+        return max(
+            (
+                length
+                for stop in self.stops
+                for length in range(1, min(len(stop) - 1, unsent) + 1)
+                if self._text.endswith(stop[:length])
+            ),
+            default=0,
+        )
+
+    def _parse(self) -> Reply:
+        try:
+            reply = parse_reply(self._text + tokens.EOS, thinking=self.thinking)
+        except MalformedReply as error:
+            self.complaint = error.message
+            return split_reply(self._text, thinking=self.thinking)
+        if reply.tool_calls:
+            self.finish = "tool_calls"
+        return reply
+
+    def record(self) -> dict[str, Any]:
+        """The JSON form: content, reasoning_content, tool_calls, ids (the end token included), finish_reason."""
+        return {
+            "content": self._reply.content,
+            "reasoning_content": self._reply.reasoning_content,
+            "tool_calls": self._reply.tool_calls,
+            "ids": [step.token for step in self.steps],
+            "finish_reason": self.finish,
+        }
+
+    def logprobs(self) -> list[dict[str, Any]]:
+        """For each token its log-probability and the alternatives."""
+        return [
+            {"id": step.token, "logprob": step.logprob, "top": [[token, value] for token, value in step.top]}
+            for step in self.steps
+        ]

@@ -1,0 +1,105 @@
+"""The file of `run --out`: each answer is in it as soon as it ends, whatever happens then; no torch."""
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dsv4cli.engine.system.atomic import append, write_file
+from dsv4cli.errors import Dsv4Error, UsageError
+
+# an answer's place: the index of its prompt, and which of the answers to it
+Place = tuple[int, int]
+
+
+class CannotWrite(Dsv4Error):
+    """The file of answers cannot be written."""
+
+
+def place_of(record: Mapping[str, Any]) -> Place:
+    """Where an answer belongs."""
+    return record["index"], record.get("sample", 0)
+
+
+class AnswerFile:
+    """A file of JSON lines, one an answer, held by this process until it is closed.
+
+    request: of a line, what tells that it answers the same prompt in the same way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError for a path that is no file of answers, or that another process holds."""
+        self.path = path.resolve()  # a link stays a link
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise UsageError(f"--out {path} cannot be written: {error.strerror}", "name another file") from None
+        try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise UsageError(f"--out {path} is no file", "leave out --out, and answers go to stdout")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.records = self._read()
+        except BlockingIOError:
+            os.close(self._file)
+            raise UsageError(f"another process writes to {path}", "wait for it, or name another file") from None
+        except UsageError:
+            os.close(self._file)
+            raise
+
+    def close(self) -> None:
+        """Lets others have the file."""
+        os.close(self._file)
+
+    def _read(self) -> dict[Place, dict[str, Any]]:
+        """The answers that are there; a last line that a kill has cut off is removed."""
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        found: dict[Place, dict[str, Any]] = {}
+        for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
+            try:
+                record = json.loads(line)
+                found.setdefault((int(record["index"]), int(record.get("sample", 0))), record)
+                str(record["request"]), int(record["seed"])
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise UsageError(
+                    f"{self.path}, line {number}: no answer that --out has written", "name another file"
+                ) from None
+        if content[whole:] and not found and not content[whole:].startswith(b'{"index": '):
+            raise UsageError(f"{self.path} is no file of answers", "name another file")
+        os.ftruncate(self._file, whole)
+        return found
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Takes an answer; once this returns, it is on the disk. Raises CannotWrite."""
+        with self._writing():
+            append(self._file, _line(record))
+        self.records[place_of(record)] = record
+
+    def order(self) -> None:
+        """Gives the file the order of the prompts: it has the old one or the new one, whatever happens."""
+        lines = b"".join(_line(self.records[place]) for place in sorted(self.records))
+        if lines != self.path.read_bytes():
+            beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            try:
+                with self._writing():
+                    write_file(self.path, lines, beside, stat.S_IMODE(os.fstat(self._file).st_mode))
+            finally:
+                beside.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kept = f"the answers before are in it: {len(self.records):,}"
+            raise CannotWrite(
+                f"{self.path} cannot be written: {error.strerror}; {kept}", "the same command goes on"
+            ) from None
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="surrogatepass")

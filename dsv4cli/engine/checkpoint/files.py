@@ -1,0 +1,87 @@
+"""The bytes of a checkpoint's files, read from several threads at once; no torch."""
+
+import os
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+
+from dsv4cli.engine.checkpoint.headers import TensorInfo
+from dsv4cli.engine.system.regular_files import Stamp, open_file, stamp
+from dsv4cli.errors import CheckpointError
+
+
+class Files:
+    """Files of checkpoints, opened when they are first read; as a context manager, checked and closed at its end."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._stamps: dict[Path, Stamp] = {}
+        self._lock = Lock()
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises CheckpointError for a file that somebody has changed since it was first read."""
+        try:
+            if kind is None:
+                self._check_unchanged()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Closes every file; what is read afterwards opens its file again."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+            self._stamps.clear()
+
+    def read(self, info: TensorInfo, begin: int, into: memoryview) -> None:
+        """Fills `into`, unsigned bytes, from byte `begin` of a tensor on; other threads run meanwhile.
+
+        Raises CheckpointError for a file that cannot be read or that ends before.
+        """
+        done = 0
+        try:
+            descriptor = self._descriptor(info.file)
+            while done < len(into):
+                count = os.preadv(descriptor, [into[done:]], info.begin + begin + done)
+                if not count:
+                    raise CheckpointError(f"{info.file} ends inside {info.name}", f"download {info.file.name} again")
+                done += count
+        except OSError as error:
+            raise CheckpointError(
+                f"{info.file} cannot be read at {info.name}: {error.strerror}", "check the file and its disk"
+            ) from None
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                descriptor = open_file(path)
+                self._descriptors[path] = descriptor
+                self._stamps[path] = stamp(os.fstat(descriptor))
+            return self._descriptors[path]
+
+    def _check_unchanged(self) -> None:
+        with self._lock:
+            for path, before in self._stamps.items():
+                check_unchanged(path, before)
+
+
+def check_unchanged(path: Path, before: Stamp) -> None:
+    """Raises CheckpointError unless the file with this name is the one that was read, as it was."""
+    try:
+        now = stamp(os.stat(path))
+    except FileNotFoundError:
+        # what an open descriptor reads of a removed file is the file
+        return
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", "check the file and its disk") from None
+    if now != before:
+        raise CheckpointError(
+            f"{path} changed while it was read: what was read is partly old and partly new",
+            "wait until nothing writes to it, then run the command again",
+        )

@@ -1,0 +1,227 @@
+"""The one table of a checkpoint: every tensor's key, format and shape, the parameter it fills, how it is cut; no torch.
+
+Source: tensor list of the official repositories (69,187 tensors for Flash, 145,116 for Pro, 72,317 for Flash-0731).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
+
+Role = Literal["weight", "scale", "weight_scale", "weight_scale_2", "input_scale"]
+# storage format -> dtype name of its weight in a safetensors header
+DTYPES = {"fp4": "I8", "fp8": "F8_E4M3", "nvfp4": "U8", "bf16": "BF16", "f32": "F32"}
+SCALE_DTYPE = "F8_E8M0"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint.
+
+    name: its key. dtype: name in a safetensors header. shape: as stored. parameter: dotted name in the Transformer.
+    expert: row of the stacked parameter, or None. family: what it belongs to. shard: the dimension that tensor
+    parallelism cuts, or None where every rank holds it whole. count: parameters it stands for, 0 for scales and tables.
+    columns: of a matrix or its scale, the unpacked columns of the matrix. role: which part of a matrix it is.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    family: str
+    count: int
+    shard: int | None = None
+    parameter: str = ""
+    expert: int | None = None
+    columns: int = 0
+    role: Role = "weight"
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether the tensor is a scale of the weight of the same matrix."""
+        return self.role != "weight"
+
+    @property
+    def matrix(self) -> str:
+        """The name that a weight and its scales share; of a tensor that is no matrix, its own."""
+        return self.name.removesuffix("." + self.role) if self.columns else self.name
+
+
+def matrices(specs: Iterable[TensorSpec]) -> dict[str, dict[Role, TensorSpec]]:
+    """The table by matrix: each weight with its scales, by role; a tensor that is no matrix stands alone."""
+    found: dict[str, dict[Role, TensorSpec]] = {}
+    for spec in specs:
+        found.setdefault(spec.matrix, {})[spec.role] = spec
+    return found
+
+
+def expected_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorSpec]:
+    """Every tensor that a checkpoint of this model holds, by key; nothing more and nothing less loads."""
+    table = _Table(config, formats)
+    specs = [*table.top()]
+    for layer, ratio in enumerate(config.layer_ratios):
+        specs += table.block(f"layers.{layer}.", ratio, config.is_hash_layer(layer))
+    for stage in range(config.draft_stages):
+        specs += table.block(f"mtp.{stage}.", 0, is_hash=False)
+        specs += table.mtp(stage) if config.dspark is None else table.dspark(stage)
+    return {spec.name: spec for spec in specs}
+
+
+def _scales(form: str, rows: int, columns: int) -> list[tuple[Role, str, tuple[int, ...]]]:
+    """Role, dtype and shape of each scale of a matrix [rows, columns]."""
+    if form == "fp4":
+        return [("scale", SCALE_DTYPE, (rows, columns // FP4_BLOCK))]
+    if form == "fp8":
+        return [("scale", SCALE_DTYPE, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))]
+    if form == "nvfp4":
+        # names and dtypes of ModelOpt's export
+        blocks: tuple[int, ...] = (rows, columns // NVFP4_BLOCK)
+        return [("weight_scale", "F8_E4M3", blocks), ("weight_scale_2", "F32", ()), ("input_scale", "F32", ())]
+    return []
+
+
+class _Table:
+    """Yields the specs of one part of the model after another."""
+
+    def __init__(self, config: ModelConfig, formats: Formats) -> None:
+        self.config = config
+        self.formats = formats
+        self.dense_dtype = DTYPES[formats.dense]
+
+    def _tensor(
+        self, name: str, dtype: str, shape: tuple[int, ...], family: str, shard: int | None = None
+    ) -> TensorSpec:
+        count = 0 if dtype == "I64" else prod(shape)
+        return TensorSpec(name, dtype, shape, family, count, shard, parameter=name)
+
+    def _dense(self, name: str, shape: tuple[int, ...], family: str, shard: int | None = None) -> TensorSpec:
+        return self._tensor(name, self.dense_dtype, shape, family, shard)
+
+    def _f32(self, name: str, shape: tuple[int, ...], family: str, shard: int | None = None) -> TensorSpec:
+        return self._tensor(name, "F32", shape, family, shard)
+
+    def _matrix(
+        self, name: str, rows: int, columns: int, family: str, shard: int | None = None, expert: int | None = None
+    ) -> Iterator[TensorSpec]:
+        """A matrix [rows, columns] in its storage format: the weight and, where the format has one, its block scale."""
+        linear = self.formats.output if name.endswith(".wo_a") else self.formats.linear
+        experts = self.formats.drafter if name.startswith("mtp.") else self.formats.experts
+        form = linear if expert is None else experts
+        parameter = name if expert is None else name.replace(f"experts.{expert}.", "experts.")
+        stored = (rows, columns // 2) if form in ("fp4", "nvfp4") else (rows, columns)
+        weight = TensorSpec(
+            name=name + ".weight",
+            dtype=DTYPES[form],
+            shape=stored,
+            family=family,
+            count=rows * columns,
+            shard=shard,
+            parameter=parameter + ".weight",
+            expert=expert,
+            columns=columns,
+        )
+        yield weight
+        for role, dtype, shape in _scales(form, rows, columns):
+            scale = replace(weight, name=f"{name}.{role}", parameter=f"{parameter}.{role}", role=role, count=0)
+            # one number stands for the whole matrix, on every rank
+            yield replace(scale, dtype=dtype, shape=shape, shard=shard if shape else None)
+
+    def top(self) -> Iterator[TensorSpec]:
+        """The tensors outside the blocks."""
+        config = self.config
+        yield self._dense("embed.weight", (config.vocab_size, config.hidden_size), "embedding")
+        yield self._dense("head.weight", (config.vocab_size, config.hidden_size), "head", shard=0)
+        yield self._dense("norm.weight", (config.hidden_size,), "norms")
+        yield from self.hc_head("")
+
+    def hc_head(self, prefix: str) -> Iterator[TensorSpec]:
+        """The hyper-head that collapses the streams before the head."""
+        streams = self.config.hc_mult
+        yield self._f32(f"{prefix}hc_head_fn", (streams, streams * self.config.hidden_size), "hyper-connections")
+        yield self._f32(f"{prefix}hc_head_base", (streams,), "hyper-connections")
+        yield self._f32(f"{prefix}hc_head_scale", (1,), "hyper-connections")
+
+    def block(self, prefix: str, ratio: int, is_hash: bool) -> Iterator[TensorSpec]:
+        """One block: hyper-connections, norms, attention, experts."""
+        hidden, streams = self.config.hidden_size, self.config.hc_mult
+        mixes = (2 + streams) * streams  # pre, post, comb
+        for part in ("attn", "ffn"):
+            yield self._f32(f"{prefix}hc_{part}_fn", (mixes, streams * hidden), "hyper-connections")
+            yield self._f32(f"{prefix}hc_{part}_base", (mixes,), "hyper-connections")
+            yield self._f32(f"{prefix}hc_{part}_scale", (3,), "hyper-connections")
+            yield self._dense(f"{prefix}{part}_norm.weight", (hidden,), "norms")
+        yield from self._attention(f"{prefix}attn.", ratio)
+        yield from self._experts(f"{prefix}ffn.", is_hash)
+
+    def _attention(self, prefix: str, ratio: int) -> Iterator[TensorSpec]:
+        c = self.config
+        heads, width, family = c.num_attention_heads, c.head_dim, "attention"
+        yield self._f32(prefix + "attn_sink", (heads,), family, shard=0)
+        yield from self._matrix(prefix + "wq_a", c.q_lora_rank, c.hidden_size, family)
+        yield self._dense(prefix + "q_norm.weight", (c.q_lora_rank,), "norms")
+        yield from self._matrix(prefix + "wq_b", heads * width, c.q_lora_rank, family, shard=0)
+        yield from self._matrix(prefix + "wkv", width, c.hidden_size, family)
+        yield self._dense(prefix + "kv_norm.weight", (width,), "norms")
+        yield from self._matrix(
+            prefix + "wo_a", c.o_groups * c.o_lora_rank, heads * width // c.o_groups, family, shard=0
+        )
+        yield from self._matrix(prefix + "wo_b", c.hidden_size, c.o_groups * c.o_lora_rank, family, shard=1)
+        if ratio:
+            yield from self._compressor(prefix + "compressor.", ratio, width, "compressor")
+        if ratio == 4:
+            rows = c.index_n_heads * c.index_head_dim
+            # whole on every rank: reading it all takes less time than adding up the scores of parts
+            yield from self._matrix(prefix + "indexer.wq_b", rows, c.q_lora_rank, "indexer")
+            yield self._dense(prefix + "indexer.weights_proj.weight", (c.index_n_heads, c.hidden_size), "indexer")
+            yield from self._compressor(prefix + "indexer.compressor.", ratio, c.index_head_dim, "indexer")
+
+    def _compressor(self, prefix: str, ratio: int, width: int, family: str) -> Iterator[TensorSpec]:
+        channels = width * (2 if ratio == 4 else 1)  # ratio 4: one half for the next entry, one for its own
+        yield self._f32(prefix + "ape", (ratio, channels), family)
+        for part in ("wkv", "wgate"):
+            yield self._dense(f"{prefix}{part}.weight", (channels, self.config.hidden_size), family)
+        yield self._dense(prefix + "norm.weight", (width,), "norms")
+
+    def _experts(self, prefix: str, is_hash: bool) -> Iterator[TensorSpec]:
+        c = self.config
+        yield self._dense(prefix + "gate.weight", (c.n_routed_experts, c.hidden_size), "router")
+        if is_hash:
+            yield self._tensor(prefix + "gate.tid2eid", "I64", (c.vocab_size, c.num_experts_per_tok), "router")
+        else:
+            yield self._f32(prefix + "gate.bias", (c.n_routed_experts,), "router")
+        for expert in range(c.n_routed_experts):
+            yield from self._mlp(f"{prefix}experts.{expert}.", "experts", expert)
+        yield from self._mlp(prefix + "shared_experts.", "shared experts", None)
+
+    def _mlp(self, prefix: str, family: str, expert: int | None) -> Iterator[TensorSpec]:
+        inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
+        yield from self._matrix(prefix + "w1", inner, hidden, family, 0, expert)
+        yield from self._matrix(prefix + "w2", hidden, inner, family, 1, expert)
+        yield from self._matrix(prefix + "w3", inner, hidden, family, 0, expert)
+
+    def mtp(self, stage: int) -> Iterator[TensorSpec]:
+        """What the MTP block has beyond a block (April releases)."""
+        prefix, hidden, family = f"mtp.{stage}.", self.config.hidden_size, "drafter"
+        yield from self._matrix(prefix + "e_proj", hidden, hidden, family)
+        yield from self._matrix(prefix + "h_proj", hidden, hidden, family)
+        for name in ("enorm", "hnorm", "norm"):
+            yield self._dense(f"{prefix}{name}.weight", (hidden,), "norms")
+        yield from self.hc_head(prefix)
+
+    def dspark(self, stage: int) -> Iterator[TensorSpec]:
+        """What a DSpark stage has beyond a block: the first takes the context in, the last gives the drafts out."""
+        assert self.config.dspark is not None
+        prefix, c, family = f"mtp.{stage}.", self.config, "drafter"
+        rank, targets = self.config.dspark.markov_rank, len(self.config.dspark.target_layer_ids)
+        if stage == 0:
+            yield from self._matrix(prefix + "main_proj", c.hidden_size, targets * c.hidden_size, family)
+            yield self._dense(prefix + "main_norm.weight", (c.hidden_size,), "norms")
+        if stage == c.draft_stages - 1:
+            yield self._dense(prefix + "norm.weight", (c.hidden_size,), "norms")
+            yield from self.hc_head(prefix)
+            for name, shard in (("markov_w1", None), ("markov_w2", 0)):
+                yield self._dense(f"{prefix}markov_head.{name}.weight", (c.vocab_size, rank), family, shard=shard)
+            yield self._dense(prefix + "confidence_head.proj.weight", (1, c.hidden_size + rank), family)

@@ -1,0 +1,95 @@
+"""One matrix of a checkpoint in whatever layout and format: its rows as bytes and as values; numpy, no torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
+from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
+from dsv4cli.engine.checkpoint.values import Values, decode, form_of, scale_rows
+
+# what one tensor of a checkpoint may be stored as against the format of the others
+WIDE = ("BF16", "F32")
+# just below the largest size that glibc learns from, 32 MiB
+LARGE_BLOCK = 31 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a matrix. raw: the arrays of its parts as stored. values: float32 or int64 [rows, columns]."""
+
+    rows: slice
+    form: str
+    raw: Mapping[Role, Raw]
+    values: Values
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A weight with its scales, or a tensor that is no matrix; a vector counts as one row."""
+
+    model: StoredModel
+    parts: Mapping[Role, TensorSpec]
+
+    @property
+    def form(self) -> str:
+        """The storage format, as `values.decode` takes it, or i64."""
+        return form_of(self.parts["weight"])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and unpacked columns."""
+        weight = self.parts["weight"]
+        rows = weight.shape[0] if len(weight.shape) > 1 else 1
+        return rows, weight.columns or prod(weight.shape) // max(rows, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and its scales."""
+        return sum(prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8 for spec in self.parts.values())
+
+    def read(self, rows: slice) -> dict[Role, Raw]:
+        """The rows of every part as stored; of fp8 they begin at a multiple of 128. Raises as `StoredModel.read`."""
+        raw = {}
+        for role, spec in self.parts.items():
+            if len(spec.shape) > 1:
+                raw[role] = self.model.read(spec, scale_rows(self.form, rows) if spec.is_scale else rows)
+            else:
+                whole = self.model.read(spec)
+                raw[role] = whole if spec.is_scale else whole.reshape(1, -1)
+        return raw
+
+    def piece(self, rows: slice) -> Piece:
+        """The rows with their values. Raises as `read`."""
+        raw = self.read(rows)
+        return Piece(rows, self.form, raw, raw["weight"] if self.form == "i64" else decode(self.form, raw))
+
+
+def stored_matrices(model: StoredModel) -> Iterator[tuple[str, StoredMatrix]]:
+    """Every matrix of the table that the files hold with all its parts, by its official name.
+
+    A tensor that is stored in BF16 or F32 against the format of the others is taken as it is.
+    """
+    stored = model.identity.checkpoint.tensors
+    for name, parts in model.matrices().items():
+        found = StoredMatrix(model, _as_stored(model, parts))
+        if all(place.name in stored for spec in found.parts.values() for place in model.identity.naming.places(spec)):
+            yield name, found
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep the memory of one piece for the next: glibc gives it back, and half of the time goes into
+    page faults, until a large block was freed once (mallopt(3), M_MMAP_THRESHOLD); elsewhere this does nothing."""
+    np.empty(LARGE_BLOCK, np.uint8)
+
+
+def _as_stored(model: StoredModel, parts: Mapping[Role, TensorSpec]) -> Mapping[Role, TensorSpec]:
+    weight = parts["weight"]
+    info = model.identity.checkpoint.tensors.get(model.identity.naming.places(weight)[0].name)
+    if info is None or info.dtype == weight.dtype or info.dtype not in WIDE or weight.dtype == "I64":
+        return parts
+    shape = (*weight.shape[:-1], weight.columns or weight.shape[-1])
+    return {"weight": replace(weight, dtype=info.dtype, shape=shape)}

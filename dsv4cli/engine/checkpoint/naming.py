@@ -1,0 +1,211 @@
+"""Where the tensors of the table are stored: official names, transformers' names, the official files cut for N ranks.
+
+Sources: the official convert.py (ranks), transformers 5.23 conversion_mapping.py (names, stacked experts); no torch.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol
+
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.errors import UsageError
+from dsv4cli.kernels.formats import FP8_BLOCK
+
+# pattern of an official name -> transformers' name, applied in this order
+TRANSFORMERS_NAMES = {
+    r"^embed\.": "model.embed_tokens.",
+    r"^head\.": "lm_head.",
+    r"^norm\.": "model.norm.",
+    r"^hc_head_": "model.hc_head.hc_",
+    r"^layers\.": "model.layers.",
+    r"\.hc_(attn|ffn)_": r".\1_hc.",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ffn_norm\.": ".post_attention_layernorm.",
+    r"\.attn\.attn_sink$": ".self_attn.sinks",
+    r"\.attn\.indexer\.compressor\.": ".self_attn.compressor.indexer.",
+    r"\.attn\.indexer\.wq_b\.": ".self_attn.compressor.indexer.q_b_proj.",
+    r"\.attn\.indexer\.weights_proj\.": ".self_attn.compressor.indexer.scorer.weights_proj.",
+    r"\.attn\.": ".self_attn.",
+    r"(\.compressor\.(?:indexer\.)?)norm\.": r"\1kv_norm.",
+    r"\.ape$": ".position_bias",
+    r"\.wq_a\.": ".q_a_proj.",
+    r"\.wq_b\.": ".q_b_proj.",
+    r"\.wkv\.": ".kv_proj.",
+    r"\.wgate\.": ".gate_proj.",
+    r"\.wo_([ab])\.": r".o_\1_proj.",
+    r"\.q_norm\.": ".q_a_norm.",
+    r"\.ffn\.gate\.bias$": ".mlp.gate.e_score_correction_bias",
+    r"\.ffn\.shared_experts\.w1\.": ".mlp.shared_experts.gate_proj.",
+    r"\.ffn\.shared_experts\.w2\.": ".mlp.shared_experts.down_proj.",
+    r"\.ffn\.shared_experts\.w3\.": ".mlp.shared_experts.up_proj.",
+    r"\.ffn\.": ".mlp.",
+}
+# the same for what its save_pretrained writes by default, which undoes a half of the renaming
+SAVED_NAMES = {
+    r"^embed\.": "model.embed_tokens.",
+    r"^head\.": "lm_head.",
+    r"^norm\.": "model.norm.",
+    r"^hc_head_": "model.hc_head.hc_",
+    r"^layers\.": "model.layers.",
+    r"\.attn\.kv_norm\.": ".attn.norm.",
+    r"\.attn\.indexer\.compressor\.": ".attn.compressor.indexer.",
+    r"\.attn\.indexer\.wq_b\.": ".attn.compressor.indexer.q_b_proj.",
+    r"\.attn\.indexer\.weights_proj\.": ".attn.compressor.indexer.scorer.weights_proj.",
+    r"\.ape$": ".position_bias",
+    r"\.wgate\.": ".gate_proj.",
+}
+# only there, beside a layer of transformers
+SAVED_SIGN = re.compile(r"^model\.layers\.\d+\.attn\.")
+EXPERT = re.compile(r"(layers\.\d+)\.ffn\.experts\.(\d+)\.w([123])\.weight")
+# dimension that the official convert.py cuts, by the last component before .weight or .scale
+MP_CUTS = {
+    "embed": 0, "head": 0, "wq_b": 0, "wo_a": 0, "attn_sink": 0, "weights_proj": 0, "markov_w1": 0, "markov_w2": 0,
+    "wo_b": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One of `parts` equal parts of a tensor along `dim`."""
+
+    dim: int
+    part: int
+    parts: int
+
+    def of(self, shape: tuple[int, ...]) -> slice:
+        """The indices of the part along `dim`."""
+        size = shape[self.dim] // self.parts
+        return slice(self.part * size, (self.part + 1) * size)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of the table, or the part `cut` of it, inside a stored tensor.
+
+    name: key of the stored tensor. dtype, shape: as stored. begin: values of the stored tensor before the first of this
+    one, which lie together.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+    cut: Cut | None = None
+
+
+class Naming(Protocol):
+    """One way to store the tensors of the table."""
+
+    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+        """Every stored tensor that holds the tensor or a part of it; whole ones are copies of each other."""
+
+
+@dataclass(frozen=True)
+class OfficialNaming:
+    """The names of the official repositories: the table's own."""
+
+    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+        """The tensor itself."""
+        return (Place(spec.name, spec.dtype, spec.shape),)
+
+
+@dataclass(frozen=True)
+class TransformersNaming:
+    """The parameters of transformers' DeepseekV4ForCausalLM; `mtp.*`, which it does not have, under official names."""
+
+    config: ModelConfig
+
+    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+        """The parameter, or this expert's part of the stacked one: gate_up_proj [E, 2I, D], down_proj [E, D, I]."""
+        if spec.name.startswith("mtp."):
+            return (Place(spec.name, spec.dtype, spec.shape),)
+        match = EXPERT.fullmatch(spec.name)
+        if match is None:
+            return (Place(transformers_name(spec.name), spec.dtype, spec.shape),)
+        layer, expert, matrix = match.groups()
+        count, (rows, columns) = self.config.n_routed_experts, spec.shape
+        prefix = f"model.{layer}.mlp.experts."
+        if matrix == "2":
+            begin = int(expert) * rows * columns
+            return (Place(prefix + "down_proj", spec.dtype, (count, rows, columns), begin),)
+        begin = (2 * int(expert) + (matrix == "3")) * rows * columns
+        return (Place(prefix + "gate_up_proj", spec.dtype, (count, 2 * rows, columns), begin),)
+
+
+@dataclass(frozen=True)
+class SavedNaming(TransformersNaming):
+    """What transformers' save_pretrained writes unless it is told save_original_format=False: experts one by one."""
+
+    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+        """The tensor itself, under a name between the official one and that of the parameter."""
+        return (Place(_renamed(spec.name, SAVED_NAMES), spec.dtype, spec.shape),)
+
+
+@dataclass(frozen=True)
+class MpNaming:
+    """The files of the official convert.py for `ranks` processes: keys are `model{rank}-mp{ranks}/<official name>`.
+
+    Routed experts go whole to one rank, by ranges; the dimensions of MP_CUTS are cut; all else is on every rank.
+    """
+
+    ranks: int
+    experts: int
+
+    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+        """One part for each rank, the one rank of an expert, or a copy on each. Raises UsageError where it does not
+        divide."""
+        dtype, shape = spec.dtype, spec.shape
+        if spec.dtype == "I8":
+            # two e2m1 codes a byte; the header counts codes
+            dtype, shape = "F4", (*spec.shape[:-1], 2 * spec.shape[-1])
+        if spec.expert is not None:
+            self._check(spec, self.experts, 1)
+            rank = spec.expert // (self.experts // self.ranks)
+            return (Place(self._key(rank, spec), dtype, shape),)
+        dim = MP_CUTS.get(spec.matrix.removesuffix(".weight").rpartition(".")[2])
+        if dim is None:
+            return tuple(Place(self._key(rank, spec), dtype, shape) for rank in range(self.ranks))
+        self._check(spec, shape[dim], FP8_BLOCK if dtype == "F8_E4M3" else 1)
+        cut_shape = (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
+        return tuple(
+            Place(self._key(rank, spec), dtype, cut_shape, cut=Cut(dim, rank, self.ranks)) for rank in range(self.ranks)
+        )
+
+    def _key(self, rank: int, spec: TensorSpec) -> str:
+        return f"model{rank}-mp{self.ranks}/{spec.name}"
+
+    def _check(self, spec: TensorSpec, count: int, block: int) -> None:
+        size, rest = divmod(count, self.ranks)
+        if rest or (self.ranks > 1 and size % block):
+            what = "the experts" if spec.expert is not None else f"{spec.name} {list(spec.shape)}"
+            raise UsageError(f"{what} cannot be cut for {self.ranks} ranks", "use fewer ranks, a power of two")
+
+
+def transformers_name(name: str) -> str:
+    """transformers' name of a tensor outside the routed experts and `mtp.`."""
+    return _renamed(name, TRANSFORMERS_NAMES)
+
+
+def _renamed(name: str, table: Mapping[str, str]) -> str:
+    for pattern, replacement in table.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def stored_table(naming: Naming, specs: Collection[TensorSpec]) -> dict[str, TensorSpec]:
+    """Every stored tensor that a checkpoint with this naming holds, by its key, with dtype and shape as stored.
+
+    A stacked tensor counts the parameters of all its experts, one that every rank has counts on every rank.
+    """
+    table: dict[str, TensorSpec] = {}
+    for spec in specs:
+        for place in naming.places(spec):
+            if place.name not in table:
+                count = prod(place.shape) if spec.count else 0
+                table[place.name] = replace(
+                    spec, name=place.name, dtype=place.dtype, shape=place.shape, count=count, parameter=""
+                )
+    return table

@@ -1,0 +1,60 @@
+"""Which numbers of ranks divide a model, and what of a tensor is one rank's: integers; no torch."""
+
+from collections.abc import Iterable
+from math import gcd
+
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.errors import CheckpointError, UsageError
+from dsv4cli.kernels.formats import FP8_BLOCK
+
+
+def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
+    """The shape of one rank's part of a tensor. Raises CheckpointError when the ranks do not divide it, or would part
+    an FP8 block."""
+    if spec.shard is None:
+        return spec.shape
+    size, rest = divmod(spec.shape[spec.shard], ranks)
+    inside_a_block = spec.dtype == "F8_E4M3" and ranks > 1 and size % FP8_BLOCK
+    if rest or inside_a_block:
+        raise CheckpointError(f"{spec.name} {list(spec.shape)} cannot be cut for {ranks} ranks", "use fewer ranks")
+    return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
+
+
+def check_dimensions(config: ModelConfig, ranks: int) -> None:
+    """Raises UsageError naming the first dimension that so many ranks do not divide."""
+    dimensions = {
+        "num_attention_heads": config.num_attention_heads,
+        "o_groups": config.o_groups,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    most = gcd(*dimensions.values())
+    for name, count in dimensions.items():
+        if count % ranks:
+            numbers = ", ".join(str(number) for number in range(1, most + 1) if most % number == 0)
+            raise UsageError(f"{name} = {count} is not divisible by {ranks} ranks", f"numbers that divide: {numbers}")
+
+
+def check_ranks(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, *, rounds: bool) -> None:
+    """Raises UsageError or CheckpointError when so many ranks do not divide the model of this table; rounds: whether
+    what comes into its FP4 matrices is rounded, in blocks."""
+    check_dimensions(config, ranks)
+    for spec in specs:
+        part_shape(spec, ranks)
+        inner = spec.columns // ranks
+        if rounds and spec.dtype == "I8" and spec.shard == 1 and inner % FP8_BLOCK:
+            raise UsageError(
+                f"{ranks} ranks would have {inner} of the {spec.columns} columns of {spec.name} each, and what it is "
+                f"multiplied with is rounded in blocks of {FP8_BLOCK}",
+                "use fewer ranks",
+            )
+
+
+def divides(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int) -> bool:
+    """Whether so many ranks can share the model, with every rounding of the official code."""
+    try:
+        check_ranks(config, specs, ranks, rounds=True)
+    except (UsageError, CheckpointError):
+        return False
+    return True

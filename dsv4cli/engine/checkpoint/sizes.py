@@ -1,0 +1,62 @@
+"""How large a model is, from the table of its tensors: parameters, those active for a token, bytes; no torch."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.config.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters (scales and lookup tables are none; FP4 counts unpacked) and bytes as stored.
+
+    main: without the drafter. active: main parameters that one token meets, of the routed experts only the chosen ones;
+    active_without_embedding leaves out the input embedding too, of which a token reads one row. The mappings go from
+    family or dtype to bytes, largest first; `drafter_bytes` is the part of nbytes under `mtp.`.
+    """
+
+    tensors: int
+    parameters: int
+    main: int
+    active: int
+    active_without_embedding: int
+    nbytes: int
+    drafter_bytes: int
+    by_family: Mapping[str, int]
+    by_dtype: Mapping[str, int]
+
+
+def measure(config: ModelConfig, specs: Collection[TensorSpec]) -> Sizes:
+    """Adds up the table of the model, `expected_tensors(config, …).values()`."""
+    main = [spec for spec in specs if not spec.name.startswith("mtp.")]
+    main_count = sum(spec.count for spec in main)
+    routed = sum(spec.count for spec in main if spec.expert is not None)
+    # all routed experts have one size
+    active = main_count - routed + routed * config.num_experts_per_tok // config.n_routed_experts
+    nbytes = sum(map(_nbytes, specs))
+    return Sizes(
+        tensors=len(specs),
+        parameters=sum(spec.count for spec in specs),
+        main=main_count,
+        active=active,
+        active_without_embedding=active - config.vocab_size * config.hidden_size,
+        nbytes=nbytes,
+        drafter_bytes=nbytes - sum(map(_nbytes, main)),
+        by_family=_add_up((spec.family, _nbytes(spec)) for spec in specs),
+        by_dtype=_add_up((spec.dtype, _nbytes(spec)) for spec in specs),
+    )
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+
+
+def _add_up(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for key, value in pairs:
+        sums[key] += value
+    return dict(sums.most_common())

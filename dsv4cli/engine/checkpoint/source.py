@@ -1,0 +1,159 @@
+"""What a user may name as a model, and where it is: built in, a folder, the Hugging Face cache, random; no torch.
+
+Nothing here uses the network.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from dsv4cli.engine.checkpoint.generation_config import own_sampling
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describe, identify, recognise
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.presets import PRESETS, shortened
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.settings import Sampling
+from dsv4cli.errors import Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
+from dsv4cli.harmless import shell_word
+
+ALIASES = {
+    "flash": "deepseek-ai/DeepSeek-V4-Flash",
+    "pro": "deepseek-ai/DeepSeek-V4-Pro",
+    "flash-0731": "deepseek-ai/DeepSeek-V4-Flash-0731",
+}
+REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+BUILT_IN = "nano"
+RANDOM_OPTIONS = ("layers", "experts", "seed")
+RANDOM_FORM = f"random:PRESET[,layers=N][,experts=N][,seed=N] with PRESET one of {', '.join(PRESETS)}"
+KNOWN = f"{BUILT_IN}, {', '.join(ALIASES)}, org/name[@revision], {RANDOM_FORM}"
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A checkpoint folder on this machine; `name` is what the user called it."""
+
+    name: str
+    folder: Path
+
+    @cached_property
+    def identity(self) -> FolderIdentity:
+        """What the folder holds, read once. Raises what `identify` raises."""
+        return identify(self.folder)
+
+    @cached_property
+    def recognised(self) -> FolderIdentity:
+        """The same in any layout that `dsv4 convert` reads. Raises what `recognise` raises."""
+        return recognise(self.folder)
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the model asks for. Raises what `own_sampling` raises."""
+        return own_sampling(self.folder)
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """A model of random weights that needs no file."""
+
+    name: str
+    config: ModelConfig
+    seed: int
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What the preset is, in the official storage formats."""
+        return describe(self.config, Formats())
+
+    @property
+    def sampling(self) -> Sampling:
+        """The model's probabilities as they are."""
+        return Sampling()
+
+
+def resolve_model(text: str) -> FolderSource | RandomSource:
+    """Finds the model that `text` names.
+
+    Raises UsageError for a name that cannot be a model or a wrong part of `random:…`, ModelNotFound for a folder or a
+    repository that is not on this machine.
+    """
+    if text.startswith("random:"):
+        return _random(text)
+    if text in ALIASES:
+        return resolve_repository(text)
+    if text == BUILT_IN:
+        return FolderSource(text, Path(__file__).parents[2] / BUILT_IN)
+    # os.path answers False where Path raises: a name too long, a user without a home
+    path = Path(os.path.expanduser(text))
+    if text.strip() and os.path.isdir(path):
+        return FolderSource(text, path)
+    if os.path.isfile(path):
+        raise _no_folder(text, path)
+    if REPOSITORY.fullmatch(text):
+        return resolve_repository(text)
+    if "/" in text or text.startswith(("~", ".")):
+        raise ModelNotFound(f"there is no folder {text}", "check the path, or name a model: " + KNOWN)
+    raise UsageError(f"{text!r} is no folder and no model name", "known names: " + KNOWN)
+
+
+def _no_folder(text: str, path: Path) -> Dsv4Error:
+    if path.suffix == ".gguf":
+        return UnsupportedCheckpoint(
+            f"{text} is a GGUF model, which this engine does not run",
+            "run it with llama.cpp or ds4, or use the official checkpoint: `dsv4 download flash`",
+        )
+    remedy = f"name the folder of the checkpoint: {shell_word(path.parent)}"
+    return UsageError(f"{text} is a file, a model is a folder", remedy)
+
+
+def resolve_repository(text: str) -> FolderSource:
+    """The snapshot of a repository, by an alias or org/name[@revision], in the Hugging Face cache.
+
+    Raises ModelNotFound when there is none, UsageError for a name that huggingface_hub does not take.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    repository, _, revision = ALIASES.get(text, text).partition("@")
+    try:
+        folder = snapshot_download(repository, revision=revision or None, local_files_only=True)
+    except HFValidationError:
+        raise UsageError(f"{text!r} is no folder and no model name", "known names: " + KNOWN) from None
+    except LocalEntryNotFoundError:
+        place = f"{repository} at {revision}" if revision else repository
+        other = "" if text in ALIASES else f" and there is no folder {text}"
+        raise ModelNotFound(
+            f"{place} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {shell_word(text)}`"
+        ) from None
+    return FolderSource(text, Path(folder))
+
+
+def _random(text: str) -> RandomSource:
+    preset, *parts = text.removeprefix("random:").split(",")
+    if preset not in PRESETS:
+        raise UsageError(f"{text}: there is no preset {preset!r}", "allowed is " + RANDOM_FORM)
+    numbers: dict[str, int] = {}
+    for part in parts:
+        key, _, value = part.partition("=")
+        if key not in RANDOM_OPTIONS or key in numbers or not re.fullmatch(r"\d{1,19}", value, re.ASCII):
+            raise UsageError(f"{text}: cannot use the part {part!r}", "allowed is " + RANDOM_FORM)
+        numbers[key] = int(value)
+    values = PRESETS[preset]
+    _check_range(text, numbers, values)
+    chosen = shortened(values, numbers.get("layers"), numbers.get("experts"))
+    return RandomSource(text, parse_config(chosen, text), numbers.get("seed", 0))
+
+
+def _check_range(text: str, numbers: Mapping[str, int], values: Mapping[str, int]) -> None:
+    limits = {
+        "layers": (1, values["num_hidden_layers"]),
+        "experts": (values["num_experts_per_tok"], values["n_routed_experts"]),
+        "seed": (0, MAX_SEED),
+    }
+    for key, number in numbers.items():
+        low, high = limits[key]
+        if not low <= number <= high:
+            raise UsageError(f"{text}: {key}={number} is out of range", f"{key} is from {low} to {high}")

@@ -1,0 +1,1 @@
+"""What is this model, would it load, is it sound, does it fit?"""

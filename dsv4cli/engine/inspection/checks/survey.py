@@ -1,0 +1,203 @@
+"""Reading the values of a checkpoint, in threads and a few rows at a time, and what they say; numpy, no torch."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from threading import Lock
+from typing import Any, Literal
+
+from dsv4cli.engine.checkpoint.identify import FolderIdentity
+from dsv4cli.engine.checkpoint.matrix import StoredMatrix, stored_matrices
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.inspection.checks.findings import Finding, Measured, compare, judge
+from dsv4cli.engine.inspection.checks.measure import Measurement, sample_rows, whole_rows
+from dsv4cli.engine.inspection.checks.statistics import Statistics
+from dsv4cli.errors import CheckpointError
+
+Depth = Literal["sample", "full"]
+Progress = Callable[[int, int], None]
+ROWS: dict[Depth, Callable[[StoredMatrix], Iterator[slice]]] = {"sample": sample_rows, "full": whole_rows}
+# bytes between two reports of progress
+STEP = 1 << 24
+
+
+@dataclass(frozen=True)
+class Family:
+    """The statistics of all tensors of a family. exponents: of the power-of-two scales. largest_in: the tensor."""
+
+    name: str
+    statistics: Statistics
+    exponents: tuple[int, int] | None
+    largest_in: str
+
+
+@dataclass(frozen=True)
+class ValueReport:
+    """What the values say. tensors: that were read, without scales; absent: that are not there.
+
+    nbytes: read, of nbytes_all in the files. findings: wrong ones first.
+    """
+
+    depth: Depth
+    tensors: int
+    absent: int
+    nbytes: int
+    nbytes_all: int
+    seconds: float
+    findings: tuple[Finding, ...]
+    families: tuple[Family, ...]
+
+    @property
+    def wrong(self) -> int:
+        """How many findings say that the values are wrong."""
+        return sum(finding.severity == "wrong" for finding in self.findings)
+
+
+def check_values(identity: FolderIdentity, depth: Depth, progress: Progress) -> ValueReport:
+    """Reads every tensor, or three places of each, and judges them; one that cannot be read is a finding.
+
+    progress is given bytes read and bytes to read. A tensor that is not there is not looked at: see coverage.
+    """
+    start = time.monotonic()
+    with StoredModel(identity) as model:
+        matrices = [matrix for _, matrix in stored_matrices(model)]
+        absent = len(model.matrices()) - len(matrices)
+        survey = _Survey(matrices, depth, identity.config.n_routed_experts, progress)
+        found = survey.carry_out()
+    findings = [*survey.unreadable, *(finding for item in found for finding in item.findings), *compare(found)]
+    return ValueReport(
+        depth=depth,
+        tensors=len(found),
+        absent=absent,
+        nbytes=survey.done,
+        nbytes_all=sum(matrix.nbytes for matrix in matrices),
+        seconds=time.monotonic() - start,
+        findings=tuple(sorted(findings, key=lambda finding: finding.severity != "wrong")),
+        families=tuple(_families(found)),
+    )
+
+
+class _Survey:
+    """The work that the threads share."""
+
+    def __init__(self, matrices: list[StoredMatrix], depth: Depth, experts: int, progress: Progress) -> None:
+        self.rows, self.experts, self.progress = ROWS[depth], experts, progress
+        self.order = sorted(range(len(matrices)), key=lambda number: _place(matrices[number]))
+        self.matrices = matrices
+        self.total = sum(_share(matrix, self.rows) for matrix in matrices)
+        self.unreadable: list[Finding] = []
+        self.done = self._reported = 0
+        self._next = iter(self.order)
+        self._lock = Lock()
+
+    def carry_out(self) -> list[Measured]:
+        """Measures every matrix; in the order of the table."""
+        workers = os.cpu_count() or 1
+        pool = ThreadPoolExecutor(workers)
+        try:
+            parts = [pool.submit(self._work) for _ in range(workers)]
+            found = {number: item for part in parts for number, item in part.result()}
+        finally:
+            # whatever ends this thread ends the others at their next matrix
+            self._next = iter(())
+            pool.shutdown()
+        self.progress(self.total, self.total)
+        return [found[number] for number in sorted(found)]
+
+    def _work(self) -> list[tuple[int, Measured]]:
+        found = []
+        while (number := self._take()) is not None:
+            matrix = self.matrices[number]
+            measurement = Measurement(matrix, self.experts)
+            try:
+                for rows in self.rows(matrix):
+                    raw = matrix.read(rows)
+                    nbytes = sum(array.nbytes for array in raw.values())
+                    measurement.take(rows, raw)
+                    self._report(nbytes)
+            except CheckpointError as error:
+                name = measurement.weight.name
+                self.unreadable.append(Finding(name, "wrong", "unreadable", error.message))
+            else:
+                found.append((number, judge(measurement)))
+        return found
+
+    def _take(self) -> int | None:
+        with self._lock:
+            return next(self._next, None)
+
+    def _report(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            if self.done - self._reported >= STEP:
+                self._reported = self.done
+                self.progress(self.done, self.total)
+
+
+def _place(matrix: StoredMatrix) -> tuple[str, int]:
+    """Where its weight begins on the disk."""
+    model = matrix.model
+    info = model.identity.checkpoint.tensors[model.identity.naming.places(matrix.parts["weight"])[0].name]
+    return str(info.file), info.begin
+
+
+def _share(matrix: StoredMatrix, rows: Callable[[StoredMatrix], Iterator[slice]]) -> int:
+    """The bytes of these rows."""
+    count = sum(part.stop - part.start for part in rows(matrix))
+    return matrix.nbytes * count // max(matrix.shape[0], 1)
+
+
+def _families(found: list[Measured]) -> Iterator[Family]:
+    groups: dict[str, list[Measured]] = {}
+    for item in found:
+        groups.setdefault(item.family, []).append(item)
+    for name, items in groups.items():
+        statistics = Statistics()
+        for item in items:
+            statistics.add(item.statistics)
+        spans = [item.exponents for item in items if item.exponents]
+        exponents = (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
+        largest = max(items, key=lambda item: item.statistics.largest)
+        yield Family(name, statistics, exponents, largest.name)
+
+
+def value_section(report: ValueReport) -> dict[str, Any]:
+    """The section `values` of the document."""
+    return {
+        "depth": report.depth,
+        "sound": not report.wrong,
+        "tensors": report.tensors,
+        "absent": report.absent,
+        "nbytes": report.nbytes,
+        "nbytes_all": report.nbytes_all,
+        "seconds": round(report.seconds, 3),
+        "counts": dict(Counter(finding.severity for finding in report.findings)),
+        "findings": [asdict(finding) for finding in report.findings],
+        "families": [_family_section(family) for family in report.families],
+    }
+
+
+def _family_section(family: Family) -> dict[str, Any]:
+    return {
+        "family": family.name,
+        **statistics_section(family.statistics),
+        "scale_exponents": family.exponents and list(family.exponents),
+        "largest_in": family.largest_in,
+    }
+
+
+def statistics_section(statistics: Statistics) -> dict[str, Any]:
+    """Statistics as JSON takes them: no infinities where there is no finite value."""
+    some = statistics.finite and statistics.low <= statistics.high
+    return {
+        "count": statistics.count,
+        "not_finite": statistics.not_finite,
+        "zeros": statistics.zeros,
+        "mean_magnitude": statistics.mean_magnitude,
+        "rms": statistics.rms,
+        "min": statistics.low if some else None,
+        "max": statistics.high if some else None,
+    }

@@ -1,0 +1,111 @@
+"""Rules that hold for several consumers: damage, files that must be there, names; each says for whom it speaks."""
+
+from collections.abc import Iterator
+
+from dsv4cli.engine.inspection.consumers.checkpoint import CONFIG, TOKENIZER, Finding, Rule, Subject, and_more
+
+OFFICIAL_ARCHITECTURE = "DeepseekV4ForCausalLM"
+RELEASED = "copy config.json of the release into the folder"
+
+
+def damage(consequence: str) -> Rule:
+    """Tensors missing or unlike the table. consequence: what the consumer does about them."""
+
+    def rule(subject: Subject) -> Iterator[Finding]:
+        missing = subject.identity.checkpoint.missing_files
+        if missing:
+            yield Finding("no", and_more([f"{name}, which the index names, is not there" for name in missing]))
+        elif subject.damage:
+            yield Finding("no", f"{and_more(subject.damage)}; {consequence}")
+        if subject.drafter_damage and not missing:
+            yield Finding("note", f"the drafter is damaged: {and_more(subject.drafter_damage)}")
+        if subject.downcast:
+            first, count = subject.downcast[0], len(subject.downcast)
+            words = f"{count} tensors are" if count > 1 else "1 tensor is"
+            yield Finding(
+                "note",
+                f"{words} {first.found} instead of {first.expected} ({first.name}): they load, but a rounding that was "
+                "made once stays",
+            )
+
+    return rule
+
+
+def unknown_tensors(reaction: str, *, fatal: bool) -> Rule:
+    """Tensors that are not the model's. reaction: what the consumer does about them."""
+
+    def rule(subject: Subject) -> Iterator[Finding]:
+        names = [f"{name} is no tensor of this model" for name in subject.coverage.unexpected]
+        if names:
+            yield Finding("no" if fatal else "note", f"{and_more(names)}; {reaction}")
+
+    return rule
+
+
+def index(subject: Subject) -> Iterator[Finding]:
+    """vLLM, SGLang and transformers read whole files, so they find what the index has wrong."""
+    problems = list(subject.coverage.index_problems)
+    if problems:
+        yield Finding("note", f"{and_more(problems)}; it reads whole files and finds it nevertheless")
+
+
+def root_config(*, architecture: bool) -> Rule:
+    """The root config.json and the two keys that choose the model's class."""
+
+    def rule(subject: Subject) -> Iterator[Finding]:
+        if CONFIG not in subject.files:
+            yield Finding("no", "there is no config.json", RELEASED)
+            return
+        if subject.config.get("model_type") != "deepseek_v4":
+            yield Finding("no", "config.json has no model_type", 'add "model_type": "deepseek_v4" to config.json')
+        if architecture and subject.config.get("architectures") != [OFFICIAL_ARCHITECTURE]:
+            yield Finding(
+                "no",
+                f"config.json does not say which class: architectures is {subject.config.get('architectures')!r}",
+                f'set "architectures": ["{OFFICIAL_ARCHITECTURE}"] in config.json',
+            )
+
+    return rule
+
+
+def tokenizer(*, fatal: bool) -> Rule:
+    """The tokenizer, without which no prompt can be encoded."""
+
+    def rule(subject: Subject) -> Iterator[Finding]:
+        if TOKENIZER not in subject.files:
+            fix = "copy tokenizer.json and tokenizer_config.json of the release into the folder"
+            yield Finding("no" if fatal else "note", "there is no tokenizer.json", fix)
+
+    return rule
+
+
+def official_names(reaction: str) -> Rule:
+    """Official names in whole tensors. reaction: what the consumer does about other names."""
+
+    def rule(subject: Subject) -> Iterator[Finding]:
+        if subject.ranks:
+            yield Finding("no", f"the files are cut for the official scripts on {subject.ranks} GPUs")
+        elif subject.has_transformers_names:
+            yield Finding("no", f"the tensors have transformers' names; {reaction}")
+
+    return rule
+
+
+def fp8_config(consumer: str) -> Rule:
+    """The quantization_config as vLLM and SGLang read it, in which 'fp8' stands for FP4 experts too."""
+
+    def rule(subject: Subject) -> Iterator[Finding]:
+        found = subject.quantization
+        if not subject.quantised and found is not None:
+            text = "config.json has a quantization_config and no matrix is quantised: FP8 layers would be built"
+            yield Finding("no", text, "remove quantization_config from config.json")
+        elif subject.quantised and found is None:
+            yield Finding("no", "config.json has no quantization_config and the weights are quantised", RELEASED)
+        elif found is not None and found.get("quant_method") != "fp8":
+            method = found.get("quant_method")
+            yield Finding("not known", f"quant_method is {method!r}; known is what {consumer} does with 'fp8'")
+        elif found is not None and "activation_scheme" not in found:
+            fix = 'add "activation_scheme": "dynamic" to the quantization_config'
+            yield Finding("no", "quantization_config lacks activation_scheme", fix)
+
+    return rule

@@ -1,0 +1,135 @@
+"""Whether a program would load a folder: the verdict, its reasons, and the command that comes next; no torch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dsv4cli import __version__
+from dsv4cli.engine.checkpoint.remedies import download_again
+from dsv4cli.engine.inspection.consumers import hf, scripts, sglang, vllm
+from dsv4cli.engine.inspection.consumers.checkpoint import Finding, Rule, Subject
+from dsv4cli.errors import CheckpointError, Dsv4Error
+from dsv4cli.harmless import shell_word
+
+SCHEMA = "dsv4.verdict/1"
+Consumer = Literal["vllm", "sglang", "transformers", "official", "dsv4"]
+CONSUMERS: tuple[Consumer, ...] = get_args(Consumer)
+VERSIONS: Mapping[Consumer, str] = {
+    "vllm": vllm.VERSION,
+    "sglang": sglang.VERSION,
+    "transformers": hf.VERSION,
+    "official": scripts.VERSION,
+    "dsv4": f"dsv4 {__version__}",
+}
+RULES: Mapping[Consumer, tuple[Rule, ...]] = {
+    "vllm": vllm.RULES,
+    "sglang": sglang.RULES,
+    "transformers": hf.RULES,
+    "official": scripts.RULES,
+}
+# how the facts are known, where they were not tried
+SOURCES: Mapping[Consumer, tuple[str, ...]] = {
+    "vllm": ("known from vLLM's source, not from running it",),
+    "sglang": ("known from SGLang's source, not from running it",),
+    "official": ("known from the scripts' source, not from running them",),
+}
+# tools and reasoning come out as text without the parsers
+STARTS: Mapping[Consumer, str] = {
+    "vllm": "vllm serve {model} --tool-call-parser deepseek_v4 --reasoning-parser deepseek_v4 "
+    "--enable-auto-tool-choice",
+    "sglang": "python -m sglang.launch_server --model-path {model} --tool-call-parser deepseekv4 "
+    "--reasoning-parser deepseek-v4",
+    "transformers": "transformers serve {model}",
+    "official": "torchrun --nproc-per-node {ranks} inference/generate.py --ckpt-path {model} "
+    "--config {model}/inference/config.json --interactive",
+    "dsv4": "dsv4 run --model {model} 'What is 17 + 25?'",
+}
+GPUS: Mapping[Consumer, str] = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
+# what to make of a folder that a consumer does not load
+TARGETS: Mapping[Consumer, str] = {
+    "vllm": "official",
+    "sglang": "official",
+    "transformers": "transformers",
+    "official": "mp --ranks {ranks}",
+    "dsv4": "official",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """version: of the consumer, which the facts are about. loads: None where it is not known.
+
+    reasons: why not, or why that is not known. notes: what else to know. command: what starts the consumer with the
+    model, '' where it would not load it. remedy: what to do about the reasons, '' where there are none.
+    """
+
+    consumer: Consumer
+    version: str
+    loads: bool | None
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+    command: str = ""
+    remedy: str = ""
+
+
+def verdict(subject: Subject, consumer: Consumer, problem: Dsv4Error | None = None) -> Verdict:
+    """What the rules of a consumer say; of dsv4, what `problem`, the complaint of its own loader, says."""
+    if consumer == "dsv4":
+        return _own(subject.name, problem)
+    findings = [finding for rule in RULES[consumer] for finding in rule(subject)]
+    against = [finding for finding in findings if finding.kind == "no"]
+    reasons = against or [finding for finding in findings if finding.kind == "not known"]
+    notes = tuple(finding.text for finding in findings if finding.kind == "note") + SOURCES.get(consumer, ())
+    if not reasons:
+        command = start_command(consumer, subject.name, subject.ranks)
+        return Verdict(consumer, VERSIONS[consumer], True, (), notes, command)
+    why, remedy = tuple(finding.text for finding in reasons), _next_step(subject, consumer, reasons)
+    return Verdict(consumer, VERSIONS[consumer], False if against else None, why, notes, remedy=remedy)
+
+
+def refused(name: str, consumer: Consumer, problem: Dsv4Error) -> Verdict:
+    """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a relative perhaps."""
+    if consumer == "dsv4":
+        return _own(name, problem)
+    if isinstance(problem, CheckpointError):
+        return Verdict(consumer, VERSIONS[consumer], False, (problem.message,), (), remedy=problem.remedy)
+    reason = f"{problem.message}; what {VERSIONS[consumer]} does with it is not known here"
+    return Verdict(consumer, VERSIONS[consumer], None, (reason,), (), remedy=problem.remedy)
+
+
+def _own(name: str, problem: Dsv4Error | None) -> Verdict:
+    version = VERSIONS["dsv4"]
+    if problem:
+        return Verdict("dsv4", version, False, (problem.message,), (), remedy=problem.remedy)
+    return Verdict("dsv4", version, True, (), (), start_command("dsv4", name))
+
+
+def _next_step(subject: Subject, consumer: Consumer, reasons: list[Finding]) -> str:
+    """To repair what is damaged, else to mend what is small, else to convert."""
+    if subject.identity.checkpoint.missing_files or subject.damage:
+        problem = subject.coverage.problem()
+        missing = subject.identity.checkpoint.missing_files
+        return problem.remedy if problem and not missing else download_again(Path(subject.name), missing[0])
+    if all(finding.fix for finding in reasons):
+        return "; ".join(finding.fix for finding in reasons)
+    target = TARGETS[consumer].format(ranks=_ranks(subject))
+    return f"dsv4 convert {shell_word(subject.name)} OUT --to {target}"
+
+
+def _ranks(subject: Subject) -> int:
+    """The most GPUs of one machine that the official scripts can cut the model for."""
+    config = subject.identity.config
+    counts = (config.o_groups, config.num_attention_heads, config.n_routed_experts, config.vocab_size)
+    return next(ranks for ranks in (8, 4, 2, 1) if not any(count % ranks for count in counts))
+
+
+def start_command(consumer: Consumer, name: str, ranks: int = 0) -> str:
+    """The command that starts a consumer with a model. ranks: GPUs; 0 leaves it to the consumer."""
+    gpus = f" {GPUS[consumer]} {ranks}" if consumer in GPUS and ranks > 1 else ""
+    return STARTS[consumer].format(model=shell_word(name), ranks=ranks) + gpus
+
+
+def verdict_document(model: str, found: Verdict) -> dict[str, Any]:
+    """The verdict as one JSON document of schema SCHEMA; `loads` is null where it is not known."""
+    return {"schema": SCHEMA, "model": model} | asdict(found)

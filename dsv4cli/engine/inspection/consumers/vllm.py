@@ -1,0 +1,88 @@
+"""What vLLM 0.33.0 loads, read in its source: models/deepseek_v4, model_loader/default_loader.py, layers/quantization.
+
+Its CUDA model. The configuration goes through transformers' DeepseekV4Config (vLLM asks for transformers 5.16 to 5.20),
+so either dialect of it will do.
+"""
+
+from collections.abc import Iterator
+
+from dsv4cli.engine.inspection.consumers import common
+from dsv4cli.engine.inspection.consumers.checkpoint import Finding, Rule, Subject
+
+VERSION = "vLLM 0.33.0"
+
+
+def ratios(subject: Subject) -> Iterator[Finding]:
+    """transformers_utils/deepseek_v4_utils.py, get_compress_ratios."""
+    if not {"compress_ratios", "layer_types"} & subject.config.keys():
+        yield Finding("no", "config.json has neither compress_ratios nor layer_types")
+
+
+def experts(subject: Subject) -> Iterator[Finding]:
+    """quant_config.py, DeepseekV4FP8Config.expert_dtype (top level only, 'fp4' where missing) and get_quant_method."""
+    if subject.quantization is None or not subject.quantised:
+        return
+    said, form = subject.config.get("expert_dtype", "fp4"), subject.formats.experts
+    nvfp4 = str(subject.quantization_says("moe_quant_algo") or "").upper() == "NVFP4"
+    if said not in ("fp4", "fp8"):
+        yield Finding("no", f"expert_dtype is {said!r}; vLLM knows fp4 and fp8 only")
+    elif form == "fp8" and said == "fp4":
+        yield Finding("no", "the experts are FP8 and vLLM takes them for FP4, as expert_dtype is not 'fp8'")
+    elif form == "fp8":
+        # nvidia/model.py, load_weights: an e8m0 expert scale is viewed as uint8; Fp8MoEMethod has F32 parameters for it
+        yield Finding(
+            "no",
+            "the scales of the FP8 experts are e8m0: vLLM copies their bytes as numbers (121 for 2^-6) into F32 "
+            "parameters, without an error",
+        )
+    elif form in ("bf16", "f32"):
+        yield from _wide_experts(subject, said)
+    elif said == "fp8":
+        yield Finding("no", "expert_dtype is 'fp8' and the experts are not", 'set "expert_dtype": "fp4" in config.json')
+    elif (form == "nvfp4") != nvfp4:
+        is_said = "says" if nvfp4 else "does not say"
+        yield Finding("no", f"the experts are {form.upper()} and quantization_config {is_said} moe_quant_algo NVFP4")
+
+
+def _wide_experts(subject: Subject, said: str) -> Iterator[Finding]:
+    if subject.spares_layers:
+        yield Finding("not known", "whether ignored_layers spares the experts, which are not quantised, is not checked")
+    else:
+        yield Finding("no", f"the experts are {subject.formats.experts.upper()} and vLLM takes them for {said.upper()}")
+
+
+def linears(subject: Subject) -> Iterator[Finding]:
+    """fp8.py, Fp8LinearMethod: FP8 parameters wherever ignored_layers does not spare a matrix."""
+    if subject.quantization is None or {subject.formats.linear, subject.formats.output} == {"fp8"}:
+        return
+    if subject.quantised and subject.spares_layers:
+        yield Finding("not known", "whether ignored_layers spares every matrix that is not FP8 is not checked")
+    elif subject.quantised:
+        yield Finding("no", "some matrices outside the experts are not FP8 and no ignored_layers says so")
+
+
+def drafter(subject: Subject) -> Iterator[Finding]:
+    """quant_config.py, get_quant_method: the drafter's experts are built as the model's."""
+    if subject.identity.config.drafter == "none":
+        yield Finding("note", "there is no drafter: no speculative decoding")
+    elif subject.formats.drafter != subject.formats.experts:
+        form, other = subject.formats.drafter.upper(), subject.formats.experts.upper()
+        yield Finding("note", f"the drafter's experts are {form} and vLLM wants {other}: no speculative decoding")
+
+
+RULES: tuple[Rule, ...] = (
+    # default_loader.py, load_weights: tracked for models that are not quantised only
+    common.damage("vLLM does not notice where a model is quantised, and computes with whatever the memory holds"),
+    common.root_config(architecture=True),
+    common.official_names("vLLM stops at the first of them"),
+    # models/utils.py, AutoWeightsLoader, and the loop of load_weights in nvidia/model.py
+    common.unknown_tensors("vLLM stops at it", fatal=True),
+    ratios,
+    # quant_config.py, DeepseekV4FP8Config.override_quantization_method; fp8.py, Fp8Config.from_config
+    common.fp8_config("vLLM"),
+    experts,
+    linears,
+    common.tokenizer(fatal=True),
+    common.index,
+    drafter,
+)

@@ -1,0 +1,62 @@
+"""Does the inspected model run on a machine: the answer of `--fit` as a whole; no torch."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsv4cli.engine.checkpoint.source import RandomSource
+from dsv4cli.engine.inspection.fit.advice import Step, advise
+from dsv4cli.engine.inspection.fit.machine import Machine
+from dsv4cli.engine.inspection.fit.plan import Fit, plan_fit
+from dsv4cli.engine.inspection.report import Inspection
+from dsv4cli.engine.inspection.sources import FileSource
+from dsv4cli.errors import UsageError
+
+SCHEMA = "dsv4.fit/2"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """runs: whether `dsv4 run` would load it and run it here. steps: what to do, the best first."""
+
+    model: str
+    fit: Fit
+    steps: list[Step]
+    runs: bool
+
+
+def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int) -> Answer:
+    """Raises the inspection's problem where it does not tell the dimensions of the model, UsageError for a single file,
+    and what plan_fit raises.
+    """
+    source, identity = result.source, result.identity
+    if isinstance(source, FileSource):
+        raise UsageError(f"{source.name} is a part of a model", f"name its folder: {source.file.parent}")
+    if identity is None:
+        assert result.problem is not None
+        raise result.problem
+    fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch)
+    steps = advise(fit, source.name, result.problem, is_random=isinstance(source, RandomSource))
+    return Answer(source.name, fit, steps, fit.best is not None and result.problem is None)
+
+
+def fit_document(answer: Answer) -> dict[str, Any]:
+    """The answer as one JSON document of schema SCHEMA, bytes throughout."""
+    fit = answer.fit
+    return {
+        "schema": SCHEMA,
+        "model": answer.model,
+        "runs": answer.runs,
+        "best": None if fit.best is None else fit.shares.index(fit.best),
+        "context": fit.context,
+        "batch": fit.batch,
+        "largest_context": fit.largest_context,
+        "largest_batch": fit.largest_batch,
+        "missing": fit.missing,
+        "layers": fit.layers,
+        "whole_on_every_gpu": fit.whole,
+        "shares": [
+            asdict(share) | {"ranks": share.ranks, "needed": share.needed, "host": share.host, "fits": share.fits}
+            for share in fit.shares
+        ],
+        "next": [asdict(step) for step in answer.steps],
+    }

@@ -1,0 +1,144 @@
+"""Which devices there are and how much memory they have free: this machine's, or those that a user names; no torch."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from dsv4cli.engine.system.host_memory import host_memory
+from dsv4cli.errors import UsageError
+
+NVIDIA_SMI = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
+SMI_SECONDS = 10
+GPUS = re.compile(r"(?:(\d{1,4})\s*[x×]\s*)?(\S.*)", re.ASCII | re.IGNORECASE)
+# what is written on cards and on machines is GiB and TiB
+UNITS = {"G": 2**30, "T": 2**40}
+LABEL = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([GT])i?B", re.ASCII | re.IGNORECASE)
+# of what is written on a card or a machine, the hundredths that are free when nothing runs
+FREE_OF_GPU, FREE_OF_RAM = 98, 95
+# MiB that nvidia-smi tells of cards
+CARDS = {
+    "A10": 23028, "A40": 46068, "A100": 81920, "A6000": 49140, "L4": 23034, "L40": 46068, "L40S": 46068, "H20": 97871,
+    "H100": 81559, "H200": 143771, "B200": 183359, "3090": 24576, "4090": 24564, "5090": 32607, "PRO6000": 97887,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the CPU with the RAM. torch_name: what --device calls it. total, free: bytes."""
+
+    torch_name: str
+    name: str
+    total: int
+    free: int
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return self.torch_name.startswith("cuda")
+
+    @property
+    def label(self) -> str:
+        """What --gpus calls such a GPU."""
+        name = _bare(self.name)
+        return name if name in CARDS else f"{round(self.total / 2**30)}GB"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs in the order of their numbers; the CPU, None where nothing is known of its memory. is_here: whether it
+    is this machine. claims_ram: whether the user says how much this one has, of which the system may tell less."""
+
+    gpus: tuple[Device, ...]
+    cpu: Device | None
+    is_here: bool = True
+    claims_ram: bool = False
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All of them."""
+        return self.gpus if self.cpu is None else (*self.gpus, self.cpu)
+
+    @property
+    def host(self) -> int:
+        """Bytes of free host memory that is known."""
+        return 0 if self.cpu is None else self.cpu.free
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its GPUs are of several kinds: CUDA numbers them otherwise then, the fastest first."""
+        return len({gpu.name for gpu in self.gpus}) > 1
+
+
+def parse_machine(gpus: str | None, ram: str | None) -> Machine:
+    """This machine, or one of GPUs as in '2xH100', '24GB,48GB' or '8x80GB'; with so much RAM, as in '192GB'.
+
+    Sizes are those that are written on cards and machines: GiB, of which a little is taken. Raises UsageError.
+    """
+    cpu = None if ram is None else _named_ram(ram)
+    if gpus is None:
+        here = this_machine()
+        return here if cpu is None else Machine(here.gpus, cpu, claims_ram=True)
+    named = [gpu for part in gpus.split(",") for gpu in _named_gpus(part.strip(), gpus)]
+    return Machine(tuple(Device(f"cuda:{number}", *gpu) for number, gpu in enumerate(named)), cpu, is_here=False)
+
+
+def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
+    """Name, bytes in all, bytes free of each of the GPUs that a part of the text names. Raises UsageError."""
+    match = GPUS.fullmatch(part)
+    count, name = (int(match[1] or 1), match[2]) if match else (0, "")
+    known = CARDS.get(_bare(name), 0) * 2**20
+    size = known or _label(name, "G")
+    if not count or not size:
+        raise UsageError(
+            f"--gpus cannot be {text!r}",
+            f"say how many of which size or kind: 2x141GB, 24GB,48GB or 2xH100 (known: {', '.join(CARDS)})",
+        )
+    return [(name if known else f"GPU of {name}", size, size * FREE_OF_GPU // 100)] * count
+
+
+def _named_ram(text: str) -> Device:
+    size = _label(text.strip(), "GT")
+    if not size:
+        raise UsageError(f"--ram cannot be {text!r}", "say how much RAM the machine has: --ram 192GB")
+    return Device("cpu", "RAM", size, size * FREE_OF_RAM // 100)
+
+
+def _bare(name: str) -> str:
+    """The name of a card as CARDS has it."""
+    return re.sub(r"[\s_-]|NVIDIA|GEFORCE|RTX", "", name.upper())
+
+
+def _label(text: str, letters: str) -> int:
+    """The bytes of a size as in 24GB, with one of these letters, 0 where it is none."""
+    match = LABEL.fullmatch(text)
+    letter = match[2].upper() if match else ""
+    return int(float(match[1]) * UNITS[letter]) if match and letter in letters else 0
+
+
+def this_machine() -> Machine:
+    """The GPUs that nvidia-smi tells of and the RAM; no GPU where nvidia-smi is absent, fails or hangs."""
+    return Machine(_gpus(), _cpu())
+
+
+def _gpus() -> tuple[Device, ...]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    try:
+        done = subprocess.run([program, *NVIDIA_SMI], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [line.rsplit(",", 2) for line in done.stdout.splitlines()]
+    sized = [(number, row) for number, row in enumerate(rows) if len(row) == 3 and row[1].strip().isdigit()]
+    # a GPU that shares the RAM says [N/A] instead of a number of MiB
+    return tuple(
+        Device(f"cuda:{number}", name.strip(), int(total) * 2**20, int(free) * 2**20)
+        for number, (name, total, free) in sized
+        if free.strip().isdigit()
+    )
+
+
+def _cpu() -> Device | None:
+    memory = host_memory()
+    return None if memory is None else Device("cpu", "RAM", *memory)

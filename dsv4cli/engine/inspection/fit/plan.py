@@ -1,0 +1,169 @@
+"""Whether a model fits a machine: each way to use it, the best of them, what it lacks; no torch.
+
+Where weights lie is what `planner.decide` says, as when the model is loaded; here the cache and a step have to fit too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dsv4cli.engine.config.capacity import MAX_SLOTS
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.fit.machine import Device, Machine
+from dsv4cli.engine.inspection.fit.share import Share, SharedModel
+from dsv4cli.engine.settings import require
+from dsv4cli.engine.weights.placement import HOST_EIGHTHS, least_in_host
+from dsv4cli.errors import UnsupportedHardware
+
+# numbers of GPUs that are tried where those of the machine are too few
+MORE_GPUS = (2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer for sequences of `context` tokens, `batch` at once.
+
+    shares: one GPU, then each number of GPUs that divides the model, then the CPU. whole: bytes that every GPU holds,
+    by family. best: the way to run it that is recommended, None where none fits; others: slower ways that fit, too.
+    largest_context at this batch and largest_batch at this context are those of the best way, or else of the best one
+    for a short sequence; 0 for not even one. shorter, fewer: that share at each of the two, None at 0. layers: how many
+    of the first layers the `largest` device can run, None where something runs all of them. more_gpus: GPUs like those
+    of the machine that would hold it. more_host: the share that `host_needed` bytes of free host memory would run.
+    """
+
+    context: int
+    batch: int
+    machine: Machine
+    shares: tuple[Share, ...]
+    whole: dict[str, int]
+    best: Share | None
+    others: tuple[Share, ...]
+    largest_context: int
+    largest_batch: int
+    shorter: Share | None
+    fewer: Share | None
+    layers: int | None
+    largest: Device
+    more_gpus: Share | None
+    more_host: Share | None
+    host_needed: int
+
+    @property
+    def nearest(self) -> Share:
+        """The best way to run it; where none fits, the one whose devices lack least."""
+        return self.best or min(self.shares, key=lambda share: share.missing)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that each device of the nearest way lacks; 0 where one fits."""
+        return self.nearest.missing
+
+
+def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context: int, batch: int) -> Fit:
+    """Whether the model fits, with what each device would hold.
+
+    Raises UsageError for a context or a batch that the engine does not take, UnsupportedHardware for a machine of which
+    nothing is known.
+    """
+    longest = config.max_position_embeddings
+    require(1 <= context <= longest, "--context", f"{context:,}", f"use a number from 1 to {longest:,}")
+    require(1 <= batch <= MAX_SLOTS, "--batch", batch, f"use a number from 1 to {MAX_SLOTS}, more wait for a place")
+    if not machine.gpus and machine.cpu is None:
+        raise UnsupportedHardware(
+            "this system does not say how much memory it has", "name it: --ram 64GB, and GPUs if any: --gpus 1x80GB"
+        )
+    model = SharedModel(config, formats, machine.host)
+    shares = tuple(_shares(model, machine, context, batch))
+    best = _best(shares)
+    asked = best or _best(tuple(_shares(model, machine, 1, 1)))
+    longer = more = 0
+    if asked is not None:
+        devices = asked.devices
+        longer = _largest(longest, lambda count: model.share(devices, count, batch).fits)
+        more = _largest(MAX_SLOTS, lambda count: model.share(devices, context, count).fits)
+    largest = max(machine.devices, key=lambda device: device.free)
+    lacks_gpu = best is None or not best.on_gpu
+    host, needed = _more_host(model, shares, context, batch) if lacks_gpu else (None, 0)
+    return Fit(
+        context=context,
+        batch=batch,
+        machine=machine,
+        shares=shares,
+        whole=model.whole(drafter=False),
+        best=best,
+        others=_others(shares, best),
+        largest_context=longer,
+        largest_batch=more,
+        shorter=model.share(asked.devices, longer, batch) if asked and longer else None,
+        fewer=model.share(asked.devices, context, more) if asked and more else None,
+        layers=None if best else _layers(model, largest, context),
+        largest=largest,
+        more_gpus=_more_gpus(model, machine, context, batch) if lacks_gpu else None,
+        more_host=host,
+        host_needed=needed,
+    )
+
+
+def _shares(model: SharedModel, machine: Machine, context: int, batch: int) -> Iterator[Share]:
+    """One for each way to use the machine that divides the model; of unequal GPUs the emptiest are taken."""
+    gpus = sorted(machine.gpus, key=lambda gpu: -gpu.free)
+    for ranks in range(1, len(gpus) + 1):
+        if model.divides(ranks):
+            yield model.share(tuple(gpus[:ranks]), context, batch)
+    if machine.cpu is not None:
+        yield model.share((machine.cpu,), context, batch)
+
+
+def _best(shares: Sequence[Share]) -> Share | None:
+    """The fewest GPUs that hold all of it; else as many as there are, with experts in host memory; else the CPU."""
+    fitting = [share for share in shares if share.fits]
+    return min(fitting, key=_rank, default=None)
+
+
+def _rank(share: Share) -> tuple[bool, bool, int]:
+    return not share.on_gpu, share.host > 0, -share.ranks if share.host else share.ranks
+
+
+def _others(shares: Sequence[Share], best: Share | None) -> tuple[Share, ...]:
+    """Beside several GPUs or host memory: one GPU, and the CPU."""
+    if best is None or (best.ranks == 1 and not best.host):
+        return ()
+    return tuple(share for share in shares if share.fits and share.ranks == 1 and share is not best)
+
+
+def _layers(model: SharedModel, device: Device, context: int) -> int:
+    """How many of the first layers run on a device, one sequence at once."""
+    return _largest(model.config.num_hidden_layers, lambda count: model.first(count).share((device,), context, 1).fits)
+
+
+def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch: int) -> tuple[Share | None, int]:
+    """The most GPUs, if enough host memory for experts would make them run it, and how much has to be free."""
+    gpus = [share for share in shares if share.on_gpu]
+    if not gpus:
+        return None, 0
+    share = model.with_any_host().share(gpus[-1].devices, context, batch)
+    if not share.fits or share.placement is None or share.placement.division is None:
+        return None, 0
+    least = least_in_host(model.sizes(share.ranks), share.placement.division.rows) * share.ranks
+    return share, -(-least * 8 // HOST_EIGHTHS)
+
+
+def _more_gpus(model: SharedModel, machine: Machine, context: int, batch: int) -> Share | None:
+    """The fewest GPUs like the machine's emptiest that hold all of it."""
+    gpu = max(machine.gpus, key=lambda gpu: gpu.free, default=None)
+    if gpu is None:
+        return None
+    counts = [count for count in MORE_GPUS if count > len(machine.gpus) and model.divides(count)]
+    shares = (model.share((gpu,) * count, context, batch) for count in counts)
+    return next((share for share in shares if share.fits and not share.host), None)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` for which `fits`, which holds up to some number; 0 where there is none."""
+    if fits(most):
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,184 @@
+"""One look at a model without reading a weight: what it is, whether it would load, how large it is; no torch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dsv4cli.engine.checkpoint.contents import Contents, add_up
+from dsv4cli.engine.checkpoint.coverage import Coverage, check_coverage
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.checkpoint.naming import OfficialNaming, stored_table
+from dsv4cli.engine.checkpoint.sizes import Sizes, measure
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.sources import FileSource, Inspectable, RemoteSource
+from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint, UsageError
+
+SCHEMA = "dsv4.inspect/1"
+# of the document: what is asked for by an option, null otherwise
+SECTIONS = ("values", "tensor", "layer", "tree", "verdict", "fit", "diff")
+CONFIGS = ("config.json", "inference/config.json")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known about a model. `problem`: why it would not load, or of a file, why it is not sound.
+
+    identity and sizes are None when the folder does not even tell which model it holds. coverage is that of the layout
+    that the folder has, of a file only of its own tensors; a model of random weights has none. contents: what a file
+    holds. refused: whether the problem is one of the whole, which no list of tensors tells.
+    """
+
+    source: Inspectable
+    identity: Identity | None = None
+    sizes: Sizes | None = None
+    coverage: Coverage | None = None
+    contents: Contents | None = None
+    files: int = 0
+    problem: Dsv4Error | None = None
+    refused: bool = False
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether everything is there, in a layout that other programs run and dsv4 does not."""
+        return self.refused and self.coverage is not None and self.coverage.complete
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What does not keep dsv4 from loading it and may mislead another program."""
+        return self.identity.contradictions if isinstance(self.identity, FolderIdentity) else ()
+
+
+def inspect_model(source: Inspectable) -> Inspection:
+    """Identifies the model and compares its headers with the table; a problem is part of the answer, not an error.
+
+    What `dsv4 convert` reads and the engine does not run is described all the same. Raises HubError for a repository
+    whose headers the hub does not give.
+    """
+    if isinstance(source, FileSource):
+        return _inspect_file(source)
+    refusal: Dsv4Error | None = None
+    if isinstance(source, RemoteSource):
+        try:
+            _ = source.headers
+        except (CheckpointError, UnsupportedCheckpoint) as error:
+            # a second question would ask the hub again
+            return Inspection(source, problem=error, refused=True)
+    try:
+        found: Identity = source.identity
+    except (CheckpointError, UnsupportedCheckpoint) as error:
+        refusal = error
+        assert not isinstance(source, RandomSource)
+        try:
+            found = source.recognised
+        except (CheckpointError, UnsupportedCheckpoint):
+            return Inspection(source, problem=error, refused=True)
+    if not isinstance(found, FolderIdentity):
+        return Inspection(source, found, measure(found.config, expected_tensors(found.config, found.formats).values()))
+    specs = found.specs
+    sizes = measure(found.config, specs.values())
+    try:
+        coverage = check_coverage(found.checkpoint, _table(found, specs))
+    except UsageError as error:
+        # files for a number of ranks that the configuration cannot be cut for
+        return Inspection(source, found, sizes, problem=refusal or error, refused=True)
+    files = len(found.checkpoint.files)
+    problem = refusal or coverage.problem()
+    return Inspection(source, found, sizes, coverage, None, files, problem, refused=refusal is not None)
+
+
+def _table(found: FolderIdentity, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+    return specs if found.naming == OfficialNaming() else stored_table(found.naming, specs.values())
+
+
+def _inspect_file(source: FileSource) -> Inspection:
+    """The header of a file; its tensors against those of the model where there is a configuration beside it."""
+    try:
+        infos = source.checkpoint.tensors
+        has_config = any((source.file.parent / name).is_file() for name in CONFIGS)
+        found = source.identity if has_config else None
+        table = _table(found, found.specs) if found else {}
+    except (CheckpointError, UnsupportedCheckpoint, UsageError) as error:
+        return Inspection(source, problem=error, refused=True)
+    contents = add_up(infos.values(), table)
+    if found is None:
+        return Inspection(source, contents=contents, files=1)
+    coverage = check_coverage(found.checkpoint, dict(_present(table, infos)))
+    problem = coverage.problem()
+    return Inspection(source, found, None, coverage, contents, 1, problem)
+
+
+def _present(table: Mapping[str, TensorSpec], names: Mapping[str, object]) -> list[tuple[str, TensorSpec]]:
+    """The tensors of the table that a file holds; one whose weight or scale is in another file stands alone."""
+    kept: list[tuple[str, TensorSpec]] = []
+    for parts in matrices(table.values()).values():
+        present = [spec for spec in parts.values() if spec.name in names]
+        together = len(present) == len(parts)
+        kept += [(spec.name, spec if together else replace(spec, columns=0, role="weight")) for spec in present]
+    return kept
+
+
+def schedule(ratios: tuple[int, ...]) -> str:
+    """The ratios of the layers with repeated pairs counted, as in `0 0 (4 128)×20 4`."""
+    words, at = [], 0
+    while at < len(ratios):
+        pair, repeats, equal = ratios[at : at + 2], 1, 1
+        while ratios[at + equal : at + equal + 1] == ratios[at : at + 1]:
+            equal += 1
+        while ratios[at + 2 * repeats : at + 2 * repeats + 2] == pair:
+            repeats += 1
+        if equal > 2:
+            words.append(f"{ratios[at]}×{equal}")
+            at += equal
+        elif equal == 1 and repeats > 1:
+            words.append(f"({pair[0]} {pair[1]})×{repeats}")
+            at += 2 * repeats
+        else:
+            words += [str(ratios[at])] * equal
+            at += equal
+    return " ".join(words)
+
+
+def document(result: Inspection, sections: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The inspection as one JSON document of schema SCHEMA; what is not known or not asked for is null."""
+    source, problem = result.source, result.problem
+    return {
+        "schema": SCHEMA,
+        "model": source.name,
+        "folder": str(source.folder) if isinstance(source, FolderSource) else None,
+        "file": str(source.file) if isinstance(source, FileSource) else None,
+        # a file is a part of a model
+        "loads": None if isinstance(source, FileSource) else problem is None,
+        "problem": problem and {"kind": _kind(problem), "message": problem.message, "remedy": problem.remedy},
+        "notes": [*result.notes],
+        "identity": result.identity and _identity(result.identity),
+        "coverage": result.coverage and {**asdict(result.coverage), "complete": result.coverage.complete},
+        "sizes": result.sizes and asdict(result.sizes),
+        "contents": result.contents and asdict(result.contents),
+        **dict.fromkeys(SECTIONS),
+        **(sections or {}),
+    }
+
+
+def _kind(problem: Dsv4Error) -> str:
+    return "unsupported" if isinstance(problem, UnsupportedCheckpoint) else "damaged"
+
+
+def _identity(identity: Identity) -> dict[str, Any]:
+    config = identity.config
+    return {
+        "size": identity.size,
+        "layout": identity.layout if isinstance(identity, FolderIdentity) else None,
+        "release": identity.release,
+        "drafter": config.drafter,
+        "draft_stages": config.draft_stages,
+        "layers": list(config.layer_ratios),
+        "schedule": schedule(config.layer_ratios),
+        "formats": _formats(identity.formats),
+        "config": asdict(config),
+    }
+
+
+def _formats(formats: Formats) -> dict[str, str]:
+    return {**asdict(formats), "wo_a": formats.output, "draft_experts": formats.drafter}

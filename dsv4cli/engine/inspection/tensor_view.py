@@ -1,0 +1,241 @@
+"""One tensor of a checkpoint: where it is, how it is stored, what its values look like; numpy, no torch."""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
+from dsv4cli.engine.checkpoint.identify import FolderIdentity
+from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.matrix import StoredMatrix, stored_matrices
+from dsv4cli.engine.checkpoint.naming import Place
+from dsv4cli.engine.checkpoint.remedies import look
+from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.inspection.checks.findings import Finding, Measured, judge
+from dsv4cli.engine.inspection.checks.measure import Measurement, whole_rows
+from dsv4cli.engine.inspection.checks.statistics import Statistics, of_values
+from dsv4cli.engine.inspection.checks.survey import statistics_section
+from dsv4cli.errors import UsageError
+
+Progress = Callable[[int, int], None]
+# an odd number: zero is in the middle of one
+BINS = 17
+# a histogram reaches this many times the RMS to both sides
+REACH = 4.0
+FIRST_VALUES = 8
+# the number of a layer or an expert
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Bytes `begin` to `end` of a file. role: which part of the matrix. note: which part of that, where it is cut."""
+
+    name: str
+    role: Role
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a matrix holds. exponents: how often its power-of-two scales have each. first: of the first row.
+
+    histogram: [low, high, count] of equal steps; the outer ones count what lies beyond, too.
+    """
+
+    statistics: Statistics
+    exponents: dict[int, int]
+    histogram: tuple[tuple[float, float, int], ...]
+    first: tuple[float, ...]
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A tensor with its scales. shape: of its values. holds: the tensors of the table in a stacked one, by name.
+
+    family: '' where the table has no such tensor. values: None where the files are not here, or hold several.
+    """
+
+    name: str
+    family: str
+    form: str
+    shape: tuple[int, ...]
+    parts: tuple[StoredPart, ...]
+    holds: tuple[str, ...] = ()
+    values: Values | None = None
+
+
+def view_tensor(identity: FolderIdentity, name: str, progress: Progress | None) -> TensorView:
+    """The matrix that `name` belongs to: its official name, that of its weight or scale, or a stored name.
+
+    progress is given bytes read and bytes to read; None reads headers only. Raises UsageError for a name that is not
+    there, with the nearest ones, CheckpointError for what cannot be read.
+    """
+    checkpoint = identity.checkpoint
+    with StoredModel(identity) as model:
+        owners = _owners(identity, model.specs, name)
+        if not owners or len({spec.matrix for spec in owners}) > 1:
+            if name not in checkpoint.tensors:
+                matrices = {spec.matrix for spec in model.specs.values()}
+                raise _not_there(name, checkpoint, matrices.union(checkpoint.tensors, model.specs))
+            return _header_only(checkpoint.tensors[name], owners)
+        matrix = dict(stored_matrices(model)).get(owners[0].matrix)
+        if matrix is None:
+            lost = next(part for part in _stored_names(identity, model, owners[0]) if part not in checkpoint.tensors)
+            raise UsageError(
+                f"{checkpoint.folder} lacks {lost}", f"{look(checkpoint.folder)} shows all that is missing"
+            )
+        weight = matrix.parts["weight"]
+        return TensorView(
+            name=weight.name,
+            family=weight.family,
+            form=matrix.form,
+            shape=(*weight.shape[:-1], weight.columns or weight.shape[-1]),
+            parts=tuple(_parts(identity, matrix)),
+            values=progress and _look(matrix, identity.config.n_routed_experts, progress),
+        )
+
+
+def view_header(checkpoint: Checkpoint, name: str) -> TensorView:
+    """A tensor of files without a configuration. Raises UsageError for a name that is not there."""
+    if name not in checkpoint.tensors:
+        raise _not_there(name, checkpoint, checkpoint.tensors.keys())
+    return _header_only(checkpoint.tensors[name], [])
+
+
+def _owners(identity: FolderIdentity, specs: Mapping[str, TensorSpec], name: str) -> list[TensorSpec]:
+    """The tensors of the table that a name means: one by its own name, or those that are stored under it."""
+    for known in (name, f"{name}.weight"):
+        if known in specs:
+            return [specs[known]]
+    if name not in identity.checkpoint.tensors:
+        return []
+    return [spec for spec in specs.values() if any(place.name == name for place in identity.naming.places(spec))]
+
+
+def _stored_names(identity: FolderIdentity, model: StoredModel, spec: TensorSpec) -> Iterator[str]:
+    """Where the parts of a matrix should be."""
+    for part in model.matrices()[spec.matrix].values():
+        yield from (place.name for place in identity.naming.places(part))
+
+
+def _header_only(info: TensorInfo, owners: Collection[TensorSpec]) -> TensorView:
+    part = StoredPart(info.name, "weight", info.dtype, info.shape, info.file, info.begin, info.end)
+    family = next((spec.family for spec in owners), "")
+    return TensorView(info.name, family, info.dtype, info.shape, (part,), tuple(spec.name for spec in owners))
+
+
+def _parts(identity: FolderIdentity, matrix: StoredMatrix) -> Iterator[StoredPart]:
+    for role, spec in matrix.parts.items():
+        for place in identity.naming.places(spec):
+            info = identity.checkpoint.tensors[place.name]
+            begin, end, note = _extent(info, place, spec)
+            yield StoredPart(info.name, role, info.dtype, info.shape, info.file, begin, end, note)
+
+
+def _extent(info: TensorInfo, place: Place, spec: TensorSpec) -> tuple[int, int, str]:
+    if place.cut:
+        return info.begin, info.end, f"part {place.cut.part + 1} of {place.cut.parts} along dimension {place.cut.dim}"
+    if info.shape == spec.shape or info.dtype == "F4":
+        return info.begin, info.end, ""
+    step = info.nbytes // int(np.prod(info.shape, dtype=np.int64))
+    begin = info.begin + place.begin * step
+    return begin, begin + int(np.prod(spec.shape, dtype=np.int64)) * step, f"inside {list(info.shape)}"
+
+
+def _look(matrix: StoredMatrix, experts: int, progress: Progress) -> Values:
+    """Two passes: the statistics, then the histogram between bounds that come from them."""
+    measurement = Measurement(matrix, experts)
+    table, total, done = Statistics(), 2 * matrix.nbytes, 0
+    for rows in whole_rows(matrix):
+        raw = matrix.read(rows)
+        done += sum(array.nbytes for array in raw.values())
+        if matrix.form == "i64":
+            table.add(of_values(raw["weight"].astype(np.float32)))
+        measurement.take(rows, raw)
+        progress(done, total)
+    measured = judge(measurement)
+    statistics = table if matrix.form == "i64" else measured.statistics
+    edges = _edges(statistics, whole=matrix.form == "i64")
+    counts, first = np.zeros(len(edges) - 1, np.int64), ()
+    for rows in whole_rows(matrix):
+        values = matrix.piece(rows).values.reshape(-1)
+        first = first or tuple(values[:FIRST_VALUES].tolist())
+        finite = values[np.isfinite(values)]
+        counts += np.histogram(np.clip(finite, edges[0], edges[-1]), edges)[0]
+        done += matrix.nbytes * (rows.stop - rows.start) // matrix.shape[0]
+        progress(done, total)
+    bins = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
+    return Values(statistics, _exponents(measurement, measured), tuple(bins), first, measured.findings)
+
+
+def _edges(statistics: Statistics, *, whole: bool) -> NDArray[np.float64]:
+    """The bounds of the bins: the range of the values, cut off where almost none are."""
+    if not statistics.finite:
+        return np.array([0.0, 1.0])
+    low, high = statistics.low, statistics.high
+    if whole:
+        return np.linspace(low - 0.5, high + 0.5, int(min(BINS, high - low + 1)) + 1)
+    reach = REACH * statistics.rms
+    low, high = max(low, -reach), min(high, reach)
+    return np.linspace(low, high, BINS + 1) if low < high else np.array([low, low + abs(low) + 1.0])
+
+
+def _exponents(measurement: Measurement, measured: Measured) -> dict[int, int]:
+    if measured.exponents is None:
+        return {}
+    low, high = measured.exponents
+    return {exponent: int(measurement.scale[exponent + 127]) for exponent in range(low, high + 1)}
+
+
+def _not_there(name: str, checkpoint: Checkpoint, names: Collection[str]) -> UsageError:
+    near = nearest(name, names)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"{look(checkpoint.folder, '--tree')} lists the names"
+    return UsageError(f"{checkpoint.folder} has no tensor {name!r}", remedy)
+
+
+def nearest(name: str, names: Collection[str], count: int = 2) -> list[str]:
+    """The names that look most like this one: first what the tensor is called, then its layer and its expert."""
+    kinds: dict[str, list[str]] = {}
+    for other in names:
+        kinds.setdefault(NUMBER.sub("#", other), []).append(other)
+    wanted = [int(number) for number in NUMBER.findall(name)]
+
+    def distance(other: str) -> list[int]:
+        return [abs(int(number) - mine) for number, mine in zip(NUMBER.findall(other), wanted, strict=False)]
+
+    close = get_close_matches(NUMBER.sub("#", name), kinds, count)
+    return [min(kinds[kind], key=distance) for kind in close]
+
+
+def tensor_section(view: TensorView) -> dict[str, Any]:
+    """The section `tensor` of the document."""
+    values = view.values
+    return {
+        "name": view.name,
+        "family": view.family or None,
+        "form": view.form,
+        "shape": list(view.shape),
+        "parts": [asdict(part) | {"file": str(part.file), "shape": list(part.shape)} for part in view.parts],
+        "holds": list(view.holds),
+        "values": values
+        and {
+            "statistics": statistics_section(values.statistics),
+            "scale_exponents": {str(exponent): count for exponent, count in values.exponents.items()},
+            "histogram": [list(step) for step in values.histogram],
+            "first": [value if np.isfinite(value) else str(value) for value in values.first],
+            "findings": [asdict(finding) for finding in values.findings],
+        },
+    }

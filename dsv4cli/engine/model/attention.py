@@ -1,0 +1,111 @@
+"""Attention: low-rank queries over a sliding window and compressed entries of one shared key/value head.
+
+Three kinds by ratio: 0 window only, 4 (CSA) window and the entries that the indexer chooses, 128 (HCA) window and all
+entries.
+"""
+
+import torch
+from torch import nn
+
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.compressor import Compressor, compress_both
+from dsv4cli.engine.model.indexer import Indexer
+from dsv4cli.engine.model.linear import Fp32Linear, GroupedLinear, Linear, RMSNorm, project, project_normed, unfilled
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.runtime.cache import LayerCache, Ring
+from dsv4cli.kernels import attention, qk_norm_rope
+
+
+class Attention(nn.Module):
+    """One layer's attention; a rank holds its share of heads and groups."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, ratio: int, world: World) -> None:
+        super().__init__()
+        self.config = config
+        self.numerics = numerics
+        self.ratio = ratio
+        self.world = world
+        self.wq_a = Linear(numerics)
+        self.q_norm = RMSNorm(config.rms_norm_eps)
+        self.wq_b = Linear(numerics)
+        self.wkv = Linear(numerics)
+        self.kv_norm = RMSNorm(config.rms_norm_eps)
+        self.attn_sink = unfilled()
+        self.wo_a = GroupedLinear()
+        self.wo_b = Linear(numerics)
+        if ratio:
+            self.compressor = Compressor(config, numerics, ratio)
+        if ratio == 4:
+            self.indexer = Indexer(config, numerics)
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
+        """x: normed hidden state [T, D] -> [T, D]; the step's keys and entries go into the cache."""
+        latent, kv, *rows = project(x, self.linears())
+        rings = None if batch.in_rings else cache.window.data[batch.slots].flatten(0, 1)
+        q, kv, index_q = self.queries_and_keys(latent, kv, batch, cache.window)
+        window = cache.window.data.flatten(0, 1) if rings is None else torch.cat((rings, kv))
+        entries, lists = self.entries(rows, index_q, batch, cache)
+        scale, rotation = self.config.head_dim**-0.5, batch.rotations[self.ratio]
+        return self.output(attention.sparse_attention(q, window, entries, lists, self.attn_sink, scale, rotation))
+
+    def linears(self) -> list[Linear | Fp32Linear]:
+        """What reads the hidden state: latent queries, keys; raw rows of the compressor; the indexer's likewise, and
+        its weights."""
+        own: list[Linear | Fp32Linear] = [self.wq_a, self.wkv]
+        if self.ratio:
+            own += [self.compressor.wkv, self.compressor.wgate]
+        if self.ratio == 4:
+            own += [self.indexer.compressor.wkv, self.indexer.compressor.wgate, self.indexer.weights_proj]
+        return own
+
+    def queries_and_keys(
+        self, latent: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries [T, H, d] and keys [T, d], normed and rotated, which the ring takes; in a CSA layer the indexer's
+        queries [T, Hi, di] as well."""
+        if self.ratio != 4:
+            (q,) = project_normed(latent, self.q_norm, [self.wq_b])
+            return *self.prepare(self._heads(q), kv, batch, ring), None
+        q, index_q = project_normed(latent, self.q_norm, [self.wq_b, self.indexer.wq_b])
+        q, kv, stored, index_q = qk_norm_rope.queries_keys_and_index(
+            self._heads(q), kv, self.indexer.heads(index_q), self.kv_norm.weight, batch.rotations[self.ratio],
+            ring.data.flatten(0, 1), batch.window_cells, self.config.rms_norm_eps, self.numerics.simulate,
+        )  # fmt: skip
+        ring.data = stored.view(ring.data.shape)
+        return q, kv, index_q
+
+    def prepare(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H, d] and keys [T, d] normed and rotated; the ring takes the keys."""
+        q, kv, stored = qk_norm_rope.queries_and_keys(
+            q, kv, self.kv_norm.weight, batch.rotations[self.ratio], ring.data.flatten(0, 1), batch.window_cells,
+            self.config.rms_norm_eps, self.numerics.simulate,
+        )  # fmt: skip
+        ring.data = stored.view(ring.data.shape)
+        return q, kv
+
+    def _heads(self, q: torch.Tensor) -> torch.Tensor:
+        return q.unflatten(-1, (-1, self.config.head_dim))
+
+    def entries(
+        self, rows: list[torch.Tensor], index_q: torch.Tensor | None, batch: Batch, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pool of compressed entries [cells, d] and each token's list of window rows and entries, int64 [T, L].
+
+        rows: what the linears behind the first two give."""
+        if cache.compressed is None:
+            return self.attn_sink.new_zeros(0, self.config.head_dim, dtype=self.numerics.dtype), batch.window_index
+        if cache.index is None or index_q is None:
+            self.compressor(*rows, batch, cache.compressed)
+            return cache.compressed.entries.data, batch.every_entry
+        *rows, weights = rows
+        compress_both((self.compressor, self.indexer.compressor), rows, batch, (cache.compressed, cache.index))
+        return cache.compressed.entries.data, self.indexer(index_q, weights, batch, cache.index)
+
+    def output(self, o: torch.Tensor) -> torch.Tensor:
+        """Un-rotated heads [T, H, d] through the grouped projection -> [T, D]."""
+        groups = self.config.o_groups // self.world.size
+        inner = self.wo_a(o.flatten(1).unflatten(1, (groups, -1))).flatten(1)
+        # the official code sums the ranks' parts in fp32
+        return self.world.sum_rounded(self.wo_b(inner), o.dtype)

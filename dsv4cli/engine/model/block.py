@@ -1,0 +1,84 @@
+"""One block: hyper-connections around attention, hyper-connections around the experts."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.attention import Attention
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.linear import RMSNorm, unfilled
+from dsv4cli.engine.model.moe import MoE
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.runtime.cache import LayerCache
+from dsv4cli.kernels import hyper_connections
+
+
+class Unjoined(NamedTuple):
+    """What a block gives: the output x [T, D] of its last sublayer, not yet joined with the streams [T, N, D].
+
+    post [T, N] and comb [T, N, N] say how; the next block joins them in the same step that makes its input.
+    """
+
+    x: torch.Tensor
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+    def joined(self) -> torch.Tensor:
+        """The streams after the block: [T, N, D]."""
+        return hyper_connections.connect_post(*self)
+
+
+class Block(nn.Module):
+    """A main layer or a draft stage; `layer` counts both, ratio says which kind of attention it has."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, layer: int, world: World) -> None:
+        super().__init__()
+        self.config = config
+        for part in ("attn", "ffn"):
+            for name in ("fn", "base", "scale"):
+                self.register_parameter(f"hc_{part}_{name}", unfilled())
+        self.attn_norm = RMSNorm(config.rms_norm_eps)
+        self.ffn_norm = RMSNorm(config.rms_norm_eps)
+        self.attn = Attention(config, numerics, config.compress_ratios[layer], world)
+        self.ffn = MoE(config, numerics, config.is_hash_layer(layer), world)
+
+    def forward(self, before: torch.Tensor | Unjoined, batch: Batch, cache: LayerCache) -> Unjoined:
+        """before: the streams [T, N, D], or what the block before gives."""
+        if isinstance(before, Unjoined):
+            streams, x, post, comb = self.step(before, "attn", self.attn_norm)
+        else:
+            streams = before
+            x, post, comb = self.connect(streams, "attn")
+            x = self.attn_norm(x)
+        output = Unjoined(self.attn(x, batch, cache), streams, post, comb)
+        streams, x, post, comb = self.step(output, "ffn", self.ffn_norm)
+        return Unjoined(self.ffn(x, batch), streams, post, comb)
+
+    def connection(self, part: str) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+        """fn, scale and base of a sublayer's hyper-connection, 'attn' or 'ffn'."""
+        return (
+            self.get_parameter(f"hc_{part}_fn"),
+            self.get_parameter(f"hc_{part}_scale"),
+            self.get_parameter(f"hc_{part}_base"),
+        )
+
+    def step(
+        self, before: Unjoined, part: str, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The streams joined, and of the sublayer `part` ('attn' or 'ffn') what `connect` gives, its input normed."""
+        config = self.config
+        return hyper_connections.connect_post_pre(
+            *before, *self.connection(part), norm.weight,
+            config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps,
+        )  # fmt: skip
+
+    def connect(self, streams: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The input [T, D] of a sublayer ('attn' or 'ffn') and its post [T, N] and comb [T, N, N] weights."""
+        config = self.config
+        return hyper_connections.connect_pre(
+            streams, *self.connection(part), config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        )

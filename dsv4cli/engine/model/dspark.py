@@ -1,0 +1,148 @@
+"""DSpark, the drafter of the 0731 and 0813 releases: a block of tokens drafted at once, then joined by a Markov head.
+
+Source: official model.py of Flash-0731. The stages read the target model's hidden states as context; the draft block is
+one token and `block_size - 1` noise tokens, attended without a causal mask.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.batch import Batch, make_batch
+from dsv4cli.engine.model.block import Block
+from dsv4cli.engine.model.embedding import Embedding
+from dsv4cli.engine.model.head import add_head, collapse
+from dsv4cli.engine.model.linear import Fp32Linear, Linear, RMSNorm
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.runtime.cache import Cache, LayerCache, Sequence
+
+
+class MarkovHead(nn.Module):
+    """A low-rank bias of the next draft's logits by the draft before it."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        super().__init__()
+        self.markov_w1 = Embedding(numerics)
+        self.markov_w2 = Fp32Linear()
+
+
+class ConfidenceHead(nn.Module):
+    """How likely a draft is to be accepted, as a logit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = Fp32Linear()
+
+
+class Stage(Block):
+    """One stage: a block of ratio 0. The first also takes the context in, the last gives the drafts out."""
+
+    norm: RMSNorm
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, layer: int, world: World) -> None:
+        super().__init__(config, numerics, layer, world)
+        if layer == config.num_hidden_layers:
+            self.main_proj = Linear(numerics)
+            self.main_norm = RMSNorm(config.rms_norm_eps)
+        if layer == len(config.compress_ratios) - 1:
+            add_head(self, config)
+            self.markov_head = MarkovHead(numerics)
+            self.confidence_head = ConfidenceHead()
+
+    def absorb(self, main: torch.Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Stores the stage's keys of the context [T, D] of a step's tokens in its ring."""
+        nothing = main.new_empty(len(main), 0, self.attn.config.head_dim)
+        self.attn.prepare(nothing, self.attn.wkv(main), batch, cache.window)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The drafted tokens int64 [B, n], their logits fp32 [B, n, V] and the confidence in each, a logit fp32 [B, n]."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    confidence: torch.Tensor
+
+
+class DSpark(nn.ModuleList):
+    """The stages `mtp.0`, `mtp.1`, `mtp.2`; the embedding and the head are the model's."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, world: World) -> None:
+        count = config.num_hidden_layers
+        super().__init__(Stage(config, numerics, count + stage, world) for stage in range(config.draft_stages))
+        assert config.dspark is not None
+        self.config = config
+        self.world = world
+        self.block_size = config.dspark.block_size
+        self.noise = config.dspark.noise_token_id
+
+    def stages(self) -> list[Stage]:
+        """The stages in order."""
+        return [stage for stage in self if isinstance(stage, Stage)]
+
+    def absorb(self, context: torch.Tensor, batch: Batch, cache: Cache) -> None:
+        """Takes in what the model saw in a step: Trunk.context [T, L * D] and the step's batch."""
+        first = self.stages()[0]
+        main = first.main_norm(first.main_proj(context))
+        for number, stage in enumerate(self.stages()):
+            stage.absorb(main, batch, cache.layers[self.config.num_hidden_layers + number])
+
+    def batch(self, cache: Cache, work: Items[tuple[Sequence, int]]) -> Batch:
+        """The draft block of each sequence, of at least one token: its newest, not yet in the cache, and noise.
+
+        Every row sees the last `sliding_window` tokens before the block and the whole block; nothing is stored.
+        """
+        noise = [self.noise] * (self.block_size - 1)
+        batch = make_batch(cache, [(sequence, [token, *noise]) for sequence, token in work])
+        window, device = self.config.sliding_window, cache.device
+        capacity = window + cache.rollback
+        starts = torch.tensor([sequence.length for sequence, _ in work], device=device)[:, None]
+        owners = torch.arange(len(work), device=device)[:, None]
+        # the official order: by position modulo the window, the block last
+        before = starts - 1 - (starts - 1 - torch.arange(window, device=device)) % window
+        ring = torch.where(before >= 0, owners * capacity + before % capacity, -1)
+        block = len(work) * capacity + owners * self.block_size + torch.arange(self.block_size, device=device)
+        index = torch.cat((ring, block), 1)
+        return replace(
+            batch,
+            in_rings=False,
+            window_rows=len(work) * (capacity + self.block_size),
+            window_index=index.repeat_interleave(self.block_size, 0),
+            window_cells=torch.full_like(batch.window_cells, -1),
+        )
+
+    def draft(
+        self,
+        embedded: torch.Tensor,
+        first: torch.Tensor,
+        batch: Batch,
+        cache: Cache,
+        vocabulary: Callable[[torch.Tensor], torch.Tensor],
+        choose: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Drafts:
+        """Drafts the tokens after `first` int64 [B].
+
+        embedded: embedding of batch.ids [B * n, D]; vocabulary: the model's head over a normed state; choose: a token
+        from each row of logits fp32 [B, V].
+        """
+        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
+        for number, stage in enumerate(self.stages()):
+            streams = stage(streams, batch, cache.layers[self.config.num_hidden_layers + number]).joined()
+        last = self.stages()[-1]
+        x = collapse(last, self.config, streams)
+        logits = vocabulary(last.norm(x)).unflatten(0, (-1, self.block_size))
+        states = x.float().unflatten(0, (-1, self.block_size))
+        tokens, biased, confidence, previous = [], [], [], first
+        for place in range(self.block_size):
+            memory = last.markov_head.markov_w1(previous)
+            bias = self.world.gather_columns(last.markov_head.markov_w2(memory))
+            biased.append(logits[:, place] + bias)
+            previous = choose(biased[-1])
+            tokens.append(previous)
+            confidence.append(last.confidence_head.proj(torch.cat((states[:, place], memory.float()), -1))[:, 0])
+        return Drafts(torch.stack(tokens, 1), torch.stack(biased, 1), torch.stack(confidence, 1))

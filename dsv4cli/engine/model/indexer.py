@@ -1,0 +1,42 @@
+"""The indexer of CSA layers: which compressed entries a token attends to."""
+
+import torch
+from torch import nn
+
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.compressor import Compressor
+from dsv4cli.engine.model.linear import Linear
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.cache import CompressorState
+from dsv4cli.kernels import indexer
+
+RATIO = 4
+
+
+class Indexer(nn.Module):
+    """Scores entries with small heads of its own and keeps the best `index_topk`."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
+        super().__init__()
+        self.width = config.index_head_dim
+        self.topk = config.index_topk
+        self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        self.wq_b = Linear(numerics)
+        self.weights_proj = Linear(numerics)
+        self.compressor = Compressor(config, numerics, RATIO)
+
+    def heads(self, q: torch.Tensor) -> torch.Tensor:
+        """[T, H * d] -> [T, H, d]."""
+        return q.unflatten(-1, (-1, self.width))
+
+    def forward(self, q: torch.Tensor, weights: torch.Tensor, batch: Batch, state: CompressorState) -> torch.Tensor:
+        """Each token's list of window rows and chosen entries: int64 [T, window + k], -1 in unused places.
+
+        q: prepared queries [T, H, d]; weights: of the heads [T, H].
+        """
+        step, stored = batch.compress[RATIO], state.tensors()
+        return indexer.best_entries(
+            q, weights, self.scale, stored.entries, stored.scale, step.table, step.sequence, step.visible, self.topk,
+            batch.window_index, batch.window_columns, batch.window_rows,
+        )  # fmt: skip

@@ -1,0 +1,96 @@
+"""The mixture of experts: a router (scored, or by token id in hash layers), routed experts, one shared expert."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.linear import Linear, StoredMatrix, unfilled
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.kernels import experts, routing
+from dsv4cli.kernels.experts import ExpertWeights
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.weights.offload import LayerExperts
+
+
+class Router(nn.Module):
+    """`ffn.gate`: scores all experts, chooses by biased score or, in a hash layer, by token id."""
+
+    tid2eid: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, is_hash: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = unfilled()
+        self.register_parameter("tid2eid", unfilled() if is_hash else None)
+        self.register_parameter("bias", None if is_hash else unfilled())
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, D], token ids int64 [T] -> expert numbers int64 [T, k] and their weights fp32 [T, k]."""
+        scale = self.config.routed_scaling_factor
+        if self.tid2eid is not None:
+            return routing.route_by_id(x, self.weight, self.tid2eid, ids, scale)
+        assert self.bias is not None
+        return routing.route(x, self.weight, self.bias, self.config.num_experts_per_tok, scale)
+
+
+class Experts(nn.Module):
+    """The routed experts, each matrix stacked over all of them; a rank holds its share of their inner width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = StoredMatrix()
+        self.w2 = StoredMatrix()
+        self.w3 = StoredMatrix()
+
+    def at_hand(self, chosen: torch.Tensor) -> ExpertWeights:
+        """The experts, those chosen int64 [T, k] and all others."""
+        return matrices(self)
+
+    @property
+    def each(self) -> int:
+        """Bytes of an expert."""
+        return sum(part[0].nbytes for part in self.parameters())
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token goes through, with the same clamp."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        super().__init__()
+        self.w1 = Linear(numerics)
+        self.w2 = Linear(numerics)
+        self.w3 = Linear(numerics)
+
+
+class MoE(nn.Module):
+    """Router, routed experts and shared expert of one layer; a rank holds its share of each expert's inner width."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, is_hash: bool, world: World) -> None:
+        super().__init__()
+        self.limit = config.swiglu_limit
+        self.simulate = numerics.simulate
+        self.world = world
+        self.gate = Router(config, is_hash)
+        self.experts: Experts | LayerExperts = Experts()
+        self.shared_experts = SharedExpert(numerics)
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x: normed hidden state [T, D] -> [T, D]."""
+        chosen, weights = self.gate(x, batch.ids)
+        routed, shared = self.experts.at_hand(chosen), matrices(self.shared_experts)
+        # what several ranks add up is rounded once
+        dtype = x.dtype if self.world.size == 1 else torch.float32
+        part = experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate, dtype)
+        return self.world.sum_rounded(part, x.dtype)
+
+
+def matrices(module: Experts | SharedExpert) -> ExpertWeights:
+    """What the kernels take of a module."""
+    w1, w2, w3 = module.w1, module.w2, module.w3
+    return ExpertWeights(w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale)

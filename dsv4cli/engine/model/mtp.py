@@ -1,0 +1,40 @@
+"""The multi-token-prediction block of the April releases: drafts the token after the next one."""
+
+import torch
+
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.block import Block
+from dsv4cli.engine.model.head import add_head, collapse
+from dsv4cli.engine.model.linear import Linear, RMSNorm
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.runtime.cache import LayerCache
+
+
+class MTP(Block):
+    """`mtp.0`: a block of ratio 0 over the model's last streams joined with the embedding of the next token."""
+
+    norm: RMSNorm
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, layer: int, world: World) -> None:
+        super().__init__(config, numerics, layer, world)
+        self.e_proj = Linear(numerics)
+        self.h_proj = Linear(numerics)
+        self.enorm = RMSNorm(config.rms_norm_eps)
+        self.hnorm = RMSNorm(config.rms_norm_eps)
+        add_head(self, config)
+
+    def draft(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
+        """The stage's own streams [T, N, D].
+
+        streams: the model's streams after its last layer, before the hyper-head [T, N, D]; embedded: embedding of the
+        token that follows each position [T, D]; batch: the positions of `streams`.
+        """
+        hidden = self.h_proj(self.hnorm(streams).flatten(0, 1)).view(streams.shape)
+        joined = self.e_proj(self.enorm(embedded))[:, None] + hidden
+        return self(joined, batch, cache).joined()
+
+    def normed(self, streams: torch.Tensor) -> torch.Tensor:
+        """The stage's streams [R, N, D] -> the input of the shared head [R, D]."""
+        return self.norm(collapse(self, self.config, streams))

@@ -1,0 +1,1 @@
+"""What do ranks tell each other, how do they start and end?"""

@@ -1,0 +1,181 @@
+"""Several ranks on one machine: rank 0 is the process that the user has started, and starts and ends the others.
+
+In a conversation it tells them of every reply it begins: a line of JSON to a follower's stdin, so that followers wait
+for as long as people do. Within a reply the ranks meet in each step as those of any run do.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from threading import Thread
+from typing import IO, Any
+
+import torch
+
+from dsv4cli.engine.chat.conversation import Reply, Talk
+from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.parallel.processes import joined, lost_others, seats
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.text.prompt import Message
+from dsv4cli.errors import NotEnoughMemory, RankLost, UnsoundResult
+
+# how long followers that have been dismissed may take to end
+PATIENCE_SECONDS = 5
+GO_ON = "dsv4 chat --continue goes on after the last finished turn"
+
+
+class Followers:
+    """The ranks that this one, rank 0, has started.
+
+    When one ends by itself while they are busy, as they are from the start, this process ends with the same code, from
+    a thread of its own: it may wait on a GPU, where nothing reaches it. Before, `lost` is called for a rank that was
+    killed; any other has said why it ends.
+    """
+
+    def __init__(
+        self, processes: Sequence["subprocess.Popen[bytes]"], lost: Callable[[RankLost], None], remedy: str
+    ) -> None:
+        """remedy: what a RankLost advises."""
+        self._processes = processes
+        self._lost, self._remedy = lost, remedy
+        self._busy, self._dismissed = True, False
+        for rank, process in enumerate(processes, 1):
+            Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    def tell(self, order: Mapping[str, Any]) -> None:
+        """Sends an order to all, who are busy with it until `rest`. Raises RankLost when one has ended."""
+        self._busy = True
+        for rank, process in enumerate(self._processes, 1):
+            try:
+                _stdin(process).write(json.dumps(order).encode() + b"\n")
+                _stdin(process).flush()
+            except BrokenPipeError:
+                raise self._loss(rank, process.wait()) from None
+
+    def rest(self) -> None:
+        """They wait for the next order."""
+        self._busy = False
+
+    def dismiss(self) -> None:
+        """There are no more orders."""
+        self._dismissed = True
+        for process in self._processes:
+            with suppress(BrokenPipeError):
+                _stdin(process).close()
+
+    def end(self) -> None:
+        """Ends those that have not ended, at once unless they have been dismissed."""
+        for process in self._processes:
+            if self._dismissed:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(PATIENCE_SECONDS)
+        self._dismissed = True
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        code = process.wait()
+        if self._busy and not self._dismissed:
+            if code <= 0:
+                self._lost(self._loss(rank, code))
+            os._exit(code if code > 0 else 1)
+
+    def _loss(self, rank: int, code: int) -> RankLost:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "has ended"
+        return RankLost(f"rank {rank} {how}", self._remedy)
+
+
+def _stdin(process: "subprocess.Popen[bytes]") -> IO[bytes]:
+    assert process.stdin is not None
+    return process.stdin
+
+
+@contextmanager
+def leading(
+    size: int, command: Sequence[str], device: torch.device, lost: Callable[[RankLost], None], remedy: str
+) -> Iterator[tuple[World, torch.device, Followers]]:
+    """This process as rank 0 of `size` on this machine, the others running `dsv4 command… PORT RANK SIZE`.
+
+    They end with what runs inside, and see no Ctrl-C. lost, remedy: as of `Followers`.
+    """
+    own, *others = seats(size)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dsv4cli", *command, str(seat.port), str(seat.rank), str(seat.size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for seat in others
+    ]
+    followers = Followers(processes, lost, remedy)
+    try:
+        with joined(device, own) as (world, place):
+            yield world, place, followers
+            followers.dismiss()
+    finally:
+        followers.end()
+
+
+class LeadingTalk(Talk):
+    """A conversation that followers compute too; it has the same model, dialogue and limits as theirs at first."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        dialogue: Dialogue,
+        limits: Limits,
+        device: torch.device | str,
+        followers: Followers,
+    ) -> None:
+        super().__init__(model, dialogue, limits, device)
+        self._followers = followers
+        followers.rest()
+
+    def reply(self, messages: Sequence[Message], sampling: Sampling, *, think_budget: int | None = None) -> Reply:
+        """As of any conversation; but where memory is short RankLost, for the others may have had enough."""
+        reply = super().reply(messages, sampling, think_budget=think_budget)
+        self._followers.tell(
+            {
+                "messages": list(messages),
+                "sampling": asdict(sampling),
+                "think_budget": think_budget,
+                "limits": asdict(self.limits),
+                "thinking": self.dialogue.thinking,
+                "effort": self.dialogue.effort,
+            }
+        )
+        self._reply = self._led(reply)
+        return self._reply
+
+    def _led(self, reply: Reply) -> Reply:
+        watched = False
+        try:
+            yield from reply
+        except NotEnoughMemory as error:
+            raise RankLost(error.message, GO_ON) from None
+        except Exception as error:
+            watched = lost_others(error)  # whoever watches the ranks sees which one has ended, and how
+            raise
+        finally:
+            if not watched:
+                self._followers.rest()
+
+
+def follow(talk: Talk, orders: Iterable[str]) -> None:
+    """Computes every reply that the orders name. Raises NotEnoughMemory."""
+    for line in orders:
+        order = json.loads(line)
+        talk.limits = Limits(**{**order["limits"], "stops": tuple(order["limits"]["stops"])})
+        talk.dialogue = replace(talk.dialogue, thinking=order["thinking"], effort=order["effort"])
+        with suppress(UnsoundResult):  # of which rank 0 tells
+            for _ in talk.reply(order["messages"], Sampling(**order["sampling"]), think_budget=order["think_budget"]):
+                pass

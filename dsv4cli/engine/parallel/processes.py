@@ -1,0 +1,149 @@
+"""The ranks of a tensor-parallel run: which GPUs they take, how a process joins them, how they end."""
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import sleep
+
+import torch
+from torch import distributed
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.rendezvous import rendezvous
+
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
+from dsv4cli.kernels.all_reduce import PROGRAMS, Inboxes, box_shape
+
+# how long a rank that fails because of another waits to be ended by who has started it, and sees that other first
+PATIENCE_SECONDS = 10
+
+
+def check_devices(size: int, device: torch.device) -> None:
+    """Raises UsageError for one GPU that is named for several ranks, UnsupportedHardware for too few of them."""
+    if device.index is not None:
+        raise UsageError(f"--device {device} is one GPU, and each rank takes its own", "use --device cuda")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and size > count:
+        raise UnsupportedHardware(
+            f"{size} ranks need {size} GPUs, and PyTorch sees {count}", f"use at most {count} ranks, or --device cpu"
+        )
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one of `size` ranks on this machine, which meet at a port of it."""
+
+    port: int
+    rank: int
+    size: int
+
+
+def seats(size: int) -> list[Seat]:
+    """Places for so many ranks, at a port that is free now."""
+    port = get_free_port()
+    return [Seat(port, rank, size) for rank in range(size)]
+
+
+@contextmanager
+def joined(device: torch.device, seat: Seat | None = None) -> Iterator[tuple[World, torch.device]]:
+    """Joins the ranks at a seat, or as the environment says: this one's place, and its own GPU where device is CUDA.
+
+    A rank that fails inside leaves at once, and only the first to fail says why. What runs inside must have let go of
+    its CUDA graphs when it ends: the process group waits for those that hold NCCL's launches.
+    """
+    local = distributed.get_node_local_rank() if seat is None else seat.rank
+    if device.type == "cuda":
+        check_devices(local + 1, device)
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    address = seat and f"tcp://localhost:{seat.port}?rank={seat.rank}&world_size={seat.size}"
+    store, rank, size = next(rendezvous(address or "env://"))
+    try:
+        backend, gpu = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
+        yield _world(local, device), device
+        distributed.destroy_process_group()
+    except BaseException as error:
+        # an orderly end of the interpreter, as of a graph whose step is under way, may wait for what the other ranks
+        # still owe this one: nothing that the error holds goes before the process does
+        atexit.register(_leave, _exit_code(error), error)
+        lost = lost_others(error)
+        if lost:
+            sleep(PATIENCE_SECONDS)
+        if store.add("failed", 1) > 1:
+            sleep(PATIENCE_SECONDS)  # until the first has spoken and left
+            sys.exit(_exit_code(error))
+        if lost:
+            raise RankLost(f"rank {rank} lost the connection to another rank", "see how the others ended") from error
+        raise
+
+
+def _leave(code: int, held: BaseException) -> None:
+    os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    """How this process ends for an error that nobody catches."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) else 1
+
+
+def lost_others(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone."""
+    # gloo has no class of its own for it
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
+
+
+def interruptible() -> None:
+    """From here on a signal ends this rank at once, also where it waits for the others; nothing is left to tidy up."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _world(local: int, device: torch.device) -> World:
+    """This process's place; local: its number on this machine."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    numbers = _said(local)
+    ranks_here = max(numbers) + 1
+    if device.type == "cuda":
+        return World(rank, size, _inboxes(rank, numbers, device), ranks_here)
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
+    return World(rank, size, None, ranks_here)
+
+
+def _inboxes(rank: int, numbers: list[int], device: torch.device) -> Inboxes | None:
+    """The short way of small sums, decided alike by all ranks: None with several machines or GPUs that do not see each
+    other's memory."""
+    from torch.distributed import _symmetric_memory
+
+    one_machine = numbers == list(range(len(numbers)))
+    others = [number for number in numbers if number != device.index]
+    if not one_machine or not all(_said(all(torch.cuda.can_device_access_peer(device, other) for other in others))):
+        return None
+    assert distributed.group.WORLD is not None
+    shape = box_shape(len(numbers))
+    boxes: tuple[torch.Tensor, ...] = ()
+    try:
+        own = _symmetric_memory.empty(shape, dtype=torch.int32, device=device)
+        own.zero_()
+        torch.cuda.synchronize()
+        mapped = _symmetric_memory.rendezvous(own, distributed.group.WORLD.group_name)
+        boxes = tuple(own if rank == number else mapped.get_buffer(number, shape, own.dtype) for number in numbers)
+    except RuntimeError:  # memory that the driver does not share
+        pass
+    turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+    # nobody sends before all have said that theirs is there
+    return Inboxes(rank, boxes, turns) if all(_said(bool(boxes))) else None
+
+
+def _said(mine: int) -> list[int]:
+    """What each rank gives, in their order."""
+    said = [0] * distributed.get_world_size()
+    distributed.all_gather_object(said, mine)
+    return said

@@ -1,0 +1,291 @@
+"""All state of all sequences: window rings and open windows per slot, compressed entries in blocks of 128 tokens.
+
+A ring holds the last rows of a sequence, position p in row p mod capacity; capacity is what a step can read plus
+`rollback` rows, so that rolling back is a change of length. Which rows count follows from positions alone.
+Compressed entries live in blocks shared by all layers and addressed through a sequence's block list; a block that a
+snapshot also holds is copied before it is written.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.rope import frequencies
+from dsv4cli.errors import NotEnoughMemory
+from dsv4cli.kernels.compressor import State
+from dsv4cli.kernels.formats import FP4_BLOCK
+
+# blocks that are made when the first is taken
+FEWEST_BLOCKS = 8
+
+
+class Ring:
+    """The last `capacity` rows of each slot: data [slots, capacity, D]; `empty` is the value of rows never written."""
+
+    def __init__(self, data: torch.Tensor, empty: float) -> None:
+        self.data = data
+        self.empty = empty
+
+    @property
+    def capacity(self) -> int:
+        """Rows per slot."""
+        return self.data.shape[1]
+
+    def reset(self, slot: int) -> None:
+        """Forgets a slot."""
+        self.data[slot] = self.empty
+
+
+class Pool:
+    """Compressed entries of all sequences: data [blocks * per_block, D], block b in rows b * per_block onwards."""
+
+    def __init__(self, data: torch.Tensor, per_block: int) -> None:
+        self.data = data
+        self.per_block = per_block
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block over another."""
+        size = self.per_block
+        self.data[target * size : (target + 1) * size] = self.data[source * size : (source + 1) * size]
+
+    def grow(self, blocks: int) -> None:
+        """Makes room for `blocks` blocks in all."""
+        missing = blocks * self.per_block - self.data.shape[0]
+        if missing > 0:
+            self.data = torch.cat((self.data, self.data.new_zeros(missing, self.data.shape[1])))
+
+
+@dataclass
+class CompressorState:
+    """One compressor's state: the raw rows of the open window (scores include ape) and the finished entries, of index
+    keys that are rounded to FP4 the codes with their scales."""
+
+    kv: Ring
+    score: Ring
+    entries: Pool
+    scale: Pool | None = None
+
+    def tensors(self) -> State:
+        """The memory that a step reads and writes."""
+        scale = None if self.scale is None else self.scale.data.view(torch.float8_e8m0fnu)
+        return State(self.kv.data, self.score.data, self.entries.data, scale)
+
+    def keep(self, state: State) -> None:
+        """Takes the memory after a step."""
+        self.kv.data, self.score.data, self.entries.data = state.kv, state.score, state.entries
+
+
+@dataclass
+class LayerCache:
+    """One layer's state; `compressed` and `index` exist where the layer's ratio asks for them."""
+
+    window: Ring
+    compressed: CompressorState | None = None
+    index: CompressorState | None = None
+
+    def rings(self) -> list[Ring]:
+        """Every ring of the layer, always in the same order."""
+        states = [state for state in (self.compressed, self.index) if state is not None]
+        return [self.window, *(ring for state in states for ring in (state.kv, state.score))]
+
+    def pools(self) -> list[Pool]:
+        """Every pool of the layer."""
+        states = [state for state in (self.compressed, self.index) if state is not None]
+        return [pool for state in states for pool in (state.entries, state.scale) if pool is not None]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence: its slot, how many tokens it has, the most it ever had since they were written, its blocks, and how
+    often these were changed."""
+
+    slot: int
+    length: int = 0
+    high: int = 0
+    blocks: list[int] = field(default_factory=list)
+    changes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A sequence at one length: copies of its rings, shares in its blocks. Drop it when no longer needed."""
+
+    length: int
+    high: int
+    blocks: tuple[int, ...]
+    rings: list[torch.Tensor]
+
+
+class Cache:
+    """The state of up to `slots` sequences of one model on one device; blocks are added as sequences grow."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        *,
+        slots: int = 1,
+        device: torch.device | str = "cpu",
+        rollback: int = ROLLBACK,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.slots = slots
+        self.rollback = rollback
+        self.frequencies = {ratio: frequencies(config, ratio).to(self.device) for ratio in (0, 4, 128)}
+        self.layers = [self._layer(ratio, numerics, slots) for ratio in config.compress_ratios]
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._shares: list[int] = []  # per block: how many sequences and snapshots hold it
+        self._free_blocks: list[int] = []
+
+    def _layer(self, ratio: int, numerics: Numerics, slots: int) -> LayerCache:
+        config = self.config
+        window = config.sliding_window + self.rollback
+        layer = LayerCache(Ring(self._rows(slots, window, config.head_dim, numerics.dtype), 0.0))
+        if ratio:
+            kv, score = self._open_rows(ratio, config.head_dim, slots)
+            layer.compressed = CompressorState(kv, score, self._pool(ratio, config.head_dim, numerics.dtype))
+        if ratio == 4:
+            layer.index = self._index(config.index_head_dim, numerics, slots)
+        return layer
+
+    def _index(self, width: int, numerics: Numerics, slots: int) -> CompressorState:
+        kv, score = self._open_rows(4, width, slots)
+        if not numerics.simulate:
+            return CompressorState(kv, score, self._pool(4, width, numerics.dtype))
+        # as they were rounded: two codes a byte, and the bytes of their e8m0 scales
+        codes, scale = self._pool(4, width // 2, torch.int8), self._pool(4, width // FP4_BLOCK, torch.uint8)
+        return CompressorState(kv, score, codes, scale)
+
+    def _open_rows(self, ratio: int, width: int, slots: int) -> tuple[Ring, Ring]:
+        span, channels = (2 * ratio, 2 * width) if ratio == 4 else (ratio, width)
+        rows = [self._rows(slots, span + self.rollback, channels, torch.float32) for _ in range(2)]
+        return Ring(rows[0], 0.0), Ring(rows[1], float("-inf"))
+
+    def _pool(self, ratio: int, width: int, dtype: torch.dtype) -> Pool:
+        return Pool(torch.zeros(0, width, dtype=dtype, device=self.device), BLOCK_TOKENS // ratio)
+
+    def _rows(self, slots: int, capacity: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(slots, capacity, width, dtype=dtype, device=self.device)
+
+    @property
+    def free_slots(self) -> int:
+        """How many more sequences can be allocated."""
+        return len(self._free_slots)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that the pools have room for. They lie elsewhere when it has changed."""
+        return len(self._shares)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks held by sequences or snapshots."""
+        return len(self._shares) - len(self._free_blocks)
+
+    def allocate(self) -> Sequence:
+        """A new, empty sequence in a slot that remembers nothing. Raises NotEnoughMemory when all slots are taken."""
+        if not self._free_slots:
+            raise NotEnoughMemory(
+                "every slot of the cache is taken", "free a sequence or build the cache with more slots"
+            )
+        sequence = Sequence(self._free_slots.pop())
+        for ring in self._rings():
+            ring.reset(sequence.slot)
+        return sequence
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives the sequence's slot and its shares in blocks back."""
+        self._release(sequence.blocks)
+        self._free_slots.append(sequence.slot)
+
+    def provide(self, blocks: int) -> None:
+        """Makes room for `blocks` blocks in all, so that the pools need not grow until these are taken."""
+        missing = blocks - self.blocks
+        if missing > 0:
+            for pool in self._pools():
+                pool.grow(blocks)
+            self._free_blocks = [*range(blocks - 1, self.blocks - 1, -1), *self._free_blocks]
+            self._shares += [0] * missing
+
+    def reserve(self, sequence: Sequence, tokens: int) -> None:
+        """Blocks for the next `tokens` tokens, none of them shared with a snapshot."""
+        first, end = sequence.length // BLOCK_TOKENS, -(-(sequence.length + tokens) // BLOCK_TOKENS)
+        for number in range(first, min(end, len(sequence.blocks))):
+            block = sequence.blocks[number]
+            if self._shares[block] > 1:
+                sequence.blocks[number] = self._take_block()
+                sequence.changes += 1
+                for pool in self._pools():
+                    pool.copy_block(block, sequence.blocks[number])
+                self._release([block])
+        while len(sequence.blocks) < end:
+            sequence.blocks.append(self._take_block())
+            sequence.changes += 1
+
+    def advance(self, sequence: Sequence, tokens: int) -> None:
+        """Counts `tokens` tokens that a step has stored."""
+        sequence.length += tokens
+        sequence.high = max(sequence.high, sequence.length)
+
+    def roll_back(self, sequence: Sequence, tokens: int) -> None:
+        """Takes the last `tokens` tokens back; at most `rollback` below the longest that the sequence has been."""
+        length = sequence.length - tokens
+        if tokens < 0 or length < 0 or sequence.high - length > self.rollback:
+            raise ValueError(f"cannot take {tokens} tokens back from {sequence}: the rings keep {self.rollback}")
+        sequence.length = length
+
+    def snapshot(self, sequence: Sequence) -> Snapshot:
+        """The sequence as it is now, to be restored into any sequence of this cache."""
+        for block in sequence.blocks:
+            self._shares[block] += 1
+        rings = [ring.data[sequence.slot].clone() for ring in self._rings()]
+        return Snapshot(sequence.length, sequence.high, tuple(sequence.blocks), rings)
+
+    def restore(self, sequence: Sequence, snapshot: Snapshot) -> None:
+        """Makes the sequence what the snapshot holds; the snapshot stays usable."""
+        for block in snapshot.blocks:
+            self._shares[block] += 1
+        self._release(sequence.blocks)
+        sequence.length, sequence.high, sequence.blocks = snapshot.length, snapshot.high, list(snapshot.blocks)
+        sequence.changes += 1
+        for ring, rows in zip(self._rings(), snapshot.rings, strict=True):
+            ring.data[sequence.slot] = rows
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Gives the snapshot's shares in blocks back; it must not be used afterwards."""
+        self._release(snapshot.blocks)
+
+    def recover(self, sequences: Items[Sequence], snapshots: Items[Snapshot]) -> None:
+        """Holds these and nothing else: after an interruption, when what was taken may not have reached its holder."""
+        shares = [0] * self.blocks
+        for blocks in [one.blocks for one in sequences] + [list(one.blocks) for one in snapshots]:
+            for block in blocks:
+                shares[block] += 1
+        taken = {sequence.slot for sequence in sequences}
+        self._shares = shares
+        self._free_blocks = [block for block in range(self.blocks - 1, -1, -1) if not shares[block]]
+        self._free_slots = [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken]
+
+    def _rings(self) -> list[Ring]:
+        return [ring for layer in self.layers for ring in layer.rings()]
+
+    def _pools(self) -> list[Pool]:
+        return [pool for layer in self.layers for pool in layer.pools()]
+
+    def _take_block(self) -> int:
+        if not self._free_blocks:
+            self.provide(max(2 * self.blocks, FEWEST_BLOCKS))
+        block = self._free_blocks.pop()
+        self._shares[block] = 1
+        return block
+
+    def _release(self, blocks: list[int] | tuple[int, ...]) -> None:
+        for block in blocks:
+            self._shares[block] -= 1
+            if not self._shares[block]:
+                self._free_blocks.append(block)

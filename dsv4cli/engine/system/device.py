@@ -1,0 +1,77 @@
+"""The device that a model runs on, and whether it has room."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dsv4cli.engine.settings import check_device
+from dsv4cli.engine.system.host_memory import host_memory
+from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware
+
+# a step of at most so many tokens through weights of at most so many bytes is computed by one thread on a CPU
+ONE_THREAD_TOKENS, ONE_THREAD_BYTES = 512, 64 * 10**6
+
+
+def resolve_device(name: str) -> torch.device:
+    """'auto' is CUDA where there is a GPU, else the CPU; otherwise a torch device name: cpu, cuda, cuda:1.
+
+    Raises UsageError for another name and UnsupportedHardware for a GPU that is not there.
+    """
+    check_device(name)
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, count = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UnsupportedHardware(
+            f"--device {name} is not there: PyTorch sees {count or 'no'} CUDA device{'' if count == 1 else 's'}",
+            "use --device cpu" if not count else f"the last one is cuda:{count - 1}",
+        )
+    return device
+
+
+@contextmanager
+def step_memory(device: torch.device | str) -> Iterator[None]:
+    """Raises NotEnoughMemory when what runs inside finds no room on the device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        raise NotEnoughMemory(
+            f"{device} ran out of memory: {reason}", "lower --prefill-chunk or --max-context"
+        ) from None
+
+
+@contextmanager
+def step_threads(tokens: int, weights: int) -> Iterator[None]:
+    """As many threads of a CPU as a step of so many tokens through `weights` bytes has work for.
+
+    On two idle cores nano writes about 33 tokens a second with one thread and with two; where two other programs
+    compute too, 16 to 22 with one thread and 4 to 7 with two: a thread that waits for its core holds up the other.
+    """
+    before = torch.get_num_threads()
+    small = tokens <= ONE_THREAD_TOKENS and weights <= ONE_THREAD_BYTES
+    if not small or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def free_unused() -> None:
+    """Gives the memory of what nothing refers to any more back to the devices."""
+    gc.collect()  # modules and graphs may refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on the device; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    memory = host_memory()
+    return None if memory is None else memory.free

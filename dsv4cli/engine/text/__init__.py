@@ -1,0 +1,1 @@
+"""How do messages become text and ids, and back? No torch."""

@@ -1,0 +1,161 @@
+"""Replies that the strict parser refuses, read as well as they can be: nothing is invented, and no call half done."""
+
+import json
+import re
+
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt_text import to_json
+from dsv4cli.engine.text.reply import MalformedReply, Reply, ToolCall, parse_reply
+
+_MARKUP = re.compile(rf"\s*</?{tokens.DSML}|\s*{tokens.DSML}")
+_TAG = re.compile(rf"<?(/?){tokens.DSML}(tool_calls|invoke|parameter)\b([^<>]*)>?")
+_NAME = re.compile(rf'name="((?:(?!{tokens.DSML})[^"])*)"')
+_TYPE = re.compile(r'string="(true|false)"')
+_SPECIAL = re.compile("|".join(map(re.escape, tokens.SPECIAL)))
+
+
+def mend_reply(text: str, *, thinking: bool) -> tuple[Reply, list[str]]:
+    """A reply as the strict parser reads it, or else as well as can be, and what was mended, in words.
+
+    A text without EOS was cut off: a call that is still open there is left out. Content and reasoning have no special
+    tokens and no markup, mended calls no markup.
+    """
+    ended = tokens.EOS in text
+    for whole in (text, text + tokens.EOS):
+        try:
+            return parse_reply(whole, thinking=thinking), []
+        except MalformedReply:
+            continue
+    words: list[str] = []
+    text, _, rest = text.partition(tokens.EOS)
+    if rest:
+        words.append("text after the end of the reply was left out")
+    reasoning, content = _thoughts(text, words) if thinking else ("", text)
+    markup = _MARKUP.search(content)
+    calls: list[ToolCall] = []
+    if markup:
+        content, block = content[: markup.start()], content[markup.start() :]
+        calls = _Calls(block, ended, words).read()
+    return Reply(_plain(content, "content", words), _plain(reasoning, "reasoning", words), calls), words
+
+
+def _thoughts(text: str, words: list[str]) -> tuple[str, str]:
+    """Reasoning, and what follows it. Tool calls end it where no `</think>` does, or one with nothing behind it."""
+    reasoning, mark, content = text.partition(tokens.THINK_END)
+    found = _MARKUP.search(reasoning)
+    if found is None:
+        if not mark:
+            words.append(f"the thinking was not finished: {tokens.THINK_END} is missing")
+        return reasoning, content
+    if content.strip():
+        words.append("markup of tool calls inside the thinking was left out")
+        return reasoning[: found.start()], content
+    words.append(f"{tokens.THINK_END} was missing before the tool calls")
+    return reasoning[: found.start()], reasoning[found.start() :]
+
+
+def _plain(text: str, name: str, words: list[str]) -> str:
+    """The text without special tokens."""
+    for token in dict.fromkeys(_SPECIAL.findall(text)):
+        words.append(f"the token {token} was left out of the {name}")
+    while _SPECIAL.search(text):  # what stood around a token may be one
+        text = _SPECIAL.sub("", text)
+    return text
+
+
+class _Calls:
+    """Reads a block of calls tag by tag; `words` gets what is mended."""
+
+    def __init__(self, block: str, ended: bool, words: list[str]) -> None:
+        self._block = block
+        self._ended = ended
+        self._words = words
+        self._calls: list[ToolCall] = []
+        self._name: str | None = None
+        self._arguments: dict[str, str] = {}
+        self._open: tuple[str, str | None, int] | None = None  # a parameter's name, its type, where its value begins
+
+    def read(self) -> list[ToolCall]:
+        """The calls; one that was cut off is left out, one that lacks closing tags only is taken."""
+        before = len(self._words)
+        for tag in _TAG.finditer(self._block):
+            closing, kind, attributes = tag[1] == "/", tag[2], tag[3]
+            if kind == "parameter" and closing:
+                self._close_parameter(tag.start())
+                continue
+            if self._open is not None:
+                self._words.append(f"the parameter {self._open[0]} was not closed")
+                self._close_parameter(tag.start())
+            if kind == "parameter":
+                self._open_parameter(attributes, tag.end())
+            else:
+                self._close_call(whole=closing and kind == "invoke")
+                if kind == "invoke" and not closing:
+                    self._open_call(attributes)
+        self._end()
+        if not self._calls and before == len(self._words):
+            self._words.append("markup of tool calls without a call was left out")
+        elif before == len(self._words):
+            self._words.append("the tool calls were not well formed")
+        return self._calls
+
+    def _end(self) -> None:
+        if self._name is None:
+            return
+        if self._open is not None or not self._ended:
+            self._words.append(f"the call of {self._name} was cut off and is left out")
+        else:
+            self._close_call(whole=False)
+
+    def _open_call(self, attributes: str) -> None:
+        name = _NAME.search(attributes)
+        if name is None or not name[1]:
+            self._words.append("a tool call without a name was left out")
+        else:
+            self._name, self._arguments = name[1], {}
+
+    def _close_call(self, whole: bool) -> None:
+        if self._name is None:
+            return
+        if not whole:
+            self._words.append(f"the call of {self._name} was not closed")
+        text = ", ".join(f"{to_json(key)}: {value}" for key, value in self._arguments.items())
+        self._calls.append({"type": "function", "function": {"name": self._name, "arguments": f"{{{text}}}"}})
+        self._name = None
+
+    def _open_parameter(self, attributes: str, start: int) -> None:
+        name, kind = _NAME.search(attributes), _TYPE.search(attributes)
+        if name is None:
+            self._words.append("a parameter without a name was left out")
+        else:
+            self._open = name[1], None if kind is None else kind[1], start
+
+    def _close_parameter(self, end: int) -> None:
+        if self._open is None:
+            return
+        (key, kind, start), self._open = self._open, None
+        if self._name is None:
+            return
+        if key in self._arguments:
+            self._words.append(f"the call of {self._name} had the parameter {key} twice: the first is kept")
+            return
+        value = self._value(key, self._block[start:end])
+        if kind is None:
+            self._words.append(f"the parameter {key} did not say whether it is text")
+        self._arguments[key] = value if kind != "true" and _is_json(value) else to_json(value)
+
+    def _value(self, key: str, text: str) -> str:
+        """The text up to markup that is no tag."""
+        markup = _MARKUP.search(text)
+        if markup is None:
+            return text
+        self._words.append(f"markup inside the parameter {key} and what follows it were left out")
+        return text[: markup.start()]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

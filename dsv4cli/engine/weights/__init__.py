@@ -1,0 +1,1 @@
+"""How do parameters get their values, and where do they lie?"""

@@ -1,0 +1,128 @@
+"""From a source of a model to a model ready to run."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4cli.engine.checkpoint.coverage import check_coverage
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.system.device import free_memory
+from dsv4cli.engine.weights.fill import Progress, Supply, fill, local_slice, made
+from dsv4cli.engine.weights.offload import HostExperts, plan_of
+from dsv4cli.engine.weights.placement import MemoryLimits, Placement, Room, decide, measure
+from dsv4cli.engine.weights.random_weights import random_tensors
+from dsv4cli.engine.weights.read import stored
+from dsv4cli.errors import NotEnoughMemory
+
+
+def load_model(
+    source: FolderSource | RandomSource,
+    numerics: Numerics,
+    *,
+    device: torch.device | str = "cpu",
+    world: World = SINGLE,
+    progress: Progress | None = None,
+    limits: MemoryLimits | None = None,
+) -> Transformer:
+    """The model of a source on a device. progress is called as weights arrive, with bytes done and in all. Where the
+    device has no room for all weights, the drafter is left out, and routed experts stay in host memory.
+
+    Raises UnsupportedCheckpoint for what the engine does not run, CheckpointError for a checkpoint that does not match
+    the table tensor by tensor, NotEnoughMemory when the weights do not fit on the device.
+    """
+    # the fp32 products of the reference are fp32
+    torch.set_float32_matmul_precision("highest")
+    try:
+        if isinstance(source, RandomSource):
+            return build_random(
+                source.config, numerics, seed=source.seed, device=device, world=world, progress=progress, limits=limits
+            )  # fmt: skip
+        return _load_folder(source, numerics, _Target(torch.device(device), world, limits or MemoryLimits(), progress))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise NotEnoughMemory(
+            f"the weights do not fit on {device}: {error}", "use a machine with more memory, or a lower --gpu-memory"
+        ) from None
+
+
+def build_random(
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    formats: Formats = Formats(),  # noqa: B008 - frozen
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    world: World = SINGLE,
+    progress: Progress | None = None,
+    limits: MemoryLimits | None = None,
+) -> Transformer:
+    """A model of random weights in the given formats; with `bf16` or `f32` throughout, one that can be trained."""
+    target = _Target(torch.device(device), world, limits or MemoryLimits(), progress)
+    config, specs, placement = _placed(config, formats, target)
+    whole = random_tensors(specs.values(), seed, config.n_routed_experts, device)
+    tensors = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in whole)
+    return _filled(config, numerics, specs, made(tensors), placement, target)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a model goes, what it may take there, and who is told."""
+
+    device: torch.device
+    world: World
+    limits: MemoryLimits
+    progress: Progress | None
+
+    def room(self) -> Room:
+        """What there is, as the ranks find it together: the same on each, so that all decide the same."""
+        on_gpu = self.device.type == "cuda"
+        found = [free_memory(self.device) if on_gpu else None, free_memory(torch.device("cpu"))]
+        gpu, host = self.world.least(found)
+        return Room(gpu, host, self.world.ranks_here, self.limits)
+
+
+def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> Transformer:
+    identity = source.identity
+    check_coverage(identity.checkpoint, expected_tensors(identity.config, identity.formats)).raise_if_incomplete()
+    config, specs, placement = _placed(identity.config, identity.formats, target)
+    supply = stored(identity.checkpoint, specs.values(), target.world)
+    return _filled(config, numerics, specs, supply, placement, target)
+
+
+def _placed(
+    config: ModelConfig, formats: Formats, target: _Target
+) -> tuple[ModelConfig, dict[str, TensorSpec], Placement]:
+    """The model and its table, without the drafter where the plan leaves it out, and where its weights lie."""
+    specs = expected_tensors(config, formats)
+    placement = decide(measure(specs.values(), config.num_experts_per_tok, target.world.size), target.room())
+    if placement.drafter:
+        return config, specs, placement
+    config = config.without_drafter()
+    return config, expected_tensors(config, formats), placement
+
+
+def _filled(
+    config: ModelConfig,
+    numerics: Numerics,
+    specs: dict[str, TensorSpec],
+    supply: Supply,
+    placement: Placement,
+    target: _Target,
+) -> Transformer:
+    model, device, world = Transformer(config, numerics, target.world), target.device, target.world
+    if placement.division is None:
+        fill(model, specs, supply, device=device, world=world, progress=target.progress)
+        return model.eval()
+    plan = plan_of(specs.values(), placement.division, world.size)
+    held = model.host_experts = HostExperts(plan, device)
+    for number, module in enumerate(plan.layers):
+        model.set_submodule(module, held.layer(number))
+    places = dict(held.places(specs.values()))
+    fill(model, specs, supply, device=device, world=world, progress=target.progress, elsewhere=places)
+    held.settle()
+    return model.eval()

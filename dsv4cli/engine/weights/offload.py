@@ -1,0 +1,210 @@
+"""Routed experts that do not fit on the device: which lie there, which in host memory, and the way from there.
+
+The first experts of a layer lie on the device for good, the others in pinned host memory; of these as many as there are
+slots lie on the device too, those used last. What gets no slot in a step, as in a long prompt, lies in staging, rows
+that all layers share. Kernels decide all of this, and nothing waits for the host. The experts' kernels compute in order
+of expert numbers, wherever these lie, so that no bit of a result depends on the memory.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from mmap import PAGESIZE
+
+import torch
+from torch import nn
+
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.weights.fill import TORCH_DTYPES
+from dsv4cli.engine.weights.placement import Division, expert_layers, expert_part
+from dsv4cli.errors import NotEnoughMemory
+from dsv4cli.kernels import expert_cache
+from dsv4cli.kernels.expert_cache import Residency
+from dsv4cli.kernels.experts import ExpertWeights
+
+# of an expert, as `ExpertWeights` has them
+PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scale")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a model's weights lies in host memory. layers: the modules whose experts are divided, equal in form;
+    parts: shape and dtype of an expert's matrices and scales, by name."""
+
+    layers: tuple[str, ...]
+    parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    division: Division
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that it takes."""
+        return len(self.layers) * self.division.waiting * expert_bytes(self.parts)
+
+
+def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Bytes of an expert."""
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in parts.values())
+
+
+def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> Plan:
+    """The plan of a table whose experts are divided so."""
+    layers, form = expert_layers(specs, ranks)
+    return Plan(layers, {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}, division)
+
+
+class HostExperts:
+    """The experts of all layers: stacks on the device, rows of the others in host memory."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        """Raises NotEnoughMemory."""
+        self.plan = plan
+        division, layers = plan.division, len(plan.layers)
+        rows = layers * division.rows + division.staging
+        self.stacks = {
+            part: torch.empty(rows, *shape, dtype=dtype, device=device) for part, (shape, dtype) in plan.parts.items()
+        }
+        self._blocks = [_block(sum(map(_whole_pages, self._waiting_bytes().values()))) for _ in plan.layers]
+        self.host = [self._cut(block) for block in self._blocks]
+        numbers = torch.arange(division.experts).repeat(layers, 1)
+        at = numbers + torch.arange(layers)[:, None] * division.rows
+        self._place = torch.where(numbers < division.rows, at, -1).to(device)
+        self._owner = numbers[:, division.staying : division.rows].contiguous().to(device)
+        self._used = torch.zeros_like(self._owner)
+        self._clock = torch.zeros(layers, 1, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(layers, 3, dtype=torch.int64, device=device)
+
+    def _waiting_bytes(self) -> dict[str, int]:
+        """Bytes of each part of the experts that wait, in one layer."""
+        waiting = self.plan.division.waiting
+        return {part: waiting * prod(shape) * dtype.itemsize for part, (shape, dtype) in self.plan.parts.items()}
+
+    def _cut(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of the experts of a layer that wait, [waiting, ...] each, in its block."""
+        sizes, start, found = self._waiting_bytes(), 0, {}
+        for part, (shape, dtype) in self.plan.parts.items():
+            found[part] = block[start : start + sizes[part]].view(dtype).view(-1, *shape)
+            start += _whole_pages(sizes[part])
+        return found
+
+    def places(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Where the tensors of experts go, by name."""
+        division, numbers = self.plan.division, {module: number for number, module in enumerate(self.plan.layers)}
+        for spec in specs:
+            if spec.expert is None:
+                continue
+            module, part = expert_part(spec)
+            if module not in numbers:
+                continue
+            if spec.expert < division.staying:
+                yield spec.name, self.stacks[part][numbers[module] * division.rows + spec.expert]
+            else:
+                yield spec.name, self.host[numbers[module]][part][spec.expert - division.staying]
+
+    def settle(self) -> None:
+        """Pins the host memory and fills the slots, once everything has its place. Raises NotEnoughMemory."""
+        division = self.plan.division
+        if self._place.is_cuda:
+            # what loading has left unused: the memory of graphs is not taken from it
+            torch.cuda.empty_cache()
+            # not before: pinning alone gives memory its pages one after another, reading by several threads at once
+            weakref.finalize(self, _unpin, [_pin(block) for block in self._blocks]).atexit = False
+        for layer, host in enumerate(self.host):
+            first = layer * division.rows + division.staying
+            for part, stack in self.stacks.items():
+                stack[first : first + division.slots] = host[part][: division.slots]
+
+    def layer(self, number: int) -> "LayerExperts":
+        """The experts of a layer."""
+        division = self.plan.division
+        state = Residency(
+            place=self._place[number],
+            owner=self._owner[number],
+            used=self._used[number],
+            clock=self._clock[number],
+            counts=self._counts[number],
+            first=number * division.rows + division.staying,
+            staging=len(self.plan.layers) * division.rows,
+        )
+        return LayerExperts(self, number, state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts, each once."""
+        return len(self.plan.layers) * self.plan.division.experts * expert_bytes(self.plan.parts)
+
+    def traffic(self) -> "Traffic":
+        """What has come from host memory so far; waits for the device."""
+        tokens, chosen, found = self._counts.sum(0).tolist()
+        return Traffic(tokens // len(self.plan.layers), chosen, found, (chosen - found) * expert_bytes(self.plan.parts))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """tokens that went through the model; experts that steps have chosen in all layers, each counted once a step; those
+    of them that lay on the device; bytes of the others."""
+
+    tokens: int
+    chosen: int
+    found: int
+    nbytes: int
+
+
+class LayerExperts(nn.Module):
+    """The routed experts of one layer of a model that does not fit; no parameters."""
+
+    def __init__(self, experts: HostExperts, number: int, state: Residency) -> None:
+        super().__init__()
+        self._all, self._state = experts, state
+        self._host = list(experts.host[number].values())
+
+    def at_hand(self, chosen: torch.Tensor) -> ExpertWeights:
+        """The experts, those chosen int64 [T, k] on the device until this is called again for any layer."""
+        stacks = self._all.stacks
+        rows = expert_cache.fetch(chosen, self._state, self._host, list(stacks.values()))
+        w1, w1_scale, w2, w2_scale, w3, w3_scale = (stacks.get(part) for part in PARTS)
+        assert w1 is not None
+        assert w2 is not None
+        assert w3 is not None
+        return ExpertWeights(w1, w1_scale, w2, w2_scale, w3, w3_scale, rows)
+
+    @property
+    def each(self) -> int:
+        """Bytes of an expert."""
+        return expert_bytes(self._all.plan.parts)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGESIZE) * PAGESIZE
+
+
+def _block(nbytes: int) -> torch.Tensor:
+    """Host memory that shares no page: uint8 [nbytes].
+
+    A layer has one of its own, for no system gives more at once than it has now, and some get theirs only with its use.
+    """
+    try:
+        memory = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8, device="cpu")
+    except RuntimeError:  # torch has no class of its own for it
+        raise NotEnoughMemory(
+            f"the system does not give {nbytes / 1e9:.2f} GB of host memory for experts of a layer",
+            "lower --host-memory, or use more GPUs (--tp)",
+        ) from None
+    start = -memory.data_ptr() % PAGESIZE
+    return memory[start : start + nbytes]
+
+
+def _pin(tensor: torch.Tensor) -> int:
+    """Pins memory as it is, for kernels that read it in place: torch's own pinned memory takes a power of two."""
+    address = tensor.data_ptr()
+    if int(torch.cuda.cudart().cudaHostRegister(address, tensor.nbytes, 0)):
+        raise NotEnoughMemory(
+            f"the system does not pin {tensor.nbytes / 1e9:.2f} GB of host memory for the GPU",
+            "raise the limit of locked memory (ulimit -l), or use more GPUs (--tp)",
+        )
+    return address
+
+
+def _unpin(addresses: list[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,127 @@
+"""Weights without a checkpoint: deterministic, well scaled, in the stored formats, for any table of tensors.
+
+A tensor depends on its name and the seed only, so that two models share the tensors that they have in common.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
+from zlib import crc32
+
+import torch
+
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.weights.fill import TORCH_DTYPES
+from dsv4cli.kernels.formats import E2M1_VALUES, E8M0_BIAS, FP4_BLOCK
+
+# large tensors repeat a pattern of this many values (a prime: rows do not align with it)
+PATTERN = 1_000_003
+E2M1_STD = (sum(value * value for value in E2M1_VALUES) / len(E2M1_VALUES)) ** 0.5
+# codes of FP8 weights are drawn with this standard deviation, far from both ends of e4m3
+E4M3_STD = 32.0
+# bytes of a value -> a type of as many
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def random_tensors(
+    specs: Iterable[TensorSpec], seed: int, experts: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """A tensor for each spec, in its stored dtype and shape. experts: how many a hash table chooses from."""
+    source = _Source(seed, torch.device(device))
+    for spec in specs:
+        yield spec, source.draw(spec, experts)
+
+
+class RandomRows:
+    """The same tensors, a few rows at a time; called from several threads."""
+
+    def __init__(self, seed: int, experts: int) -> None:
+        self.experts = experts
+        self._source = _Source(seed, torch.device("cpu"))
+        # of the tensors that threads are at; a period has up to 4 MB
+        self._period = lru_cache(16)(self._source.period)
+
+    def rows(self, spec: TensorSpec, rows: slice) -> torch.Tensor:
+        """The rows of a tensor in its stored dtype; `rows` counts along the first dimension, without a step."""
+        if spec.dtype == "I64" or not spec.shape:
+            return self._source.draw(spec, self.experts)[rows]
+        start, stop, _ = rows.indices(spec.shape[0])
+        width = torch.Size(spec.shape[1:]).numel()
+        period = self._period(spec)
+        first, count = start * width % PATTERN, (stop - start) * width
+        bits = period.view(BITS[period.itemsize])
+        flat = bits.repeat(-(-(first + count) // PATTERN))[first : first + count] if count else bits[:0]
+        return flat.view(stop - start, *spec.shape[1:]).view(TORCH_DTYPES[spec.dtype])
+
+
+class _Source:
+    """Values on a device. All tensors of a kind are one pattern from a place on that the tensor's name gives."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.device = device
+
+    def draw(self, spec: TensorSpec, experts: int) -> torch.Tensor:
+        """The tensor of a spec."""
+        if spec.dtype == "I64":
+            generator = torch.Generator().manual_seed(crc32(spec.name.encode()) ^ self.seed)
+            first = torch.randint(0, experts, (spec.shape[0], 1), generator=generator, device="cpu")
+            return (first + torch.arange(spec.shape[1], device="cpu")) % experts  # distinct experts in a row
+        return _tiled(spec, self.period(spec))
+
+    def period(self, spec: TensorSpec) -> torch.Tensor:
+        """The values that a tensor of floats or bytes repeats, in its stored dtype or in bytes of it."""
+        if spec.is_scale:
+            return self._scale(spec)
+        if spec.dtype == "I8":
+            return _period(self._bytes, spec)
+        mean, deviation = _moments(spec)
+        return (_period(self._normal, spec) * deviation + mean).to(TORCH_DTYPES[spec.dtype])
+
+    def _scale(self, spec: TensorSpec) -> torch.Tensor:
+        """Exponents that give a matrix rows of unit length, one step up or down from block to block."""
+        is_fp4 = spec.shape[-1] * FP4_BLOCK == spec.columns
+        deviation = (E2M1_STD if is_fp4 else E4M3_STD) * spec.columns**0.5
+        exponent = -round(torch.tensor(deviation).log2().item()) + E8M0_BIAS
+        return _period(self._bytes, spec) % 3 + (exponent - 1)
+
+    @cached_property
+    def _bytes(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(0, 256, (PATTERN,), generator=generator, dtype=torch.uint8, device="cpu").to(self.device)
+
+    @cached_property
+    def _normal(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(PATTERN, generator=generator, device="cpu").to(self.device)
+
+
+def _period(pattern: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The values of a pattern from the tensor's place on: as many as the tensor has, and once round at most."""
+    start = crc32(spec.name.encode()) % PATTERN
+    end = start + min(torch.Size(spec.shape).numel(), PATTERN)
+    return torch.cat((pattern[start:end], pattern[: max(0, end - PATTERN)]))
+
+
+def _tiled(spec: TensorSpec, period: torch.Tensor) -> torch.Tensor:
+    """The tensor in its stored dtype, of a period in it or in its bytes; nothing else of its size is made."""
+    count = torch.Size(spec.shape).numel()
+    bits = period.view(BITS[period.itemsize])  # which every device copies
+    return bits.repeat(-(-count // PATTERN))[:count].view(spec.shape).view(TORCH_DTYPES[spec.dtype])
+
+
+def _moments(spec: TensorSpec) -> tuple[float, float]:
+    """Mean and standard deviation by what the tensor is."""
+    leaf = spec.name.removesuffix(".weight").rpartition(".")[2]
+    if spec.dtype == "F8_E4M3":
+        return 0.0, E4M3_STD
+    if leaf.endswith("norm"):
+        return 1.0, 0.1
+    if leaf.endswith("_scale"):
+        return 1.0, 0.1
+    if leaf == "embed":
+        return 0.0, 1.0
+    if leaf == "bias":
+        return 0.0, 0.1
+    if len(spec.shape) == 2 and leaf != "ape":
+        return 0.0, spec.shape[1] ** -0.5
+    return 0.0, 0.5
