@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from dsv4cli.engine.checkpoint.source import FolderSource
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.indexer import ref as indexer_ref
@@ -106,16 +106,16 @@ def run_case(net: Golden, prompt: int, steps: int) -> dict[str, torch.Tensor]:
     model = net.model
     cache = Cache(model.config, model.numerics, slots=2)
     sequences = [cache.allocate() for _ in range(2)]
-    logits, mtp_logits = [], []
+    logits, drafted = [], []
     for start, end in chunks([prompt, *[1] * steps], prompt + steps):
         batch = make_batch(cache, [(s, net.tokens[i, start:end].tolist()) for i, s in enumerate(sequences)])
-        streams = model(batch, cache).streams
+        streams = model(batch, cache.layers).streams
         following = net.tokens[:, start + 1 : end + 1].flatten()
         logits.append(model.logits(streams[batch.last]))
-        mtp_logits.append(model.mtp_logits(streams, following, batch, cache, batch.last))
+        drafted.append(mtp_logits(model, streams, following, batch, cache, batch.last))
         for sequence in sequences:
             cache.advance(sequence, end - start)
-    return {"logits": torch.stack(logits, 1), "mtp_logits": torch.stack(mtp_logits, 1)}
+    return {"logits": torch.stack(logits, 1), "mtp_logits": torch.stack(drafted, 1)}
 
 
 def chunks(split: Iterable[int], rows: int) -> list[tuple[int, int]]:

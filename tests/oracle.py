@@ -17,10 +17,10 @@ import torch
 from dsv4cli.engine.config.model_config import ModelConfig, parse_config
 from dsv4cli.engine.config.presets import COMMON
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random
 
 VALUES = COMMON | {
@@ -144,7 +144,7 @@ def logits_in_chunks(model: Transformer, ids: Sequence[int], chunks: Sequence[in
     logits = []
     for count in chunks:
         batch = make_batch(cache, [(sequence, ids[sequence.length : sequence.length + count])])
-        logits.append(model.logits(model(batch, cache).streams))
+        logits.append(model.logits(model(batch, cache.layers).streams))
         cache.advance(sequence, count)
     return torch.cat(logits)
 

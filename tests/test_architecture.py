@@ -29,10 +29,15 @@ MAY_IMPORT = {
     "errors": set(),
     "harmless": set(),
 }
+# the packages of the engine, each of which imports from those before it only
+ENGINE = (
+    "settings", "system", "config", "parallel", "checkpoint", "text", "model", "weights", "runtime", "chat", "hub",
+    "inspection", "conversion", "profiling",
+)  # fmt: skip
 TERMINAL = {"typer", "click", "rich"}
 SLOW = {"torch", "triton", "transformers", "huggingface_hub", "numpy", "safetensors", "tokenizers", "rich"}
 REFERENCE_MAY_IMPORT = r"(torch|math|functools|dataclasses|typing|collections\.abc|dsv4cli\.kernels)(\.|$)"
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 300, 50, 120
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_MODEL = 300, 50, 120, 1100
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,6 +103,30 @@ def test_imports_point_down():
         and layer_of(name) not in MAY_IMPORT[layer_of(module_name(file))] | {layer_of(module_name(file))}
     ]
     assert upward == []
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[2]
+
+
+def test_packages_of_the_engine_import_from_those_before_them():
+    files = [file for file in trees() if file.startswith("dsv4cli/engine/") and file != "dsv4cli/engine/__init__.py"]
+    assert {package_of(module_name(file)) for file in files} == {*ENGINE}
+    upward = [
+        f"{file}:{line} imports {name}"
+        for file in files
+        for line, name in imports(file)
+        if name.startswith("dsv4cli.engine.")
+        and ENGINE.index(package_of(name)) > ENGINE.index(package_of(module_name(file)))
+    ]
+    assert upward == []
+
+
+def test_the_model_is_one_page_about_what_it_computes():
+    files = [file for file in trees() if file.startswith("dsv4cli/engine/model/")]
+    assert sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files) <= MAX_MODEL
+    known = {package_of(name) for file in files for _, name in imports(file) if name.startswith("dsv4cli.engine.")}
+    assert known == {"config", "parallel", "checkpoint", "model"}
 
 
 def test_modules_do_not_load_in_a_circle():

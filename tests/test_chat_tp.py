@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dsv4cli.engine.chat.conversation import ContextFull, Talk
-from dsv4cli.engine.parallel.followers import Followers, LeadingTalk, follow
+from dsv4cli.engine.chat.leading import LeadingTalk, follow
+from dsv4cli.engine.parallel.followers import Followers
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, RankLost, UnsoundResult
 from tests.engine.test_talk import dialogue, user

@@ -39,7 +39,9 @@ def show_stats(chat: Chat, _: str) -> None:
     if last.rate:
         rows.append(["then", f"{last.rate:.1f} tokens/s"])
     chat.out.table(rows)
-    tell_traffic(chat.out, chat.talk.model.host_experts)
+    from dsv4cli.engine.weights.offload import offload_of
+
+    tell_traffic(chat.out, offload_of(chat.talk.model))
 
 
 def show_tokens(chat: Chat, text: str) -> None:

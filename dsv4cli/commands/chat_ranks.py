@@ -21,7 +21,7 @@ def open_talk(job: Job, size: int) -> "Iterator[Talk]":
         with job.model() as model, Talk(model, dialogue, job.limits, job.place) as talk:
             yield talk
         return
-    from dsv4cli.engine.parallel.followers import GO_ON, LeadingTalk
+    from dsv4cli.engine.chat.leading import GO_ON, LeadingTalk
     from dsv4cli.engine.system.ending import ends_soon
 
     with ExitStack() as stack:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dsv4cli.output import counted, duration_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.weights.offload import HostExperts
+    from dsv4cli.engine.weights.offload import ExpertOffload
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Clock:
     last: float = 0.0
     tokens: int = 0
     prepared: float = 0.0
-    experts: "HostExperts | None" = None
+    experts: "ExpertOffload | None" = None
 
     def __post_init__(self) -> None:
         self._steady, self._seconds, self._begun = 0, 0.0, False

@@ -99,11 +99,11 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
 
 
 def _converse(job: Job) -> None:
+    from dsv4cli.engine.chat import leading
     from dsv4cli.engine.chat.conversation import Talk
-    from dsv4cli.engine.parallel import followers
 
     with job.model() as model, Talk(model, job.dialogue, job.limits, job.place) as talk:
-        followers.follow(talk, sys.stdin)
+        leading.follow(talk, sys.stdin)
 
 
 def check_shares(job: Job, size: int) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dsv4cli.output import Output, size_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.weights.offload import HostExperts
+    from dsv4cli.engine.weights.offload import ExpertOffload
     from dsv4cli.engine.weights.placement import MemoryLimits
 
 
@@ -19,16 +19,16 @@ def memory_limits(gpu_memory: str | None, host_memory: str | None) -> "MemoryLim
     return MemoryLimits(gpu, host)
 
 
-def division_sentence(experts: "HostExperts") -> str:
+def division_sentence(experts: "ExpertOffload") -> str:
     """How many lie where."""
     plan, division = experts.plan, experts.plan.division
     return (
-        f"of each layer's {division.experts} experts {division.rows} lie on the GPU at a time; {division.waiting} stay "
-        f"in host memory, {size_text(plan.host_bytes)} in all"
+        f"of each layer's {division.experts} experts {division.rows} lie on the GPU at a time; {division.offloaded} "
+        f"stay in host memory, {size_text(plan.host_bytes)} in all"
     )
 
 
-def tell_traffic(out: Output, experts: "HostExperts | None") -> None:
+def tell_traffic(out: Output, experts: "ExpertOffload | None") -> None:
     """Says how often experts lay on the GPU, and what came from host memory; nothing where all fit."""
     if experts is not None:
         traffic = experts.traffic()

@@ -91,7 +91,7 @@ def read_many(job: Job, source: Source) -> Many:
 
 def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]]":
     """The questions of the file, and the tokens of their prompts."""
-    from dsv4cli.engine.chat.dialogue import room_of
+    from dsv4cli.engine.runtime.limits import max_new_tokens
     from dsv4cli.engine.text.inputs import BadLine, refuse
     from dsv4cli.engine.text.questions import read_questions
 
@@ -100,7 +100,7 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
     for question in questions:
         try:
             prompt = job.dialogue.prompt(question.messages)
-            room_of(prompt.ids, job.dialogue.config, question.limits(job.limits))
+            max_new_tokens(prompt.ids, job.dialogue.config, question.limits(job.limits))
         except UsageError as error:
             bad.append(BadLine(question.line, error))
             continue
@@ -267,19 +267,20 @@ def show_prompts(job: Job, source: Source) -> None:
 
 def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
     """Prints the scores as JSON lines in the order of the items."""
-    from dsv4cli.engine.chat.dialogue import check_texts
+    from dsv4cli.engine.runtime.limits import check_texts
 
     sequences = [item.ids or _ids(job, item) for item in items]
     check_texts(sequences, job.source.identity.config, job.limits)
     with job.model() as model:
         from dsv4cli.engine.runtime.score import score
+        from dsv4cli.engine.weights.offload import offload_of
 
         start, lines = perf_counter(), InOrder(job.out, [(number, 0) for number in range(len(items))])
         for one in score(model, sequences, job.limits, job.place):
             top = {"top": one.top} if job.limits.logprobs else {}
             record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
             lines.add((one.number, 0), record | top)
-        tell_traffic(job.out, model.host_experts)
+        tell_traffic(job.out, offload_of(model))
     seconds, tokens = perf_counter() - start, sum(map(len, sequences))
     what = f"{counted(len(items), 'text')}, {counted(tokens, 'token')}"
     job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")

@@ -89,13 +89,14 @@ class Job:
         from dsv4cli.engine.model.numerics import Numerics
         from dsv4cli.engine.parallel.world import SINGLE
         from dsv4cli.engine.weights.load import load_model
+        from dsv4cli.engine.weights.offload import offload_of
 
         device, world = self.place, self.world or SINGLE
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
         start = perf_counter()
         with self.out.progress("loading") as progress:
             model = load_model(self.source, numerics, device=device, world=world, progress=progress, limits=self.memory)
-        seconds, held = perf_counter() - start, model.host_experts
+        seconds, held = perf_counter() - start, offload_of(model)
         size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
         loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
         if isinstance(self.source, RandomSource):
@@ -163,8 +164,9 @@ def drawn(
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """What a model that is loaded draws for each request, as it comes."""
     from dsv4cli.engine.chat.answers import generate_answers
+    from dsv4cli.engine.weights.offload import offload_of
 
-    clock.start, clock.experts = perf_counter(), model.host_experts
+    clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(model, job.dialogue, requests, job.place, waits):
         clock.tick(answer.steps[-1].prepared, later=len(answer.steps) > 1)
         yield number, answer, pieces
@@ -172,10 +174,10 @@ def drawn(
 
 def prompt_ids(job: Job, talk: "list[Message]") -> list[int]:
     """The tokens of a prompt, which leave room for an answer. Raises UsageError."""
-    from dsv4cli.engine.chat.dialogue import room_of
+    from dsv4cli.engine.runtime.limits import max_new_tokens
 
     prompt = job.dialogue.prompt(talk)
-    room_of(prompt.ids, job.dialogue.config, job.limits)
+    max_new_tokens(prompt.ids, job.dialogue.config, job.limits)
     tell_lookalikes(job.out, prompt.lookalikes)
     return prompt.ids
 

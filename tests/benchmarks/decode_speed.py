@@ -19,7 +19,6 @@ import torch
 
 from dsv4cli.commands.run_experts import memory_limits
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.processes import joined
@@ -27,7 +26,9 @@ from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.profiling.step import fill
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import load_model
+from dsv4cli.engine.weights.offload import offload_of
 
 # steps, the first of which are not timed: experts from host memory need some until those often chosen are there
 STEPS, WARM = 65, 30
@@ -112,7 +113,7 @@ def decode(model: Transformer, world: World, device: torch.device, context: int,
 
 def traffic(model: Transformer) -> tuple[int, int, int]:
     """Experts chosen so far, those of them that lay on the GPU, bytes of the others; zeros where all fit."""
-    so_far = model.host_experts and model.host_experts.traffic()
+    so_far = offload_of(model) and offload_of(model).traffic()
     return (so_far.chosen, so_far.found, so_far.nbytes) if so_far else (0, 0, 0)
 
 
@@ -127,7 +128,7 @@ def prefill(model: Transformer, world: World, device: torch.device, tokens: int,
         begin = perf_counter()
         for first in range(0, tokens, chunk):
             ids = [(7 * place + number) % model.config.vocab_size for place in range(first, min(first + chunk, tokens))]
-            streams = model(make_batch(cache, [(sequence, ids)]), cache).streams
+            streams = model(make_batch(cache, [(sequence, ids)]), cache.layers).streams
             cache.advance(sequence, len(ids))
         model.logits(streams[-1:])
         torch.cuda.synchronize()
@@ -157,7 +158,7 @@ def main() -> None:
         begin = perf_counter()
         limits = memory_limits(None, asked.host_memory)
         model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world, limits=limits)
-        held = model.host_experts
+        held = offload_of(model)
         size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
         say(world, f"{torch.cuda.get_device_name()}, {world.size} of it; torch {torch.__version__}")
         say(world, f"{asked.model}: {size / 1e9:.1f} GB a GPU in {perf_counter() - begin:.1f} s")

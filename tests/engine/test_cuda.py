@@ -5,9 +5,10 @@ import torch
 
 from dsv4cli.engine.checkpoint.source import FolderSource, resolve_model
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.draft import mtp_logits
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.kernels.block_scale import dequantise, fp4_round, fp8_round
 from dsv4cli.kernels.dispatch import use
@@ -62,11 +63,11 @@ def test_end_to_end(name):
         sequences = [cache.allocate() for _ in range(2)]
         for step, (start, end) in enumerate(chunks([prompt, *[1] * steps], prompt + steps)):
             batch = make_batch(cache, [(s, net.tokens[i, start:end].tolist()) for i, s in enumerate(sequences)])
-            streams = model(batch, cache).streams
+            streams = model(batch, cache.layers).streams
             following = net.tokens[:, start + 1 : end + 1].flatten().cuda()
             answers = {
                 "logits": model.logits(streams[batch.last]),
-                "mtp_logits": model.mtp_logits(streams, following, batch, cache, batch.last),
+                "mtp_logits": mtp_logits(model, streams, following, batch, cache, batch.last),
             }
             for sequence in sequences:
                 cache.advance(sequence, end - start)
@@ -110,7 +111,7 @@ def test_plain_fp32_equals_the_cpu():
                 (s, [(7 * s.length + 3 * i) % 512 for i in range(n)]) for s, n in zip(sequences, sizes, strict=True)
             ]
             batch = make_batch(cache, work)
-            rows.append(model.logits(model(batch, cache).streams))
+            rows.append(model.logits(model(batch, cache.layers).streams))
             for sequence, ids in work:
                 cache.advance(sequence, len(ids))
         logits[device] = torch.cat(rows).cpu()

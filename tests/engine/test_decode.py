@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import load_model
 
 # long enough that entries of both ratios are completed and blocks are added while decoding
@@ -50,14 +50,14 @@ class Side:
     def read(self, name, ids):
         """Takes a new text in."""
         sequence = self.sequences[name] = self.cache.allocate()
-        self.model(make_batch(self.cache, [(sequence, ids)]), self.cache)
+        self.model(make_batch(self.cache, [(sequence, ids)]), self.cache.layers)
         self.cache.advance(sequence, len(ids))
 
     @torch.no_grad()
     def step(self, tokens):
         """The logits after one more token of each: by the step that takes any work."""
         work = [(self.sequences[name], [token]) for name, token in tokens.items()]
-        return self.model.logits(self.model(make_batch(self.cache, work), self.cache).streams)
+        return self.model.logits(self.model(make_batch(self.cache, work), self.cache.layers).streams)
 
     def advance(self, tokens):
         for name in tokens:

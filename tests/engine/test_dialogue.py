@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.chat.dialogue import check_texts, open_dialogue, room_of
+from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import FolderSource, resolve_model
+from dsv4cli.engine.runtime.limits import check_texts, max_new_tokens
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.text.tokens import ASSISTANT, BOS, DSML, EOS, SPECIAL, USER
 from dsv4cli.errors import CheckpointError, UsageError
@@ -96,7 +97,7 @@ def test_the_tokenizer_belongs_to_the_checkpoint(tmp_path):
     ],
 )
 def test_the_room_for_answers(lengths, limits, expected):
-    assert [room_of([5] * length, CONFIG, limits) for length in lengths] == expected
+    assert [max_new_tokens([5] * length, CONFIG, limits) for length in lengths] == expected
 
 
 @pytest.mark.parametrize(
@@ -116,9 +117,9 @@ def test_texts_that_do_not_fit(sequences, words):
 
 def test_a_remedy_that_helps():
     with pytest.raises(UsageError, match="the prompt has 10 tokens: the context has room for 9 and an") as caught:
-        room_of([1] * 10, CONFIG, Limits(max_context=10))
+        max_new_tokens([1] * 10, CONFIG, Limits(max_context=10))
     assert caught.value.remedy == "shorten it or raise --max-context"
-    for check, ids in ((room_of, [1] * (LONGEST + 1)), (check_texts, [[1] * (LONGEST + 1)])):
+    for check, ids in ((max_new_tokens, [1] * (LONGEST + 1)), (check_texts, [[1] * (LONGEST + 1)])):
         with pytest.raises(UsageError) as caught:
             check(ids, CONFIG, Limits())
         assert caught.value.remedy == "shorten it"

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.draft import mtp_logits
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random
 from tests.golden_data import chunks
 
@@ -56,8 +57,8 @@ def loss(model: Transformer, split: dict[int, list[int]] | None = None) -> torch
             torch.tensor([token for _, ids, start, end in work for token in ids[start + ahead : end + ahead]])
             for ahead in (1, 2)
         )
-        streams = model(batch, cache).streams
-        drafted = model.mtp_logits(streams, first, batch, cache, torch.arange(len(first)))
+        streams = model(batch, cache.layers).streams
+        drafted = mtp_logits(model, streams, first, batch, cache, torch.arange(len(first)))
         for logits, targets in ((model.logits(streams), first), (drafted, second)):
             total = total + F.cross_entropy(logits.double(), targets, reduction="sum")
         for sequence, _, start, end in work:

@@ -6,12 +6,13 @@ import torch
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.head import collapse
 from dsv4cli.engine.model.moe import matrices
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.rope import frequencies
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.draft import dspark_drafts
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.kernels import experts, hyper_connections, norm, rope
 from dsv4cli.kernels.step_metadata.ref import rotation
@@ -40,11 +41,11 @@ def greedy(logits):
 def run_target(model, cache, work):
     """A target step of each (sequence, ids); the drafter takes its context in."""
     batch = make_batch(cache, work)
-    trunk = model(batch, cache)
-    model.mtp.absorb(trunk.context, batch, cache)
+    hidden = model(batch, cache.layers)
+    model.mtp.absorb(hidden.context, batch, cache.layers)
     for sequence, ids in work:
         cache.advance(sequence, len(ids))
-    return trunk
+    return hidden
 
 
 def keys_by_hand(attn, h, turn):
@@ -101,9 +102,9 @@ def test_drafts_follow_the_formulas(model, length):
     ids = torch.randint(0, 512, (length,)).tolist()
     cache = Cache(model.config, model.numerics)
     sequence = cache.allocate()
-    trunk = run_target(model, cache, [(sequence, ids)])
-    drafts = model.dspark_drafts([(sequence, 7)], cache, greedy)
-    tokens, logits, confidence = draft_by_hand(model, trunk.context, 7)
+    hidden = run_target(model, cache, [(sequence, ids)])
+    drafts = dspark_drafts(model, [(sequence, 7)], cache, greedy)
+    tokens, logits, confidence = draft_by_hand(model, hidden.context, 7)
     assert drafts.tokens[0].tolist() == tokens
     torch.testing.assert_close(drafts.logits[0], logits, rtol=TOLERANCE, atol=TOLERANCE * float(logits.abs().max()))
     torch.testing.assert_close(drafts.confidence[0], confidence, rtol=TOLERANCE, atol=TOLERANCE)
@@ -114,7 +115,7 @@ def test_context_is_the_mean_of_the_streams_of_the_target_layers(model):
     batch = make_batch(cache, [(cache.allocate(), [5, 6, 7])])
     outputs = []
     hooks = [model.layers[n].register_forward_hook(lambda _m, _i, out: outputs.append(out.joined())) for n in (2, 3, 4)]
-    context = model(batch, cache).context
+    context = model(batch, cache.layers).context
     for hook in hooks:
         hook.remove()
     assert torch.equal(context, torch.cat([streams.mean(1) for streams in outputs], -1))
@@ -128,13 +129,13 @@ def test_ragged_drafts_in_steps_equal_each_alone(model):
         cache = Cache(model.config, model.numerics)
         sequence = cache.allocate()
         run_target(model, cache, [(sequence, ids)])
-        alone.append(model.dspark_drafts([(sequence, 9)], cache, greedy))
+        alone.append(dspark_drafts(model, [(sequence, 9)], cache, greedy))
     cache = Cache(model.config, model.numerics, slots=2)
     first, second = cache.allocate(), cache.allocate()
     run_target(model, cache, [(first, texts[0][:1]), (second, texts[1][:131])])
-    model.dspark_drafts([(first, 4), (second, 4)], cache, greedy)
+    dspark_drafts(model, [(first, 4), (second, 4)], cache, greedy)
     run_target(model, cache, [(second, texts[1][131:]), (first, texts[0][1:])])
-    both = model.dspark_drafts([(first, 9), (second, 9)], cache, greedy)
+    both = dspark_drafts(model, [(first, 9), (second, 9)], cache, greedy)
     for row, one in enumerate(alone):
         assert both.tokens[row].tolist() == one.tokens[0].tolist()
         bound = TOLERANCE * float(one.logits.abs().max())

@@ -34,11 +34,11 @@ from dsv4cli.engine.inspection.fit.share import GPU_RESERVE
 from dsv4cli.engine.inspection.fit.step import Step
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.system import host_memory
 from dsv4cli.engine.weights import fill
 from dsv4cli.engine.weights.load import build_random
@@ -184,7 +184,7 @@ def ready(model: Transformer, device: str, tokens: int, context: int, batch: int
     @torch.no_grad()
     def step() -> None:
         batch = make_batch(cache, work)
-        model.logits(model(batch, cache).streams[batch.last]).log_softmax(-1)
+        model.logits(model(batch, cache.layers).streams[batch.last]).log_softmax(-1)
 
     return step
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import generate, scheduler
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.generate import Generator, Step
 from dsv4cli.engine.runtime.graphs import SIZES
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
@@ -29,7 +29,7 @@ def fresh_prefill(ids: list[int], answer: list[int]) -> list[int]:
     cache = Cache(model().config, model().numerics)
     batch = make_batch(cache, [(cache.allocate(), ids + answer[:-1])])
     with torch.no_grad():
-        return model().logits(model()(batch, cache).streams[-len(answer) :]).argmax(-1).tolist()
+        return model().logits(model()(batch, cache.layers).streams[-len(answer) :]).argmax(-1).tolist()
 
 
 def test_greedy_is_the_argmax_of_a_fresh_prefill():

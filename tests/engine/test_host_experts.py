@@ -9,17 +9,17 @@ import torch
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.source import BUILT_IN, resolve_model
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.parallel.world import SINGLE
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.generate import Generator
 from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.weights import load, offload
 from dsv4cli.engine.weights.fill import total_bytes
 from dsv4cli.engine.weights.load import load_model
-from dsv4cli.engine.weights.offload import expert_bytes
+from dsv4cli.engine.weights.offload import expert_bytes, offload_of
 from dsv4cli.engine.weights.placement import MemoryLimits, Room, decide, measure, most_weights
 from dsv4cli.errors import NotEnoughMemory
 from tests.small_model import requests
@@ -57,7 +57,7 @@ def history(model, decodes):
     device = model.embed.weight.device
     cache, generator = Cache(model.config, model.numerics, slots=3, device=device), torch.Generator().manual_seed(1)
     work = [(cache.allocate(), torch.randint(3, 100, (count,), generator=generator).tolist()) for count in (9, 4)]
-    found = [model.logits(model(make_batch(cache, work), cache).streams)]
+    found = [model.logits(model(make_batch(cache, work), cache.layers).streams)]
     for sequence, ids in work:
         cache.advance(sequence, len(ids))
     decoder = Decoder(model, cache, 60) if decodes else None
@@ -68,7 +68,7 @@ def history(model, decodes):
             found.append(decoder.logits(tokens).clone())
         else:
             batch = make_batch(cache, [(sequence, [token]) for sequence, token in tokens])
-            found.append(model.logits(model(batch, cache).streams))
+            found.append(model.logits(model(batch, cache.layers).streams))
         for sequence, _ in tokens:
             cache.advance(sequence, 1)
     return torch.cat(found)
@@ -84,15 +84,15 @@ def test_every_budget_gives_the_same_logits(name, decodes, device):
     expected = history(loaded(name, device), decodes)
     for rows in (PER_TOKEN, EXPERTS - 1) if device == "cpu" else (PER_TOKEN, 5, EXPERTS - 1):
         model = loaded(name, device, rows)
-        assert model.host_experts.plan.division.rows == rows
+        assert offload_of(model).plan.division.rows == rows
         assert torch.equal(history(model, decodes), expected), rows
-        traffic = model.host_experts.traffic()
+        traffic = offload_of(model).traffic()
         assert 0 < traffic.found < traffic.chosen
-        assert traffic.nbytes == (traffic.chosen - traffic.found) * expert_bytes(model.host_experts.plan.parts)
+        assert traffic.nbytes == (traffic.chosen - traffic.found) * expert_bytes(offload_of(model).plan.parts)
         if not decodes:  # rows that nobody fills are tokens, too
             assert traffic.tokens == 9 + 4 + 3 + 6
     everything = loaded(name, device, EXPERTS)
-    assert everything.host_experts is None
+    assert offload_of(everything) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,20 +114,20 @@ def test_a_small_gpu_keeps_half_for_all_else():
 @pytest.mark.gpu
 def test_a_gpu_that_is_too_small_divides_the_experts_by_itself(monkeypatch):
     monkeypatch.setattr(load, "free_memory", lambda device: 2 * budget(TINY, 5))
-    assert loaded(TINY, "cuda").host_experts.plan.division.rows == 5
+    assert offload_of(loaded(TINY, "cuda")).plan.division.rows == 5
 
 
 def test_every_tensor_has_its_place():
     every_expert, model = loaded(TINY), loaded(TINY, rows=5)
     whole = dict(every_expert.named_parameters())
     assert (
-        model.layers[0].ffn.experts.each
-        == every_expert.layers[0].ffn.experts.each
-        == expert_bytes(model.host_experts.plan.parts)
+        model.layers[0].ffn.experts.bytes_per_expert
+        == every_expert.layers[0].ffn.experts.bytes_per_expert
+        == expert_bytes(offload_of(model).plan.parts)
     )
-    held = model.host_experts
+    held = offload_of(model)
     division = held.plan.division
-    assert (division.staying, division.slots, division.waiting, division.staging) == (2, 3, 6, 3)
+    assert (division.resident, division.slots, division.offloaded, division.staging) == (2, 3, 6, 3)
     for number, module in enumerate(held.plan.layers):
         for part, stack in held.stacks.items():
             every = whole[f"{module}.{part}"].view(torch.uint8)
@@ -162,15 +162,15 @@ def test_host_memory_says_how_much_there_is(monkeypatch):
     expected = history(loaded(TINY, rows=5), False)
     monkeypatch.setattr(load, "free_memory", lambda device: 10**6)
     source, limits = resolve_model(TINY), MemoryLimits(gpu=budget(TINY, 5), host=10**9)
-    plan = load_model(source, Numerics.reference(), limits=limits).host_experts.plan
+    plan = offload_of(load_model(source, Numerics.reference(), limits=limits)).plan
     assert (plan.division.rows, plan.division.slots) == (5, 3)
     # an expert of each layer less in host memory: a slot less, and one more stays on the device
     limits = replace(limits, host=plan.host_bytes - 1)
     fewer = load_model(source, Numerics.reference(), limits=limits)
-    assert (fewer.host_experts.plan.division.rows, fewer.host_experts.plan.division.slots) == (5, PER_TOKEN)
+    assert (offload_of(fewer).plan.division.rows, offload_of(fewer).plan.division.slots) == (5, PER_TOKEN)
     assert torch.equal(history(fewer, False), expected)
     with pytest.raises(NotEnoughMemory, match="need at least"):
-        load_model(source, Numerics.reference(), limits=replace(limits, host=fewer.host_experts.plan.host_bytes - 1))
+        load_model(source, Numerics.reference(), limits=replace(limits, host=offload_of(fewer).plan.host_bytes - 1))
 
 
 def test_memory_that_the_system_does_not_give():

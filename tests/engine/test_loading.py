@@ -18,12 +18,12 @@ from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import FLASH, PRESETS, TINY, shortened
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.linear import RMSNorm
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.fill import fill, local_slice, made
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.engine.weights.random_weights import PATTERN, random_tensors

@@ -18,7 +18,6 @@ from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY, shortened
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model import moe
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.moe import Router
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
@@ -26,6 +25,8 @@ from dsv4cli.engine.parallel import processes
 from dsv4cli.engine.parallel.processes import check_devices, joined
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.draft import mtp_logits
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.fill import fill, local_slice, made
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.random_weights import random_tensors
@@ -75,9 +76,9 @@ def logits_of(model, ids):
     rows = []
     for start, end in pairwise(CUTS):
         batch = make_batch(cache, [(sequence, ids[start:end])])
-        streams = model(batch, cache).streams
+        streams = model(batch, cache.layers).streams
         everything = torch.arange(end - start)
-        rows += [model.logits(streams), model.mtp_logits(streams, batch.ids, batch, cache, everything)]
+        rows += [model.logits(streams), mtp_logits(model, streams, batch.ids, batch, cache, everything)]
         cache.advance(sequence, end - start)
     return torch.cat(rows)
 

@@ -53,7 +53,7 @@ def test_all_of_flash_on_an_h100_with_134_gb():
     placement = decide(sizes_of("flash", 1), Room(H100, 134 * GB))
     division = placement.division
     assert division is not None
-    assert (division.rows, division.slots, division.waiting) == (116, 63, 203)
+    assert (division.rows, division.slots, division.offloaded) == (116, 63, 203)
     assert placement.host == 43 * 203 * 13_369_344 <= 134 * GB * 7 // 8
     assert placement.device <= H100 - 7 * GB
     # enough memory: as many slots as rows
@@ -85,7 +85,7 @@ def test_the_ranks_of_a_machine_share_its_memory():
 
 
 def test_a_host_that_does_not_tell_is_tried():
-    assert decide(sizes_of("flash", 1), Room(SMALL, None)).division.waiting == 256
+    assert decide(sizes_of("flash", 1), Room(SMALL, None)).division.offloaded == 256
     assert decide(sizes_of("flash", 1), Room(None, None)).drafter
 
 

@@ -10,10 +10,11 @@ from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.runtime.draft import mtp_logits
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.gemm import ref as gemm_ref
@@ -55,10 +56,10 @@ class Runner:
         """Work: for each sequence its tokens and the one after them -> [T, 2 V] of each sequence."""
         model, cache = self.model, self.cache
         batch = make_batch(cache, [(sequence, ids[:-1]) for sequence, ids in work])
-        streams = model(batch, cache).streams
+        streams = model(batch, cache.layers).streams
         following = torch.tensor([token for _, ids in work for token in ids[1:]])
         rows = torch.arange(following.numel())
-        drafted = model.mtp_logits(streams, following, batch, cache, rows)
+        drafted = mtp_logits(model, streams, following, batch, cache, rows)
         for sequence, ids in work:
             cache.advance(sequence, len(ids) - 1)
         return list(torch.cat((model.logits(streams), drafted), -1).split([len(ids) - 1 for _, ids in work]))

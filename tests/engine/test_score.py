@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.runtime import scheduler, score
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.score import Score
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UsageError
@@ -28,7 +28,7 @@ def prefilled(ids: list[int]) -> torch.Tensor:
     cache = Cache(model().config, model().numerics)
     with torch.no_grad():
         batch = make_batch(cache, [(cache.allocate(), ids)])
-        return model().logits(model()(batch, cache).streams).log_softmax(-1)
+        return model().logits(model()(batch, cache.layers).streams).log_softmax(-1)
 
 
 @pytest.mark.parametrize(("chunk", "slots", "rows"), [(2048, 64, 256), (30, 2, 7)])

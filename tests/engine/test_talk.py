@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from dsv4cli.engine.chat import conversation
 from dsv4cli.engine.chat.answers import generate_answers
 from dsv4cli.engine.chat.conversation import ContextFull, Talk
 from dsv4cli.engine.chat.dialogue import open_dialogue
@@ -309,7 +310,7 @@ def test_only_the_reading_of_a_prompt_is_breakable_and_no_fetching_of_experts(mo
         found = one.reply(LONG, SEEDED)
         next(found)
         assert one.breakable
-        monkeypatch.setattr(one.model, "host_experts", object())
+        monkeypatch.setattr(conversation, "offload_of", lambda _: object())
         assert not one.breakable
         monkeypatch.undo()
         drain(found)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from dsv4cli.engine.checkpoint.layout import expected_tensors, matrices
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.draft import mtp_logits
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.indexer import top_entries
@@ -61,7 +62,7 @@ def engine_run(folder: Path, numerics: Numerics, ids: torch.Tensor) -> SimpleNam
     for number, layer in enumerate(net.layers):
         streams.append(layer(streams[-1], batch, cache.layers[number]).joined())
     logits = net.logits(streams[-1])
-    draft = net.mtp_logits(streams[-1], ids[0, 1:], batch, cache, torch.arange(len(batch.ids)))
+    draft = mtp_logits(net, streams[-1], ids[0, 1:], batch, cache, torch.arange(len(batch.ids)))
     return SimpleNamespace(streams=streams, logits=logits, draft=draft)
 
 
@@ -183,7 +184,7 @@ def test_gradients_are_those_of_the_engine(monkeypatch):
     cache = Cache(CONFIG, net.numerics, slots=1)
     batch = make_batch(cache, [(cache.allocate(), ids[0, :length].tolist())])
     streams = net(batch, cache).streams
-    draft = net.mtp_logits(streams, ids[0, 1:-1], batch, cache, torch.arange(length))
+    draft = mtp_logits(net, streams, ids[0, 1:-1], batch, cache, torch.arange(length))
     total = F.cross_entropy(net.logits(streams), ids[0, 1:-1]) + 0.3 * F.cross_entropy(draft, ids[0, 2:])
     total.backward()
     ours = gradients(ids, Mode(activations=False, sparse=False))

@@ -13,9 +13,12 @@ from dsv4cli.engine.chat.answers import generate_answers
 from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.attention import Attention
-from dsv4cli.engine.model.batch import Batch, make_batch
+from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache, LayerCache
+from dsv4cli.engine.model.state import LayerCache
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.draft import mtp_logits
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import resolve_device
@@ -79,11 +82,11 @@ class Examinee:
             sequence = cache.allocate()
             cache.reserve(sequence, len(ids))
             batch = make_batch(cache, [(sequence, ids)])
-            streams = self.model(batch, cache).streams
+            streams = self.model(batch, cache.layers).streams
             following = torch.tensor([*ids[1:], ids[-1]], device=self.device)
             # the first token of the reply comes from the prompt; a draft is of the token after the next
             rows = torch.arange(len(prompt) - 1, len(ids) - 2, device=self.device)
-            drafts = self.model.mtp_logits(streams, following, batch, cache, rows).argmax(-1)
+            drafts = mtp_logits(self.model, streams, following, batch, cache, rows).argmax(-1)
             accepted += int((drafts == following[rows + 1]).sum())
             drawn += len(rows)
         return accepted, drawn

@@ -10,10 +10,11 @@ import torch
 
 from dsv4cli.engine.chat.answer import Answer
 from dsv4cli.engine.chat.answers import Pieces
-from dsv4cli.engine.chat.dialogue import Dialogue, context_of, room_of
+from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.generate import Step, taken
+from dsv4cli.engine.runtime.limits import context_of, max_new_tokens
 from dsv4cli.engine.runtime.prefix_cache import SNAPSHOTS, Prefixes
 from dsv4cli.engine.runtime.preparing import Waits
 from dsv4cli.engine.runtime.sampler import sample
@@ -22,6 +23,7 @@ from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import step_memory
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
+from dsv4cli.engine.weights.offload import offload_of
 from dsv4cli.errors import NotEnoughMemory, UsageError
 
 # what a decoder is prepared for at first, if the context is as long
@@ -98,7 +100,7 @@ class Talk:
         nothing but the cache changes. Launches on a GPU belong together, as do an expert's place and its copy, and
         what several ranks tell each other."""
         on_cpu = self._schedule.cache.device.type == "cpu"
-        return self.unread > 1 and on_cpu and self.model.host_experts is None and self.model.world.size == 1
+        return self.unread > 1 and on_cpu and offload_of(self.model) is None and self.model.world.size == 1
 
     def tokens(self, messages: Sequence[Message]) -> int:
         """How many tokens the prompt of these messages has."""
@@ -139,7 +141,7 @@ class Talk:
         ids, self.lookalikes = prompt.ids, prompt.lookalikes
         if len(ids) >= self.context:
             raise ContextFull(len(ids), self.context, self.surplus(messages))
-        room = room_of(ids, self.dialogue.config, self.limits)
+        room = max_new_tokens(ids, self.dialogue.config, self.limits)
         thinking = self._thinking(ids, room, think_budget)
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0
         self._stopping = False

@@ -13,8 +13,8 @@ from dsv4cli.engine.model.compressor import Compressor, compress_both
 from dsv4cli.engine.model.indexer import Indexer
 from dsv4cli.engine.model.linear import Fp32Linear, GroupedLinear, Linear, RMSNorm, project, project_normed, unfilled
 from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.state import LayerCache, Ring
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime.cache import LayerCache, Ring
 from dsv4cli.kernels import attention, qk_norm_rope
 
 

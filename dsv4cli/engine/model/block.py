@@ -11,12 +11,12 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.linear import RMSNorm, unfilled
 from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.state import LayerCache
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime.cache import LayerCache
 from dsv4cli.kernels import hyper_connections
 
 
-class Unjoined(NamedTuple):
+class PendingResidual(NamedTuple):
     """What a block gives: the output x [T, D] of its last sublayer, not yet joined with the streams [T, N, D].
 
     post [T, N] and comb [T, N, N] say how; the next block joins them in the same step that makes its input.
@@ -46,17 +46,17 @@ class Block(nn.Module):
         self.attn = Attention(config, numerics, config.compress_ratios[layer], world)
         self.ffn = MoE(config, numerics, config.is_hash_layer(layer), world)
 
-    def forward(self, before: torch.Tensor | Unjoined, batch: Batch, cache: LayerCache) -> Unjoined:
+    def forward(self, before: torch.Tensor | PendingResidual, batch: Batch, cache: LayerCache) -> PendingResidual:
         """before: the streams [T, N, D], or what the block before gives."""
-        if isinstance(before, Unjoined):
+        if isinstance(before, PendingResidual):
             streams, x, post, comb = self.step(before, "attn", self.attn_norm)
         else:
             streams = before
             x, post, comb = self.connect(streams, "attn")
             x = self.attn_norm(x)
-        output = Unjoined(self.attn(x, batch, cache), streams, post, comb)
+        output = PendingResidual(self.attn(x, batch, cache), streams, post, comb)
         streams, x, post, comb = self.step(output, "ffn", self.ffn_norm)
-        return Unjoined(self.ffn(x, batch), streams, post, comb)
+        return PendingResidual(self.ffn(x, batch), streams, post, comb)
 
     def connection(self, part: str) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
         """fn, scale and base of a sublayer's hyper-connection, 'attn' or 'ffn'."""
@@ -67,7 +67,7 @@ class Block(nn.Module):
         )
 
     def step(
-        self, before: Unjoined, part: str, norm: RMSNorm
+        self, before: PendingResidual, part: str, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The streams joined, and of the sublayer `part` ('attn' or 'ffn') what `connect` gives, its input normed."""
         config = self.config

@@ -9,7 +9,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.linear import Fp32Linear, RMSNorm, unfilled
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import CompressorState
+from dsv4cli.engine.model.state import CompressorState
 from dsv4cli.kernels import compressor
 
 

@@ -4,22 +4,20 @@ Source: official model.py of Flash-0731. The stages read the target model's hidd
 one token and `block_size - 1` noise tokens, attended without a causal mask.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from dsv4cli.engine.config.model_config import ModelConfig
-from dsv4cli.engine.model.batch import Batch, make_batch
+from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.block import Block
-from dsv4cli.engine.model.embedding import Embedding
 from dsv4cli.engine.model.head import add_head, collapse
-from dsv4cli.engine.model.linear import Fp32Linear, Linear, RMSNorm
+from dsv4cli.engine.model.linear import Embedding, Fp32Linear, Linear, RMSNorm
 from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.state import LayerCache
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime.cache import Cache, LayerCache, Sequence
 
 
 class MarkovHead(nn.Module):
@@ -85,54 +83,30 @@ class DSpark(nn.ModuleList):
         """The stages in order."""
         return [stage for stage in self if isinstance(stage, Stage)]
 
-    def absorb(self, context: torch.Tensor, batch: Batch, cache: Cache) -> None:
-        """Takes in what the model saw in a step: Trunk.context [T, L * D] and the step's batch."""
+    def absorb(self, context: torch.Tensor, batch: Batch, caches: Sequence[LayerCache]) -> None:
+        """Takes in what the model saw in a step: HiddenStates.context [T, L * D] and the step's batch."""
         first = self.stages()[0]
         main = first.main_norm(first.main_proj(context))
         for number, stage in enumerate(self.stages()):
-            stage.absorb(main, batch, cache.layers[self.config.num_hidden_layers + number])
-
-    def batch(self, cache: Cache, work: Items[tuple[Sequence, int]]) -> Batch:
-        """The draft block of each sequence, of at least one token: its newest, not yet in the cache, and noise.
-
-        Every row sees the last `sliding_window` tokens before the block and the whole block; nothing is stored.
-        """
-        noise = [self.noise] * (self.block_size - 1)
-        batch = make_batch(cache, [(sequence, [token, *noise]) for sequence, token in work])
-        window, device = self.config.sliding_window, cache.device
-        capacity = window + cache.rollback
-        starts = torch.tensor([sequence.length for sequence, _ in work], device=device)[:, None]
-        owners = torch.arange(len(work), device=device)[:, None]
-        # the official order: by position modulo the window, the block last
-        before = starts - 1 - (starts - 1 - torch.arange(window, device=device)) % window
-        ring = torch.where(before >= 0, owners * capacity + before % capacity, -1)
-        block = len(work) * capacity + owners * self.block_size + torch.arange(self.block_size, device=device)
-        index = torch.cat((ring, block), 1)
-        return replace(
-            batch,
-            in_rings=False,
-            window_rows=len(work) * (capacity + self.block_size),
-            window_index=index.repeat_interleave(self.block_size, 0),
-            window_cells=torch.full_like(batch.window_cells, -1),
-        )
+            stage.absorb(main, batch, caches[self.config.num_hidden_layers + number])
 
     def draft(
         self,
         embedded: torch.Tensor,
         first: torch.Tensor,
         batch: Batch,
-        cache: Cache,
+        caches: Sequence[LayerCache],
         vocabulary: Callable[[torch.Tensor], torch.Tensor],
         choose: Callable[[torch.Tensor], torch.Tensor],
     ) -> Drafts:
         """Drafts the tokens after `first` int64 [B].
 
-        embedded: embedding of batch.ids [B * n, D]; vocabulary: the model's head over a normed state; choose: a token
-        from each row of logits fp32 [B, V].
+        embedded: embedding of batch.ids [B * n, D]; caches: of all layers, the model's and the stages'; vocabulary: the
+        model's head over a normed state; choose: a token from each row of logits fp32 [B, V].
         """
         streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
         for number, stage in enumerate(self.stages()):
-            streams = stage(streams, batch, cache.layers[self.config.num_hidden_layers + number]).joined()
+            streams = stage(streams, batch, caches[self.config.num_hidden_layers + number]).joined()
         last = self.stages()[-1]
         x = collapse(last, self.config, streams)
         logits = vocabulary(last.norm(x)).unflatten(0, (-1, self.block_size))

@@ -8,7 +8,7 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.compressor import Compressor
 from dsv4cli.engine.model.linear import Linear
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import CompressorState
+from dsv4cli.engine.model.state import CompressorState
 from dsv4cli.kernels import indexer
 
 RATIO = 4

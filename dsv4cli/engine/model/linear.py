@@ -1,4 +1,4 @@
-"""Linears whose weights stay as stored; parameters are filled by `weights.py`, shapes stand in `layout.py`."""
+"""Embedding and linears whose weights stay as stored: filled by weights/fill.py, shaped by checkpoint/layout.py."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,19 @@ from dsv4cli.kernels import gemm, norm
 def unfilled() -> nn.Parameter:
     """The place of a parameter before loading: on the meta device, without a shape."""
     return nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+
+
+class Embedding(nn.Module):
+    """Every rank holds the whole of it."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        super().__init__()
+        self.numerics = numerics
+        self.weight = unfilled()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, D]."""
+        return self.weight[ids].to(self.numerics.dtype)
 
 
 class StoredMatrix(nn.Module):

@@ -1,6 +1,6 @@
 """The mixture of experts: a router (scored, or by token id in hash layers), routed experts, one shared expert."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,9 +12,6 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.kernels import experts, routing
 from dsv4cli.kernels.experts import ExpertWeights
-
-if TYPE_CHECKING:
-    from dsv4cli.engine.weights.offload import LayerExperts
 
 
 class Router(nn.Module):
@@ -39,6 +36,17 @@ class Router(nn.Module):
         return routing.route(x, self.weight, self.bias, self.config.num_experts_per_tok, scale)
 
 
+class ExpertSource(Protocol):
+    """Where the routed experts of a layer come from: its own parameters, or weights/offload.py."""
+
+    def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
+        """The experts; those chosen int64 [T, k] are on the device until the next call for any layer."""
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes of an expert's matrices and scales."""
+
+
 class Experts(nn.Module):
     """The routed experts, each matrix stacked over all of them; a rank holds its share of their inner width."""
 
@@ -48,12 +56,12 @@ class Experts(nn.Module):
         self.w2 = StoredMatrix()
         self.w3 = StoredMatrix()
 
-    def at_hand(self, chosen: torch.Tensor) -> ExpertWeights:
-        """The experts, those chosen int64 [T, k] and all others."""
+    def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
+        """All experts, whichever are chosen int64 [T, k]."""
         return matrices(self)
 
     @property
-    def each(self) -> int:
+    def bytes_per_expert(self) -> int:
         """Bytes of an expert."""
         return sum(part[0].nbytes for part in self.parameters())
 
@@ -77,13 +85,13 @@ class MoE(nn.Module):
         self.simulate = numerics.simulate
         self.world = world
         self.gate = Router(config, is_hash)
-        self.experts: Experts | LayerExperts = Experts()
+        self.experts: ExpertSource = Experts()
         self.shared_experts = SharedExpert(numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x: normed hidden state [T, D] -> [T, D]."""
         chosen, weights = self.gate(x, batch.ids)
-        routed, shared = self.experts.at_hand(chosen), matrices(self.shared_experts)
+        routed, shared = self.experts.fetch(chosen), matrices(self.shared_experts)
         # what several ranks add up is rounded once
         dtype = x.dtype if self.world.size == 1 else torch.float32
         part = experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate, dtype)

@@ -8,8 +8,8 @@ from dsv4cli.engine.model.block import Block
 from dsv4cli.engine.model.head import add_head, collapse
 from dsv4cli.engine.model.linear import Linear, RMSNorm
 from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.state import LayerCache
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime.cache import LayerCache
 
 
 class MTP(Block):

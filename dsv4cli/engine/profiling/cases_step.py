@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
-from dsv4cli.engine.model.batch import Batch, Extent, Numbers, place
+from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.profiling.bounds import EXACT, NOISE, ROTATIONS
 from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
 from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.runtime.prepare import Extent, Numbers, place
 from dsv4cli.kernels import sampling
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.sampling import ref as sampling_ref

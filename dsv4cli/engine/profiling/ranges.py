@@ -12,7 +12,7 @@ from torch import nn
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.block import Block
-from dsv4cli.engine.model.embedding import Embedding
+from dsv4cli.engine.model.linear import Embedding
 from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.model.transformer import Transformer
 

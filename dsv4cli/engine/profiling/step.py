@@ -10,8 +10,7 @@ import torch
 
 from dsv4cli.engine.config.capacity import MAX_STEP_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
-from dsv4cli.engine.model.batch import make_batch
-from dsv4cli.engine.model.moe import Experts, MoE
+from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
@@ -20,9 +19,9 @@ from dsv4cli.engine.profiling.ranges import BATCH, HEAD, OTHER, Ranges, expected
 from dsv4cli.engine.runtime.backend import captures
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.sampler import check_finite
 from dsv4cli.engine.system.device import step_memory
-from dsv4cli.engine.weights.offload import LayerExperts
 from dsv4cli.errors import UnsoundResult, UsageError
 from dsv4cli.kernels.dispatch import Backend, use
 from dsv4cli.kernels.formats import E8M0_BIAS
@@ -147,7 +146,7 @@ class _Step:
                 batch = make_batch(self.cache, self.work)
             else:
                 batch = self.decoder.batch(self.captured.numbers)
-        streams = self.model(batch, self.cache).streams
+        streams = self.model(batch, self.cache.layers).streams
         with ranges.range(HEAD):
             return self.model.logits(streams if self.captured else streams[batch.last])
 
@@ -216,13 +215,13 @@ def _check_schedule(config: ModelConfig, ranges: Ranges) -> dict[str, int]:
 
 
 @contextmanager
-def _count_experts(model: Transformer) -> Iterator[dict[Experts | LayerExperts, int]]:
+def _count_experts(model: Transformer) -> Iterator[dict[MoE, int]]:
     """How many different experts each layer uses inside."""
-    hit: dict[Experts | LayerExperts, int] = {}
+    hit: dict[MoE, int] = {}
 
     def note(layer: MoE) -> Callable[..., None]:
         def chosen(router: object, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-            hit[layer.experts] = outputs[0].unique().numel()
+            hit[layer] = outputs[0].unique().numel()
 
         return chosen
 
@@ -235,11 +234,12 @@ def _count_experts(model: Transformer) -> Iterator[dict[Experts | LayerExperts, 
             handle.remove()
 
 
-def _weight_bytes(model: Transformer, hit: dict[Experts | LayerExperts, int], load: Load) -> int:
+def _weight_bytes(model: Transformer, hit: dict[MoE, int], load: Load) -> int:
     """Bytes of the weights that a step reads: all of the main model but the rows of tables and the experts not used."""
     tables = {model.embed.weight, *(p for name, p in model.named_parameters() if name.endswith(".tid2eid"))}
     total = sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("mtp.") and p not in tables)
     total += sum(min(load.total, table.shape[0]) * table[0].nbytes for table in tables)
     for layer, count in hit.items():
-        total += count * layer.each - sum(part.nbytes for part in layer.parameters())
+        stored = [part.nbytes for name, part in layer.named_parameters() if name.startswith("experts.")]
+        total += count * layer.experts.bytes_per_expert - sum(stored)
     return total

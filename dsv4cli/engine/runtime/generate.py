@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from dsv4cli.engine.chat.dialogue import room_of
 from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.limits import max_new_tokens
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.sampler import finite, not_finite, sample
 from dsv4cli.engine.runtime.scheduler import Schedule, Stream
@@ -44,7 +44,9 @@ class Generator:
         self.model = model
         self.requests = requests
         names = [f"prompt {number}" for number in range(len(requests))] if len(requests) > 1 else ["the prompt"]
-        rooms = [room_of(one.ids, model.config, one.limits, name) for one, name in zip(requests, names, strict=False)]
+        rooms = [
+            max_new_tokens(one.ids, model.config, one.limits, name) for one, name in zip(requests, names, strict=False)
+        ]
         self.ends = [len(one.ids) + room for one, room in zip(requests, rooms, strict=True)]
         self.schedule = Schedule(
             model,

@@ -10,9 +10,10 @@ from collections.abc import Sequence as Items
 import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
-from dsv4cli.engine.model.batch import Batch, Extent, Numbers, place
+from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.runtime.prepare import Extent, Numbers, place
 
 SIZES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
 # how often a step runs before it is captured: compiles kernels, and finds the memory that they share
@@ -76,7 +77,7 @@ class Decoder:
 
     @torch.no_grad()
     def _compute(self, numbers: Numbers) -> torch.Tensor:
-        return self.model.logits(self.model(self.batch(numbers), self.cache).streams)
+        return self.model.logits(self.model(self.batch(numbers), self.cache.layers).streams)
 
     def _prepared(self, size: int) -> "DecodeStep":
         step = DecodeStep(self.cache, size, self.columns, self.nobody.slot)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS, MAX_STEP_TOKENS
-from dsv4cli.engine.model.batch import make_batch
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.backend import captures
 from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
 from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.preparing import Preparing
 from dsv4cli.engine.system.device import step_threads
 
@@ -172,7 +172,7 @@ class Schedule:
 
     def _streams_of(self, chunks: list[Chunk]) -> torch.Tensor:
         batch = make_batch(self.cache, _work(chunks))
-        streams = self.model(batch, self.cache).streams
+        streams = self.model(batch, self.cache.layers).streams
         self._advance(chunks)
         return streams
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4cli.engine.chat.dialogue import check_texts
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.generate import Alternatives
+from dsv4cli.engine.runtime.limits import check_texts
 from dsv4cli.engine.runtime.sampler import check_finite
 from dsv4cli.engine.runtime.scheduler import Chunk, Schedule, Stream
 from dsv4cli.engine.settings import Limits

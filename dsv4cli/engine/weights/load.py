@@ -14,7 +14,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.weights.fill import Progress, Supply, fill, local_slice, made
-from dsv4cli.engine.weights.offload import HostExperts, plan_of
+from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
 from dsv4cli.engine.weights.placement import MemoryLimits, Placement, Room, decide, measure
 from dsv4cli.engine.weights.random_weights import random_tensors
 from dsv4cli.engine.weights.read import stored
@@ -119,10 +119,10 @@ def _filled(
         fill(model, specs, supply, device=device, world=world, progress=target.progress)
         return model.eval()
     plan = plan_of(specs.values(), placement.division, world.size)
-    held = model.host_experts = HostExperts(plan, device)
+    held = ExpertOffload(plan, device)
     for number, module in enumerate(plan.layers):
         model.set_submodule(module, held.layer(number))
     places = dict(held.places(specs.values()))
     fill(model, specs, supply, device=device, world=world, progress=target.progress, elsewhere=places)
-    held.settle()
+    held.finish_loading()
     return model.eval()

@@ -39,7 +39,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """The host memory that it takes."""
-        return len(self.layers) * self.division.waiting * expert_bytes(self.parts)
+        return len(self.layers) * self.division.offloaded * expert_bytes(self.parts)
 
 
 def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
@@ -53,7 +53,7 @@ def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> Plan
     return Plan(layers, {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}, division)
 
 
-class HostExperts:
+class ExpertOffload:
     """The experts of all layers: stacks on the device, rows of the others in host memory."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -64,24 +64,24 @@ class HostExperts:
         self.stacks = {
             part: torch.empty(rows, *shape, dtype=dtype, device=device) for part, (shape, dtype) in plan.parts.items()
         }
-        self._blocks = [_block(sum(map(_whole_pages, self._waiting_bytes().values()))) for _ in plan.layers]
+        self._blocks = [_block(sum(map(_whole_pages, self._offloaded_bytes().values()))) for _ in plan.layers]
         self.host = [self._cut(block) for block in self._blocks]
         numbers = torch.arange(division.experts).repeat(layers, 1)
         at = numbers + torch.arange(layers)[:, None] * division.rows
         self._place = torch.where(numbers < division.rows, at, -1).to(device)
-        self._owner = numbers[:, division.staying : division.rows].contiguous().to(device)
+        self._owner = numbers[:, division.resident : division.rows].contiguous().to(device)
         self._used = torch.zeros_like(self._owner)
         self._clock = torch.zeros(layers, 1, dtype=torch.int64, device=device)
         self._counts = torch.zeros(layers, 3, dtype=torch.int64, device=device)
 
-    def _waiting_bytes(self) -> dict[str, int]:
-        """Bytes of each part of the experts that wait, in one layer."""
-        waiting = self.plan.division.waiting
-        return {part: waiting * prod(shape) * dtype.itemsize for part, (shape, dtype) in self.plan.parts.items()}
+    def _offloaded_bytes(self) -> dict[str, int]:
+        """Bytes of each part of the offloaded experts, in one layer."""
+        offloaded = self.plan.division.offloaded
+        return {part: offloaded * prod(shape) * dtype.itemsize for part, (shape, dtype) in self.plan.parts.items()}
 
     def _cut(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of the experts of a layer that wait, [waiting, ...] each, in its block."""
-        sizes, start, found = self._waiting_bytes(), 0, {}
+        """The parts of the experts of a layer that are offloaded, [offloaded, ...] each, in its block."""
+        sizes, start, found = self._offloaded_bytes(), 0, {}
         for part, (shape, dtype) in self.plan.parts.items():
             found[part] = block[start : start + sizes[part]].view(dtype).view(-1, *shape)
             start += _whole_pages(sizes[part])
@@ -96,12 +96,12 @@ class HostExperts:
             module, part = expert_part(spec)
             if module not in numbers:
                 continue
-            if spec.expert < division.staying:
+            if spec.expert < division.resident:
                 yield spec.name, self.stacks[part][numbers[module] * division.rows + spec.expert]
             else:
-                yield spec.name, self.host[numbers[module]][part][spec.expert - division.staying]
+                yield spec.name, self.host[numbers[module]][part][spec.expert - division.resident]
 
-    def settle(self) -> None:
+    def finish_loading(self) -> None:
         """Pins the host memory and fills the slots, once everything has its place. Raises NotEnoughMemory."""
         division = self.plan.division
         if self._place.is_cuda:
@@ -110,7 +110,7 @@ class HostExperts:
             # not before: pinning alone gives memory its pages one after another, reading by several threads at once
             weakref.finalize(self, _unpin, [_pin(block) for block in self._blocks]).atexit = False
         for layer, host in enumerate(self.host):
-            first = layer * division.rows + division.staying
+            first = layer * division.rows + division.resident
             for part, stack in self.stacks.items():
                 stack[first : first + division.slots] = host[part][: division.slots]
 
@@ -123,7 +123,7 @@ class HostExperts:
             used=self._used[number],
             clock=self._clock[number],
             counts=self._counts[number],
-            first=number * division.rows + division.staying,
+            first=number * division.rows + division.resident,
             staging=len(self.plan.layers) * division.rows,
         )
         return LayerExperts(self, number, state)
@@ -153,14 +153,14 @@ class Traffic:
 class LayerExperts(nn.Module):
     """The routed experts of one layer of a model that does not fit; no parameters."""
 
-    def __init__(self, experts: HostExperts, number: int, state: Residency) -> None:
+    def __init__(self, experts: ExpertOffload, number: int, state: Residency) -> None:
         super().__init__()
-        self._all, self._state = experts, state
+        self.offload, self._state = experts, state
         self._host = list(experts.host[number].values())
 
-    def at_hand(self, chosen: torch.Tensor) -> ExpertWeights:
+    def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
         """The experts, those chosen int64 [T, k] on the device until this is called again for any layer."""
-        stacks = self._all.stacks
+        stacks = self.offload.stacks
         rows = expert_cache.fetch(chosen, self._state, self._host, list(stacks.values()))
         w1, w1_scale, w2, w2_scale, w3, w3_scale = (stacks.get(part) for part in PARTS)
         assert w1 is not None
@@ -169,9 +169,14 @@ class LayerExperts(nn.Module):
         return ExpertWeights(w1, w1_scale, w2, w2_scale, w3, w3_scale, rows)
 
     @property
-    def each(self) -> int:
+    def bytes_per_expert(self) -> int:
         """Bytes of an expert."""
-        return expert_bytes(self._all.plan.parts)
+        return expert_bytes(self.offload.plan.parts)
+
+
+def offload_of(model: nn.Module) -> ExpertOffload | None:
+    """The experts of a loaded model that lie in host memory in part, None where all lie on its device."""
+    return next((module.offload for module in model.modules() if isinstance(module, LayerExperts)), None)
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -102,14 +102,14 @@ class Division:
     slots: int
 
     @property
-    def staying(self) -> int:
+    def resident(self) -> int:
         """Experts that lie on the device for good."""
         return self.rows - self.slots
 
     @property
-    def waiting(self) -> int:
+    def offloaded(self) -> int:
         """Experts in host memory."""
-        return self.experts - self.staying
+        return self.experts - self.resident
 
     @property
     def staging(self) -> int:
@@ -242,7 +242,7 @@ def _divided(sizes: Sizes, room: Room, most: int) -> Placement:
             "--host-memory SIZE names it",
         )
     division = Division(sizes.experts, rows, slots)
-    return Placement(False, division, on_gpu(sizes, rows), sizes.layers * division.waiting * sizes.expert)
+    return Placement(False, division, on_gpu(sizes, rows), sizes.layers * division.offloaded * sizes.expert)
 
 
 def most_rows(sizes: Sizes, most: int) -> int:

@@ -1,0 +1,82 @@
+"""What a layer remembers between steps: rings of the last rows, and pools of compressed entries."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4cli.kernels.compressor import State
+
+
+class Ring:
+    """The last `capacity` rows of each slot: data [slots, capacity, D]; `empty` is the value of rows never written."""
+
+    def __init__(self, data: torch.Tensor, empty: float) -> None:
+        self.data = data
+        self.empty = empty
+
+    @property
+    def capacity(self) -> int:
+        """Rows per slot."""
+        return self.data.shape[1]
+
+    def reset(self, slot: int) -> None:
+        """Forgets a slot."""
+        self.data[slot] = self.empty
+
+
+class Pool:
+    """Compressed entries of all sequences: data [blocks * per_block, D], block b in rows b * per_block onwards."""
+
+    def __init__(self, data: torch.Tensor, per_block: int) -> None:
+        self.data = data
+        self.per_block = per_block
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block over another."""
+        size = self.per_block
+        self.data[target * size : (target + 1) * size] = self.data[source * size : (source + 1) * size]
+
+    def grow(self, blocks: int) -> None:
+        """Makes room for `blocks` blocks in all."""
+        missing = blocks * self.per_block - self.data.shape[0]
+        if missing > 0:
+            self.data = torch.cat((self.data, self.data.new_zeros(missing, self.data.shape[1])))
+
+
+@dataclass
+class CompressorState:
+    """One compressor's state: the raw rows of the open window (scores include ape) and the finished entries, of index
+    keys that are rounded to FP4 the codes with their scales."""
+
+    kv: Ring
+    score: Ring
+    entries: Pool
+    scale: Pool | None = None
+
+    def tensors(self) -> State:
+        """The memory that a step reads and writes."""
+        scale = None if self.scale is None else self.scale.data.view(torch.float8_e8m0fnu)
+        return State(self.kv.data, self.score.data, self.entries.data, scale)
+
+    def keep(self, state: State) -> None:
+        """Takes the memory after a step."""
+        self.kv.data, self.score.data, self.entries.data = state.kv, state.score, state.entries
+
+
+@dataclass
+class LayerCache:
+    """One layer's state; `compressed` and `index` exist where the layer's ratio asks for them."""
+
+    window: Ring
+    compressed: CompressorState | None = None
+    index: CompressorState | None = None
+
+    def rings(self) -> list[Ring]:
+        """Every ring of the layer, always in the same order."""
+        states = [state for state in (self.compressed, self.index) if state is not None]
+        return [self.window, *(ring for state in states for ring in (state.kv, state.score))]
+
+    def pools(self) -> list[Pool]:
+        """Every pool of the layer."""
+        states = [state for state in (self.compressed, self.index) if state is not None]
+        return [pool for state in states for pool in (state.entries, state.scale) if pool is not None]

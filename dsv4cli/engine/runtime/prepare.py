@@ -1,0 +1,106 @@
+"""The batch of a step: which tokens of which sequences, and where they lie; nothing here waits for the device."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.batch import Batch, CompressStep
+from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.kernels import step_metadata
+from dsv4cli.kernels.compressor import Plan
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a step is made of: for each sequence its slot, its first position and its token count, int64 [B]; the ids of
+    all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block where it has fewer."""
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    ids: torch.Tensor
+    blocks: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large a step is, which the host knows. groups: the entries of each ratio that the chunks can complete,
+    wherever they begin; entries: the most that a sequence has afterwards, or more."""
+
+    longest: int
+    groups: dict[int, int]
+    entries: dict[int, int]
+
+    @classmethod
+    def of(cls, config: ModelConfig, counts: Items[int], most: int) -> "Extent":
+        """Of chunks of so many tokens, after which no sequence has more than `most`."""
+        ratios = [ratio for ratio in (4, 128) if ratio in config.compress_ratios]
+        groups: dict[int, int] = {ratio: sum(-(-count // ratio) for count in counts) for ratio in ratios}
+        return cls(max(counts), groups, {ratio: most // ratio for ratio in ratios})
+
+
+def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
+    """The batch of a step: for each sequence its next tokens (at least one). Reserves their blocks.
+
+    Nothing here waits for the device.
+    """
+    for one, ids in work:
+        cache.reserve(one, len(ids))
+    counts = [len(ids) for _, ids in work]
+    extent = Extent.of(cache.config, counts, max(one.length + len(ids) for one, ids in work))
+    columns = [
+        [one.slot for one, _ in work],
+        [one.length for one, _ in work],
+        counts,
+        [token for _, ids in work for token in ids],
+    ]
+    longest = max(len(one.blocks) for one, _ in work)
+    columns += [[*one.blocks, *([0] * (longest - len(one.blocks)))] for one, _ in work]
+    flat = torch.tensor([number for column in columns for number in column], dtype=torch.int64)
+    slots, starts, sizes, ids, blocks = flat.to(cache.device).split(
+        [len(work), len(work), len(work), sum(counts), len(work) * longest]
+    )
+    return place(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest)), extent)
+
+
+def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
+    """The batch of numbers that lie on the device; shapes depend on the extent and on theirs only."""
+    config, tokens, capacity = cache.config, numbers.ids.numel(), cache.config.sliding_window + cache.rollback
+    # a ring has room for the tokens of a step beside all rows that the first of them sees
+    in_rings = extent.longest <= cache.rollback + 1
+    layout = step_metadata.Layout(
+        tokens=tokens,
+        window=config.sliding_window,
+        capacity=capacity,
+        in_rings=in_rings,
+        rows=cache.slots * capacity if in_rings else numbers.slots.numel() * capacity + tokens,
+        block=BLOCK_TOKENS,
+        groups=extent.groups,
+        entries=extent.entries,
+    )
+    chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
+    ratios = sorted(set(config.compress_ratios))
+    found = step_metadata.place(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
+    return Batch(
+        ids=numbers.ids,
+        positions=found.positions,
+        sequence=found.sequence,
+        slots=numbers.slots,
+        last=found.last,
+        in_rings=in_rings,
+        window_index=found.window_index,
+        window_columns=found.window_columns,
+        window_rows=layout.rows,
+        window_cells=found.window_cells,
+        rotations=found.rotations,
+        compress={ratio: _compress_step(found, entries) for ratio, entries in found.entries.items()},
+        every_entry=found.every_entry,
+    )
+
+
+def _compress_step(found: step_metadata.Places, entries: step_metadata.Entries) -> CompressStep:
+    plan = Plan(entries.groups, entries.cells, entries.rotation, found.positions)
+    return CompressStep(plan, entries.visible, entries.table, found.sequence)
