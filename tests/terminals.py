@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from dsv4cli import cli
-from dsv4cli.commands import chat_turn
+from dsv4cli.commands.chat import turn
 from dsv4cli.engine.chat import conversation
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
@@ -80,7 +80,7 @@ def speaking(sample: Sampler, reading: float, twice: float) -> Callable[[pytest.
 
     def prepare(patch: pytest.MonkeyPatch) -> None:
         speak(patch, sample, reading)
-        patch.setattr(chat_turn, "TWICE", twice)
+        patch.setattr(turn, "TWICE", twice)
 
     return prepare
 

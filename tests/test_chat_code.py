@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from dsv4cli.commands.chat_code import MOST_LINES, STYLES, Code
-from dsv4cli.commands.chat_inline import CODE
-from dsv4cli.commands.chat_layout import painted
+from dsv4cli.commands.chat.code import MOST_LINES, STYLES, Code
+from dsv4cli.commands.chat.inline import CODE
+from dsv4cli.commands.chat.layout import painted
 
 PYTHON = (
     "def f(x: int) -> str:",

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dsv4cli.commands.chat_journal import find_journal, read_journal
+from dsv4cli.commands.chat.journal import find_journal, read_journal
 from tests.program import SMALL
 from tests.terminals import Terminal, says, speaking
 

@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 
-from dsv4cli.commands.chat_journal import Choices, Journal, session_rows
-from dsv4cli.commands.chat_model import Models, model_name
-from dsv4cli.commands.chat_session import FileChanged, Session
+from dsv4cli.commands.chat.journal import Choices, Journal, session_rows
+from dsv4cli.commands.chat.model import Models, model_name
+from dsv4cli.commands.chat.session import FileChanged, Session
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.system import atomic
 from dsv4cli.engine.weights import load as loading

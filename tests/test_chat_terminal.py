@@ -205,7 +205,7 @@ def test_a_terminal_without_colours_keeps_the_layout(terminal):
 
 def test_without_prompt_toolkit_lines_are_still_edited(terminal, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
-    monkeypatch.delitem(sys.modules, "dsv4cli.commands.chat_editor", raising=False)
+    monkeypatch.delitem(sys.modules, "dsv4cli.commands.chat.editor", raising=False)
     one = terminal()
     assert "pip install prompt_toolkit" in one.plain
     one.type("hxllo\x01\x06\x04e\r")  # to the beginning, one forward, without the x

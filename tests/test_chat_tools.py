@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from dsv4cli.commands.chat_command import carry_out
-from dsv4cli.commands.chat_tools import Round, Tools
+from dsv4cli.commands.chat.command import carry_out
+from dsv4cli.commands.chat.tools import Round, Tools
 from dsv4cli.engine.text.tokens import USER
 from dsv4cli.output import Colours, Output
 from tests.program import SMALL, Program, calls_block

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from dsv4cli.commands.inspect_diff import show_diff
+from dsv4cli.commands.inspect.diff import show_diff
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UsageError
 from dsv4cli.output import Colours, Output

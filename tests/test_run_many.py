@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4cli.commands import run_many
+from dsv4cli.commands.run import many
 from dsv4cli.engine.chat.answer_file import AnswerFile
 from dsv4cli.engine.runtime import scheduler
 from tests.program import SMALL, Program
@@ -44,7 +44,7 @@ def out(tmp_path):
 
 def stopping_after(monkeypatch, count, error=KeyboardInterrupt):
     """The run is ended when so many answers have ended."""
-    drawn = run_many.drawn
+    drawn = many.drawn
 
     def some(*arguments):
         ended = 0
@@ -54,7 +54,7 @@ def stopping_after(monkeypatch, count, error=KeyboardInterrupt):
             if ended == count:
                 raise error
 
-    monkeypatch.setattr(run_many, "drawn", some)
+    monkeypatch.setattr(many, "drawn", some)
 
 
 def test_answers_have_the_labels_of_their_lines(dsv4, prompts):

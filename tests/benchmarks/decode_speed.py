@@ -17,7 +17,7 @@ from time import perf_counter
 
 import torch
 
-from dsv4cli.commands.run_experts import memory_limits
+from dsv4cli.commands.offload_report import memory_limits
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer

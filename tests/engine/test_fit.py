@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsv4cli.cli import app
-from dsv4cli.commands.inspect_fit import show_fit
+from dsv4cli.commands.inspect.fit import show_fit
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.sharding import divides
 from dsv4cli.engine.config import capacity

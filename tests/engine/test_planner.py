@@ -8,7 +8,7 @@ import torch
 import typer
 
 from dsv4cli.cli import app
-from dsv4cli.commands.run_experts import memory_limits
+from dsv4cli.commands.offload_report import memory_limits
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
 from dsv4cli.engine.config.model_config import ModelConfig, parse_config
 from dsv4cli.engine.config.presets import FLASH, FLASH_0731, PRO

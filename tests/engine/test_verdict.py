@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from dsv4cli.cli import app
-from dsv4cli.commands.inspect_for import show_verdict
+from dsv4cli.commands.inspect.consumers import show_verdict
 from dsv4cli.engine.checkpoint.naming import MpNaming
 from dsv4cli.engine.config.model_config import read_config
 from dsv4cli.engine.config.storage import Formats

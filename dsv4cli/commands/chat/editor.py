@@ -12,8 +12,8 @@ from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from dsv4cli.commands.chat_input import MORE, PROMPT, open_quotes, unquoted
-from dsv4cli.commands.chat_turn import Interrupts
+from dsv4cli.commands.chat.input import MORE, PROMPT, open_quotes, unquoted
+from dsv4cli.commands.chat.turn import Interrupts
 
 
 class Editor:

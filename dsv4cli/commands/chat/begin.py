@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import typer
 
-from dsv4cli.commands.chat_journal import Choices, Journal, find_journal, session_rows
-from dsv4cli.commands.chat_session import Session
-from dsv4cli.commands.chat_tools import read_tools
+from dsv4cli.commands.chat.journal import Choices, Journal, find_journal, session_rows
+from dsv4cli.commands.chat.session import Session
+from dsv4cli.commands.chat.tools import read_tools
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output
 

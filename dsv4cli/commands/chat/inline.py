@@ -8,7 +8,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsv4cli.commands.chat_layout import CJK, Run
+from dsv4cli.commands.chat.layout import CJK, Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,10 +6,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from dsv4cli.commands import chat_facts as facts
-from dsv4cli.commands import chat_settings as settings
-from dsv4cli.commands.chat_journal import find_journal, session_rows
-from dsv4cli.commands.chat_turn import Chat
+from dsv4cli.commands.chat import facts as facts
+from dsv4cli.commands.chat import settings as settings
+from dsv4cli.commands.chat.journal import find_journal, session_rows
+from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 

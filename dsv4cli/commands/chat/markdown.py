@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from dsv4cli.commands.chat_inline import EMPHASIS, STRONG, inline
-from dsv4cli.commands.chat_layout import DIM, Run, as_written, hung, painted, split_lines, width_of
+from dsv4cli.commands.chat.inline import EMPHASIS, STRONG, inline
+from dsv4cli.commands.chat.layout import DIM, Run, as_written, hung, painted, split_lines, width_of
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt

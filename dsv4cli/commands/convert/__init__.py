@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsv4cli.commands.convert_join import Comparison, facts, join, next_step, pasted, verdict
+from dsv4cli.commands.convert.join import Comparison, facts, join, next_step, pasted, verdict
 from dsv4cli.errors import UsageError
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt
 from dsv4cli.output import Output, counted, duration_text, size_text

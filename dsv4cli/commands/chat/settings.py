@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dsv4cli.commands.chat_turn import Chat
+from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import UsageError
 
 SETTINGS: Mapping[str, type[int] | type[float]] = {

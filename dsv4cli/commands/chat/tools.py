@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsv4cli.commands.chat_command import Ended, carry_out
-from dsv4cli.commands.chat_input import Input
+from dsv4cli.commands.chat.command import Ended, carry_out
+from dsv4cli.commands.chat.input import Input
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from dsv4cli.commands.chat_begin import Beginning, begin_session, given_choices
-from dsv4cli.commands.chat_input import Input, Lines, Plain, Readline, keys_wait
-from dsv4cli.commands.chat_journal import Choices, state_folder
-from dsv4cli.commands.chat_loop import converse, greet
-from dsv4cli.commands.chat_model import Models, find_model, model_name
-from dsv4cli.commands.chat_session import Session
-from dsv4cli.commands.chat_settings import check_budget
-from dsv4cli.commands.chat_slash import helps
-from dsv4cli.commands.chat_tools import Tools, split_command
-from dsv4cli.commands.chat_turn import Chat, Interrupts
-from dsv4cli.commands.run_experts import memory_limits
-from dsv4cli.commands.run_modes import Job
+from dsv4cli.commands.chat.begin import Beginning, begin_session, given_choices
+from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline, keys_wait
+from dsv4cli.commands.chat.journal import Choices, state_folder
+from dsv4cli.commands.chat.loop import converse, greet
+from dsv4cli.commands.chat.model import Models, find_model, model_name
+from dsv4cli.commands.chat.session import Session
+from dsv4cli.commands.chat.settings import check_budget
+from dsv4cli.commands.chat.slash import helps
+from dsv4cli.commands.chat.tools import Tools, split_command
+from dsv4cli.commands.chat.turn import Chat, Interrupts
+from dsv4cli.commands.offload_report import memory_limits
+from dsv4cli.commands.run.modes import Job
 from dsv4cli.errors import UsageError
 from dsv4cli.options import (
     BackendOpt,
@@ -243,7 +243,7 @@ def _input(chat: Chat, term: str, history: Path | None) -> Input:
     if not chat.on_terminal or term == "dumb":
         return Plain(chat.out)
     try:
-        from dsv4cli.commands.chat_editor import Editor
+        from dsv4cli.commands.chat.editor import Editor
     except ImportError:
         chat.out.hint("pip install prompt_toolkit gives this prompt a history and an editor")
         return _readline(chat.out)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-from dsv4cli.commands.chat_code import Code
-from dsv4cli.commands.chat_inline import SPAN_OF_CODE
-from dsv4cli.commands.chat_layout import CJK, DIM, Run, as_written, painted
-from dsv4cli.commands.chat_markdown import markdown_lines
+from dsv4cli.commands.chat.code import Code
+from dsv4cli.commands.chat.inline import SPAN_OF_CODE
+from dsv4cli.commands.chat.layout import CJK, DIM, Run, as_written, painted
+from dsv4cli.commands.chat.markdown import markdown_lines
 from dsv4cli.harmless import harmless
 from dsv4cli.output import Output, counted, duration_text, stdout_columns
 

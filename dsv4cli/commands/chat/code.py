@@ -3,7 +3,7 @@
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from dsv4cli.commands.chat_layout import DIM, Run
+from dsv4cli.commands.chat.layout import DIM, Run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,9 +2,9 @@
 
 import typer
 
-from dsv4cli.commands.chat_input import Input
-from dsv4cli.commands.chat_slash import obey
-from dsv4cli.commands.chat_turn import Chat
+from dsv4cli.commands.chat.input import Input
+from dsv4cli.commands.chat.slash import obey
+from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import Dsv4Error, RankLost
 from dsv4cli.output import counted
 

@@ -2,8 +2,8 @@
 
 import json
 
-from dsv4cli.commands.chat_turn import Chat
-from dsv4cli.commands.run_experts import tell_traffic
+from dsv4cli.commands.chat.turn import Chat
+from dsv4cli.commands.offload_report import tell_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 

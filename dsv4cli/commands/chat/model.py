@@ -7,11 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from dsv4cli.commands.chat_input import keys_wait
-from dsv4cli.commands.chat_journal import Choices
-from dsv4cli.commands.chat_ranks import open_talk
-from dsv4cli.commands.chat_turn import Chat
-from dsv4cli.commands.run_modes import Job
+from dsv4cli.commands.chat.input import keys_wait
+from dsv4cli.commands.chat.journal import Choices
+from dsv4cli.commands.chat.ranks import open_talk
+from dsv4cli.commands.chat.turn import Chat
+from dsv4cli.commands.run.modes import Job
 from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.harmless import shell_word
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4cli.commands.profile_report import show_changes, show_kernels, show_step
+from dsv4cli.commands.profile.report import show_changes, show_kernels, show_step
 from dsv4cli.errors import UnsoundResult, UsageError
 from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, epilog
 from dsv4cli.output import Output, counted, size_text

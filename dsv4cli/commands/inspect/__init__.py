@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsv4cli.commands.inspect_diff import show_diff
-from dsv4cli.commands.inspect_fit import show_fit
-from dsv4cli.commands.inspect_for import show_verdict
-from dsv4cli.commands.inspect_report import show_problem, show_report
-from dsv4cli.commands.inspect_tensor import show_layer, show_tensor, show_tree
-from dsv4cli.commands.inspect_values import show_values
+from dsv4cli.commands.inspect.consumers import show_verdict
+from dsv4cli.commands.inspect.diff import show_diff
+from dsv4cli.commands.inspect.fit import show_fit
+from dsv4cli.commands.inspect.report import show_problem, show_report
+from dsv4cli.commands.inspect.tensor import show_layer, show_tensor, show_tree
+from dsv4cli.commands.inspect.values import show_values
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
 from dsv4cli.options import JsonOpt

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from dsv4cli.commands.ranks import leading_ranks, left_by
-from dsv4cli.commands.run_modes import Job
+from dsv4cli.commands.run.modes import Job
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.conversation import Talk

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dsv4cli.commands.clock import Clock
-from dsv4cli.commands.run_experts import division_sentence, tell_traffic
+from dsv4cli.commands.offload_report import division_sentence, tell_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
 

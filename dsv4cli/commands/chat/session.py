@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4cli.commands.chat_journal import Choices, Journal, read_journal
+from dsv4cli.commands.chat.journal import Choices, Journal, read_journal
 from dsv4cli.errors import UsageError
 
 if TYPE_CHECKING:
