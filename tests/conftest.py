@@ -43,7 +43,7 @@ def _computing(name: str) -> Iterator[str]:
     if name == "interpreter":
         if torch.cuda.is_available() or sys.platform != "linux":
             pytest.skip("kernels are interpreted where there is Triton and no GPU; on a GPU they run with -m gpu")
-        from tests.interpreter import correct
+        from tests.support.interpreter import correct
 
         correct()
     # under torch.device("cpu") each operation would take its way through Python, and nothing else would change

@@ -1,6 +1,6 @@
 """Sums over ranks through each other's memory: interpreted in processes that share their inboxes.
 
-On GPUs tests/engine/test_parallel_gpu.py has them.
+On GPUs tests/engine/parallel/test_parallel_gpu.py has them.
 """
 
 import random

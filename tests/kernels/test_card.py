@@ -13,7 +13,7 @@ import torch
 from dsv4cli.engine.runtime.backend import resolve_backend
 from dsv4cli.errors import UnsupportedHardware
 from dsv4cli.kernels import card
-from tests.card import A100, B200, CARDS, H200, RTX3090, RTX4090, RTX5090, Card
+from tests.support.card import A100, B200, CARDS, H200, RTX3090, RTX4090, RTX5090, Card
 
 pytest.importorskip("triton")
 from dsv4cli.kernels.attention import kernel as attention
@@ -113,10 +113,10 @@ def test_every_card_from_ampere_on_is_taken(insert, one):
 
 
 def compiled(which: str, *archs: int) -> list[dict[str, Any]]:
-    """The lines of tests/launches.py. Triton reads TRITON_INTERPRET when it is imported: another process."""
+    """The lines of tests/benchmarks/launches.py. Triton reads TRITON_INTERPRET when it is imported: another process."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.launches", which, ",".join(map(str, archs))],
+        [sys.executable, "-m", "tests.benchmarks.launches", which, ",".join(map(str, archs))],
         env=environment,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # SGR parameters by the names of Pygments' kinds. Magenta, red and bright blue are those of the sixteen colours that
-# can be read on black and on white (tests/test_chat_code.py); no background is set
+# can be read on black and on white (tests/commands/chat/test_code.py); no background is set
 STYLES = {
     "Token": "",
     "Token.Comment": DIM,

@@ -1,0 +1,28 @@
+"""The conversation with nano that the README shows: thinking, an undo, a tool call."""
+
+import re
+
+from tests.support.program import ROOT
+from tests.support.terminals import Terminal
+
+COMMAND = "$ dsv4 chat --tools price.json\n"
+# what no two runs have alike
+MEASURED = re.compile(r"\d+\.\d+(?= (s|tokens/s|GB/s)\b)")
+
+
+def shown_in_the_readme():
+    """The file of tools and the terminal from the command on, as the README has them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, behind = text.partition(COMMAND)
+    return before.rpartition("$ cat price.json\n")[2], behind.partition("```")[0]
+
+
+def test_the_conversation_of_the_readme(tmp_path):
+    tools, session = shown_in_the_readme()
+    (tmp_path / "price.json").write_text(tools, encoding="utf-8")
+    one = Terminal("chat", "--tools", str(tmp_path / "price.json"), TERM="dumb", XDG_STATE_HOME=str(tmp_path))
+    for line in re.findall(r"^> (.*)$", session, re.MULTILINE):
+        one.until("\n> ")
+        one.type(f"{line}\n")
+    assert one.leave() == 0
+    assert MEASURED.sub("…", one.plain) == MEASURED.sub("…", session)

@@ -1,0 +1,240 @@
+"""`dsv4 chat` as its user meets it: a terminal, keys, Ctrl-C, kills."""
+
+import json
+import stat
+import sys
+import time
+
+import pytest
+
+from tests.support.program import SMALL
+from tests.support.terminals import Terminal, says, speaking
+
+CHAT = ("chat", "--model", SMALL)
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    """A chat in a terminal, with a state folder of its own."""
+    running = []
+
+    def start(*options, answers=("Yes.",), pause=0.0, reading=0.0, twice=0.0, **more):
+        prepare = speaking(says(*answers, pause=pause), reading, twice)
+        one = Terminal(*CHAT, *options, prepare=prepare, XDG_STATE_HOME=str(tmp_path), **more)
+        running.append(one)
+        one.until("Ctrl-D quits\n", ">")
+        return one
+
+    yield start
+    for one in running:
+        one.end()
+
+
+def kept(tmp_path):
+    """The messages of the newest journal."""
+    journal = max((tmp_path / "dsv4/sessions").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    messages = []
+    for line in journal.read_text().splitlines()[1:]:
+        change = json.loads(line)
+        messages = messages[: change["keep"]] + change["add"]
+    return [message["content"] for message in messages]
+
+
+def test_typing_history_completion_lines_and_paste(terminal, tmp_path):
+    one = terminal(answers=("**Bold** [red]x[/red] \x1b[31m\n\n- a\n",))
+    one.type("first\r")
+    one.until("Bold [red]x[/red] \ufffd[31m\n", "• a\n", f"{SMALL} · ", ">")
+    assert "\x1b[1mBold\x1b[0m" in one.shown
+    one.type("\x1b[A\r")  # up: the history
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x12fir\r\r")  # Ctrl-R
+    one.until(f"{SMALL} · ", ">")
+    one.type("a\x1b\rb\r")  # Alt-Enter
+    one.until(f"{SMALL} · ", ">")
+    one.type('"""c\rd"""\r')
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x1b[200~e\rf\x1b[201~\r")  # a paste
+    one.until(f"{SMALL} · ", ">")
+    one.type("/conte\t")
+    one.until("xt")
+    one.type("\r")
+    one.until("tokens used", ">")
+    one.type(" secret\r")
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[::2] == ["first", "first", "first", "a\nb", "c\nd", "e\nf", " secret"]
+    history = tmp_path / "dsv4" / "history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert "+first\n" in history.read_text()
+    assert "secret" not in history.read_text()
+
+
+def test_ctrl_c_stops_an_answer_and_clears_a_line(terminal, tmp_path):
+    one = terminal("--no-markdown", answers=("word " * 200,), pause=0.01)
+    one.type("go\r")
+    one.until("word word")
+    one.type("typed ahead")  # the terminal drops it with Ctrl-C
+    one.type("\x03")
+    one.until("stopped", ">")
+    one.type("half a line")
+    one.until("half a line")
+    one.type("\x03/json\r")
+    one.until('"go"', '"word', ">")
+    one.type("\x03")
+    one.until("Ctrl-C again", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert "Traceback" not in one.shown
+    question, answer = kept(tmp_path)
+    assert question == "go"
+    assert answer
+    assert ("word " * 200).startswith(answer)
+
+
+def test_ctrl_c_twice_at_the_prompt_quits(terminal, tmp_path):
+    one = terminal(twice=60)
+    one.type("\x03")
+    one.until("Ctrl-C again", ">")
+    one.type("\x03")
+    assert one.leave() == 130
+    assert "Traceback" not in one.shown
+
+
+def test_ctrl_c_twice_in_an_answer_quits_and_keeps_it(terminal, tmp_path):
+    one = terminal("--no-markdown", answers=("word " * 200,), pause=0.1, twice=60)
+    one.type("go\r")
+    one.until("word")
+    one.type("\x03")
+    time.sleep(0.05)
+    one.type("\x03")
+    assert one.leave() == 130
+    assert "Traceback" not in one.shown
+    assert kept(tmp_path)[1].startswith("word")
+
+
+def test_ctrl_c_while_a_prompt_is_read_ends_that_at_once(terminal, tmp_path):
+    (tmp_path / "long.txt").write_text("x" * 6000)
+    one = terminal(reading=0.01)  # a minute for this prompt
+    start = time.monotonic()
+    one.type(f"/read {tmp_path}/long.txt\r")
+    one.until("reading 6,0")
+    one.type("\x03")
+    one.until("stopped before the first word", ">")
+    assert time.monotonic() - start < 30
+    one.type("hi\r")
+    one.until("Yes.", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path) == ["hi", "Yes."]
+
+
+def test_an_answer_and_a_half_typed_line_follow_a_resize(terminal, tmp_path):
+    one = terminal(answers=("word " * 30,))
+    one.type("first\r")
+    assert max(map(len, one.until(f"{SMALL} · ", ">").splitlines())) > 60
+    one.type("half a")
+    one.until("half a")
+    one.resize(30)
+    one.type(" line\r")
+    answer = [line for line in one.until(f"{SMALL} ·", ">").splitlines() if line.startswith("word")]
+    assert [len(line) for line in answer] == [29] * 5
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[2] == "half a line"
+
+
+def test_an_editor_writes_the_message(terminal, tmp_path):
+    (tmp_path / "editor").write_text('#!/bin/sh\nprintf "%s, in\\nfull" "$(cat "$1")" > "$1"\n')
+    (tmp_path / "editor").chmod(0o700)
+    one = terminal(EDITOR=str(tmp_path / "editor"))
+    one.type("begun\x18\x05")
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[0] == "begun, in\nfull"
+
+
+def test_what_is_typed_during_an_answer_is_the_next_message(terminal, tmp_path):
+    one = terminal(answers=("word " * 8,), pause=0.005)
+    one.type("go\r")
+    one.until("go")
+    time.sleep(0.1)
+    one.type("next\r")
+    one.until(f"{SMALL} · ", "next", f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[::2] == ["go", "next"]
+
+
+def test_characters_of_several_tokens_and_words_fit_a_narrow_terminal(terminal):
+    one = terminal(answers=("Grüße, 世界 👩‍🚀 €.",), columns=40)
+    one.type("hello\r")
+    one.until("Grüße, 世界 👩‍🚀 €.\n", ">")
+    one.type("/help\r")
+    lines = one.until("quits, as", ">").splitlines()
+    assert len(lines) > 30
+    assert max(map(len, lines)) <= 40
+    one.type("\x04")
+    assert one.leave() == 0
+    assert "\ufffd" not in one.shown
+
+
+def test_a_dumb_terminal_shows_the_text_as_it_is(terminal):
+    one = terminal(answers=("**Bold** \x1b[31m\x9b1m\x07.",), columns=40, TERM="dumb")
+    one.type("hello\r")
+    one.until("**Bold** \ufffd[31m\ufffd1m\ufffd.\n", ">")
+    assert "\x1b" not in one.shown
+    one.type('"""one\rtwo"""\r')
+    one.until(f"{SMALL} · ", ">")
+    one.type("/copy\r")
+    one.until("no terminal that could copy", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+
+
+def test_a_terminal_without_colours_keeps_the_layout(terminal):
+    one = terminal(answers=("**Bold** \x1b[31m.\n\n- a\n",), NO_COLOR="1")
+    one.type("hello\r")
+    one.until("Bold \ufffd[31m.\n", "• a\n", f"{SMALL} · ", ">")
+    answer = one.shown[one.shown.index("Bold") : one.shown.index("• a")]
+    assert "\x1b" not in answer
+    one.type("\x04")
+    assert one.leave() == 0
+
+
+def test_without_prompt_toolkit_lines_are_still_edited(terminal, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    monkeypatch.delitem(sys.modules, "dsv4cli.commands.chat.editor", raising=False)
+    one = terminal()
+    assert "pip install prompt_toolkit" in one.plain
+    one.type("hxllo\x01\x06\x04e\r")  # to the beginning, one forward, without the x
+    one.until(f"{SMALL} · ", ">")
+    one.type("/edit\r")
+    one.settle("hello")  # Python's readline sees Ctrl-C once it waits for keys
+    one.type("\x03")
+    one.until("\nnothing was changed; Ctrl-C again", ">")
+    one.type("/edit\r")
+    one.until("hello")
+    one.type("!\r")
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path) == ["hello!", "Yes."]
+
+
+def test_a_kill_loses_nothing_that_was_finished(terminal, tmp_path):
+    one = terminal(answers=("1", "2 " * 500), pause=0.01)
+    one.type("one\r")
+    one.until(f"{SMALL} · ", ">")
+    one.type("two\r")
+    one.until("two")
+    time.sleep(0.1)
+    one.kill()
+    again = terminal("--continue")
+    assert "going on after 2 messages" in again.plain
+    again.type("/retry\r")
+    again.until("Yes.", ">")
+    again.type("\x04")
+    assert again.leave() == 0
+    assert kept(tmp_path) == ["one", "Yes."]

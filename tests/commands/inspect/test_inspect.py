@@ -1,0 +1,407 @@
+"""`dsv4 inspect` and the program around it, from outside: streams, exit codes, documents."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsv4cli import __version__, cli
+from dsv4cli.engine.checkpoint.identify import identify
+from dsv4cli.engine.checkpoint.naming import TransformersNaming
+from dsv4cli.engine.config.presets import FLASH as FLASH_KEYS
+from dsv4cli.engine.config.storage import Formats, contradictions
+from dsv4cli.engine.inspection import report
+from dsv4cli.errors import Dsv4Error
+from tests.support import damage
+from tests.support.foreign import RELATIVES
+from tests.support.program import IMPORTS_NOTHING_HEAVY
+from tests.support.synthetic import write_holes
+from tests.support.variants import dress
+
+ROOT = Path(__file__).resolve().parents[3]
+FLASH = str(damage.GOLDEN / "tiny-flash")
+HARMS = damage.DAMAGES | RELATIVES
+
+
+def dsv4(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dsv4cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def inside(*arguments: str, columns: int = 80):
+    """The same without a process of its own."""
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [*arguments], prog_name="dsv4")
+
+
+def test_the_table_of_a_sound_checkpoint():
+    done = dsv4("inspect", FLASH)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{FLASH} would load: all 432 tensors are there and as expected\n")
+    for words in ("5 with ratios 0 0 4 128 4", "MTP", "experts fp4", "6.02M", "7.35 MB", "1 GB = 10^9 bytes"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines()[1:])) <= 80
+
+
+def test_the_document_of_a_sound_checkpoint():
+    done = dsv4("inspect", FLASH, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    sections = ["contents", "values", "tensor", "layer", "tree", "verdict", "fit", "diff"]
+    known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "coverage", "sizes"]
+    assert list(document) == known + sections
+    assert (document["schema"], document["loads"], document["problem"]) == ("dsv4.inspect/1", True, None)
+    identity = document["identity"]
+    assert (identity["release"], identity["size"], identity["drafter"]) == ("v4", "custom", "mtp")
+    assert (identity["layers"], identity["schedule"]) == ([0, 0, 4, 128, 4], "0 0 4 128 4")
+    formats = {"linear": "fp8", "experts": "fp4", "dense": "bf16", "wo_a": "fp8", "draft_experts": "fp4"}
+    assert identity["formats"] == formats
+    assert document["coverage"]["complete"]
+    assert document["sizes"]["nbytes"] == sum(document["sizes"]["by_family"].values()) == 7348132
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("random:flash", ("DeepSeek-V4-Flash", "0 0 (4 128)×20 4", "159.61 GB", "284.33B", "13.80B", "13.27B")),
+        ("random:pro,experts=6", ("6 a layer", "128 128 (4 128)×29 4")),
+        ("random:flash-0731,experts=6", ("0731", "DSpark, 3 blocks")),
+        ("random:tiny,layers=2", ("2 with ratios 0 0",)),
+    ],
+)
+def test_a_model_of_random_weights_needs_no_files(model, words):
+    done = inside("inspect", model)
+    assert done.exit_code == 0
+    assert all(word in done.stdout for word in words)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_a_released_model_takes_seconds(tmp_path):
+    nbytes, _ = write_holes(tmp_path, FLASH_KEYS, 46)
+    assert nbytes == 159_609_485_896
+    program = subprocess.Popen(
+        [sys.executable, "-m", "dsv4cli", "inspect", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    with program.stdout as stdout:
+        assert stdout.readline() == f"{tmp_path} would load: all 69,187 tensors are there and as expected\n"
+        stdout.read()
+    _, program.returncode, usage = os.wait4(program.pid, 0)
+    assert program.returncode == 0
+    # processor time, of which other processes take nothing; 1.5 s on a Xeon
+    assert usage.ru_utime + usage.ru_stime < 3
+    # kB on Linux, bytes on macOS; 110 MB
+    assert usage.ru_maxrss < 300e6 / (1024 if sys.platform == "linux" else 1)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text"),
+    [
+        ((), ""),
+        ((4,), "4"),
+        ((0, 0, 4, 128, 4), "0 0 4 128 4"),
+        ((0, 0) + (4, 128) * 20 + (4,), "0 0 (4 128)×20 4"),
+        ((128, 128) + (4, 128) * 29 + (4,), "128 128 (4 128)×29 4"),
+        ((4,) * 5 + (0, 4), "4×5 0 4"),
+        ((4, 128, 4, 128), "(4 128)×2"),
+    ],
+)
+def test_a_schedule_is_short(ratios, text):
+    assert report.schedule(ratios) == text
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_what_would_not_load_is_told_with_exit_code_3(tmp_path, harm):
+    folder = damage.copy_checkpoint(tmp_path)
+    harm(folder)
+    table = inside("inspect", str(folder))
+    assert (table.exit_code, table.stderr) == (3, "")
+    first, reason, *others = table.stdout.splitlines()
+    assert first == f"{folder} would not load"
+    assert all(words in "\n".join([reason, *others]) for words in HARMS[harm])
+    assert any(line.startswith("→ ") for line in others)
+    document = inside("inspect", str(folder), "--json")
+    assert (document.exit_code, document.stderr) == (3, "")
+    problem = json.loads(document.stdout)["problem"]
+    assert problem["kind"] == ("unsupported" if harm in RELATIVES else "damaged")
+    assert all(words in problem["message"] for words in HARMS[harm])
+    assert problem["remedy"]
+
+
+def test_a_damaged_checkpoint_from_outside(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.shard_missing(folder)
+    done = dsv4("inspect", str(folder))
+    assert (done.returncode, done.stderr) == (3, "")
+    assert f"{damage.SHARD} is missing" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_long_list_is_cut_in_the_table_and_whole_in_the_document(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.rewrite(folder, lambda name, stored: {} if ".ffn.experts." in name else {name: stored})
+    table = inside("inspect", str(folder)).stdout
+    assert "  and 208 more; --json lists them all\n" in table
+    assert len(json.loads(inside("inspect", str(folder), "--json").stdout)["coverage"]["missing"]) == 216
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """What a user would paste of a text, as a shell parts it."""
+    return [shlex.split(command) for command in re.findall("`([^`]*)`", text)]
+
+
+@pytest.mark.parametrize(("formats", "consumer"), [(Formats("fp8", "nvfp4"), "vllm"), (None, "transformers")], ids=str)
+def test_a_layout_that_others_run_is_complete_and_its_commands_can_be_pasted(tmp_path, formats, consumer):
+    naming = None if formats else TransformersNaming(identify(damage.GOLDEN / "tiny-flash").config)
+    folder = dress(tmp_path / "it's mine", formats or Formats("bf16", "bf16"), naming)
+    done = inside("inspect", str(folder))
+    assert done.exit_code == 3
+    assert done.stdout.startswith(f"{folder} is complete, and dsv4 does not run its layout\n")
+    look, back = commands_in(done.stdout)
+    assert look == ["dsv4", "inspect", str(folder), "--for", consumer]
+    assert back == ["dsv4", "convert", str(folder), "OUT", "--to", "official"]
+    assert inside(*look[1:]).stdout.splitlines()[0].endswith(f"load {folder}")
+
+
+def test_a_damaged_snapshot_of_the_cache_is_repaired_by_a_command(tmp_path):
+    folder = tmp_path / "models--org--a-b" / "snapshots" / ("0" * 40)
+    folder.parent.mkdir(parents=True)
+    damage.copy_checkpoint(tmp_path).rename(folder)
+    damage.tensor_missing(folder)
+    assert commands_in(inside("inspect", str(folder)).stdout) == [["dsv4", "download", "org/a-b@" + "0" * 40]]
+
+
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [
+        ({"expert_dtype": "fp8"}, "config.json says expert_dtype 'fp8', and the experts are fp4"),
+        ({"quantization_config": {"expert_dtype": "bf16"}}, "quantization_config.expert_dtype 'bf16', and the experts"),
+        ({"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}}, ""),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_contradicts_the_tensors_is_told(tmp_path, config, note):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.edit_config(folder, **config)
+    done, document = inside("inspect", str(folder)), json.loads(inside("inspect", str(folder), "--json").stdout)
+    assert (done.exit_code, document["loads"], len(document["notes"])) == (0, True, bool(note))
+    shown = " ".join(done.stdout.split())
+    assert (note in "".join(document["notes"]), note in shown) == (True, True)
+    assert ("; dsv4 goes by the tensors, other programs may not" in shown) is bool(note)
+
+
+@pytest.mark.parametrize(
+    ("formats", "config", "note"),
+    [
+        (Formats("bf16", "bf16"), {"quantization_config": {}}, "and no matrix is quantised"),
+        (Formats("bf16", "bf16"), {}, ""),
+        (Formats("bf16", "fp4"), {"quantization_config": {}}, "fp8, and the matrices outside the experts are bf16"),
+        (Formats("bf16", "fp4"), {"quantization_config": {"ignored_layers": ["attn"]}}, ""),
+        (Formats("fp8", "nvfp4"), {"quantization_config": {}}, "does not say moe_quant_algo 'NVFP4', and the experts"),
+        (Formats("fp8", "nvfp4"), {"quantization_config": {"moe_quant_algo": "NVFP4"}, "expert_dtype": "fp4"}, ""),
+        (Formats(), {"quantization_config": {"moe_quant_algo": "NVFP4"}}, "says moe_quant_algo 'NVFP4', and the"),
+        (Formats(), {"quantization_config": {}}, ""),
+    ],
+    ids=str,
+)
+def test_what_contradicts_the_stored_formats(formats, config, note):
+    if "quantization_config" in config:
+        config = config | {"quantization_config": {"quant_method": "fp8"} | config["quantization_config"]}
+    notes = list(contradictions(config, formats))
+    assert (len(notes), note in "".join(notes)) == (bool(note), True)
+
+
+def test_a_name_with_control_characters_does_not_reach_the_terminal(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    path = folder / damage.SHARD
+    damage.write_shard(path, damage.read_shard(path) | {"a\x1b[31m[bold]b": damage.Stored("U8", [1], b"x")})
+    stdout = inside("inspect", str(folder)).stdout
+    assert r"a\x1b[31m[bold]b is no tensor of this model" in stdout
+
+
+def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    path = folder / damage.SHARD
+    name = f"a\n{folder} would load\u202e" + "y" * 10**6
+    damage.write_shard(path, damage.read_shard(path) | {name: damage.Stored("U8", [1], b"x")})
+    for options in ([], ["--for", "vllm"], ["--tensor", name]):
+        stdout = inside("inspect", str(folder), *options).stdout
+        assert "\u202e" not in stdout
+        assert f"{folder} would load" not in [line[: len(f"{folder} would load")] for line in stdout.splitlines()]
+        assert len(stdout) < 4000
+        assert "y…y" in stdout.replace("\n", "").replace(" ", "")
+        assert ",000," in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["inspect"], 2, "Missing argument"),
+        (["inspect", FLASH, "--jason"], 2, "No such option"),
+        (["inspekt", FLASH], 2, "inspect"),
+        (["inspect", "random:huge"], 2, "error: random:huge: there is no preset 'huge'\n→ "),
+        (["inspect", "./nothing", "--json"], 1, "error: there is no folder ./nothing\n→ "),
+        (["inspect", "nothing"], 2, "error: 'nothing' is no folder and no model name\n→ "),
+    ],
+)
+def test_a_wrong_call_is_told_on_stderr(arguments, code, words):
+    done = dsv4(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_help_lists_exit_codes_and_ends_with_examples():
+    for page in (inside("--help").stdout, inside("inspect", "--help").stdout):
+        body, _, examples = page.partition("Examples:\n")
+        for words in (
+            "0 ok",
+            "1 failure",
+            "2 usage",
+            "3 checked",
+            "4 unsupported",
+            "5 not enough",
+            "7 finished",
+            "130",
+        ):
+            assert words in body
+        assert all(line.startswith("    dsv4 ") for line in examples.rstrip().splitlines())
+        assert max(map(len, page.splitlines())) <= 80
+
+
+COMMANDS = ("convert", "download", "inspect", "run")
+
+
+def test_the_first_page_shows_every_command():
+    page = inside("--help").stdout
+    body, _, examples = page.partition("Examples:\n")
+    assert all(f"    dsv4 {command} " in examples for command in COMMANDS)
+    assert "..." not in body.partition("Commands:\n")[2]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_are_calls_that_exist(command):
+    page = inside(command, "--help").stdout
+    examples = page.partition("Examples:\n")[2].strip().splitlines()
+    assert examples
+    assert max(map(len, page.splitlines())) <= 80
+    for example in examples:
+        # without remarks and redirections
+        words = shlex.split(re.sub(r"  +\(.*\)| [<>] \S+", "", example))
+        assert words[:2] == ["dsv4", command]
+        # options are known before the help is shown
+        assert inside(*words[1:], "--help").exit_code == 0
+
+
+def test_every_question_of_inspect_has_an_example():
+    examples = inside("inspect", "--help").stdout.partition("Examples:\n")[2]
+    assert all(f" {option} " in examples for option in ("--values", "--fit", "--for", "--diff", "--tensor"))
+
+
+def test_the_version():
+    assert inside("--version").stdout == f"dsv4 {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[FLASH], [FLASH, "--json"], ["random:tiny"], []], ids=["table", "json", "random", "usage"]
+)
+def test_nothing_heavy_is_imported(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_NOTHING_HEAVY, "inspect", *arguments], cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_ends_the_program_quietly():
+    program = subprocess.Popen(
+        [sys.executable, "-m", "dsv4cli", "inspect", FLASH], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert program.stdout is not None
+    assert program.stderr is not None
+    program.stdout.close()
+    assert program.stderr.read() == b""
+    program.stderr.close()
+    assert program.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
+)
+def test_colour_is_for_terminals_that_want_it(environment, coloured):
+    import pty
+
+    ours, theirs = pty.openpty()
+    clean = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "TERM"}}
+    subprocess.run(
+        [sys.executable, "-m", "dsv4cli", "inspect", FLASH],
+        cwd=ROOT,
+        env={**clean, "TERM": "xterm", **environment},
+        stdout=theirs,
+        check=True,
+    )
+    os.close(theirs)
+    assert (b"\x1b[" in os.read(ours, 1000)) is coloured
+    os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (Dsv4Error("it failed", "try again"), 1, "error: it failed\n→ try again\n"),
+        (MemoryError(), 5, "error: the machine ran out of memory\n→ "),
+        (OSError(28, "No space left on device", "out.bin"), 5, "error: no space left on the disk: out.bin\n→ "),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(143), 143, ""),
+    ],
+    ids=repr,
+)
+def test_the_boundary_turns_a_failure_into_an_exit_code(monkeypatch, capsys, raised, code, words):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(report, "inspect_model", fail)
+    monkeypatch.setattr(sys, "argv", ["dsv4", "inspect", FLASH])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(words)
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("raised", [ValueError("a bug"), OSError(13, "Permission denied", "x")], ids=repr)
+def test_a_bug_keeps_its_traceback(monkeypatch, raised):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(report, "inspect_model", fail)
+    monkeypatch.setattr(sys, "argv", ["dsv4", "inspect", FLASH])
+    with pytest.raises(type(raised)):
+        cli.main()
+
+
+def test_the_traceback_of_a_failure_is_there_for_the_asking():
+    done = dsv4("inspect", "./nothing", DSV4_DEBUG="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-2] == "error: there is no folder ./nothing"
+
+
+def test_sigterm_is_143(tmp_path):
+    waits = "import os, signal, sys; from dsv4cli import cli; from dsv4cli.engine.inspection import report\n"
+    waits += "report.inspect_model = lambda _: os.kill(os.getpid(), signal.SIGTERM)\ncli.main()"
+    done = subprocess.run([sys.executable, "-c", waits, "inspect", FLASH], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, b"", b"")

@@ -1,0 +1,143 @@
+"""`dsv4 run` in a process of its own: terminals, pipes, signals, and what is not imported."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import cycle
+
+import pytest
+import torch
+
+from dsv4cli.engine.runtime import generate
+from tests.support.program import BYTES, IMPORTS_NOTHING_HEAVY, ROOT, SMALL
+from tests.support.terminals import Terminal
+
+# a model of one layer that says words for ever
+SAYS = """
+import torch
+torch.set_num_threads(1)
+from itertools import cycle
+from dsv4cli import cli
+from dsv4cli.engine.runtime import generate
+ids = cycle(byte + 3 for byte in b"words\\n")
+generate.sample = lambda *_: torch.tensor([next(ids)])
+cli.main()
+"""
+RUN = ["run", "hi", "--model", SMALL]
+SECONDS = 60
+
+
+def command(*arguments: str, script: str = SAYS) -> list[str]:
+    return [sys.executable, "-c", script, *arguments]
+
+
+def environment() -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "TERM"}}
+    return {**clean, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def saying(text: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Prepares a program whose model says the bytes of `text` for ever."""
+    ids = cycle(BYTES.encode(text))
+    return lambda patch: patch.setattr(generate, "sample", lambda *_: torch.tensor([next(ids)]))
+
+
+def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
+    terminal = Terminal(*RUN, prepare=saying("word "))
+    terminal.until("word word")
+    terminal.type("\x03")
+    assert terminal.leave() == 130
+    assert "means nothing\x1b[0m\r\nword word" in terminal.shown
+    assert terminal.shown.endswith("^C\r\n")
+    assert "Traceback" not in terminal.shown
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_model_loads():
+    terminal = Terminal("run", "hi", "--model", "random:flash,layers=4,experts=16")
+    terminal.until("loading")
+    terminal.type("\x03")
+    assert terminal.leave() == 130
+    assert "Traceback" not in terminal.shown
+    assert "\x1b[?25h" in terminal.shown  # the cursor is back
+    assert terminal.shown.endswith("\r\n")
+
+
+def test_no_control_character_of_the_model_reaches_a_terminal():
+    prepare = saying("a\x1b[31mb\x9b1m\r\x07")
+    terminal = Terminal(*RUN, "--max-tokens", "24", prepare=prepare, NO_COLOR="1", TERM="dumb")
+    assert terminal.leave() == 0
+    assert "a\ufffd[31mb\ufffd1m\ufffd\ufffda" in terminal.shown
+    assert not set("\x1b\x9b\x07") & set(terminal.shown)
+
+
+@pytest.mark.slow
+def test_sigterm_keeps_what_was_printed():
+    program = subprocess.Popen(
+        command(*RUN), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "words\n"
+    program.send_signal(signal.SIGTERM)
+    out, err = program.communicate(timeout=SECONDS)
+    assert program.returncode == 143
+    assert ("words" * 999).startswith(out.replace("\n", ""))
+    assert out == "" or out.endswith("\n")
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 2  # what was loaded, and that it is random
+
+
+def shell(*arguments: str, then: str) -> subprocess.CompletedProcess[str]:
+    """The program as the first command of a line of bash."""
+    line = f"{shlex.join(command(*arguments))} {then}"
+    return subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS
+    )
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_the_program_quietly():
+    done = shell(*RUN, then="| head -1; echo ${PIPESTATUS[0]}")
+    assert done.stdout == "words\n0\n"
+    assert len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "out"),
+    [
+        pytest.param("<&- 2>&-", 0, "words\n", marks=pytest.mark.slow),
+        pytest.param(">&-", 0, "", marks=pytest.mark.slow),
+        ("> /dev/full", 5, ""),
+    ],
+)
+def test_closed_streams(closed, code, out):
+    done = shell(*RUN, "--max-tokens", "6", then=closed)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert "Traceback" not in done.stderr
+    assert ("no space left on the disk" in done.stderr) is (code == 5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["hi", "--show-prompt"],
+        ["hi", "--show-prompt", "--json"],
+        ["hi", "--temperature", "-1"],
+        ["hi", "--device", "gpu"],
+        ["--prompts", "./nothing"],
+        ["hi", "--max-context", "3"],
+    ],
+    ids=" ".join,
+)
+def test_no_torch_where_nothing_is_computed(arguments):
+    done = subprocess.run(
+        command("run", *arguments, script=IMPORTS_NOTHING_HEAVY),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

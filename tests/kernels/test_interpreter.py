@@ -1,0 +1,122 @@
+"""Triton's interpreter against torch: what a kernel test on a CPU rests on."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.support.interpreter import correct
+
+if torch.cuda.is_available() or sys.platform != "linux":
+    pytest.skip("the interpreter is off: there is a GPU, or no Triton", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+NARROW = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.fixture(autouse=True)
+def _correct() -> None:
+    correct()
+
+
+@triton.jit
+def _convert(x, y, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + place, tl.load(x + place, place < count, other=0.0).to(y.dtype.element_ty), place < count)
+
+
+def converted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=dtype)
+    _convert[(triton.cdiv(x.numel(), 4096),)](x, y, x.numel(), 4096)
+    return y
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(ours.float().signbit() | ours.isnan(), theirs.float().signbit() | theirs.isnan())
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_conversion_from_fp32(dtype):
+    bits = torch.randint(-(2**31), 2**31, (20_000,)).int()
+    bits[:5] = torch.tensor([0x3FFB0000, 0x3F808000, 0x3F818000, 1, 0x7F800000])  # a carry, two ties, a subnormal, inf
+    x = bits.view(torch.float32)
+    largest = torch.finfo(dtype).max
+    expected = (x if dtype == torch.bfloat16 else x.clamp(-largest, largest)).to(dtype)
+    assert_same(converted(x, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_conversion_to_fp32(dtype):
+    codes = torch.arange(2 ** (8 * dtype.itemsize)).to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype)
+    assert_same(converted(codes, torch.float32), codes.float())
+
+
+def test_conversion_from_and_to_integers():
+    x = torch.tensor([0, 1, -3, 257, 65_535], dtype=torch.int32)
+    assert torch.equal(converted(x, torch.bfloat16), x.bfloat16())
+    assert torch.equal(converted(x.bfloat16(), torch.int32), x.bfloat16().int())
+
+
+@triton.jit
+def _square_sum(x, y, steps, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None]
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for _ in range(steps):
+        values = tl.load(x + place)
+        total = tl.dot(values, values, total)
+    tl.store(y + place, total)
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float16, torch.float32], ids=str)
+def test_dot_in_a_loop_over_a_runtime_number(dtype):
+    x, y = torch.randint(-2, 3, (16, 16)).float().to(dtype), torch.empty(16, 16)  # exact in every format
+    _square_sum[(1,)](x, y, 3, 16)
+    assert torch.equal(y, 3 * (x.float() @ x.float()))
+
+
+@triton.jit
+def _arithmetic(x, y, larger, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    values = tl.load(x + place)
+    tl.store(y + place, -(values + values) * values)
+    tl.store(larger + place, values > 1.0)
+
+
+def test_arithmetic_on_bf16_rounds_each_operation():
+    x, larger = torch.randn(64).bfloat16(), torch.empty(64, dtype=torch.bool)
+    y = torch.empty_like(x)
+    _arithmetic[(1,)](x, y, larger, 64)
+    assert torch.equal(y, -(x + x) * x)
+    assert torch.equal(larger, x > 1)
+
+
+@triton.jit
+def _load_without_other(x, y, count, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    tl.store(y + place, tl.load(x + place, place < count))
+
+
+def test_a_masked_load_without_other_is_poisoned():
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        x = torch.ones(8, dtype=dtype)
+        y = torch.empty_like(x)
+        _load_without_other[(1,)](x, y, 3, 8)
+        assert (y[:3] == 1).all()
+        assert (y[3:].isnan() if dtype.is_floating_point else y[3:] == 0x7F7F7F7F).all()
+
+
+@triton.jit
+def _masked_by_a_number(x, y, first, count, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(y + place, tl.load(x + place, (tl.program_id(0) + first < count) & (place < count), other=-1.0))
+
+
+def test_a_mask_may_come_from_a_number():
+    x, y = torch.rand(8), torch.empty(8)
+    _masked_by_a_number[(1,)](x, y, 0, 5, 8)
+    assert torch.equal(y, torch.cat([x[:5], torch.full((3,), -1.0)]))
+    _masked_by_a_number[(1,)](x, y, 5, 5, 8)
+    assert torch.equal(y, torch.full((8,), -1.0))

@@ -1,0 +1,169 @@
+"""The golden nets and what the official code answered on them, loaded once; and how recorded inputs are driven.
+
+A recording: two sequences in one batch; P tokens each at once, then one token each a step.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.draft import mtp_logits
+from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.weights.load import load_model
+from dsv4cli.kernels.block_scale import ref as block_scale_ref
+from dsv4cli.kernels.indexer import ref as indexer_ref
+
+FOLDER = Path(__file__).parents[1] / "golden"
+NETS = ("tiny-flash", "tiny-pro")
+# prompts whose block outputs are recorded
+BLOCK_PROMPTS = (5, 133)
+# crc32 of `arithmetic()` where the recording was checked to the last bit
+RECORDED_ARITHMETIC = 3676164449
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A net with its recording: tokens int64 [2, n]; cases (P, steps); recorded tensors by name."""
+
+    name: str
+    model: Transformer
+    tokens: torch.Tensor
+    cases: tuple[tuple[int, int], ...]
+    recorded: dict[str, torch.Tensor]
+
+    def inputs(self, prompt: int) -> list[torch.Tensor]:
+        """The streams bf16 [rows, 4, D] that each block was given for sequence 0: its predecessor's output."""
+        rows = self.outputs(prompt)[0].shape[0]
+        first = self.model.embed(self.tokens[0, :rows])[:, None].expand(-1, self.model.config.hc_mult, -1)
+        return [first, *self.outputs(prompt)[:-1]]
+
+    def outputs(self, prompt: int) -> list[torch.Tensor]:
+        """The streams bf16 [rows, 4, D] after each block: P rows of the prompt, then decoded ones."""
+        return [self.recorded[f"p{prompt}.layers.{i}"] for i in range(self.model.config.num_hidden_layers)]
+
+
+@cache
+def golden(name: str) -> Golden:
+    """One of NETS, in the engine's own reference numerics."""
+    folder = FOLDER / name
+    recorded = load_file(folder / "expected.safetensors")
+    cases = [(case["prompt"], case["steps"]) for case in json.loads((folder / "expected.json").read_text())["cases"]]
+    model = load_model(FolderSource(name, folder), Numerics.reference())
+    return Golden(name, model, recorded["tokens"].long(), tuple(cases), recorded)
+
+
+def remember_weights(patch: pytest.MonkeyPatch) -> None:
+    """Dequantises each weight of the golden nets once, not once a step; they live as long as the process."""
+    patch.setattr(block_scale_ref, "dequantise", _dequantised)
+
+
+def _dequantised(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    dequantise: Callable[..., torch.Tensor] = block_scale_ref.dequantise,
+    known: dict[tuple[int, torch.Size], torch.Tensor] = {},  # noqa: B006 - kept on purpose
+) -> torch.Tensor:
+    key = (weight.data_ptr(), weight.shape)
+    if key not in known:
+        known[key] = dequantise(weight, scale)
+    return known[key]
+
+
+def run_blocks(net: Golden, prompt: int, split: Iterable[int], copies: int = 1) -> list[list[torch.Tensor]]:
+    """Every block on its recorded input, in chunks of `split` rows: the outputs [rows, 4, D] by block and copy.
+
+    copies: how many sequences of the batch are fed the same rows; each block has its own part of the cache, so that one
+    batch serves all.
+    """
+    config, inputs = net.model.config, net.inputs(prompt)
+    rows = inputs[0].shape[0]
+    cache = Cache(config, net.model.numerics, slots=copies)
+    sequences = [cache.allocate() for _ in range(copies)]
+    parts: list[list[torch.Tensor]] = [[] for _ in inputs]
+    for start, end in chunks(split, rows):
+        batch = make_batch(cache, [(sequence, net.tokens[0, start:end].tolist()) for sequence in sequences])
+        for number, layer in enumerate(net.model.layers):
+            streams = inputs[number][start:end].repeat(copies, 1, 1)
+            parts[number].append(layer(streams, batch, cache.layers[number]).joined().unflatten(0, (copies, -1)))
+        for sequence in sequences:
+            cache.advance(sequence, end - start)
+    return [list(torch.cat(part, 1)) for part in parts]
+
+
+def run_case(net: Golden, prompt: int, steps: int) -> dict[str, torch.Tensor]:
+    """Both sequences in one batch, as recorded: `logits` and `mtp_logits` fp32 [2, 1 + steps, V]."""
+    model = net.model
+    cache = Cache(model.config, model.numerics, slots=2)
+    sequences = [cache.allocate() for _ in range(2)]
+    logits, drafted = [], []
+    for start, end in chunks([prompt, *[1] * steps], prompt + steps):
+        batch = make_batch(cache, [(s, net.tokens[i, start:end].tolist()) for i, s in enumerate(sequences)])
+        streams = model(batch, cache.layers).streams
+        following = net.tokens[:, start + 1 : end + 1].flatten()
+        logits.append(model.logits(streams[batch.last]))
+        drafted.append(mtp_logits(model, streams, following, batch, cache, batch.last))
+        for sequence in sequences:
+            cache.advance(sequence, end - start)
+    return {"logits": torch.stack(logits, 1), "mtp_logits": torch.stack(drafted, 1)}
+
+
+def chunks(split: Iterable[int], rows: int) -> list[tuple[int, int]]:
+    """(start, end) of consecutive chunks; a last one takes what `split` leaves of `rows`."""
+    ends = [0]
+    for size in split:
+        ends.append(min(ends[-1] + size, rows))
+    return [(start, end) for start, end in pairwise([*ends, rows]) if end > start]
+
+
+def topk_entries(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """`indexer.top_entries` as in the official code: torch.topk, which takes any of the entries of equal score."""
+    hidden = torch.arange(scores.shape[1]) >= visible[:, None]
+    order = scores.masked_fill(hidden, float("-inf")).topk(min(k, scores.shape[1]), -1).indices
+    return torch.where(order < visible[:, None], order, -1)
+
+
+class TieWatch:
+    """In the place of `indexer.top_entries`: chooses as it does and notes for which rows the choice was not unique."""
+
+    def __init__(self) -> None:
+        self.tied: list[torch.Tensor] = []
+        self.choose = indexer_ref.top_entries
+
+    def __call__(self, scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+        self.tied.append(tied_rows(scores, visible, k))
+        return self.choose(scores, visible, k)
+
+
+def tied_rows(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """Rows whose k-th and (k+1)-th best visible scores are equal: bool [T]."""
+    if scores.shape[1] <= k:
+        return torch.zeros(scores.shape[0], dtype=torch.bool)
+    hidden = torch.arange(scores.shape[1]) >= visible[:, None]
+    best = scores.float().masked_fill(hidden, float("-inf")).sort(descending=True).values
+    return (best[:, k - 1] == best[:, k]) & (visible > k)
+
+
+def arithmetic() -> int:
+    """A fingerprint of this machine's matmuls and exponentials: other ones round some sums the other way."""
+    x = torch.arange(139 * 256, dtype=torch.float64).sin().float().view(139, 256)
+    parts = [torch.nn.functional.linear(x[:rows], x) for rows in (1, 2, 8, 139)]
+    parts.append(torch.einsum("thd,tkd->thk", x[:128].view(8, 16, 256), x[:128].view(8, 16, 256)).softmax(-1))
+    return zlib.crc32(b"".join(part.numpy().tobytes() for part in parts))
+
+
+def need_recorded_arithmetic() -> None:
+    """Skips where matmuls or exponentials round otherwise than on the recording's machine."""
+    if arithmetic() != RECORDED_ARITHMETIC:
+        pytest.skip("this machine rounds sums in another order than the recording's")

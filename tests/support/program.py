@@ -1,0 +1,101 @@
+"""Running `dsv4` in tests: within this process, through the boundary in `cli.main`; and a model that says what it is
+told to."""
+
+import io
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer.main
+
+from dsv4cli import cli
+from dsv4cli.engine.model.attention import Attention
+from dsv4cli.engine.model.moe import MoE
+from dsv4cli.engine.runtime import generate
+from dsv4cli.engine.text.prompt_text import calls_parts
+from dsv4cli.engine.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+# one layer: what a command does with the tokens is tested, not the model
+SMALL = "random:tiny,layers=1"
+# Typer reads the commands' signatures once for all calls: 20 ms each
+command = cache(typer.main.get_command)
+BYTES = Tokenizer.byte_level()
+
+# runs the program and ends with 9 if it has imported what takes long
+IMPORTS_NOTHING_HEAVY = """\
+import sys
+from dsv4cli import cli
+try:
+    cli.main()
+except SystemExit:
+    pass
+heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich', 'prompt_toolkit'}
+sys.exit(9 if heavy & sys.modules.keys() else 0)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within five seconds."""
+    end = time.monotonic() + 5
+    while Path(f"/proc/{pid}/cmdline").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    return not Path(f"/proc/{pid}/cmdline").exists()
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a call ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Program:
+    """`dsv4` as a function; it sees no GPU."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        self.patch = patch
+        self.capture = capture
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(typer.main, "get_command", command)
+
+    def __call__(self, *arguments: str, stdin: bytes | None = None) -> Done:
+        """Runs one command; stdin is a file of these bytes, or /dev/null."""
+        with tempfile.TemporaryFile() if stdin is not None else open(os.devnull, "rb") as file:
+            if stdin is not None:
+                file.write(stdin)
+                file.seek(0)
+            self.patch.setattr(sys, "stdin", io.TextIOWrapper(file, encoding="utf-8"))
+            self.patch.setattr(sys, "argv", ["dsv4", *arguments])
+            with pytest.raises(SystemExit) as left:
+                cli.main()
+        return Done(int(left.value.code or 0), *self.capture.readouterr())
+
+    def model_says(self, text: str, *, ends: bool = True) -> None:
+        """The next run of one prompt is answered with `text`, a byte a token, and the end token if it `ends`.
+
+        What would be computed is not asked for, and the sublayers compute nothing.
+        """
+        self.patch.setattr(Attention, "forward", lambda self, x, batch, cache: x)
+        self.patch.setattr(MoE, "forward", lambda self, x, batch: x)
+        ids = iter([*BYTES.encode(text), *([BYTES.eos_id] if ends else [])])
+        self.patch.setattr(generate, "sample", lambda *_: torch.tensor([next(ids)]))
+
+
+def calls_block(calls: list[dict[str, Any]]) -> str:
+    """What an answer with these calls ends with."""
+    return "".join(calls_parts(calls))
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Gives a folder the tokenizer of the built-in models."""
+    BYTES._backend.save(str(folder / "tokenizer.json"))
