@@ -9,7 +9,7 @@ import torch
 
 from dsv4cli.engine.chat.answer import Answer
 from dsv4cli.engine.chat.answers import Pieces
-from dsv4cli.engine.chat.conversation import Talk
+from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
@@ -106,7 +106,7 @@ class Model:
         limits = Limits(max_context=max_context)
         with use(self._kernels):
             loaded = load_model(self._source, numerics, device=self._device, limits=MemoryLimits(gpu=gpu_memory))
-            self._talk: Talk | None = Talk(loaded, dialogue, limits, self._device)
+            self._talk: Conversation | None = Conversation(loaded, dialogue, limits, self._device)
 
     def chat(self, messages: Messages, **options: Unpack[Options]) -> Message:
         """The answer to a conversation, as a message that can be appended to it; options as those of `stream`."""
@@ -165,7 +165,7 @@ class Model:
     ) -> None:
         self.close()
 
-    def _open(self) -> Talk:
+    def _open(self) -> Conversation:
         if self._talk is None:
             raise UsageError("this model has been closed", "make another Model")
         return self._talk

@@ -2,11 +2,10 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,24 +15,17 @@ from dsv4cli.errors import RankLost
 from dsv4cli.output import Output, ReaderGone
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.parallel.followers import Followers
+    import torch
 
-# what a mode of `run` is called with, and the mode
-Work = tuple[Callable[[Job, Any], None], Any]
+    from dsv4cli.engine.parallel.world import World
+
 # of a job, what followers are given
 SHARED = ("source", "think", "dtype", "backend", "limits", "sampling", "memory", "special_tokens")
 
 
-class Lead(NamedTuple):
-    """A job as rank 0 of several carries it out, and the others."""
-
-    job: Job
-    followers: "Followers"
-
-
 @contextmanager
-def leading_ranks(job: Job, size: int, work: Work | None, remedy: str) -> Iterator[Lead]:
-    """Starts the other ranks with the same job. work: what they carry out beside this one; None: a conversation.
+def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
+    """Starts the other ranks with the same model: the job as rank 0 carries it out.
 
     Raises UsageError, CheckpointError or UnsupportedHardware for a model or a machine that so many ranks do not suit.
     """
@@ -45,10 +37,10 @@ def leading_ranks(job: Job, size: int, work: Work | None, remedy: str) -> Iterat
     check_devices(size, job.place)
     command = ["follow", str(os.getpid()), str(job.place)]
     with leading(size, command, job.place, _tell_loss(job.out), remedy) as (world, place, followers):
-        job.out.status(f"{size} ranks; small sums go through {world.short_way}")
-        world.share(({name: getattr(job, name) for name in SHARED}, work))
+        job.out.status(f"{size} ranks; small sums go through {world.reduce_backend}")
+        world.broadcast_object(shared(job))
         try:
-            yield Lead(replace(job, device=str(place), world=world), followers)
+            yield replace(job, device=str(place), world=world, followers=followers)
         except ReaderGone:
             os._exit(0)  # the others end with this process
 
@@ -86,24 +78,27 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
 
     from dsv4cli.engine.parallel.processes import Seat, joined
 
-    with joined(torch.device(device), Seat(port, rank, size)) as (world, place), silent_but_for(False):
-        given = world.share(None)
+    with joined(torch.device(device), Seat(port, rank, size)) as (world, place):
+        follow_leader(world, place, Output(context.obj))
+
+
+def follow_leader(
+    world: "World", place: "torch.device", out: Output, loaded: Callable[[], None] = lambda: None
+) -> None:
+    """Loads this rank's part of the leader's model and runs what the leader's engine runs, in silence."""
+    from dsv4cli.engine.runtime.follower import follow
+
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        given = world.broadcast_object(None)
         assert given is not None
-        shared, work = given
-        job = Job(out=Output(context.obj), device=str(place), world=world, **shared)
-        if work is None:
-            _converse(job)
-        else:
-            mode, inputs = work
-            mode(job, inputs)
+        job = Job(out=out, device=str(place), world=world, loaded=loaded, **given)
+        with job.model() as model:
+            follow(model, place, world.hear)
 
 
-def _converse(job: Job) -> None:
-    from dsv4cli.engine.chat import leading
-    from dsv4cli.engine.chat.conversation import Talk
-
-    with job.model() as model, Talk(model, job.dialogue, job.limits, job.place) as talk:
-        leading.follow(talk, sys.stdin)
+def shared(job: Job) -> dict[str, Any]:
+    """What the other ranks need of a job."""
+    return {name: getattr(job, name) for name in SHARED}
 
 
 def check_shares(job: Job, size: int) -> None:
@@ -114,13 +109,3 @@ def check_shares(job: Job, size: int) -> None:
     identity = job.source.identity
     table = expected_tensors(identity.config, identity.formats).values()
     check_ranks(identity.config, table, size, rounds=job.dtype == "auto")
-
-
-@contextmanager
-def silent_but_for(speaks: bool) -> Iterator[None]:
-    """Prints nothing of what runs inside, unless this rank speaks."""
-    if speaks:
-        yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield

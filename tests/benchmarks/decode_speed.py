@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from random import Random
 from statistics import median
 from time import perf_counter
 
@@ -24,9 +23,10 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.processes import joined
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.profiling.step import fill
-from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.graphs import Decoder
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.runner import Capacity
+from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
 
@@ -55,49 +55,42 @@ def say(world: World, *words: object) -> None:
         print(*words, flush=True)
 
 
-def filled(model: Transformer, device: torch.device, context: int, batch: int) -> tuple[Cache, list[Sequence]]:
-    """A cache of random values in place of all but one of `context` tokens of each sequence."""
-    cache = Cache(model.config, model.numerics, slots=batch + 1, device=device)
-    sequences = [cache.allocate() for _ in range(batch)]
-    for sequence in sequences:
-        cache.reserve(sequence, context)
-        cache.advance(sequence, context - 1)
+def filled(model: Transformer, device: torch.device, context: int, batch: int) -> Engine:
+    """An engine with a request for each of `batch` sequences, random values in place of all but one of its tokens."""
+    more = STEPS + TRACED + 1
+    engine = Engine(model, Capacity(batch, context + more), device)
+    cache = engine.runner.cache
+    for number in range(batch):
+        request = Request([0] * context, Sampling(seed=number), Limits(max_tokens=more))
+        request.sequence, request.done = cache.allocate(), context - 1
+        cache.reserve(request.sequence, context)
+        cache.advance(request.sequence, context - 1)
+        engine.add(request)
     cache.provide(cache.blocks + 2 * batch)
     fill(cache)
-    return cache, sequences
+    return engine
 
 
 def decode(model: Transformer, world: World, device: torch.device, context: int, batch: int, trace: str | None) -> None:
-    """Prints the median of a step with its token drawn, and of the GPU's part of it; each step has other tokens.
+    """Prints the median of the engine's step; each has the tokens that the one before has drawn, of random weights any.
 
     trace: a file for a trace of more such steps.
     """
-    cache, sequences = filled(model, device, context, batch)
-    decoder = Decoder(model, cache, context + STEPS + 1)
-    random, wall, busy = Random(0), [], []
+    engine, wall = filled(model, device, context, batch), []
     for step in range(STEPS):
         if step == WARM:
             before = traffic(model)
-        work = [(sequence, random.randrange(model.config.vocab_size)) for sequence in sequences]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin = perf_counter()
-        start.record()
-        logits = decoder.logits(work)
-        end.record()
-        logits.argmax(-1).tolist()
+        results = engine.step()
         seconds = perf_counter() - begin
-        assert bool(logits.isfinite().all())
-        for sequence in sequences:
-            cache.advance(sequence, 1)
+        assert len(results) == batch
         if step >= WARM:
             wall.append(seconds * 1e3)
-            busy.append(start.elapsed_time(end))
     say(
         world,
         f"decode, context {context:,}, batch {batch}: {median(wall):.2f} ms ({min(wall):.2f} to {max(wall):.2f}), "
-        f"{batch / median(wall) * 1e3:,.0f} tokens/s; the GPU {median(busy):.2f} ms, "
-        f"the host's part {median(wall) - median(busy):.2f} ms",
+        f"{batch / median(wall) * 1e3:,.0f} tokens/s",
     )
     chosen, found, nbytes = (after - first for after, first in zip(traffic(model), before, strict=True))
     if chosen:
@@ -106,7 +99,7 @@ def decode(model: Transformer, world: World, device: torch.device, context: int,
     if trace:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(TRACED):
-                decoder.logits(work).argmax(-1).tolist()
+                engine.step()
         if world.rank == 0:
             profile.export_chrome_trace(f"{trace.removesuffix('.json')}-{context}-{batch}.json")
 
@@ -119,21 +112,17 @@ def traffic(model: Transformer) -> tuple[int, int, int]:
 
 def prefill(model: Transformer, world: World, device: torch.device, tokens: int, chunk: int) -> None:
     """Prints the median of prompts of `tokens` tokens, in chunks."""
-    cache = Cache(model.config, model.numerics, device=device)
-    cache.provide(tokens // 128 + 2)
+    engine = Engine(model, Capacity(), device)
+    engine.runner.cache.provide(tokens // 128 + 2)
     seconds = []
     for number in range(PROMPTS):
-        sequence = cache.allocate()
+        ids = [(7 * position + number) % model.config.vocab_size for position in range(tokens)]
         torch.cuda.synchronize()
         begin = perf_counter()
-        for first in range(0, tokens, chunk):
-            ids = [(7 * place + number) % model.config.vocab_size for place in range(first, min(first + chunk, tokens))]
-            streams = model(make_batch(cache, [(sequence, ids)]), cache.layers).streams
-            cache.advance(sequence, len(ids))
-        model.logits(streams[-1:])
-        torch.cuda.synchronize()
+        engine.add(Request(ids, Sampling(0.0), Limits(max_tokens=1, prefill_chunk=chunk)))
+        while engine.busy:
+            engine.step()
         seconds.append(perf_counter() - begin)
-        cache.free(sequence)
     middle = median(seconds[1:])
     say(
         world,

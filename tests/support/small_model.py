@@ -1,6 +1,7 @@
 """A small model in plain fp32, prompts for it and what it generates, for the tests of generation and of scoring."""
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
@@ -8,8 +9,8 @@ import torch
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.generate import Generator, Step
-from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 
@@ -34,12 +35,19 @@ def requests(texts: list[list[int]], sampling: Sampling, limits: Limits) -> list
     return [Request(ids, sampling.plus(number), limits) for number, ids in enumerate(texts)]
 
 
-def generator(texts: list[list[int]], sampling: Sampling = SEEDED, **limits) -> Generator:
-    return Generator(model(), requests(texts, sampling, Limits(**limits)), "cpu")
+def engine(texts: list[list[int]], sampling: Sampling = SEEDED, **limits) -> Engine:
+    return Engine.of(model(), requests(texts, sampling, Limits(**limits)), "cpu")
 
 
-def by_number(steps) -> dict[int, list[Step]]:
+def drawn(one: Engine) -> Iterator[tuple[int, Token]]:
+    """The tokens of all requests to their ends, each with its request's number."""
+    while one.busy:
+        for result in one.step():
+            yield from ((result.request.number, token) for token in result.tokens)
+
+
+def by_number(tokens: Iterable[tuple[int, Token]]) -> dict[int, list[Token]]:
     found = defaultdict(list)
-    for step in steps:
-        found[step.number].append(step)
+    for number, token in tokens:
+        found[number].append(token)
     return found

@@ -21,11 +21,12 @@ import torch
 
 from dsv4cli import cli
 from dsv4cli.commands.chat import turn
-from dsv4cli.engine.chat import conversation
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.scheduler import Chunk, Schedule, Stream
+from dsv4cli.engine.runtime import engine
+from dsv4cli.engine.runtime.runner import Ran, Runner
+from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.weights import load
 from dsv4cli.engine.weights.load import load_model
 from tests.support.program import BYTES, SMALL
@@ -62,16 +63,16 @@ def speak(patch: pytest.MonkeyPatch, sample: Sampler, reading: float = 0.0) -> N
     """Conversations draw from `sample`, and their model has nothing to do but to take `reading` seconds a token of a
     prompt."""
 
-    def logits(schedule: Schedule, chunks: list[Chunk]) -> tuple[list[Stream], torch.Tensor]:
-        time.sleep(reading * sum(chunk.end - chunk.first for chunk in chunks if chunk.end - chunk.first > 1))
-        schedule._advance(chunks)
-        streams = [chunk.stream for chunk in chunks if chunk.stream.caught_up]
-        return streams, torch.zeros(len(streams), schedule.model.config.vocab_size)
+    def compute(runner: Runner, chunks: list[Chunk]) -> Ran:
+        time.sleep(reading * sum(chunk.tokens for chunk in chunks if chunk.tokens > 1))
+        runner._advance(chunks)
+        ready = [chunk.request for chunk in chunks if chunk.request.caught_up]
+        return Ran(chunks, ready, torch.zeros(len(ready), runner.model.config.vocab_size) if ready else None)
 
     model = _small()
     patch.setattr(load, "load_model", lambda *_, **__: model)
-    patch.setattr(Schedule, "_logits", logits)
-    patch.setattr(conversation, "sample", sample)
+    patch.setattr(Runner, "_compute", compute)
+    patch.setattr(engine, "sample", sample)
 
 
 def speaking(sample: Sampler, reading: float, twice: float) -> Callable[[pytest.MonkeyPatch], None]:

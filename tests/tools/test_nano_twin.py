@@ -183,7 +183,7 @@ def test_gradients_are_those_of_the_engine(monkeypatch):
         parameter.requires_grad_(parameter.is_floating_point())
     cache = Cache(CONFIG, net.numerics, slots=1)
     batch = make_batch(cache, [(cache.allocate(), ids[0, :length].tolist())])
-    streams = net(batch, cache).streams
+    streams = net(batch, cache.layers).streams
     draft = mtp_logits(net, streams, ids[0, 1:-1], batch, cache, torch.arange(length))
     total = F.cross_entropy(net.logits(streams), ids[0, 1:-1]) + 0.3 * F.cross_entropy(draft, ids[0, 2:])
     total.backward()

@@ -126,7 +126,7 @@ def chat(
     state_home: StateHomeOpt = None,
     term: TermOpt = "dumb",
 ) -> None:
-    """Talk with the model, as long as you like.
+    """Conversation with the model, as long as you like.
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
     answer, twice it quits. Piped lines are questions; the exit code is the last error's. --continue goes on later.

@@ -16,7 +16,7 @@ from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.harmless import shell_word
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.chat.conversation import Talk
+    from dsv4cli.engine.chat.conversation import Conversation
     from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 
 
@@ -57,7 +57,7 @@ class Models:
     ) -> None:
         self._opened.__exit__(kind, error, trace)
 
-    def open(self) -> "Talk":
+    def open(self) -> "Conversation":
         """Loads the job's model, for a conversation. Raises Dsv4Error."""
         talk = self._opened.enter_context(open_talk(self.job, self._ranks))
         talk.tell_waits(self.job.out.compiling)

@@ -8,28 +8,27 @@ from dsv4cli.commands.ranks import leading_ranks, left_by
 from dsv4cli.commands.run.modes import Job
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.chat.conversation import Talk
+    from dsv4cli.engine.chat.conversation import Conversation
 
 
 @contextmanager
-def open_talk(job: Job, size: int) -> "Iterator[Talk]":
+def open_talk(job: Job, size: int) -> "Iterator[Conversation]":
     """A conversation with the job's model, loaded in this process or in `size` of this machine."""
-    from dsv4cli.engine.chat.conversation import Talk
+    from dsv4cli.engine.chat.conversation import GO_ON, Conversation
 
     dialogue = job.dialogue  # refused before the model is loaded
     if size == 1:
-        with job.model() as model, Talk(model, dialogue, job.limits, job.place) as talk:
+        with job.model() as model, Conversation(model, dialogue, job.limits, job.place) as talk:
             yield talk
         return
-    from dsv4cli.engine.chat.leading import GO_ON, LeadingTalk
     from dsv4cli.engine.system.ending import ends_soon
 
     with ExitStack() as stack:
         starting = stack.enter_context(ExitStack())
         # only until the conversation has handlers of its own
         starting.enter_context(ends_soon(left_by(job.out)))
-        lead = stack.enter_context(leading_ranks(job, size, None, GO_ON))
-        model = stack.enter_context(lead.job.model())
-        talk = stack.enter_context(LeadingTalk(model, dialogue, job.limits, lead.job.place, lead.followers))
+        led = stack.enter_context(leading_ranks(job, size, GO_ON))
+        model = stack.enter_context(led.model())
+        talk = stack.enter_context(Conversation(model, dialogue, job.limits, led.place, led.followers))
         starting.close()
         yield talk

@@ -20,7 +20,7 @@ from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import Answer
-    from dsv4cli.engine.chat.conversation import Talk
+    from dsv4cli.engine.chat.conversation import Conversation
     from dsv4cli.engine.settings import Sampling
     from dsv4cli.engine.text.prompt import Message
 
@@ -71,7 +71,7 @@ class Chat:
 
     out: Output
     model: str
-    talk: "Talk"
+    talk: "Conversation"
     session: Session
     sampling: "Sampling"
     interrupts: Interrupts
@@ -192,8 +192,8 @@ class Chat:
                     self._breakable = self.talk.breakable
                     if self.on_terminal and not self.talk.prefilled:
                         self._announce(self.talk.unread)
-                    if len(answer.steps) > clock.tokens:
-                        clock.tick(answer.steps[-1].prepared)
+                    if len(answer.tokens) > clock.tokens:
+                        clock.tick(answer.tokens[-1].prepared)
                     for kind, text in pieces:
                         show.push(kind, text)
         except KeyboardInterrupt:
@@ -201,7 +201,7 @@ class Chat:
         finally:
             self._breakable = False
             show.end()
-        return answer if answer is not None and answer.steps else None
+        return answer if answer is not None and answer.tokens else None
 
     def _announce(self, tokens: int) -> None:
         if tokens >= MANY_TOKENS:
@@ -252,7 +252,7 @@ class Chat:
 
     def _report(self, answer: "Answer") -> None:
         """The line below a turn."""
-        drawn, talk, clock = len(answer.steps), self.talk, self.last
+        drawn, talk, clock = len(answer.tokens), self.talk, self.last
         self.count.turns += 1
         self.count.prefilled += talk.prefilled
         self.count.reused += talk.reused

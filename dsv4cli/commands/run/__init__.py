@@ -7,10 +7,9 @@ from typing import Annotated, NamedTuple
 import typer
 
 from dsv4cli.commands.offload_report import memory_limits
-from dsv4cli.commands.ranks import Work
 from dsv4cli.commands.run.many import Source, answer_many, read_many, score_texts, show_prompts
 from dsv4cli.commands.run.modes import Job, Samples, answer_one, answer_samples, conversation, show_prompt
-from dsv4cli.commands.run.ranks import in_ranks
+from dsv4cli.commands.run.ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
 from dsv4cli.options import (
     BackendOpt,

@@ -276,7 +276,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
         from dsv4cli.engine.weights.offload import offload_of
 
         start, lines = perf_counter(), InOrder(job.out, [(number, 0) for number in range(len(items))])
-        for one in score(model, sequences, job.limits, job.place):
+        for one in score(model, sequences, job.limits, job.place, job.followers):
             top = {"top": one.top} if job.limits.logprobs else {}
             record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
             lines.add((one.number, 0), record | top)

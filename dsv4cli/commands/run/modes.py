@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.chat.dialogue import Dialogue
     from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
     from dsv4cli.engine.model.transformer import Transformer
+    from dsv4cli.engine.parallel.followers import Followers
     from dsv4cli.engine.parallel.world import World
     from dsv4cli.engine.runtime.backend import Backend
     from dsv4cli.engine.runtime.preparing import Waits
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every mode needs; `device`, `dtype` and `backend` are the options' words, memory what it may take; world is
-    None in one process; loaded is called once the model is there."""
+    """What every mode needs; `device`, `dtype` and `backend` are the options' words, memory what it may take; world and
+    followers are None in one process; loaded is called once the model is there."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -49,6 +50,7 @@ class Job:
     memory: "MemoryLimits | None" = None
     special_tokens: bool = False
     world: "World | None" = None
+    followers: "Followers | None" = None
     loaded: Callable[[], None] = lambda: None
 
     @cached_property
@@ -167,8 +169,10 @@ def drawn(
     from dsv4cli.engine.weights.offload import offload_of
 
     clock.start, clock.experts = perf_counter(), offload_of(model)
-    for number, answer, pieces in generate_answers(model, job.dialogue, requests, job.place, waits):
-        clock.tick(answer.steps[-1].prepared, later=len(answer.steps) > 1)
+    for number, answer, pieces in generate_answers(
+        model, job.dialogue, requests, job.place, waits=waits, followers=job.followers
+    ):
+        clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces
 
 
@@ -286,6 +290,6 @@ def _stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "
 
 def record_of(job: Job, answer: "Answer", request: "Request") -> dict[str, Any]:
     """An answer as JSON has it."""
-    prompt, drawn = len(request.ids), len(answer.steps)
+    prompt, drawn = len(request.prompt), len(answer.tokens)
     usage = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
     return answer.record() | {"usage": usage} | ({"logprobs": answer.logprobs()} if job.limits.logprobs else {})

@@ -3,12 +3,15 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from dsv4cli.commands.ranks import Work, check_shares, leading_ranks, left_by, silent_but_for
+from dsv4cli.commands.ranks import check_shares, follow_leader, leading_ranks, left_by, shared
 from dsv4cli.commands.run.modes import Job
 from dsv4cli.errors import UsageError
 from dsv4cli.output import ReaderGone, counted
 
+# what a mode is called with, and the mode
+Work = tuple[Callable[[Job, Any], None], Any]
 # how a rank of torchrun ends when its reader has gone: it must not look well, or the others would wait for it
 READER_GONE = 141
 
@@ -33,8 +36,8 @@ def _lead(job: Job, size: int, work: Work) -> None:
     """Carries out the work as rank 0 of `size` on this machine."""
     from dsv4cli.engine.system.ending import ends_soon
 
-    with ends_soon(left_by(job.out)), leading_ranks(job, size, work, "see whether memory ran out") as lead:
-        _carry_out(lead.job, work)
+    with ends_soon(left_by(job.out)), leading_ranks(job, size, "see whether memory ran out") as led:
+        _carry_out(led, work)
 
 
 def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
@@ -43,19 +46,23 @@ def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(os.getppid())
+    from dsv4cli.engine.parallel.followers import Followers
     from dsv4cli.engine.parallel.processes import interruptible, joined
 
     with joined(job.place) as (world, place):
         if size not in (None, world.size):
             raise UsageError(f"--tp {size}, and torchrun has started {counted(world.size, 'rank')}", "leave out --tp")
         check_shares(job, world.size)
-        with silent_but_for(world.rank == 0):
-            task = world.share((read(), job.sampling) if world.rank == 0 else None)
-            assert task is not None
-            work, sampling = task
-            job.out.status(f"{world.size} ranks; small sums go through {world.short_way}")
-            led = replace(job, device=str(place), world=world, sampling=sampling, loaded=interruptible)
-            try:
-                _carry_out(led, work)
-            except ReaderGone:
-                os._exit(READER_GONE)
+        if world.rank > 0:
+            follow_leader(world, place, job.out, interruptible)
+            return
+        work = read()
+        world.broadcast_object(shared(job))
+        job.out.status(f"{world.size} ranks; small sums go through {world.reduce_backend}")
+        followers = Followers(world)
+        led = replace(job, device=str(place), world=world, followers=followers, loaded=interruptible)
+        try:
+            _carry_out(led, work)
+        except ReaderGone:
+            os._exit(READER_GONE)
+        followers.dismiss()

@@ -12,14 +12,14 @@ from dsv4cli.engine.text.reply import Kind, MalformedReply, Reply, ReplyStream, 
 from dsv4cli.engine.text.tokenizer import StreamDecoder, Tokenizer
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.runtime.generate import Step
+    from dsv4cli.engine.runtime.request import Token
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass
 class Answer:
-    """Takes the steps of one sequence; `push` returns the text that has become certain, by kind.
+    """Takes the tokens of one sequence; `push` returns the text that has become certain, by kind.
 
     finish is set with the last step, `complaint` too where the end token came and the strict parser refused the text.
     closed: why the thinking was ended from outside, by whoever did.
@@ -28,7 +28,7 @@ class Answer:
     tokenizer: Tokenizer
     thinking: bool
     stops: Sequence[str] = ()
-    steps: list["Step"] = field(default_factory=list)
+    tokens: list["Token"] = field(default_factory=list)
     finish: FinishReason | None = None
     complaint: str = ""
     closed: Closed = ""
@@ -40,13 +40,13 @@ class Answer:
         self._sent = 0  # characters of it that went into the stream
         self._reply = Reply("")
 
-    def push(self, step: "Step") -> list[tuple[Kind, str]]:
+    def push(self, token: "Token") -> list[tuple[Kind, str]]:
         """Adds a token; sets `finish` when the answer ends with it."""
-        self.steps.append(step)
-        ended = step.finish == "stop"
-        self._text += "" if ended else self._decoder.push(step.token)
-        self._text += self._decoder.flush() if step.finish else ""
-        self.finish = "stop" if self._cut_at_stop() else step.finish
+        self.tokens.append(token)
+        ended = token.finish == "stop"
+        self._text += "" if ended else self._decoder.push(token.id)
+        self._text += self._decoder.flush() if token.finish else ""
+        self.finish = "stop" if self._cut_at_stop() else token.finish
         certain = len(self._text) if self.finish else len(self._text) - self._held_back()
         pieces = self._stream.push(self._text[self._sent : certain])
         self._sent = certain
@@ -67,7 +67,7 @@ class Answer:
 
     def message(self) -> tuple[Message, list[str]]:
         """An answer that has ended or was cut as a message, and what had to be mended for that, in words."""
-        ended = bool(self.steps) and self.steps[-1].finish == "stop"
+        ended = bool(self.tokens) and self.tokens[-1].finish == "stop"
         reply, mended = mend_reply(self._text + (tokens.EOS if ended else ""), thinking=self.thinking)
         return reply.as_message(), mended
 
@@ -106,13 +106,13 @@ class Answer:
             "content": self._reply.content,
             "reasoning_content": self._reply.reasoning_content,
             "tool_calls": self._reply.tool_calls,
-            "ids": [step.token for step in self.steps],
+            "ids": [token.id for token in self.tokens],
             "finish_reason": self.finish,
         }
 
     def logprobs(self) -> list[dict[str, Any]]:
         """For each token its log-probability and the alternatives."""
         return [
-            {"id": step.token, "logprob": step.logprob, "top": [[token, value] for token, value in step.top]}
-            for step in self.steps
+            {"id": token.id, "logprob": token.logprob, "top": [[id_, value] for id_, value in token.top]}
+            for token in self.tokens
         ]

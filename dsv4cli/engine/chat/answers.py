@@ -1,4 +1,4 @@
-"""Answers to many prompts at once: the generation loop with each sequence's text beside it."""
+"""Answers to many prompts at once: each request's tokens with their text beside them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ import torch
 from dsv4cli.engine.chat.answer import Answer
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.generate import Generator
+from dsv4cli.engine.runtime.engine import Engine, Followers
 from dsv4cli.engine.runtime.preparing import Waits, ignored
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.text.reply import Kind
@@ -21,19 +21,25 @@ def generate_answers(
     dialogue: Dialogue,
     requests: Sequence[Request],
     device: torch.device | str,
+    *,
     waits: Waits = ignored,
+    followers: Followers | None = None,
 ) -> Iterator[tuple[int, Answer, Pieces]]:
     """After each drawn token: the request's number, its answer so far and what the token added. An answer whose
     `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
 
-    waits: as `Preparing` has it.
+    waits: as `Preparing` has it. followers: the other ranks that compute the model.
     """
-    generator = Generator(model, requests, device)
-    generator.schedule.preparing.waits = waits
-    answers = [Answer(dialogue.tokenizer, dialogue.thinking, one.limits.stops) for one in requests]
-    for step in generator.steps():
-        answer = answers[step.number]
-        pieces = answer.push(step)
-        if answer.finish:
-            generator.stop(step.number)
-        yield step.number, answer, pieces
+    with Engine.of(model, list(requests), device, followers) as engine:
+        engine.tell_waits(waits)
+        answers = {one: Answer(dialogue.tokenizer, dialogue.thinking, one.limits.stops) for one in requests}
+        while engine.busy:
+            for result in engine.step():
+                answer = answers[result.request]
+                for token in result.tokens:
+                    pieces = answer.push(token)
+                    if answer.finish:
+                        engine.cancel(result.request)
+                    yield result.request.number, answer, pieces
+                    if answer.finish:
+                        break

@@ -39,7 +39,7 @@ class Thinking:
             return self._close("budget")
         return self._close("room") if self._tokens >= self._most else None
 
-    def barred(self) -> tuple[int, ...]:
+    def banned(self) -> tuple[int, ...]:
         """The tokens that must not come next: an answer does not end where the engine has begun it."""
         return self.eos if self._just_closed else ()
 

@@ -1,18 +1,16 @@
 """Several ranks on one machine: rank 0 is the process that the user has started, and starts and ends the others.
 
-In a conversation it tells them of every reply it begins: a line of JSON to a follower's stdin, so that followers wait
-for as long as people do. Within a reply the ranks meet in each step as those of any run do.
+It tells them what its engine does, and within a step the ranks meet as those of any run do.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -25,7 +23,25 @@ PATIENCE_SECONDS = 5
 
 
 class Followers:
-    """The ranks that this one, rank 0, has started.
+    """The other ranks, started by whoever it was; this one is rank 0."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def tell(self, orders: list[Any] | None) -> None:
+        """Sends orders; None: there are no more. Raises RankLost when a rank has ended."""
+        self.world.tell(orders)
+
+    def rest(self) -> None:
+        """They wait for the next orders."""
+
+    def dismiss(self) -> None:
+        """There are no more orders."""
+        self.tell(None)
+
+
+class StartedFollowers(Followers):
+    """The ranks that this process has started.
 
     When one ends by itself while they are busy, as they are from the start, this process ends with the same code, from
     a thread of its own: it may wait on a GPU, where nothing reaches it. Before, `lost` is called for a rank that was
@@ -33,35 +49,36 @@ class Followers:
     """
 
     def __init__(
-        self, processes: Sequence["subprocess.Popen[bytes]"], lost: Callable[[RankLost], None], remedy: str
+        self,
+        processes: Sequence["subprocess.Popen[bytes]"],
+        lost: Callable[[RankLost], None],
+        remedy: str,
     ) -> None:
-        """remedy: what a RankLost advises."""
+        """remedy: what a RankLost advises. `world` is set when the ranks have met."""
+        super().__init__(World())
         self._processes = processes
         self._lost, self._remedy = lost, remedy
         self._busy, self._dismissed = True, False
         for rank, process in enumerate(processes, 1):
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
-    def tell(self, order: Mapping[str, Any]) -> None:
-        """Sends an order to all, who are busy with it until `rest`. Raises RankLost when one has ended."""
+    def tell(self, orders: list[Any] | None) -> None:
+        """Sends orders to all, who are busy with them until `rest`. Raises RankLost when one has ended."""
         self._busy = True
         for rank, process in enumerate(self._processes, 1):
-            try:
-                _stdin(process).write(json.dumps(order).encode() + b"\n")
-                _stdin(process).flush()
-            except BrokenPipeError:
-                raise self._loss(rank, process.wait()) from None
+            code = process.poll()
+            if code is not None:
+                raise self._loss(rank, code)
+        super().tell(orders)
 
     def rest(self) -> None:
-        """They wait for the next order."""
+        """They wait for the next orders."""
         self._busy = False
 
     def dismiss(self) -> None:
         """There are no more orders."""
         self._dismissed = True
-        for process in self._processes:
-            with suppress(BrokenPipeError):
-                _stdin(process).close()
+        super().dismiss()
 
     def end(self) -> None:
         """Ends those that have not ended, at once unless they have been dismissed."""
@@ -86,32 +103,28 @@ class Followers:
         return RankLost(f"rank {rank} {how}", self._remedy)
 
 
-def _stdin(process: "subprocess.Popen[bytes]") -> IO[bytes]:
-    assert process.stdin is not None
-    return process.stdin
-
-
 @contextmanager
 def leading(
     size: int, command: Sequence[str], device: torch.device, lost: Callable[[RankLost], None], remedy: str
 ) -> Iterator[tuple[World, torch.device, Followers]]:
     """This process as rank 0 of `size` on this machine, the others running `dsv4 command… PORT RANK SIZE`.
 
-    They end with what runs inside, and see no Ctrl-C. lost, remedy: as of `Followers`.
+    They end with what runs inside, and see no Ctrl-C. lost, remedy: as of `StartedFollowers`.
     """
     own, *others = seats(size)
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "dsv4cli", *command, str(seat.port), str(seat.rank), str(seat.size)],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
         for seat in others
     ]
-    followers = Followers(processes, lost, remedy)
+    followers = StartedFollowers(processes, lost, remedy)
     try:
         with joined(device, own) as (world, place):
+            followers.world = world
             yield world, place, followers
             followers.dismiss()
     finally:

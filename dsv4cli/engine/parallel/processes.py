@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from time import sleep
 
 import torch
@@ -20,6 +21,8 @@ from dsv4cli.kernels.all_reduce import PROGRAMS, Inboxes, box_shape
 
 # how long a rank that fails because of another waits to be ended by who has started it, and sees that other first
 PATIENCE_SECONDS = 10
+# how long a rank waits for what it is to do
+FOR_EVER = timedelta(days=1000)
 
 
 def check_devices(size: int, device: torch.device) -> None:
@@ -109,12 +112,13 @@ def interruptible() -> None:
 def _world(local: int, device: torch.device) -> World:
     """This process's place; local: its number on this machine."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
+    orders = distributed.new_group(backend="gloo", timeout=FOR_EVER)
     numbers = _said(local)
     ranks_here = max(numbers) + 1
     if device.type == "cuda":
-        return World(rank, size, _inboxes(rank, numbers, device), ranks_here)
+        return World(rank, size, _inboxes(rank, numbers, device), ranks_here, orders)
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
-    return World(rank, size, None, ranks_here)
+    return World(rank, size, None, ranks_here, orders)
 
 
 def _inboxes(rank: int, numbers: list[int], device: torch.device) -> Inboxes | None:

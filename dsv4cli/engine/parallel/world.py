@@ -1,8 +1,9 @@
 """The ranks of a tensor-parallel run: what they tell each other while the model computes."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ from dsv4cli.kernels.dispatch import chosen
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 T = TypeVar("T")
 NONE = 2**63 - 1
+# bytes of a message that is sent at once, and of them those of its length
+MESSAGE, LENGTH = 1024, 8
 
 
 @dataclass(frozen=True)
@@ -20,16 +23,18 @@ class World:
     """This process's place among `size` ranks; with one rank every operation is the identity.
 
     Each operation is called by all ranks, in one order. inboxes: the short way of small sums, None where there is none.
-    ranks_here: the most ranks that one machine has, which share its memory.
+    ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank 0 tells the
+    others what to do; they wait there for as long as people do.
     """
 
     rank: int = 0
     size: int = 1
     inboxes: Inboxes | None = None
     ranks_here: int = 1
+    orders: "torch.distributed.ProcessGroup | None" = None
 
     @property
-    def short_way(self) -> str:
+    def reduce_backend(self) -> str:
         """What carries small sums, in words."""
         return torch.distributed.get_backend() if self.inboxes is None else "each other's memory"
 
@@ -58,26 +63,33 @@ class World:
         _all_gather(parts, x.contiguous())
         return parts.view(self.size, rows, columns).transpose(0, 1).flatten(1)
 
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, on every rank: for what decides the way, as drawn tokens do; x is overwritten."""
-        if self.size > 1:
-            torch.distributed.broadcast(x, 0)
-        return x
-
-    def agree(self, here: bool) -> bool:
-        """What rank 0 has here: for what may come to one rank at any time, as Ctrl-C does."""
-        if self.size == 1:
-            return here
-        said = torch.tensor([here], dtype=torch.uint8)
-        torch.distributed.broadcast(said, 0)
-        return bool(said)
-
-    def share(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Rank 0's value, on every rank; for what happens once, not in a step."""
         values = [value]
         if self.size > 1:
             torch.distributed.broadcast_object_list(values, 0, device=torch.device("cpu"))
         return values[0]
+
+    def tell(self, orders: Any) -> None:
+        """Sends orders, what JSON can hold, from rank 0 to all others, which wait in `hear`."""
+        words = torch.frombuffer(bytearray(json.dumps(orders).encode()), dtype=torch.uint8)
+        message = torch.zeros(max(MESSAGE, LENGTH + len(words)), dtype=torch.uint8)
+        message[:LENGTH] = torch.tensor([len(words)]).view(torch.uint8)
+        message[LENGTH : LENGTH + len(words)] = words
+        for part in message.split([MESSAGE, len(message) - MESSAGE]):
+            if len(part):
+                torch.distributed.broadcast(part, 0, self.orders)
+
+    def hear(self) -> Any:
+        """The next orders of rank 0, however long that takes."""
+        message = torch.zeros(MESSAGE, dtype=torch.uint8)
+        torch.distributed.broadcast(message, 0, self.orders)
+        length = int(message[:LENGTH].view(torch.int64))
+        if LENGTH + length > MESSAGE:
+            rest = torch.zeros(LENGTH + length - MESSAGE, dtype=torch.uint8)
+            torch.distributed.broadcast(rest, 0, self.orders)
+            message = torch.cat((message, rest))
+        return json.loads(message[LENGTH : LENGTH + length].numpy().tobytes())
 
     def least(self, numbers: Sequence[int | None]) -> list[int | None]:
         """The smallest that any rank has of each number; None where none has one."""

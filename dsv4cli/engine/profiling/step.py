@@ -18,7 +18,7 @@ from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.ranges import BATCH, HEAD, OTHER, Ranges, expected_counts
 from dsv4cli.engine.runtime.backend import captures
 from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.sampler import check_finite
 from dsv4cli.engine.system.device import step_memory
@@ -125,7 +125,7 @@ class _Step:
         self.device = device
         decodes = load.tokens == 1 and captures(device)
         self.cache = Cache(model.config, model.numerics, slots=load.batch + decodes, device=device)
-        self.decoder = Decoder(model, self.cache, load.context + 1) if decodes else None
+        self.decoder = GraphRunner(model, self.cache, load.context + 1) if decodes else None
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(model.config.vocab_size, (load.batch, load.tokens), generator=generator)
         self.work: list[tuple[Sequence, list[int]]] = []

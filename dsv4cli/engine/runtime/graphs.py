@@ -1,7 +1,7 @@
 """Decoding: a step of one token of each sequence, captured in a CUDA graph for some numbers of sequences and replayed.
 
-A graph reads its numbers from memory that stays where it is. Rows that no sequence fills belong to one that has no
-tokens, so that capturing and padding touch no live state.
+A graph reads its numbers from memory that stays where it is. Rows that no sequence fills belong to the padding
+sequence, which has no tokens, so that capturing and padding touch no live state.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def ignored() -> None:
     """Says nothing of a step that is prepared."""
 
 
-class Decoder:
+class GraphRunner:
     """Decodes the sequences of one cache, which must have a slot to spare; on a CPU without graphs."""
 
     def __init__(self, model: Transformer, cache: Cache, tokens: int) -> None:
@@ -32,8 +32,8 @@ class Decoder:
         self.model = model
         self.cache = cache
         self.columns = -(-tokens // BLOCK_TOKENS)
-        self.nobody = cache.allocate()
-        self._steps: dict[int, DecodeStep] = {}
+        self.padding = cache.allocate()
+        self._steps: dict[int, CapturedStep] = {}
         self._blocks = 0
         self._memory = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
 
@@ -56,7 +56,7 @@ class Decoder:
         """
         return self.filled(work, begins).run()[: len(work)]
 
-    def filled(self, work: Items[tuple[Sequence, int]], begins: Callable[[], None] = ignored) -> "DecodeStep":
+    def filled(self, work: Items[tuple[Sequence, int]], begins: Callable[[], None] = ignored) -> "CapturedStep":
         """The step for these sequences, with their numbers in it."""
         for sequence, _ in work:
             self.cache.reserve(sequence, 1)
@@ -79,8 +79,8 @@ class Decoder:
     def _compute(self, numbers: Numbers) -> torch.Tensor:
         return self.model.logits(self.model(self.batch(numbers), self.cache.layers).streams)
 
-    def _prepared(self, size: int) -> "DecodeStep":
-        step = DecodeStep(self.cache, size, self.columns, self.nobody.slot)
+    def _prepared(self, size: int) -> "CapturedStep":
+        step = CapturedStep(self.cache, size, self.columns, self.padding.slot)
         numbers = step.numbers  # nothing that `run` holds refers to the step: it goes when it is forgotten
         if self._memory is None:
             step.run = lambda: self._compute(numbers)
@@ -104,19 +104,19 @@ class Decoder:
         return step
 
 
-class DecodeStep:
+class CapturedStep:
     """The step of `size` sequences: its numbers on the host and on the device; `run` computes logits [size, V] from
     these."""
 
     run: Callable[[], torch.Tensor]
 
-    def __init__(self, cache: Cache, size: int, columns: int, nobody: int) -> None:
-        self._nobody = nobody
+    def __init__(self, cache: Cache, size: int, columns: int, padding: int) -> None:
+        self._padding = padding
         on_gpu = cache.device.type == "cuda"
         # slots, starts and ids; the blocks have their own, they change seldom
         self._few = torch.zeros(3, size, dtype=torch.int64, pin_memory=on_gpu)
         self._blocks = torch.zeros(size, columns, dtype=torch.int64, pin_memory=on_gpu)
-        self._few[0] = nobody
+        self._few[0] = padding
         self._rows: list[tuple[Sequence, int] | None] = [None] * size  # whose blocks lie in each row, which of them
         few, blocks = self._few.to(cache.device), self._blocks.to(cache.device)
         self._on_device = few, blocks
@@ -128,7 +128,7 @@ class DecodeStep:
         if self._arrived is not None:
             self._arrived.synchronize()
         few = self._few.numpy()
-        few[:, len(work) :] = [[self._nobody], [0], [0]]
+        few[:, len(work) :] = [[self._padding], [0], [0]]
         few[:, : len(work)] = list(zip(*((one.slot, one.length, token) for one, token in work), strict=True))
         self._on_device[0].copy_(self._few, non_blocking=True)
         if self._fill_blocks([one for one, _ in work]):

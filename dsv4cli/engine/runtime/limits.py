@@ -8,13 +8,18 @@ from dsv4cli.errors import UsageError
 
 
 def check_texts(texts: Sequence[list[int]], config: ModelConfig, limits: Limits) -> None:
-    """Raises UsageError for a text that has no token, an id outside the vocabulary, or more than the context holds."""
+    """Raises UsageError as `check_text`, for texts of which several are named by their number."""
     for number, ids in enumerate(texts):
-        _check(ids, config, context_of(config, limits), f"text {number}" if len(texts) > 1 else "the text", "")
+        check_text(ids, config, limits, f"text {number}" if len(texts) > 1 else "the text")
+
+
+def check_text(ids: list[int], config: ModelConfig, limits: Limits, name: str) -> None:
+    """Raises UsageError for a text that has no token, an id outside the vocabulary, or more than the context holds."""
+    _check(ids, config, context_of(config, limits), name, "")
 
 
 def max_new_tokens(prompt: list[int], config: ModelConfig, limits: Limits, which: str = "the prompt") -> int:
-    """How many tokens the prompt may be answered with. Raises UsageError as `check_texts`, and for a full context."""
+    """How many tokens the prompt may be answered with. Raises UsageError as `check_text`, and for a full context."""
     context = context_of(config, limits)
     _check(prompt, config, context - 1, which, " and an answer")
     return min(limits.max_tokens, context - len(prompt))

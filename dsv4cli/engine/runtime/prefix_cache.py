@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from dsv4cli.engine.runtime.cache import Cache, Snapshot
-from dsv4cli.engine.runtime.scheduler import Stream
-
-SNAPSHOTS = 16
+from dsv4cli.engine.runtime.request import Request
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,16 +15,18 @@ class Mark:
 
 
 class Prefixes:
-    """One conversation's state in a cache: the stream that ran last and up to SNAPSHOTS marks, by length."""
+    """One conversation's state in a cache: the request that ran last and up to `most` marks, by length."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, most: int) -> None:
         self.cache = cache
+        self._most = most
         self._marks: list[Mark] = []
-        self._last: Stream | None = None
+        self._last: Request | None = None
 
-    def begin(self, ids: list[int]) -> Stream:
-        """A stream of the longest beginning of the prompt that is held, less its last token, with a sequence that holds
-        it; it may be empty. Marks that the prompt does not begin with are dropped. Raises NotEnoughMemory."""
+    def begin(self, request: Request) -> None:
+        """Gives a request a sequence that holds the longest beginning of its prompt, less its last token; it may be
+        empty. Marks that the prompt does not begin with are dropped. Raises NotEnoughMemory."""
+        ids = request.ids
         for stale in [mark for mark in self._marks if not self._held(mark, ids)]:
             self._drop(stale)
         best = max(self._marks, key=lambda mark: self._held(mark, ids), default=None)
@@ -42,18 +42,18 @@ class Prefixes:
             self.cache.restore(sequence, best.snapshot)
         count = max(count, running)
         self.cache.roll_back(sequence, sequence.length - count)
-        self._last = Stream(0, ids[:count], count, sequence)
-        return self._last
+        request.sequence, request.done = sequence, count
+        self._last = request
 
     def mark(self) -> None:
-        """Keeps the stream as it is now; a mark of the same length goes, and the second where there are too many."""
+        """Keeps the state as it is now; a mark of the same length goes, and the second where there are too many."""
         assert self._last is not None
         assert self._last.sequence is not None
         for same in [mark for mark in self._marks if mark.snapshot.length == self._last.done]:
             self._drop(same)
         self._marks.append(Mark(self._last.ids, self.cache.snapshot(self._last.sequence)))
         self._marks.sort(key=lambda mark: mark.snapshot.length)
-        if len(self._marks) > SNAPSHOTS:
+        if len(self._marks) > self._most:
             self._drop(self._marks[1])
 
     def recover(self) -> list[Snapshot]:

@@ -1,14 +1,94 @@
-"""What is asked of the model: a prompt, and how what follows it is drawn; no torch."""
+"""A request: a sequence that is asked of the model, how its tokens are drawn, when it ends, what it got; no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dsv4cli.engine.settings import Limits, Sampling
 
+if TYPE_CHECKING:
+    from dsv4cli.engine.runtime.cache import Sequence
+
+# (token id, natural logarithm of its probability at temperature 1)
+Alternatives = list[tuple[int, float]]
+
+
+class Constraint(Protocol):
+    """What else decides about the tokens of a request; it sees each of them in order."""
+
+    def forced(self) -> int | None:
+        """The token that must come next, if any."""
+
+    def banned(self) -> Items[int]:
+        """The tokens that must not come next."""
+
+    def instead(self, token: int) -> int | None:
+        """What to take for a token that was drawn, if not the token itself."""
+
+    def push(self, token: int) -> None:
+        """Takes notice of the next token."""
+
 
 @dataclass(frozen=True)
-class Request:
-    """The tokens of a prompt, how what follows them is drawn, and when it ends at the latest."""
+class Token:
+    """A drawn token, its log-probability at temperature 1, the `logprobs` likeliest tokens there.
 
-    ids: list[int]
+    finish: why the request ends with it, "stop" at an end token, "length" at its limit. prepared: the step took time to
+    compile kernels or to capture a graph, which others do not.
+    """
+
+    id: int
+    logprob: float
+    top: Alternatives
+    finish: Literal["stop", "length"] | None
+    prepared: bool = False
+
+
+@dataclass(eq=False)
+class Request:
+    """What is asked: a prompt, the sampling of what follows it, its limits, and what else decides about its tokens.
+
+    keep: the lengths at which a prefix cache keeps the state. scored: nothing is drawn; each row of the prompt gives
+    the log-probability of the token that follows it. name: what messages call the prompt.
+    The engine sets the rest. ids: the prompt and what was drawn; done: how many of them went through the model; end:
+    the most there can be.
+    """
+
+    prompt: list[int]
     sampling: Sampling
     limits: Limits
+    constraint: Constraint | None = None
+    keep: tuple[int, ...] = ()
+    scored: bool = False
+    name: str = "the prompt"
+    number: int = -1
+    end: int = 0
+    done: int = 0
+    sequence: "Sequence | None" = None
+    ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.prompt)
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether every token has gone through the model."""
+        return self.done == len(self.ids)
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """Of consecutive rows of a request: the log-probability of the token that follows each, meaningless after the last
+    of the request, and the likeliest tokens there."""
+
+    logprobs: list[float]
+    top: list[Alternatives]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a request got in a step: the drawn tokens in order, none while its prompt is read; if scored, its rows."""
+
+    request: Request
+    tokens: list[Token]
+    scores: RowScores | None = None

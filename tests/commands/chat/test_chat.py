@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dsv4cli.engine.chat.conversation import Talk
+from dsv4cli.engine.chat.conversation import Conversation
 from tests.support.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program, calls_block
 from tests.support.terminals import says, speak
 
@@ -207,7 +207,7 @@ def test_thinking_is_one_line_and_kept(chat):
 
 
 def test_ctrl_c_before_there_is_a_reply_counts(chat, dsv4):
-    dsv4.patch.setattr(Talk, "surplus", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0)
+    dsv4.patch.setattr(Conversation, "surplus", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0)
     done = chat("hello", "never")
     assert (done.code, done.out) == (130, "")
     assert "stopped before the first word" in done.err

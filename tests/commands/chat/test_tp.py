@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from dsv4cli.engine.chat.conversation import ContextFull, Talk
-from dsv4cli.engine.chat.leading import LeadingTalk, follow
+from dsv4cli.engine.chat.conversation import ContextFull, Conversation
 from dsv4cli.engine.parallel.followers import Followers
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.follower import Follower
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, RankLost, UnsoundResult
 from tests.engine.chat.test_conversation import dialogue, user
 from tests.support.program import ROOT, gone
-from tests.support.small_model import model
+from tests.support.small_model import model, prompts
 
 CHAT = [sys.executable, "-m", "dsv4cli", "chat", "--tp", "2", "--temperature", "0", "--no-history"]
 # goes on for minutes, whatever is asked
@@ -59,53 +62,73 @@ class Recorder(Followers):
     """Followers that are not there."""
 
     def __init__(self):
-        super().__init__([], lambda error: None, "")
-        self.orders = []
+        super().__init__(World())
+        self.orders, self.busy = [], False
 
-    def tell(self, order):
-        self.orders.append(json.dumps(order))
+    def tell(self, orders):
+        self.orders += json.loads(json.dumps(orders))
+        self.busy = True
+
+    def rest(self):
+        self.busy = False
 
 
-class Other(Talk):
-    """A follower's conversation, and the tokens of its last reply."""
-
-    def reply(self, *messages, **wishes):
-        for answer, pieces in super().reply(*messages, **wishes):
-            self.tokens_drawn = [step.token for step in answer.steps]
-            yield answer, pieces
+def state(runner):
+    """What a runner holds: of each layer the rings and pools, and which slots and blocks are taken."""
+    tensors = [ring.data for layer in runner.cache.layers for ring in layer.rings()]
+    tensors += [pool.data for layer in runner.cache.layers for pool in layer.pools()]
+    return [tensor.tolist() for tensor in tensors], runner.cache.free_slots, runner.cache.used_blocks
 
 
 @pytest.mark.parametrize("think", ["off", "high"])
 def test_followers_do_what_the_leader_does(think):
-    recorder, other = Recorder(), Other(model(), dialogue(), Limits(), "cpu")
+    recorder, other = Recorder(), Follower(model(), "cpu")
     limits = Limits(9, 300, 7, 0, ("x", "yz"))
-    with LeadingTalk(model(), dialogue(think), limits, "cpu", recorder) as talk, other:
+    with Conversation(model(), dialogue(think), limits, "cpu", recorder) as talk:
         for question in ("Who?", "Who? Ünï 😀"):
             *_, (answer, _) = talk.reply([user(question)], Sampling(0.7, 0.9, 5), think_budget=3)
-            follow(other, recorder.orders[-1:])
-            assert other.tokens_drawn == [step.token for step in answer.steps]
-            assert (other.prompt_tokens, other.reused, other.prefilled) == (
-                talk.prompt_tokens,
-                talk.reused,
-                talk.prefilled,
-            )
-        assert other.limits == limits
-        assert (other.dialogue.thinking, other.dialogue.effort) == (talk.dialogue.thinking, talk.dialogue.effort)
-    assert other.reused > 0
+            assert answer.tokens
+            assert not recorder.busy
+            orders, recorder.orders = recorder.orders, []
+            other.carry_out(orders)
+            assert state(other.runner) == state(talk.engine.runner)
+        assert talk.reused > 0
+        assert not any("Who" in json.dumps(order) for order in orders)
+
+
+def test_followers_of_many_requests_end_and_join_as_the_leader_says():
+    recorder, other = Recorder(), Follower(model(), "cpu")
+    requests = [
+        Request(ids, Sampling(seed=1), Limits(4 + number, prefill_chunk=50)) for number, ids in enumerate(prompts())
+    ]
+    engine = Engine.of(model(), requests[:3], "cpu", recorder)
+    for step in range(20):
+        engine.step()
+        if step == 1:
+            engine.cancel(requests[0])
+        if step == 3:
+            engine.add(requests[3])
+        orders, recorder.orders = recorder.orders, []
+        other.carry_out(orders)
+        assert state(other.runner)[0] == state(engine.runner)[0]
+        if not engine.busy:
+            break
+    assert recorder.busy is False
+    assert step > 5
 
 
 def test_what_is_refused_is_no_order():
     recorder, full = Recorder(), pytest.raises(ContextFull)
-    with LeadingTalk(model(), dialogue(), Limits(max_context=20), "cpu", recorder) as talk, full:
+    with Conversation(model(), dialogue(), Limits(max_context=20), "cpu", recorder) as talk, full:
         talk.reply([user("a long question " * 9)], Sampling())
     assert recorder.orders == []
 
 
 def test_ranks_that_may_be_out_of_step_end(monkeypatch):
-    with LeadingTalk(model(), dialogue(), Limits(5), "cpu", Recorder()) as talk:
+    with Conversation(model(), dialogue(), Limits(5), "cpu", Recorder()) as talk:
         reply = talk.reply([user("hi")], Sampling())
         next(reply)
-        monkeypatch.setattr(talk._schedule, "logits", lambda: (_ for _ in ()).throw(NotEnoughMemory("full", "less")))
+        monkeypatch.setattr(talk.engine.runner, "run", lambda: (_ for _ in ()).throw(NotEnoughMemory("full", "less")))
         with pytest.raises(RankLost, match="full"):
             list(reply)
 
@@ -115,17 +138,16 @@ def test_ranks_that_may_be_out_of_step_end(monkeypatch):
     [(RuntimeError("gloo: Connection closed by peer"), False), (UnsoundResult("not finite"), True)],
     ids=["a lost rank", "a result"],
 )
-def test_a_lost_rank_is_told_of_by_whoever_watches_them(monkeypatch, error, resting):
+def test_a_lost_rank_is_reported_by_whoever_watches_them(monkeypatch, error, resting):
     """Which it was is known when it is gone: until then the others count as busy."""
     recorder = Recorder()
-    with LeadingTalk(model(), dialogue(), Limits(5), "cpu", recorder) as talk:
+    with Conversation(model(), dialogue(), Limits(5), "cpu", recorder) as talk:
         reply = talk.reply([user("hi")], Sampling())
         next(reply)
-        recorder._busy = True
-        monkeypatch.setattr(talk._schedule, "logits", lambda: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(talk.engine.runner, "run", lambda: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             list(reply)
-    assert recorder._busy is not resting
+        assert recorder.busy is not resting
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from itertools import groupby
 import pytest
 
 from dsv4cli.engine.chat.answer import Answer
-from dsv4cli.engine.runtime.generate import Step
+from dsv4cli.engine.runtime.request import Token
 from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from tests.support.program import BYTES, calls_block
 
@@ -19,7 +19,7 @@ def answer_to(text: str, *, thinking: bool = False, stops: tuple[str, ...] = (),
         ids.append(BYTES.eos_id)
     answer, pieces = Answer(BYTES, thinking, stops), []
     for number, token in enumerate(ids, 1):
-        pieces += answer.push(Step(0, token, -0.5, [(token, -0.5)], last if number == len(ids) else None))
+        pieces += answer.push(Token(token, -0.5, [(token, -0.5)], last if number == len(ids) else None))
         if answer.finish:
             break
     return answer, [(kind, "".join(part for _, part in run)) for kind, run in groupby(pieces, lambda piece: piece[0])]
@@ -71,21 +71,21 @@ def test_stop_strings(text, stops, content):
 
 def test_a_stop_string_in_one_token_ends_in_its_middle():
     answer = Answer(BYTES, False, ("think",))
-    assert answer.push(Step(0, BYTES.encode("<think>")[0], -0.5, [], None)) == [("content", "<")]
+    assert answer.push(Token(BYTES.encode("<think>")[0], -0.5, [], None)) == [("content", "<")]
     assert answer.finish == "stop"
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():
     answer = Answer(BYTES, False, ("abd", "bx"))
-    shown = [answer.push(Step(0, byte + 3, -0.5, [], None)) for byte in "xabcab€".encode()]
+    shown = [answer.push(Token(byte + 3, -0.5, [], None)) for byte in "xabcab€".encode()]
     texts = ["".join(text for _, text in pieces) for pieces in shown]
     assert texts == ["x", "", "", "abc", "", "", "", "", "ab€"]
 
 
 def test_half_a_character_at_the_end_is_shown_as_such():
     answer = Answer(BYTES, False)
-    assert answer.push(Step(0, 0xE2 + 3, -0.5, [], None)) == []
-    assert answer.push(Step(0, 0x82 + 3, -0.5, [], "length")) == [("content", "\ufffd")]
+    assert answer.push(Token(0xE2 + 3, -0.5, [], None)) == []
+    assert answer.push(Token(0x82 + 3, -0.5, [], "length")) == [("content", "\ufffd")]
     assert answer.record()["content"] == "\ufffd"
 
 

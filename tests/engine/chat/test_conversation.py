@@ -9,16 +9,16 @@ import pytest
 
 from dsv4cli.engine.chat import conversation
 from dsv4cli.engine.chat.answers import generate_answers
-from dsv4cli.engine.chat.conversation import ContextFull, Talk
+from dsv4cli.engine.chat.conversation import ContextFull, Conversation
 from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime import prefix_cache, scheduler
+from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.prefix_cache import shared
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.scheduler import Schedule
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.tokens import THINK_END
 from dsv4cli.engine.weights.load import load_model
@@ -56,7 +56,7 @@ def _limits(think, given):
 
 
 def talk(think="off", **limits):
-    return Talk(model(), dialogue(think), _limits(think, limits), "cpu")
+    return Conversation(model(), dialogue(think), _limits(think, limits), "cpu")
 
 
 def drain(found):
@@ -67,7 +67,7 @@ def drain(found):
 
 def drawn(answer):
     """Its tokens, up to where the engine ended the thinking."""
-    ids = [step.token for step in answer.steps]
+    ids = [step.id for step in answer.tokens]
     return ids[: ids.index(END)] if answer.closed else ids
 
 
@@ -86,7 +86,7 @@ def _fresh(ids, sampling, think, limits):
 
 def held(one):
     """Slots that are taken and blocks that are held; of a decoder's slot nothing."""
-    cache, decodes = one._schedule.cache, one._schedule._decoder is not None
+    cache, decodes = one.engine.runner.cache, one.engine.runner.graphs is not None
     return cache.slots - cache.free_slots - decodes, cache.used_blocks
 
 
@@ -101,7 +101,7 @@ def ask(one, messages, sampling=SEEDED, **options):
 @pytest.fixture
 def decoder(monkeypatch):
     """Steps of single tokens are made as on a GPU, but for the graphs."""
-    monkeypatch.setattr(scheduler, "captures", lambda device: True)
+    monkeypatch.setattr(runner, "captures", lambda device: True)
 
 
 # the first block ends within the question
@@ -132,7 +132,7 @@ def test_a_conversation_on_a_gpu(monkeypatch):
     source = resolve_model("nano")
     model = load_model(source, Numerics.reference(), device="cuda")
     greedy = Sampling(temperature=0)
-    with Talk(model, open_dialogue(source, "off"), Limits(max_tokens=32), "cuda") as one:
+    with Conversation(model, open_dialogue(source, "off"), Limits(max_tokens=32), "cuda") as one:
         messages = []
         for text, answer in (("What is 17 + 25?", "17 + 25 = 42."), ("Now subtract 4.", "42 - 4 = 38.")):
             messages.append(user(text))
@@ -146,7 +146,7 @@ def test_a_conversation_on_a_gpu(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Schedule, "_advance", interrupted)
+            patch.setattr(Runner, "_advance", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 drain(one.reply([*messages, long], greedy))
         messages[2] = user("And of Spain?")
@@ -161,12 +161,12 @@ def test_the_answer_itself_is_not_prefilled_where_its_text_has_the_same_tokens()
     source = resolve_model("nano")
     nano_dialogue = open_dialogue(source, "off")
     limits = Limits(max_tokens=16)
-    with Talk(nano(), nano_dialogue, limits, "cpu") as one:
+    with Conversation(nano(), nano_dialogue, limits, "cpu") as one:
         messages = [user("What is 17 + 25?")]
         answer, _ = drain(one.reply(messages, Sampling(temperature=0)))
         message, mended = answer.message()
         assert (answer.finish, mended) == ("stop", [])
-        before = one.prompt_tokens + len(answer.steps) - 1  # the end token was not run
+        before = one.prompt_tokens + len(answer.tokens) - 1  # the end token was not run
         messages += [message, user("What is the capital of Italy?")]
         ids = nano_dialogue.prompt(messages).ids
         again, prefilled = ask(one, messages, Sampling(temperature=0))
@@ -185,9 +185,9 @@ def test_retry_undo_and_edit(think):
         third = [*second, said("Yes."), user("Really?")]
         for messages in (first, second, third):
             ask(one, messages)
-        marks = len(one._prefixes._marks)
+        marks = len(one.engine.runner.prefixes._marks)
         assert [ask(one, third, Sampling(seed=seed))[1] for seed in (8, 9)] == [1, 1]  # the last token gives the logits
-        assert len(one._prefixes._marks) == marks
+        assert len(one.engine.runner.prefixes._marks) == marks
         # /edit: everything before the last question is held, its mark too
         edited = [*third[:-1], user("Rather not?")]
         answer, prefilled = ask(one, edited)
@@ -231,14 +231,14 @@ def test_dropped_reasoning_is_prefilled_from_the_answer_on():
 
 @pytest.mark.parametrize("kept", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_number_of_snapshots_is_bounded_and_the_ends_stay(monkeypatch, kept):
-    monkeypatch.setattr(prefix_cache, "SNAPSHOTS", kept)
+    monkeypatch.setattr(conversation, "SNAPSHOTS", kept)
     with talk(max_tokens=1) as one:
         messages = list(LONG)
         for number in range(3):
             ask(one, messages)
-            assert len(one._prefixes._marks) <= kept
+            assert len(one.engine.runner.prefixes._marks) <= kept
             messages += [said("ok"), user(f"{number}")]
-        lengths = [mark.snapshot.length for mark in one._prefixes._marks]
+        lengths = [mark.snapshot.length for mark in one.engine.runner.prefixes._marks]
         assert (lengths[0], lengths[-1]) == (size(SYSTEM), size(*messages[:-2]))
         assert ask(one, [SYSTEM, user("?")])[1] < 10
         one.forget()
@@ -276,7 +276,7 @@ def test_a_reply_can_be_closed_after_every_item(decoder):
             found = one.reply(LONG, SEEDED)
             answer = [next(found)[0] for _ in range(items)][-1]
             found.close()
-            assert drawn(answer) == expected[: len(answer.steps)]
+            assert drawn(answer) == expected[: len(answer.tokens)]
             before = one.prefilled
             assert drawn(ask(one, second)[0]) == after
             assert one.reused + 1 >= min(before, size(*LONG))  # prefilled steps are not lost
@@ -325,7 +325,10 @@ def test_a_new_reply_ends_the_one_before():
         assert list(first) == []
 
 
-FILES = ("cache.py", "schedule.py", "prefix.py", "talk.py", "decode.py", "batch.py")
+FILES = tuple(
+    f"{name}.py"
+    for name in ("cache", "state", "engine", "runner", "scheduler", "prefix_cache", "conversation", "graphs", "prepare")
+)
 
 
 class Interruption:
@@ -356,7 +359,7 @@ class Interruption:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Cache, "_take_block"), (Cache, "_release"), (Cache, "reserve"), (Cache, "snapshot"), (Schedule, "_advance")],
+    [(Cache, "_take_block"), (Cache, "_release"), (Cache, "reserve"), (Cache, "snapshot"), (Runner, "_advance")],
 )
 def test_an_interrupt_between_two_calls_leaves_the_cache_whole(monkeypatch, owner, name):
     with talk(max_tokens=2) as one:
@@ -408,7 +411,7 @@ def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
             raise wrong
 
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler, "make_batch", fails)
+            patch.setattr(runner, "make_batch", fails)
             with pytest.raises(type(wrong)) as caught:
                 drain(one.reply(second, SEEDED))
         if isinstance(wrong, NotEnoughMemory):
@@ -425,13 +428,13 @@ def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
 def test_thinking_is_ended_in_time_and_answered(budget, most, place, closed):
     with talk("high", max_tokens=most) as one:
         answer, pieces = drain(one.reply(LONG, SEEDED, think_budget=budget))
-        ids = [step.token for step in answer.steps]
+        ids = [step.id for step in answer.tokens]
         assert ids.index(END) == place
         assert answer.closed == closed
-        assert len(answer.steps) > place + 1
+        assert len(answer.tokens) > place + 1
         assert ids[place + 1] not in one.model.config.eos_token_ids
         assert [kind for kind, _ in pieces].count("content") > 0
-        assert all(step.logprob < 0 for step in answer.steps)
+        assert all(step.logprob < 0 for step in answer.tokens)
 
 
 def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
@@ -443,10 +446,10 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
         draws.append(allowed)
         return logits.argmax(-1) * 0 + (eos if allowed and len(draws) > 2 else letter)
 
-    monkeypatch.setattr("dsv4cli.engine.chat.conversation.sample", sample)
+    monkeypatch.setattr("dsv4cli.engine.runtime.engine.sample", sample)
     with talk("high", max_tokens=40) as one:
         answer, _ = drain(one.reply(LONG, SEEDED))
-    assert [step.token for step in answer.steps] == [letter, letter, END, letter, eos]
+    assert [step.id for step in answer.tokens] == [letter, letter, END, letter, eos]
     assert (answer.closed, answer.finish) == ("end", "stop")
     assert answer.message() == (said("a", "aa") | {"tool_calls": []}, [])
 
@@ -454,7 +457,7 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
 def test_thinking_that_ends_by_itself_is_left_alone():
     thinking = Thinking(True, 100, 10, END, (1,))
     for token in (5, END, 6):
-        assert (thinking.forced(), thinking.barred(), thinking.instead(token)) == (None, (), None)
+        assert (thinking.forced(), thinking.banned(), thinking.instead(token)) == (None, (), None)
         thinking.push(token)
     assert (thinking.instead(1), thinking.inside, thinking.closed) == (None, False, "")
 
@@ -487,7 +490,7 @@ def test_a_nearly_full_context_keeps_room_for_an_answer():
     assert 425 - 12 < one.tokens(messages) < 425 - 2
     assert one.surplus(messages) > 0
     answer, _ = drain(one.reply([SYSTEM, *messages[1 + one.surplus(messages) :]], SEEDED))
-    assert answer.finish == "stop" or len(answer.steps) == 12
+    assert answer.finish == "stop" or len(answer.tokens) == 12
     one.limits = replace(one.limits, max_tokens=2)  # an answer that may have two tokens needs no more room
     assert one.surplus(messages) == 0
     one.limits = replace(one.limits, max_tokens=4000)

@@ -16,13 +16,14 @@ from dsv4cli.engine.config.presets import FLASH, FLASH_0731, TINY
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.rope import frequencies
-from dsv4cli.engine.runtime.generate import Generator
+from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests.support import damage
 from tests.support.program import save_tokenizer
+from tests.support.small_model import drawn
 from tests.support.synthetic import SMALL, write_checkpoint
 
 DSPARK = {key: value for key, value in FLASH_0731.items() if key.startswith("dspark_") or key == "compress_ratios"}
@@ -193,10 +194,10 @@ def test_each_end_token_of_a_list_ends_an_answer(monkeypatch):
     )
     assert config.eos_token_ids == (7, 9)
     model = build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
-    drawn = iter([[3, 3, 3], [7, 3, 3], [9, 3], [1]])
-    monkeypatch.setattr("dsv4cli.engine.runtime.generate.sample", lambda *_: torch.tensor(next(drawn)))
-    steps = [*Generator(model, [Request([5], Sampling(), Limits(max_tokens=4))] * 3, "cpu").steps()]
-    ends = {step.number: (step.token, step.finish) for step in steps}
+    draws = iter([[3, 3, 3], [7, 3, 3], [9, 3], [1]])
+    monkeypatch.setattr("dsv4cli.engine.runtime.engine.sample", lambda *_: torch.tensor(next(draws)))
+    asked = [Request([5], Sampling(), Limits(max_tokens=4)) for _ in range(3)]
+    ends = {number: (token.id, token.finish) for number, token in drawn(Engine.of(model, asked, "cpu"))}
     assert ends == {0: (7, "stop"), 1: (9, "stop"), 2: (1, "length")}
 
 

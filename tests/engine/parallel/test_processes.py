@@ -10,11 +10,11 @@ import torch
 from torch import distributed
 
 from dsv4cli.engine.chat.answers import generate_answers
-from dsv4cli.engine.chat.conversation import Talk
+from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.parallel import processes
 from dsv4cli.engine.parallel.processes import joined, seats
-from dsv4cli.engine.runtime import scheduler
-from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, RankLost
@@ -32,7 +32,7 @@ def _apart():
 
 
 def converse(held):
-    with Talk(model(), dialogue(), Limits(5), "cpu") as talk:
+    with Conversation(model(), dialogue(), Limits(5), "cpu") as talk:
         held.append(talk)
         for _ in talk.reply([user("hi")], Sampling(seed=1)):
             pass
@@ -52,7 +52,7 @@ def generate(held):
 def test_graphs_go_before_the_ranks_part(monkeypatch, work):
     """A process group waits for the graphs that hold NCCL's launches, and so would the program for ever."""
     steps, left, held = WeakSet(), [], []
-    prepared, destroy = Decoder._prepared, distributed.destroy_process_group
+    prepared, destroy = GraphRunner._prepared, distributed.destroy_process_group
 
     def remembered(decoder, size):
         step = prepared(decoder, size)
@@ -64,8 +64,8 @@ def test_graphs_go_before_the_ranks_part(monkeypatch, work):
         left.append(len(steps))
         destroy()
 
-    monkeypatch.setattr(scheduler, "captures", lambda device: True)
-    monkeypatch.setattr(Decoder, "_prepared", remembered)
+    monkeypatch.setattr(runner, "captures", lambda device: True)
+    monkeypatch.setattr(GraphRunner, "_prepared", remembered)
     monkeypatch.setattr(distributed, "destroy_process_group", counted)
     with joined(torch.device("cpu"), seats(1)[0]):
         work(held)

@@ -110,21 +110,24 @@ def test_two_ranks_of_a_checkpoint_give_the_logits_of_one(tmp_path):
     assert (parts[0] - expected).abs().mean() < 2 * (nearby - expected).abs().mean()
 
 
+# shorter and longer than what is sent at once, and the end
+ORDERS = [[["step", {}]], [["take", {"tokens": list(range(5000))}]], ["x" * 1015], ["x" * 1012], ["Ünï 😀"], None]
+
+
 def test_what_rank_0_says_reaches_all(tmp_path):
     def work(world):
-        mine = torch.tensor([world.rank + 5, world.rank])
         columns = torch.arange(6).view(3, 2) + 10 * world.rank
         gaps = torch.arange(12.0).view(3, 4)[:, 1:3] + world.rank
         return (
-            world.first(mine),
-            world.share(["words", world.rank]),
+            [world.tell(one) or one if world.rank == 0 else world.hear() for one in ORDERS],
+            world.broadcast_object(["words", world.rank]),
             world.gather_columns(columns),
             world.sum_rounded(gaps, gaps.dtype),
             world.least([world.rank + 5, None, None if world.rank else 3]),
         )
 
-    for first, shared, columns, total, least in in_ranks(2, work, tmp_path):
-        assert first.tolist() == [5, 0]
+    for orders, shared, columns, total, least in in_ranks(2, work, tmp_path):
+        assert orders == ORDERS
         assert shared == ["words", 0]
         assert columns.tolist() == [[0, 1, 10, 11], [2, 3, 12, 13], [4, 5, 14, 15]]
         assert total.tolist() == [[3.0, 5.0], [11.0, 13.0], [19.0, 21.0]]

@@ -9,7 +9,7 @@ import torch
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import load_model
 
@@ -74,7 +74,7 @@ def test_it_gives_what_any_step_gives_while_sequences_come_and_go(case):
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 500, (length,), generator=generator).tolist() for length in LENGTHS]
     plain, ours = Side(model, len(LENGTHS)), Side(model, len(LENGTHS) + 1)
-    decoder = Decoder(model, ours.cache, 300)
+    decoder = GraphRunner(model, ours.cache, 300)
     live: set[int] = set()
     for joins, leaves in (((0,), ()), ((1, 2), ()), ((), (0,)), ((3, 4), ()), ((), (1, 4)), ((0,), (2,))):
         for name in joins:
@@ -104,7 +104,7 @@ def test_blocks_that_others_take_are_not_read_any_more(case):
     ids, others = torch.randint(3, 500, (2, 133), generator=generator).tolist()
     plain, ours = Side(model, 1), Side(model, 3)
     ours.cache.provide(8)
-    decoder = Decoder(model, ours.cache, 300)
+    decoder = GraphRunner(model, ours.cache, 300)
     for side in (plain, ours):
         side.read("text", ids[:126])
     snapshot = ours.cache.snapshot(ours.sequences["text"])
@@ -129,7 +129,7 @@ def test_two_thousand_steps_leave_nothing_behind(case):
     slots, choice = 5, Random(0)
     side = Side(model, slots + 1)
     side.cache.provide(64)
-    decoder = Decoder(model, side.cache, 400)
+    decoder = GraphRunner(model, side.cache, 400)
     held, names, taken = [], count(), set()
     for step in range(2000):
         if (len(side.sequences) < slots and choice.random() < 0.05) or not side.sequences:

@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from dsv4cli.engine.runtime import scheduler, score
+from dsv4cli.engine.runtime import engine as engine_module
+from dsv4cli.engine.runtime import logprobs, runner, score
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.score import Score
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UsageError
-from tests.support.small_model import by_number, generator, model, prompts
+from tests.support.small_model import by_number, drawn, engine, model, prompts
 
 # fp32 sums in another order
 BOUND = 1e-4
@@ -33,8 +34,8 @@ def prefilled(ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("chunk", "slots", "rows"), [(2048, 64, 256), (30, 2, 7)])
 def test_scores_are_those_of_one_prefill(monkeypatch, chunk, slots, rows):
-    monkeypatch.setattr(scheduler, "MAX_SLOTS", slots)
-    monkeypatch.setattr(score, "LOGIT_ROWS", rows)
+    monkeypatch.setattr(runner, "MAX_SLOTS", slots)
+    monkeypatch.setattr(logprobs, "LOGIT_ROWS", rows)
     for one, ids in zip(scores(prompts(), prefill_chunk=chunk, logprobs=3), prompts(), strict=True):
         expected = prefilled(ids)
         assert one.ids == ids
@@ -49,21 +50,21 @@ def test_scores_are_those_of_one_prefill(monkeypatch, chunk, slots, rows):
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 50, 2048])
 def test_a_generated_answer_scores_as_it_was_drawn(chunk):
     """One test for cache, positions and masks: decoding against a prefill of prompt and answer."""
-    answers = by_number(generator(prompts(), Sampling(seed=2), max_tokens=10, logprobs=4).steps())
-    whole = [[*ids, *(step.token for step in answers[number])] for number, ids in enumerate(prompts())]
+    answers = by_number(drawn(engine(prompts(), Sampling(seed=2), max_tokens=10, logprobs=4)))
+    whole = [[*ids, *(step.id for step in answers[number])] for number, ids in enumerate(prompts())]
     for one, ids in zip(scores(whole, prefill_chunk=chunk, logprobs=4), prompts(), strict=True):
-        drawn, before = answers[one.number], prefilled(one.ids)[:-1]
+        tokens, before = answers[one.number], prefilled(one.ids)[:-1]
         following = before.gather(-1, torch.tensor(one.ids[1:])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(one.logprobs[1:]), following, rtol=0, atol=BOUND)
-        assert one.logprobs[len(ids) :] == pytest.approx([step.logprob for step in drawn], abs=BOUND)
-        for top, step in zip(one.top[len(ids) - 1 :], drawn, strict=False):
+        assert one.logprobs[len(ids) :] == pytest.approx([step.logprob for step in tokens], abs=BOUND)
+        for top, step in zip(one.top[len(ids) - 1 :], tokens, strict=False):
             assert [value for _, value in top] == pytest.approx([value for _, value in step.top], abs=BOUND)
 
 
 def test_scores_come_as_they_are_complete_and_nothing_is_held(monkeypatch):
     made = []
-    whole = scheduler.Schedule
-    monkeypatch.setattr(score, "Schedule", lambda *args, **names: made.append(whole(*args, **names)) or made[-1])
+    whole = engine_module.Runner
+    monkeypatch.setattr(engine_module, "Runner", lambda *given: made.append(whole(*given)) or made[-1])
     found = score.score(model(), [[5] * 60, [6, 7]], Limits(prefill_chunk=8), "cpu")
     assert [one.number for one in found] == [1, 0]
     assert (made[0].cache.free_slots, made[0].cache.used_blocks) == (2, 0)

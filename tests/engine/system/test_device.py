@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from dsv4cli.engine.runtime import scheduler
-from dsv4cli.engine.runtime.scheduler import Schedule, Stream
+from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import ONE_THREAD_BYTES, ONE_THREAD_TOKENS, step_threads
 from tests.support.small_model import model
 
@@ -24,17 +26,17 @@ def test_a_large_step_has_every_thread(two_threads, tokens, weights, threads):
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize("way", [Schedule.logits, Schedule.step], ids=["logits", "step"])
-def test_a_small_model_computes_a_few_tokens_with_one_thread(two_threads, monkeypatch, way):
+@pytest.mark.parametrize("scored", [False, True], ids=["drawn", "scored"])
+def test_a_small_model_computes_a_few_tokens_with_one_thread(two_threads, monkeypatch, scored):
     seen = []
 
     def fails(*_):
         seen.append(torch.get_num_threads())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(scheduler, "make_batch", fails)
-    one = Schedule(model(), streams=1, prefill_chunk=8, device="cpu")
-    one.add(Stream(0, [1]))
+    monkeypatch.setattr(runner, "make_batch", fails)
+    one = Runner(model(), Capacity(), "cpu")
+    one.add(Request([1], Sampling(), Limits(), scored=scored, end=1 + (not scored)))
     with pytest.raises(KeyboardInterrupt):
-        way(one)
+        one.run()
     assert (seen, torch.get_num_threads()) == ([1], 2)

@@ -12,8 +12,8 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.parallel.world import SINGLE
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.generate import Generator
-from dsv4cli.engine.runtime.graphs import Decoder
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.weights import load, offload
@@ -22,7 +22,7 @@ from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import expert_bytes, offload_of
 from dsv4cli.engine.weights.placement import MemoryLimits, Room, decide, measure, most_weights
 from dsv4cli.errors import NotEnoughMemory
-from tests.support.small_model import requests
+from tests.support.small_model import drawn, requests
 
 TINY = "random:tiny"
 NAMES = (TINY, BUILT_IN)
@@ -60,7 +60,7 @@ def history(model, decodes):
     found = [model.logits(model(make_batch(cache, work), cache.layers).streams)]
     for sequence, ids in work:
         cache.advance(sequence, len(ids))
-    decoder = Decoder(model, cache, 60) if decodes else None
+    decoder = GraphRunner(model, cache, 60) if decodes else None
     for step in range(6):
         live = work[: 1 + step % 2]
         tokens = [(sequence, 3 + (7 * step + 13 * number) % 90) for number, (sequence, _) in enumerate(live)]
@@ -101,8 +101,8 @@ def test_every_budget_gives_the_same_tokens(device):
 
     def answers(rows):
         model = loaded(BUILT_IN, device, rows)
-        generator = Generator(model, requests(prompts, Sampling(1.0, 0.9, 3), Limits(12, None, 7, 0, ())), device)
-        return [(step.number, step.token, step.logprob) for step in generator.steps()]
+        asked = requests(prompts, Sampling(1.0, 0.9, 3), Limits(12, None, 7, 0, ()))
+        return [(number, token.id, token.logprob) for number, token in drawn(Engine.of(model, asked, device))]
 
     assert answers(3) == answers(None)
 

@@ -1,0 +1,80 @@
+"""The part of a rank that does not lead: it runs the steps that the leader's engine names; no text comes here."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.engine import Order
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.runner import Capacity, Ran, Runner
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.errors import UnsoundResult
+
+
+def follow(model: Transformer, device: torch.device | str, hear: Callable[[], list[Order] | None]) -> None:
+    """Carries out the orders of an `Engine` until there are no more. Raises NotEnoughMemory."""
+    follower = Follower(model, device)
+    while (orders := hear()) is not None:
+        follower.carry_out(orders)
+    follower.close()
+
+
+class Follower:
+    """The leader's requests, and the same steps with them."""
+
+    def __init__(self, model: Transformer, device: torch.device | str) -> None:
+        self._model, self._device = model, device
+        self._runner: Runner | None = None
+        self._requests: dict[int, Request] = {}
+        self._ran = Ran([])
+        self._carry_out: dict[str, Callable[..., None]] = {
+            "begin": self._begin,
+            "add": self._add,
+            "end": self._end,
+            "forget": self._forget,
+            "step": self._step,
+            "take": self._take,
+        }
+
+    @property
+    def runner(self) -> Runner:
+        """The runner that the leader has asked for."""
+        assert self._runner is not None
+        return self._runner
+
+    def carry_out(self, orders: list[Order]) -> None:
+        """Carries out orders, one after another. Raises NotEnoughMemory."""
+        for order, given in orders:
+            self._carry_out[order](**given)
+
+    def close(self) -> None:
+        """Lets go of requests and graphs."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _begin(self, **capacity: Any) -> None:
+        self.close()
+        self._runner = Runner(self._model, Capacity(**capacity), self._device)
+
+    def _add(self, number: int, prompt: list[int], prefill_chunk: int, max_context: int | None, **given: Any) -> None:
+        limits = Limits(prefill_chunk=prefill_chunk, max_context=max_context)
+        self._requests[number] = request = Request(prompt, Sampling(), limits, **given)
+        self.runner.add(request)
+
+    def _end(self, number: int) -> None:
+        self.runner.end(self._requests.pop(number))
+
+    def _forget(self) -> None:
+        self.runner.forget()
+        self._requests.clear()
+
+    def _step(self) -> None:
+        with suppress(UnsoundResult):  # the leader says so
+            self._ran = self.runner.run()
+
+    def _take(self, tokens: list[int]) -> None:
+        for request, token in zip(self._ran.ready, tokens, strict=True):
+            request.ids.append(token)

@@ -1,0 +1,69 @@
+"""What is reported of tokens: their log-probabilities, and the likeliest ones beside them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.request import Alternatives, Request, RowScores
+from dsv4cli.engine.runtime.sampler import check_finite, finite, not_finite
+from dsv4cli.engine.runtime.scheduler import Chunk
+
+# rows of logits at once: 256 x 129,280 in fp32 are 132 MB
+LOGIT_ROWS = 256
+# a token, its log-probability and the alternatives
+Drawn = tuple[int, float, Alternatives]
+
+
+@torch.no_grad()
+def drawn_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Drawn]:
+    """What is known of the tokens int64 [R] that go on after these logits fp32 [R, V], `count` alternatives each.
+
+    The one place of a step that waits for the device. Raises UnsoundResult for logits that are not finite.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    best = logits.topk(min(count, logits.shape[-1]), -1)
+    # fp64 holds all of it exactly
+    columns = [tokens[:, None], logits.gather(-1, tokens[:, None]) - total, finite(logits)[:, None]]
+    columns += [best.indices, best.values - total]
+    table = torch.cat([column.double() for column in columns], 1).tolist()
+    if not all(row[2] for row in table):
+        raise not_finite()
+    middle = 3 + best.indices.shape[1]
+    tops = [list(zip(map(int, row[3:middle]), row[middle:], strict=True)) for row in table]
+    return [(int(row[0]), row[1], top) for row, top in zip(table, tops, strict=True)]
+
+
+@torch.no_grad()
+def score_rows(model: Transformer, chunks: Sequence[Chunk], streams: torch.Tensor) -> dict[Request, RowScores]:
+    """The scores of these chunks' rows in a step whose last layer gave streams [T, N, D].
+
+    Raises UnsoundResult for logits that are not finite.
+    """
+    rows = [row for chunk in chunks for row in range(chunk.row, chunk.last_row + 1)]
+    padded = [[*chunk.request.ids[chunk.first + 1 : chunk.end + 1], 0] for chunk in chunks]  # 0 after the last token
+    ids = [token for ids, chunk in zip(padded, chunks, strict=True) for token in ids[: chunk.tokens]]
+    following = torch.tensor(ids, dtype=torch.int64, device=streams.device)
+    count = max((chunk.request.limits.logprobs for chunk in chunks), default=0)
+    wanted = streams if len(rows) == len(streams) else streams[rows]
+    known: list[float] = []
+    tops: list[Alternatives] = []
+    for part, tokens in zip(wanted.split(LOGIT_ROWS), following.split(LOGIT_ROWS), strict=True):
+        logits = model.logits(part)
+        check_finite(logits)
+        logprobs = logits.log_softmax(-1)
+        known += logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+        tops += top_logprobs(logprobs, count)
+    scores, start = {}, 0
+    for chunk in chunks:
+        end = start + chunk.tokens
+        top = [best[: chunk.request.limits.logprobs] for best in tops[start:end]]
+        scores[chunk.request], start = RowScores(known[start:end], top), end
+    return scores
+
+
+def top_logprobs(logprobs: torch.Tensor, count: int) -> list[Alternatives]:
+    """The `count` likeliest tokens of each row, best first: fp32 [R, V]."""
+    best = logprobs.topk(min(count, logprobs.shape[-1]), -1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [list(zip(ids, values, strict=True)) for ids, values in pairs]
