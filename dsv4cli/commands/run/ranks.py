@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from dsv4cli.commands.job import Job
 from dsv4cli.commands.ranks import Work, check_shares, leading_ranks, left_by, silent_but_for
-from dsv4cli.commands.run.modes import Job
 from dsv4cli.errors import UsageError
 from dsv4cli.output import ReaderGone, counted
 
