@@ -1,6 +1,11 @@
 """Arguments, options and help texts that commands share, each declared once."""
 
-from typing import Annotated, Literal
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -92,6 +97,68 @@ NoMtpOpt = Annotated[bool, typer.Option("--no-mtp", help="Leave out the drafter,
 RevisionOpt = Annotated[
     str | None, typer.Option(metavar="REV", help="Branch, tag or commit of the repository on the hub; main by default.")
 ]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, how it answers and where it computes: what `run` and `chat` both take, in the order of --help."""
+
+    model: ModelOpt = "nano"
+    think: ThinkOpt = "off"
+    max_tokens: MaxTokensOpt = 4096
+    temperature: TemperatureOpt = None
+    top_p: TopPOpt = None
+    seed: SeedOpt = None
+    stop: StopOpt = None
+    special_tokens: SpecialTokensOpt = False
+    prefill_chunk: PrefillChunkOpt = 4096
+    max_context: MaxContextOpt = None
+    device: DeviceOpt = "auto"
+    dtype: DtypeOpt = "auto"
+    backend: BackendOpt = "auto"
+    gpu_memory: GpuMemoryOpt = None
+    host_memory: HostMemoryOpt = None
+
+
+Command = Callable[..., None]
+
+
+def takes_model_options(**after: str) -> Callable[[Command], Command]:
+    """Gives a command every option of `ModelOptions`, and its parameter `options` their values.
+
+    after: some parameters of the command, and the shared option behind which --help lists each.
+    """
+
+    def expand(command: Command) -> Command:
+        @wraps(command)
+        def expanded(**given: Any) -> None:
+            options = ModelOptions(**{field.name: given.pop(field.name) for field in fields(ModelOptions)})
+            command(options=options, **given)
+
+        parameters = list(_merged(inspect.signature(command), after))
+        expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
+        expanded.__annotations__ = {one.name: one.annotation for one in parameters}
+        return expanded
+
+    return expand
+
+
+def _merged(own: inspect.Signature, after: dict[str, str]) -> Iterator[Parameter]:
+    """The parameters of a command, and behind some of them, as far as `after` says, the shared ones."""
+    shared = [
+        Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=field.type)
+        for field in fields(ModelOptions)
+    ]
+    names = [one.name for one in shared]
+    listed = 0
+    for parameter in own.parameters.values():
+        if parameter.name in after:
+            end = names.index(after[parameter.name]) + 1
+            yield from shared[listed:end]
+            listed = end
+        if parameter.name != "options":
+            yield parameter
+    yield from shared[listed:]
 
 
 def epilog(*examples: str) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from dsv4cli.commands.chat.input import terminal_as_it_was
-from dsv4cli.commands.run.modes import Job
+from dsv4cli.commands.job import Job
+from dsv4cli.commands.terminal import terminal_as_it_was
 from dsv4cli.errors import RankLost
 from dsv4cli.output import Output, ReaderGone
 

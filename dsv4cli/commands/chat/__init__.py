@@ -2,15 +2,15 @@
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
 from dsv4cli.commands.chat.begin import Beginning, begin_session, given_choices
-from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline, keys_wait
+from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline
 from dsv4cli.commands.chat.journal import Choices, state_folder
 from dsv4cli.commands.chat.loop import converse, greet
 from dsv4cli.commands.chat.model import Models, find_model, model_name
@@ -19,32 +19,11 @@ from dsv4cli.commands.chat.settings import check_budget
 from dsv4cli.commands.chat.slash import helps
 from dsv4cli.commands.chat.tools import Tools, split_command
 from dsv4cli.commands.chat.turn import Chat, Interrupts
-from dsv4cli.commands.offload_report import memory_limits
-from dsv4cli.commands.run.modes import Job
+from dsv4cli.commands.job import Job, open_job
+from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import UsageError
-from dsv4cli.options import (
-    BackendOpt,
-    DeviceOpt,
-    DtypeOpt,
-    GpuMemoryOpt,
-    HostMemoryOpt,
-    MaxContextOpt,
-    MaxTokensOpt,
-    ModelOpt,
-    PrefillChunkOpt,
-    SeedOpt,
-    SpecialTokensOpt,
-    StopOpt,
-    SystemOpt,
-    TemperatureOpt,
-    ThinkOpt,
-    TopPOpt,
-    TorchrunOpt,
-)
+from dsv4cli.options import ModelOptions, SystemOpt, TorchrunOpt, takes_model_options
 from dsv4cli.output import Output
-
-if TYPE_CHECKING:
-    from dsv4cli.engine.runtime.backend import Backend
 
 QuestionArg = Annotated[
     str | None,
@@ -89,16 +68,16 @@ StateHomeOpt = Annotated[Path | None, typer.Option(envvar="XDG_STATE_HOME", hidd
 TermOpt = Annotated[str, typer.Option(envvar="TERM", hidden=True)]
 
 
+@takes_model_options(system="model", think_budget="think", tp="backend", torchrun="host_memory")
 def chat(
     context: typer.Context,
+    options: ModelOptions,
     question: QuestionArg = None,
-    model: ModelOpt = "nano",
     system: SystemOpt = None,
     go_on: ContinueOpt = False,
     resume: ResumeOpt = None,
     sessions: SessionsOpt = False,
     session: SessionOpt = None,
-    think: ThinkOpt = "off",
     think_budget: ThinkBudgetOpt = None,
     show_thinking: ShowThinkingOpt = False,
     tools: ToolsOpt = None,
@@ -108,20 +87,7 @@ def chat(
     max_rounds: MaxRoundsOpt = 25,
     no_markdown: NoMarkdownOpt = False,
     no_history: NoHistoryOpt = False,
-    max_tokens: MaxTokensOpt = 4096,
-    temperature: TemperatureOpt = None,
-    top_p: TopPOpt = None,
-    seed: SeedOpt = None,
-    stop: StopOpt = None,
-    special_tokens: SpecialTokensOpt = False,
-    prefill_chunk: PrefillChunkOpt = 4096,
-    max_context: MaxContextOpt = None,
-    device: DeviceOpt = "auto",
-    dtype: DtypeOpt = "auto",
-    backend: BackendOpt = "auto",
     tp: ChatTpOpt = None,
-    gpu_memory: GpuMemoryOpt = None,
-    host_memory: HostMemoryOpt = None,
     torchrun: TorchrunOpt = None,
     state_home: StateHomeOpt = None,
     term: TermOpt = "dumb",
@@ -132,11 +98,10 @@ def chat(
     answer, twice it quits. Piped lines are questions; the exit code is the last error's. --continue goes on later.
     """
     out, state = Output(context.obj), state_folder(state_home)
-    _check(device, torchrun, question)
-    given = given_choices(context, Choices(model, think, temperature, top_p))
+    _check(options.device, torchrun, question)
+    given = given_choices(context, Choices(options.model, options.think, options.temperature, options.top_p))
     begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
-    asked = Asked((max_tokens, max_context, prefill_chunk, 0, tuple(stop or ())), seed, special_tokens)
-    job = _job(out, begun, "model" in given, Machine(device, dtype, backend, gpu_memory, host_memory), asked)
+    job = _job(out, begun, "model" in given, options)
     wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term, question)
     _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
 
@@ -155,35 +120,12 @@ def _check(device: str, torchrun: str | None, question: str | None) -> None:
         raise UsageError("the question is empty", 'ask something: dsv4 chat "What is 17 + 25?"')
 
 
-class Machine(NamedTuple):
-    """What the model computes on, in the options' words."""
-
-    device: str
-    dtype: str
-    backend: "Backend"
-    gpu_memory: str | None
-    host_memory: str | None
-
-
-class Asked(NamedTuple):
-    """What is asked of every answer: the arguments of `Limits`, the seed, whether special tokens in a text are such."""
-
-    limits: tuple[Any, ...]
-    seed: int | None
-    special_tokens: bool
-
-
-def _job(out: Output, session: Session, named: bool, machine: Machine, asked: Asked) -> Job:
-    """What is to be loaded; named: the model, on the command line. Raises Dsv4Error."""
-    from dsv4cli.engine.settings import Limits
-
-    checked, choices = Limits(*asked.limits), session.choices
-    source = find_model(choices, kept=not named and bool(session.messages))
-    session.choices = replace(choices, model=model_name(source))
-    sampling = source.sampling.chosen(choices.temperature, choices.top_p, asked.seed)
-    memory = memory_limits(machine.gpu_memory, machine.host_memory)
-    place = (machine.device, machine.dtype, machine.backend)
-    return Job(out, source, choices.think, *place, checked, sampling, memory, asked.special_tokens)
+def _job(out: Output, session: Session, named: bool, options: ModelOptions) -> Job:
+    """What is to be loaded, as the session asks for it; named: the model, on the command line. Raises Dsv4Error."""
+    find = partial(find_model, kept=not named and bool(session.messages))
+    job = open_job(out, replace(options, **asdict(session.choices)), find=find)
+    session.choices = replace(session.choices, model=model_name(job.source))
+    return job
 
 
 class Wishes(NamedTuple):

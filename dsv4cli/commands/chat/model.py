@@ -7,11 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from dsv4cli.commands.chat.input import keys_wait
-from dsv4cli.commands.chat.journal import Choices
 from dsv4cli.commands.chat.ranks import open_talk
 from dsv4cli.commands.chat.turn import Chat
-from dsv4cli.commands.run.modes import Job
+from dsv4cli.commands.job import Job
+from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.harmless import shell_word
 
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
     from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 
 
-def find_model(choices: Choices, kept: bool) -> "FolderSource | RandomSource":
-    """The model of a session; kept: it was not named now but when the session was begun. Raises Dsv4Error."""
+def find_model(name: str, kept: bool) -> "FolderSource | RandomSource":
+    """The model of a session, kept: it was named when the session was begun, not now. Raises Dsv4Error."""
     from dsv4cli.engine.checkpoint.source import resolve_model
 
     try:
-        return resolve_model(choices.model)
+        return resolve_model(name)
     except Dsv4Error as error:
         if kept:
             error.remedy += "; --model NAME goes on with another one"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from dsv4cli.commands.job import Job
 from dsv4cli.commands.ranks import leading_ranks, left_by
-from dsv4cli.commands.run.modes import Job
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.conversation import Conversation

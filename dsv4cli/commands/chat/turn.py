@@ -8,13 +8,13 @@ from time import monotonic, perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dsv4cli.commands.chat.input import keys_wait
 from dsv4cli.commands.chat.journal import Choices
 from dsv4cli.commands.chat.session import FileChanged, Session
 from dsv4cli.commands.chat.show import Show
 from dsv4cli.commands.chat.tools import Round
 from dsv4cli.commands.clock import Clock
-from dsv4cli.commands.run.modes import tell_lookalikes
+from dsv4cli.commands.job import tell_lookalikes
+from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.output import Output, counted
 

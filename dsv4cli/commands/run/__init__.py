@@ -6,33 +6,12 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from dsv4cli.commands.offload_report import memory_limits
+from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.run.many import Source, answer_many, read_many, score_texts, show_prompts
-from dsv4cli.commands.run.modes import Job, Samples, answer_one, answer_samples, conversation, show_prompt
+from dsv4cli.commands.run.modes import Samples, answer_one, answer_samples, conversation, show_prompt
 from dsv4cli.commands.run.ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
-from dsv4cli.options import (
-    BackendOpt,
-    DeviceOpt,
-    DtypeOpt,
-    GpuMemoryOpt,
-    HostMemoryOpt,
-    JsonOpt,
-    MaxContextOpt,
-    MaxTokensOpt,
-    ModelOpt,
-    PrefillChunkOpt,
-    QuietOpt,
-    SeedOpt,
-    SpecialTokensOpt,
-    StopOpt,
-    SystemOpt,
-    TemperatureOpt,
-    ThinkOpt,
-    TopPOpt,
-    TorchrunOpt,
-    TpOpt,
-)
+from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, TorchrunOpt, TpOpt, takes_model_options
 from dsv4cli.output import Output
 
 PromptArg = Annotated[
@@ -77,10 +56,11 @@ ShowPromptOpt = Annotated[
 ]
 
 
+@takes_model_options(file="model", samples="seed", logprobs="special_tokens", tp="backend", only_show="host_memory")
 def run(
     context: typer.Context,
+    options: ModelOptions,
     prompt: PromptArg = None,
-    model: ModelOpt = "nano",
     file: FileOpt = None,
     messages: MessagesOpt = None,
     prompts: PromptsOpt = None,
@@ -88,24 +68,10 @@ def run(
     skip_bad: SkipBadOpt = False,
     score: ScoreOpt = None,
     system: SystemOpt = None,
-    think: ThinkOpt = "off",
-    max_tokens: MaxTokensOpt = 4096,
-    temperature: TemperatureOpt = None,
-    top_p: TopPOpt = None,
-    seed: SeedOpt = None,
     samples: SamplesOpt = 1,
-    stop: StopOpt = None,
-    special_tokens: SpecialTokensOpt = False,
     logprobs: LogprobsOpt = 0,
-    prefill_chunk: PrefillChunkOpt = 4096,
-    max_context: MaxContextOpt = None,
-    device: DeviceOpt = "auto",
-    dtype: DtypeOpt = "auto",
-    backend: BackendOpt = "auto",
     tp: TpOpt = None,
     torchrun: TorchrunOpt = None,
-    gpu_memory: GpuMemoryOpt = None,
-    host_memory: HostMemoryOpt = None,
     only_show: ShowPromptOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -115,16 +81,9 @@ def run(
     The answer goes to stdout; reasoning, progress and timing go to stderr. Without --model it asks nano, a small
     DeepSeek-V4 that is built in.
     """
-    from dsv4cli.engine.checkpoint.source import resolve_model
-    from dsv4cli.engine.settings import Limits
-
-    limits = Limits(max_tokens, max_context, prefill_chunk, logprobs, tuple(stop or ()))
-    source, memory = resolve_model(model), memory_limits(gpu_memory, host_memory)
-    sampling = source.sampling.chosen(temperature, top_p, seed)
-    given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, seed, out)
-    _check(given, device, only_show, as_json, logprobs)
-    shown = Output(context.obj, as_json, quiet)
-    job = Job(shown, source, think, device, dtype, backend, limits, sampling, memory, special_tokens)
+    job = open_job(Output(context.obj, as_json, quiet), options, logprobs)
+    given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out)
+    _check(given, options.device, only_show, as_json, logprobs)
     ranks = (None, False) if only_show else (tp, torchrun is not None)
     in_ranks(job, *ranks, lambda: _work(job, given, only_show))
 

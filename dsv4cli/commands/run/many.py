@@ -10,8 +10,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.job import Job, tell_lookalikes
 from dsv4cli.commands.offload_report import tell_traffic
-from dsv4cli.commands.run.modes import Job, drawn, record_of, tell_lookalikes
+from dsv4cli.commands.run.modes import drawn, record_of
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, ReaderGone, counted
 

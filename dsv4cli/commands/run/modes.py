@@ -3,114 +3,24 @@
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
-from dsv4cli.commands.offload_report import division_sentence, tell_traffic
+from dsv4cli.commands.job import Job, tell_lookalikes
+from dsv4cli.commands.offload_report import tell_traffic
 from dsv4cli.errors import UsageError
-from dsv4cli.output import Output, counted, size_text
+from dsv4cli.output import counted
 
 if TYPE_CHECKING:
-    import torch
-
     from dsv4cli.engine.chat.answer import Answer
     from dsv4cli.engine.chat.answers import Pieces
-    from dsv4cli.engine.chat.dialogue import Dialogue
-    from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
     from dsv4cli.engine.model.transformer import Transformer
-    from dsv4cli.engine.parallel.followers import Followers
-    from dsv4cli.engine.parallel.world import World
-    from dsv4cli.engine.runtime.backend import Backend
     from dsv4cli.engine.runtime.preparing import Waits
     from dsv4cli.engine.runtime.request import Request
-    from dsv4cli.engine.settings import Limits, Sampling
     from dsv4cli.engine.text.prompt import Message
-    from dsv4cli.engine.weights.placement import MemoryLimits
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every mode needs; `device`, `dtype` and `backend` are the options' words, memory what it may take; world and
-    followers are None in one process; loaded is called once the model is there."""
-
-    out: Output
-    source: "FolderSource | RandomSource"
-    think: str
-    device: str
-    dtype: str
-    backend: "Backend"
-    limits: "Limits"
-    sampling: "Sampling"
-    memory: "MemoryLimits | None" = None
-    special_tokens: bool = False
-    world: "World | None" = None
-    followers: "Followers | None" = None
-    loaded: Callable[[], None] = lambda: None
-
-    @cached_property
-    def dialogue(self) -> "Dialogue":
-        """The model's prompt format."""
-        from dsv4cli.engine.chat.dialogue import open_dialogue
-
-        return open_dialogue(self.source, self.think, self.special_tokens)
-
-    @cached_property
-    def place(self) -> "torch.device":
-        """The device that the option names."""
-        from dsv4cli.engine.system.device import resolve_device
-
-        return resolve_device(self.device)
-
-    @cached_property
-    def kernels(self) -> 'Literal["triton", "torch"]':
-        """The backend that computes there."""
-        from dsv4cli.engine.runtime.backend import resolve_backend
-
-        return resolve_backend(self.backend, self.place)
-
-    @contextmanager
-    def model(self) -> "Iterator[Transformer]":
-        """The model on its device, loaded with progress on a terminal; what runs inside computes with its backend."""
-        from dsv4cli.engine.runtime.backend import use
-
-        with use(self.kernels):
-            model = self._load()
-            self.loaded()
-            yield model
-
-    def _load(self) -> "Transformer":
-        import torch
-
-        from dsv4cli.engine.checkpoint.source import BUILT_IN, RandomSource
-        from dsv4cli.engine.model.numerics import Numerics
-        from dsv4cli.engine.parallel.world import SINGLE
-        from dsv4cli.engine.weights.load import load_model
-        from dsv4cli.engine.weights.offload import offload_of
-
-        device, world = self.place, self.world or SINGLE
-        numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
-        start = perf_counter()
-        with self.out.progress("loading") as progress:
-            model = load_model(self.source, numerics, device=device, world=world, progress=progress, limits=self.memory)
-        seconds, held = perf_counter() - start, offload_of(model)
-        size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
-        loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
-        if isinstance(self.source, RandomSource):
-            self.out.status(loaded)
-            self.out.status("its weights are random: the text means nothing")
-        else:
-            self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
-        if held is not None:
-            self.out.status(division_sentence(held))
-        if self.source.name == BUILT_IN:
-            self.out.status("nano is the small model that is built in; --model names another")
-        return model
 
 
 def conversation(
@@ -184,12 +94,6 @@ def prompt_ids(job: Job, talk: "list[Message]") -> list[int]:
     max_new_tokens(prompt.ids, job.dialogue.config, job.limits)
     tell_lookalikes(job.out, prompt.lookalikes)
     return prompt.ids
-
-
-def tell_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
-    """Says what could have been meant as special tokens, and is not."""
-    if lookalikes:
-        out.warning(f"{' '.join(lookalikes)} in a message is text, no special token; --special-tokens reads it as one")
 
 
 def answer_one(job: Job, talk: "list[Message]") -> None:

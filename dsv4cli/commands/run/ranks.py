@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from dsv4cli.commands.job import Job
 from dsv4cli.commands.ranks import check_shares, follow_leader, leading_ranks, left_by, shared
-from dsv4cli.commands.run.modes import Job
 from dsv4cli.errors import UsageError
 from dsv4cli.output import ReaderGone, counted
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dsv4cli.commands.chat.input import keys_wait, terminal_as_it_was
+from dsv4cli.commands.terminal import keys_wait, terminal_as_it_was
 from dsv4cli.engine.weights import load as loading
 from tests.support.program import SMALL
 from tests.support.terminals import Terminal, says, speaking

@@ -1,0 +1,133 @@
+"""The loaded model behind `dsv4 run` and `dsv4 chat`: what their options ask for, and how it is loaded."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+from dsv4cli.commands.offload_report import division_sentence, memory_limits
+from dsv4cli.options import ModelOptions
+from dsv4cli.output import Output, size_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4cli.engine.chat.dialogue import Dialogue
+    from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+    from dsv4cli.engine.model.transformer import Transformer
+    from dsv4cli.engine.parallel.followers import Followers
+    from dsv4cli.engine.parallel.world import World
+    from dsv4cli.engine.runtime.backend import Backend
+    from dsv4cli.engine.settings import Limits, Sampling
+    from dsv4cli.engine.weights.placement import MemoryLimits
+
+    Find = Callable[[str], FolderSource | RandomSource]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every mode needs; `device`, `dtype` and `backend` are the options' words, memory what it may take; world and
+    followers are None in one process; loaded is called once the model is there."""
+
+    out: Output
+    source: "FolderSource | RandomSource"
+    think: str
+    device: str
+    dtype: str
+    backend: "Backend"
+    limits: "Limits"
+    sampling: "Sampling"
+    memory: "MemoryLimits | None" = None
+    special_tokens: bool = False
+    world: "World | None" = None
+    followers: "Followers | None" = None
+    loaded: Callable[[], None] = lambda: None
+
+    @cached_property
+    def dialogue(self) -> "Dialogue":
+        """The model's prompt format."""
+        from dsv4cli.engine.chat.dialogue import open_dialogue
+
+        return open_dialogue(self.source, self.think, self.special_tokens)
+
+    @cached_property
+    def place(self) -> "torch.device":
+        """The device that the option names."""
+        from dsv4cli.engine.system.device import resolve_device
+
+        return resolve_device(self.device)
+
+    @cached_property
+    def kernels(self) -> 'Literal["triton", "torch"]':
+        """The backend that computes there."""
+        from dsv4cli.engine.runtime.backend import resolve_backend
+
+        return resolve_backend(self.backend, self.place)
+
+    @contextmanager
+    def model(self) -> "Iterator[Transformer]":
+        """The model on its device, loaded with progress on a terminal; what runs inside computes with its backend."""
+        from dsv4cli.engine.runtime.backend import use
+
+        with use(self.kernels):
+            model = self._load()
+            self.loaded()
+            yield model
+
+    def _load(self) -> "Transformer":
+        import torch
+
+        from dsv4cli.engine.checkpoint.source import BUILT_IN, RandomSource
+        from dsv4cli.engine.model.numerics import Numerics
+        from dsv4cli.engine.parallel.world import SINGLE
+        from dsv4cli.engine.weights.load import load_model
+        from dsv4cli.engine.weights.offload import offload_of
+
+        device, world = self.place, self.world or SINGLE
+        numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
+        start = perf_counter()
+        with self.out.progress("loading") as progress:
+            model = load_model(self.source, numerics, device=device, world=world, progress=progress, limits=self.memory)
+        seconds, held = perf_counter() - start, offload_of(model)
+        size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
+        loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
+        if isinstance(self.source, RandomSource):
+            self.out.status(loaded)
+            self.out.status("its weights are random: the text means nothing")
+        else:
+            self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
+        if held is not None:
+            self.out.status(division_sentence(held))
+        if self.source.name == BUILT_IN:
+            self.out.status("nano is the small model that is built in; --model names another")
+        return model
+
+
+def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find | None" = None) -> Job:
+    """The job that the options ask for; `find` finds the model by its name. Raises Dsv4Error."""
+    from dsv4cli.engine.checkpoint.source import resolve_model
+    from dsv4cli.engine.settings import Limits
+
+    stop = tuple(options.stop or ())
+    limits = Limits(options.max_tokens, options.max_context, options.prefill_chunk, logprobs, stop)
+    source = (find or resolve_model)(options.model)
+    return Job(
+        out=out,
+        source=source,
+        think=options.think,
+        device=options.device,
+        dtype=options.dtype,
+        backend=options.backend,
+        limits=limits,
+        sampling=source.sampling.chosen(options.temperature, options.top_p, options.seed),
+        memory=memory_limits(options.gpu_memory, options.host_memory),
+        special_tokens=options.special_tokens,
+    )
+
+
+def tell_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
+    """Says what could have been meant as special tokens, and is not."""
+    if lookalikes:
+        out.warning(f"{' '.join(lookalikes)} in a message is text, no special token; --special-tokens reads it as one")
