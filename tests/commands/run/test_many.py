@@ -8,7 +8,7 @@ import pytest
 
 from dsv4cli.commands.run import many
 from dsv4cli.engine.chat.answer_file import AnswerFile
-from dsv4cli.engine.runtime import scheduler
+from dsv4cli.engine.runtime import runner
 from tests.support.program import SMALL, Program
 
 USER = "<｜User｜>"
@@ -220,7 +220,7 @@ def test_h_is_help_everywhere(dsv4, command):
 
 
 def test_slots_are_shared_by_samples(dsv4, monkeypatch):
-    monkeypatch.setattr(scheduler, "MAX_SLOTS", 1)
+    monkeypatch.setattr(runner, "MAX_SLOTS", 1)
     done = dsv4("run", "hi", "--model", SMALL, "--max-tokens", "2", "-n", "2")
     assert (done.code, done.out.count("\n\n") >= 1) == (0, True)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.commands.run import modes
-from dsv4cli.engine.runtime import scheduler
+from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from tests.support import damage
 from tests.support.golden_data import golden, need_recorded_arithmetic
@@ -203,7 +203,7 @@ def test_a_conversation_with_tools(dsv4, tmp_path):
 
 
 def test_many_prompts_are_answered_in_their_order(dsv4, tmp_path, monkeypatch):
-    monkeypatch.setattr(scheduler, "MAX_SLOTS", 2)
+    monkeypatch.setattr(runner, "MAX_SLOTS", 2)
     talk = {"messages": [{"role": "user", "content": "two\u2028lines"}]}
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "long " * 30}, talk, {"prompt": "x"}, {"prompt": "y"})
     # with chunks of 8 the first is answered last
