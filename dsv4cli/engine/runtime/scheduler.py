@@ -15,6 +15,7 @@ from dsv4cli.engine.runtime.graphs import Decoder
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.preparing import Preparing
 from dsv4cli.engine.system.device import step_threads
+from dsv4cli.kernels.workspace import Workspace
 
 # the most blocks that are made before a token comes: 131,072 tokens, 0.8 GB for Flash
 BLOCKS_AT_ONCE = 1024
@@ -74,9 +75,10 @@ class Schedule:
         decodes = longest is not None and captures(torch.device(device))
         self.preparing = Preparing(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=slots + decodes, device=device)
+        self._workspace = Workspace()
         self._decoder: Decoder | None = None
         if longest is not None and decodes:
-            self._decoder = Decoder(model, self.cache, longest)
+            self._decoder = Decoder(model, self.cache, longest, self._workspace)
             self.lengthen(longest)
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream] = []
@@ -128,7 +130,7 @@ class Schedule:
     def step(self) -> tuple[list[Chunk], torch.Tensor]:
         """Runs the next chunks: what ran, and the streams [T, N, D] after the last layer."""
         chunks = self._next_chunks()
-        with self._threads(chunks):
+        with self._threads(chunks), self._workspace.current():
             return chunks, self._streams_of(chunks)
 
     @torch.no_grad()
@@ -138,7 +140,7 @@ class Schedule:
         The next call may overwrite them.
         """
         chunks = self._next_chunks()
-        with self._threads(chunks), self.preparing:
+        with self._threads(chunks), self.preparing, self._workspace.current():
             return self._logits(chunks)
 
     def _threads(self, chunks: list[Chunk]) -> AbstractContextManager[None]:
