@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.model import attention as engine_attention
-from dsv4cli.engine.model import batch as engine_batch
 from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime import cache as engine_cache
+from dsv4cli.engine.runtime import prepare
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.attention import ref as attention
 from dsv4cli.kernels.block_scale import ref as block_scale
@@ -167,7 +167,7 @@ MUTATIONS = {
     ),
     "overlap dropped at chunk borders": Mutation(engine_attention, "compress_both", overlap_dropped, in_prefill=False),
     "ring written before read": Mutation(Attention, "forward", written_before_read, in_prefill=False),
-    "long chunks read in the rings": Mutation(engine_batch, "place", always_in_rings),
+    "long chunks read in the rings": Mutation(prepare, "place", always_in_rings),
     "window one short": Mutation(places, "window_index", window_one_short),
     "HC matrix transposed": Mutation(
         hyper, "connect_post", lambda right: lambda x, streams, post, comb: right(x, streams, post, comb.mT)
