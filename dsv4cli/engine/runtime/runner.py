@@ -20,6 +20,7 @@ from dsv4cli.engine.runtime.request import Request, RowScores
 from dsv4cli.engine.runtime.scheduler import Chunk, Scheduler
 from dsv4cli.engine.system.device import step_memory, step_threads
 from dsv4cli.errors import NotEnoughMemory
+from dsv4cli.kernels.workspace import Workspace
 
 # the most blocks that are made before a token comes: 131,072 tokens, 0.8 GB for Flash
 BLOCKS_AT_ONCE = 1024
@@ -67,8 +68,9 @@ class Runner:
         self.prefixes = Prefixes(self.cache, capacity.snapshots) if capacity.snapshots else None
         self.graphs: GraphRunner | None = None
         self._torn = False
+        self._workspace = Workspace()
         if graphs and capacity.longest is not None:
-            self.graphs = GraphRunner(model, self.cache, capacity.longest)
+            self.graphs = GraphRunner(model, self.cache, capacity.longest, self._workspace)
             self._provide(capacity.longest)
 
     def add(self, request: Request) -> None:
@@ -93,7 +95,8 @@ class Runner:
         for scored rows that are not finite."""
         with self._whole(), step_memory(self.cache.device):
             chunks = self.scheduler.chunks()
-            with step_threads(sum(chunk.tokens for chunk in chunks), self._weights), self.preparing:
+            threads = step_threads(sum(chunk.tokens for chunk in chunks), self._weights)
+            with threads, self.preparing, self._workspace.current():
                 ran = self._compute(chunks)
             if self.prefixes is not None and any(chunk.end in chunk.request.keep for chunk in chunks):
                 self.prefixes.mark()

@@ -6,7 +6,7 @@ and the recorded nets of the tests come out three times as far from their record
 """
 
 from collections.abc import Sequence
-from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, e8m0_values
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.workspace import words
 
 # the most tokens: those of one tile
 MOST = 64
@@ -25,7 +26,7 @@ MOST = 64
 OWN = 16
 # columns of a step, which is one block of FP8 scales
 _STEP = tl.constexpr(128)
-# tiles of a launch that several programs share: `tile_shape` splits no more than 512, and each product may end with one
+# tiles of a launch that several programs share: `swap_tiles` splits no more than 512, and each product may end with one
 _MOST_SHARED = 1024
 
 
@@ -38,12 +39,10 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.shape[1] == 1 or weight.shape[0] // x.shape[1] % 128 == 0
 
 
-def multiply(
-    x: torch.Tensor, products: Sequence[Product], results: list[torch.Tensor], shape: tuple[int, int, int, int]
-) -> None:
-    """x bf16 [T, G, K] times each weight FP8 or bf16 [G * N, K] into its result [T, G, N]; shape as of `tile_shape`."""
+def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.Tensor], tiles: "SwapTiles") -> None:
+    """x bf16 [T, G, K] times each weight FP8 or bf16 [G * N, K] into its result [T, G, N]."""
     tokens, groups, width = x.shape
-    rows, splits, stages, warps = shape
+    rows, splits, stages, warps = tiles
     numbers = tuple(y.shape[-1] for y in results)
     starts = [0]
     for n in numbers:
@@ -51,28 +50,39 @@ def multiply(
     columns = max(16, triton.next_power_of_2(tokens))
     parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, columns, device=x.device)
     coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
-    _swapped[(starts[-1], groups, splits)](
+    _swap_ab[(starts[-1], groups, splits)](
         x, coded, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
-        _arrived(x.device), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
+        words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
         tuple(p.rounded for p in products), triton.cdiv(triton.cdiv(width, _STEP.value), splits), rows, columns, splits,
         stages, num_warps=warps, **overlap(x),
     )  # fmt: skip
 
 
-def tile_shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, int, int]:
-    """Rows of a tile, programs that share one, stages and warps: the fastest of those measured on an H200."""
+class SwapTiles(NamedTuple):
+    """Rows of a tile, programs that share one, stages and warps."""
+
+    rows: int
+    splits: int
+    stages: int
+    warps: int
+
+
+def swap_tiles(x: torch.Tensor, products: Sequence[Product]) -> SwapTiles:
+    """The fastest of those measured on an H200."""
     tokens, steps = x.shape[0], triton.cdiv(x.shape[2], _STEP.value)
     coded = [p.scale is not None for p in products]
     tiles = sum(triton.cdiv(p.weight.shape[0], 128) for p in products)
     if tokens <= OWN and any(coded) and tiles * steps >= 1024:
-        return 128, _splits(tiles, 256, steps // 4 if steps > 8 else 1), 3 if all(coded) else 2, 8
+        splits = _splits(tiles, 256, steps // 4 if steps > 8 else 1)
+        return SwapTiles(128, splits, 3 if all(coded) else 2, 8)
     if tokens > 32 and coded == [True] and tiles * steps >= 1024:
-        return 128, _splits(tiles, 128, steps // 4), 3, 8
+        return SwapTiles(128, _splits(tiles, 128, steps // 4), 3, 8)
     if tokens > 32 and any(coded) and not all(coded):
         rows, warps = (128, 8) if tiles > 24 else (64, 4)
-        return rows, _splits(tiles * (128 // rows), 128, steps // 8), 3, warps
+        return SwapTiles(rows, _splits(tiles * (128 // rows), 128, steps // 8), 3, warps)
     splits = _splits(2 * tiles, 512, steps // 8)
-    return 64, splits if 2 * tiles * splits >= 256 else _splits(2 * tiles, 256, steps // 4), 3, 4
+    splits = splits if 2 * tiles * splits >= 256 else _splits(2 * tiles, 256, steps // 4)
+    return SwapTiles(64, splits, 3, 4)
 
 
 def _splits(tiles: int, programs: int, most: int) -> int:
@@ -83,21 +93,15 @@ def _splits(tiles: int, programs: int, most: int) -> int:
     return splits
 
 
-@cache
-def _arrived(device: torch.device) -> torch.Tensor:
-    """For each shared tile, how many of its programs are done: 0 between launches, which follow one another."""
-    return torch.zeros(_MOST_SHARED, dtype=torch.int32, device=device)
-
-
 @triton.jit(do_not_specialize=["tokens"])
-def _swapped(
+def _swap_ab(
     x,  # [tokens, G, K]
     coded,  # contiguous [tokens, K]: x rounded, where programs do not round it
     weights,  # of each product [G * N, K]
     scales,
     ys,  # [tokens, G, N]
     parts,  # [G, tiles, SPLITS, BN, BT] fp32
-    arrived,
+    arrived,  # int32 [_MOST_SHARED], zeros: of each shared tile, how many of its programs are done
     tokens,
     x_row,
     x_group,
