@@ -85,6 +85,8 @@ def complaints(text: str, own: str | None = None) -> list[str]:
         if PROGRAM.match(start) or inline:
             for stage in stages(f"dsv4 {start}" if inline else start):
                 found += [f"{line.text}: {wrong}" for wrong in wrong_about(stage, line.complete)]
+            remark = re.findall(r"--\w[\w-]*", start.partition(" # ")[2])
+            found += [f"{option} in a remark" for option in remark if option not in known_options(None)]
         elif not line.complete and re.match(r"--\w", start):
             option = re.split(r"[ =]", start)[0]
             found += [] if option in known_options(own) else [f"{option}: no such option of {own or 'any command'}"]
@@ -120,7 +122,7 @@ def wrong_about_ours(words: list[str], complete: bool) -> Iterator[str]:
             return
         group = group.commands[words.pop(0)]
     try:
-        context = group.make_context(group.name, list(words))
+        context = group.make_context(group.name, list(words), help_option_names=["-h", "--help"])
         for parameter in group.params:
             check_form(parameter, context.params.get(parameter.name))
     except typer.Exit:  # it showed its version or its help

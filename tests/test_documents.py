@@ -1,5 +1,6 @@
 """The documents say what is so: command lines parse, transcripts are as shown, links and paths lead somewhere."""
 
+import json
 import re
 
 import pytest
@@ -11,8 +12,8 @@ from tests.program import ROOT, Program, command
 COMMANDS = {name for name, one in command(cli.app).commands.items() if not one.hidden}
 PAPERS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in documents()}
 # more than a second on two cores that others use too
-LONG = ("--think high", "--messages weather.json", "| dsv4 chat")
-REWRITTEN = "CONTRIBUTING.md gets its section From a command to logits, and its table of packages"
+LONG = ("--think high", "--messages weather.json", "| dsv4 chat", "random:flash --fit")
+UNWRITTEN = "CONTRIBUTING.md#from-a-command-to-logits"
 MOST_LINES, WIDEST = 150, 120
 
 
@@ -67,10 +68,11 @@ def test_a_transcript_is_what_the_program_prints(steps, program, folder):
         assert re.fullmatch(pattern(rest), done.out), f"{line}\n{done.out}"
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", [*PAPERS, "CONTRIBUTING.md"])
 def test_every_command_line_can_be_typed(name):
     own = name.removeprefix("docs/").removesuffix(".md")
-    assert complaints(PAPERS[name], own if own in COMMANDS else None) == []
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert complaints(text, own if own in COMMANDS else None) == []
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,7 @@ def test_every_command_line_can_be_typed(name):
         ("```\npython -m tools.forgotten\n```", "there is no tools/forgotten.py"),
         ("```\nmake tea\n```", "no target tea"),
         ("```\n→ dsv4 inspect flash --fits\n```", "--fits"),
+        ("```\ndsv4 inspect flash --fit # or --gpu 24GB\n```", "--gpu"),
     ],
 )
 def test_a_command_line_that_cannot_be_typed_is_found(text, complaint):
@@ -107,7 +110,7 @@ def test_a_command_line_that_cannot_be_typed_is_found(text, complaint):
     "text",
     [
         "`dsv4 inspect`, `run --messages`, `convert SRC DST --to bf16`, `--host-memory SIZE`",
-        "```\nprintf 'a\\n' | dsv4 chat --tp 2   # it's a comment\ndsv4 run --help\ndsv4 run …\ndsv4\n```",
+        "```\nprintf 'a\\n' | dsv4 chat --tp 2   # it's a comment\ndsv4 run -h\ndsv4 run …\ndsv4\n```",
         "```python\ndsv4 run --wrong\n```",
     ],
 )
@@ -120,19 +123,18 @@ def test_a_document_knows_only_the_options_of_its_command():
     assert len(complaints("`--think-budget 9`", "run")) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.xfail(reason=REWRITTEN)] if name in ("README.md", "CONTRIBUTING.md") else []
-        )
-        for name in (*PAPERS, "CONTRIBUTING.md", "CHANGELOG.md")
-    ],
-)
+@pytest.mark.parametrize("name", [*PAPERS, "CHANGELOG.md"])
 def test_links_and_paths_lead_somewhere(name):
-    assert lost_links(ROOT / name) == []
+    assert [link for link in lost_links(ROOT / name) if link != UNWRITTEN] == []
     if name != "CHANGELOG.md":  # what it names was there then
         assert lost_paths((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.xfail(reason="CONTRIBUTING.md gets that section, and a table of packages instead of files")
+def test_links_and_paths_of_contributing_lead_somewhere():
+    assert UNWRITTEN not in lost_links(ROOT / "README.md")
+    assert lost_links(ROOT / "CONTRIBUTING.md") == []
+    assert lost_paths((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")) == []
 
 
 def test_a_path_that_leads_nowhere_is_found(tmp_path):
@@ -143,6 +145,25 @@ def test_a_path_that_leads_nowhere_is_found(tmp_path):
     assert lost_paths("```\ndsv4 inspect tests/golden/tiny-flush\n```") == ["tests/golden/tiny-flush"]
     (tmp_path / "a.md").write_text("# One thing\n[a](#one-thing) [b](#two) [c](b.md) [d](https://x.y)", "utf-8")
     assert lost_links(tmp_path / "a.md") == ["#two", "b.md"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "Hi", "--max-tokens", "1", "--logprobs", "1", "--json"),
+        ("run", "--show-prompt", "Hi", "--json"),
+        ("inspect", "nano", "--fit", "--json"),
+        ("convert", "nano", "OUT", "--to", "bf16", "--dry-run", "--json"),
+        ("convert", "nano", "OUT", "--to", "bf16", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_the_keys_of_a_json_document_are_listed(arguments, program, folder):
+    done = program(*arguments)
+    assert done.code == 0, done.err
+    found = [json.loads(line) for line in done.out.splitlines()]
+    keys = {key for one in found for part in (one, one.get("fit") or {}) for key in part}
+    assert [key for key in sorted(keys) if f"`{key}`" not in PAPERS[f"docs/{arguments[0]}.md"]] == []
 
 
 def test_every_command_has_a_document():
