@@ -171,7 +171,7 @@ def known_options(own: str | None) -> set[str]:
     """The options of a command, or of all of them."""
     groups = [command(cli.app).commands[own]] if own else list(command(cli.app).commands.values())
     commands = [one for group in groups for one in (group, *getattr(group, "commands", {}).values())]
-    return {option for one in commands for parameter in one.params for option in parameter.opts}
+    return {"--help", *(option for one in commands for parameter in one.params for option in parameter.opts)}
 
 
 @cache
