@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dsv4cli.api import Model, Reply, Score
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Model", "Reply", "Score", "__version__"]
 
 

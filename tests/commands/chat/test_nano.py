@@ -1,4 +1,4 @@
-"""The conversation with nano that the README shows: thinking, an undo, a tool call."""
+"""The conversation with nano that docs/chat.md shows: thinking, an undo, a tool call."""
 
 import re
 
@@ -10,15 +10,15 @@ COMMAND = "$ dsv4 chat --tools price.json\n"
 MEASURED = re.compile(r"\d+\.\d+(?= (s|tokens/s|GB/s)\b)")
 
 
-def shown_in_the_readme():
-    """The file of tools and the terminal from the command on, as the README has them."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def shown_in_the_document():
+    """The file of tools and the terminal from the command on, as docs/chat.md has them."""
+    text = (ROOT / "docs/chat.md").read_text(encoding="utf-8")
     before, _, behind = text.partition(COMMAND)
     return before.rpartition("$ cat price.json\n")[2], behind.partition("```")[0]
 
 
-def test_the_conversation_of_the_readme(tmp_path):
-    tools, session = shown_in_the_readme()
+def test_the_conversation_of_the_document(tmp_path):
+    tools, session = shown_in_the_document()
     (tmp_path / "price.json").write_text(tools, encoding="utf-8")
     one = Terminal("chat", "--tools", str(tmp_path / "price.json"), TERM="dumb", XDG_STATE_HOME=str(tmp_path))
     for line in re.findall(r"^> (.*)$", session, re.MULTILINE):

@@ -1,0 +1,184 @@
+"""The documents say what is so: command lines parse, transcripts are as shown, links and paths lead somewhere."""
+
+import json
+import re
+
+import pytest
+
+from dsv4cli import cli
+from tests.documents import FENCE, complaints, documents, lost_links, lost_paths, stages
+from tests.program import ROOT, Program, command
+
+COMMANDS = {name for name, one in command(cli.app).commands.items() if not one.hidden}
+PAPERS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in documents()}
+# more than a second on two cores that others use too
+LONG = ("--think high", "--messages weather.json", "| dsv4 chat", "random:flash --fit")
+UNWRITTEN = "CONTRIBUTING.md#from-a-command-to-logits"
+MOST_LINES, WIDEST = 150, 120
+
+
+def shown():
+    """The blocks of the documents that show what `dsv4` prints, less conversations, which have a test of their own."""
+    for name, text in PAPERS.items():
+        for number, (_, body) in enumerate(FENCE.findall(text)):
+            # ["$ command", what it shows, ...]
+            steps = re.split(r"^(\$ .*)\n", body, flags=re.MULTILINE)[1:]
+            if any("dsv4 " in step for step in steps[::2]) and "\n> " not in body:
+                marks = [pytest.mark.slow] if any(words in body for words in LONG) else []
+                yield pytest.param(list(zip(steps[::2], steps[1::2], strict=True)), id=f"{name}-{number}", marks=marks)
+
+
+def pattern(text):
+    """… alone on its line stands for any lines, elsewhere for any text of that line."""
+    escaped = "".join(r"(?:.*\n)*" if line == "…\n" else re.escape(line) for line in text.splitlines(keepends=True))
+    return escaped.replace("…", ".*")
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    return Program(monkeypatch, capsys)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where a reader would be: in the clone, and with a home of his own."""
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("steps", [*shown()])
+def test_a_transcript_is_what_the_program_prints(steps, program, folder):
+    for line, output in steps:
+        *before, words = stages(line.removeprefix("$ "))
+        if words[0] == "cat":
+            (folder / words[1]).write_text(output, encoding="utf-8")
+            continue
+        typed = b""
+        for stage in before:
+            assert stage[0] == "printf"
+            typed = stage[1].encode().decode("unicode_escape").encode()
+        assert words[0] == "dsv4"
+        done = program(*words[1:], stdin=typed if before else None)
+        assert done.code == 0, done.err
+        # what a terminal shows of both streams; what is not on stderr must be all of stdout
+        said = done.err.splitlines()
+        rest = "".join(one for one in output.splitlines(keepends=True) if one.rstrip("\n") not in said)
+        assert re.fullmatch(pattern(rest), done.out), f"{line}\n{done.out}"
+
+
+@pytest.mark.parametrize("name", [*PAPERS, "CONTRIBUTING.md"])
+def test_every_command_line_can_be_typed(name):
+    own = name.removeprefix("docs/").removesuffix(".md")
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert complaints(text, own if own in COMMANDS else None) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('```\ndsv4 run "Hi" --temprature 0\n```', "--temprature"),
+        ("```\ngit diff | dsv4 run - --modle flash > out.txt\n```", "--modle"),
+        ("```\ndsv4 upload flash\n```", "no command upload"),
+        ("```\nHF_HUB_OFFLINE=1 dsv4 profile layers\n```", "no command layers"),
+        ("`dsv4 convert A B --to gguf`", "gguf"),
+        ("`run --think hard`", "hard"),
+        ("`--tempo 3`", "--tempo"),
+        ("```\ndsv4 run Hi --tp two\n```", "two"),
+        ("```\ndsv4 run Hi --gpu-memory 12\n```", "no size"),
+        ("```\ndsv4 convert A B --to mp --shard 3of4\n```", "no part"),
+        ("```\ndsv4 inspect flash --fit --gpus many\n```", "many"),
+        ("```\ndsv4 download flash --only weight\n```", "weight"),
+        ("```\ndsv4 run --model random:flash,depth=3\n```", "depth"),
+        ("```\ndsv4 inspect\n```", "Missing parameter"),
+        ("```\npython3 -m dsv4cli run Hi --wrong\n```", "--wrong"),
+        ("```\ntorchrun --nproc-per-node 2 -m dsv4cli \\\n  run Hi --wrong\n```", "--wrong"),
+        ("```\npython -m tests.benchmarks.decode_speed --length 9\n```", "no --length"),
+        ("```\npython -m tools.forgotten\n```", "there is no tools/forgotten.py"),
+        ("```\nmake tea\n```", "no target tea"),
+        ("```\n→ dsv4 inspect flash --fits\n```", "--fits"),
+        ("```\ndsv4 inspect flash --fit # or --gpu 24GB\n```", "--gpu"),
+    ],
+)
+def test_a_command_line_that_cannot_be_typed_is_found(text, complaint):
+    [found] = complaints(text)
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`dsv4 inspect`, `run --messages`, `convert SRC DST --to bf16`, `--host-memory SIZE`",
+        "```\nprintf 'a\\n' | dsv4 chat --tp 2   # it's a comment\ndsv4 run -h\ndsv4 run …\ndsv4\n```",
+        "```python\ndsv4 run --wrong\n```",
+    ],
+)
+def test_what_can_be_typed_is_left_alone(text):
+    assert complaints(text) == []
+
+
+def test_a_document_knows_only_the_options_of_its_command():
+    assert complaints("`--think-budget 9`", "chat") == []
+    assert len(complaints("`--think-budget 9`", "run")) == 1
+
+
+@pytest.mark.parametrize("name", [*PAPERS, "CHANGELOG.md"])
+def test_links_and_paths_lead_somewhere(name):
+    assert [link for link in lost_links(ROOT / name) if link != UNWRITTEN] == []
+    if name != "CHANGELOG.md":  # what it names was there then
+        assert lost_paths((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.xfail(reason="CONTRIBUTING.md gets that section, and a table of packages instead of files")
+def test_links_and_paths_of_contributing_lead_somewhere():
+    assert UNWRITTEN not in lost_links(ROOT / "README.md")
+    assert lost_links(ROOT / "CONTRIBUTING.md") == []
+    assert lost_paths((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")) == []
+
+
+def test_a_path_that_leads_nowhere_is_found(tmp_path):
+    assert lost_paths("`engine/nothing.py`, `nothing.py`, `cli.py`, `kernels/<family>/ref.py`") == [
+        "engine/nothing.py",
+        "nothing.py",
+    ]
+    assert lost_paths("```\ndsv4 inspect tests/golden/tiny-flush\n```") == ["tests/golden/tiny-flush"]
+    (tmp_path / "a.md").write_text("# One thing\n[a](#one-thing) [b](#two) [c](b.md) [d](https://x.y)", "utf-8")
+    assert lost_links(tmp_path / "a.md") == ["#two", "b.md"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "Hi", "--max-tokens", "1", "--logprobs", "1", "--json"),
+        ("run", "--show-prompt", "Hi", "--json"),
+        ("inspect", "nano", "--fit", "--json"),
+        ("convert", "nano", "OUT", "--to", "bf16", "--dry-run", "--json"),
+        ("convert", "nano", "OUT", "--to", "bf16", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_the_keys_of_a_json_document_are_listed(arguments, program, folder):
+    done = program(*arguments)
+    assert done.code == 0, done.err
+    found = [json.loads(line) for line in done.out.splitlines()]
+    keys = {key for one in found for part in (one, one.get("fit") or {}) for key in part}
+    assert [key for key in sorted(keys) if f"`{key}`" not in PAPERS[f"docs/{arguments[0]}.md"]] == []
+
+
+def test_every_command_has_a_document():
+    assert {name.removeprefix("docs/").removesuffix(".md") for name in PAPERS} >= COMMANDS
+    assert all(f"(docs/{name}.md)" in PAPERS["README.md"] for name in COMMANDS)
+
+
+def test_the_readme_fits_a_page():
+    lines = PAPERS["README.md"].splitlines()
+    assert len(lines) <= MOST_LINES
+    assert [line for line in lines if len(line) > WIDEST] == []
+
+
+def test_the_changelog_has_a_line_an_entry():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert f"## {cli.__version__} (" in "\n".join(lines)
+    assert {line for line in lines if line.startswith("### ")} == {"### Added", "### Changed", "### Fixed"}
+    assert [line for line in lines[3:] if len(line) > WIDEST or not re.match(r"(#+|-|\*\*.*\*\*$) ?|$", line)] == []
