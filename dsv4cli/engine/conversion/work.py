@@ -35,12 +35,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class FileDone:
-    """An output file that is complete under its final name. resumed: it was there before."""
+    """An output file that is complete under its final name. resumed: it was there before. written: bytes of this run
+    alone."""
 
     name: str
     nbytes: int
     tensors: int
     resumed: bool
+    written: int
 
 
 def carry_out(
@@ -57,10 +59,12 @@ def carry_out(
     A file grows inside the journal's folder and is hashed as it grows; what is left to hash then waits for no other
     file. It gets its final name when all its bytes are synced and hashed; one that is there must have the hash in the
     journal. Raises what reading and recoding raise; the journal then holds what has been written. Raises UnsoundResult
-    for a file that has changed.
+    for a file that has changed. progress: gets the bytes that are there and all that will be, first those that an
+    earlier run has written.
     """
     files = tuple(files)
-    tally = _Tally(sum(file.nbytes for file in files), progress)
+    there = {file.name: _bytes_there(file, output, journal) for file in files}
+    tally = _Tally(sum(file.nbytes for file in files), sum(there.values()), progress)
     with _one_thread_each(), ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(1) as committer:
         room = Room(waiting_bytes(recoder.device, workers))
         writer = _FileWriter(recoder, journal, pool, committer, tally, room)
@@ -69,19 +73,36 @@ def carry_out(
         try:
             for file in files:
                 path, temporary = output / file.name, output / UNFINISHED / file.name
-                resumed = path.exists() and file.name in journal.hashes
+                resumed = _is_complete(path, journal)
                 if resumed:
-                    tally.add(file.nbytes)
                     task = pool.submit(_check, path, journal, stop)
                 else:
                     task = pool.submit(_complete, path, writer.write(file, temporary), journal, stop)
-                ending.append((FileDone(file.name, file.nbytes, len(file.keys), resumed), task))
+                written = file.nbytes - there[file.name]
+                ending.append((FileDone(file.name, file.nbytes, len(file.keys), resumed, written), task))
                 while ending and ending[0][1].done():
                     yield _ended(*ending.popleft())
             while ending:
                 yield _ended(*ending.popleft())
         finally:
             stop.set()
+
+
+def _is_complete(path: Path, journal: Journal) -> bool:
+    return path.exists() and path.name in journal.hashes
+
+
+def _batches_there(file: FilePlan, temporary: Path, journal: Journal) -> int:
+    """How many batches of an unfinished file an earlier run has written; none where somebody removed it."""
+    return journal.batches.get(file.name, 0) if temporary.exists() else 0
+
+
+def _bytes_there(file: FilePlan, output: Path, journal: Journal) -> int:
+    """Bytes of a file that need not be written."""
+    if _is_complete(output / file.name, journal):
+        return file.nbytes
+    done = file.batches[: _batches_there(file, output / UNFINISHED / file.name, journal)]
+    return sum(item.nbytes for batch in done for item in batch)
 
 
 def _complete(path: Path, written: HashedFile, journal: Journal, stop: threading.Event) -> None:
@@ -115,8 +136,8 @@ def _one_thread_each() -> Iterator[None]:
 class _Tally:
     """Bytes done, told to the caller of carry_out."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total, self.done, self.progress = total, 0, progress
+    def __init__(self, total: int, done: int, progress: Progress | None) -> None:
+        self.total, self.done, self.progress = total, done, progress
         self.lock = threading.Lock()
         self.add(0)
 
@@ -140,17 +161,15 @@ class _FileWriter:
 
     def write(self, file: FilePlan, temporary: Path) -> HashedFile:
         """The file with all its bytes synced; the caller closes it."""
-        done = self.journal.batches.get(file.name, 0)
-        if done and not temporary.exists():
-            # somebody removed it
-            done = 0
+        done = _batches_there(file, temporary, self.journal)
+        if done != self.journal.batches.get(file.name, done):
             self.journal.record(file.name, done)
         written = HashedFile(temporary, file.nbytes, self.room)
         try:
             written.write(memoryview(file.header), 0)
             left = (slot.offset for batch in file.batches[done:] for item in batch for slot in item.slots)
             written.has(len(file.header), min(left, default=file.nbytes))
-            self.tally.add(len(file.header) + sum(item.nbytes for batch in file.batches[:done] for item in batch))
+            self.tally.add(len(file.header))
             self._batches(file, written, done)
             os.fsync(written.descriptor)
         except BaseException:
