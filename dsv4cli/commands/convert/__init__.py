@@ -260,7 +260,7 @@ def _summary(
     out: Output, conversion: "Conversion", files: "list[FileDone]", seconds: float, found: "Verification | None"
 ) -> None:
     nbytes, part = sum(file.nbytes for file in files), conversion.part
-    written = sum(file.nbytes for file in files if not file.resumed)
+    written = sum(file.written for file in files)
     if out.as_json:
         out.record(
             {

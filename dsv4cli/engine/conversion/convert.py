@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,14 +14,16 @@ from dsv4cli.engine.checkpoint.headers import UNFINISHED, scan_checkpoint
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
 from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.conversion.finish import assemble, assembled, clear
+from dsv4cli.engine.conversion.hashed_file import write_all
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Journal, Part, Verdict, write_file
 from dsv4cli.engine.conversion.manifest import CHECKS, MANIFEST, Manifest, read_manifest
+from dsv4cli.engine.conversion.plan import chunks
 from dsv4cli.engine.conversion.recode import Recoder
 from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
-from dsv4cli.engine.conversion.work import FileDone, carry_out, step_bytes, write_item
+from dsv4cli.engine.conversion.work import FileDone, carry_out, step_bytes, write_rows
 from dsv4cli.errors import CheckpointError, UnsoundResult
 from dsv4cli.harmless import shell_word
 
@@ -193,7 +196,8 @@ def trial(conversion: Conversion, device: torch.device, workers: int) -> float:
             recoder = Recoder(source, conversion.specs, conversion.source_name, device)
             started, written = time.monotonic(), 0
             for item in items[:: max(len(items) // 64, 1)]:
-                written += sum(write_item(item, recoder, nowhere, step_bytes(device)))
+                steps = chunks(item, step_bytes(device))
+                written += sum(write_rows(item, recoder.recipe(item.matrix), steps, partial(write_all, nowhere)))
                 if time.monotonic() - started > TRIAL:
                     break
             return workers * written / (time.monotonic() - started)

@@ -21,7 +21,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.conversion.copies import Copy
 from dsv4cli.engine.conversion.journal import Part, Times
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
-from dsv4cli.engine.conversion.plan import FilePlan, plan_files, stored_bytes
+from dsv4cli.engine.conversion.plan import ORDER, FilePlan, plan_files, stored_bytes
 from dsv4cli.engine.conversion.room import free_bytes, told_apart
 from dsv4cli.engine.conversion.selection import Selection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
@@ -206,6 +206,7 @@ class Conversion:
             "dsv4": __version__,
             "source": self._fingerprint(),
             "parts": self.part.count,
+            "order": ORDER,
             "files": files,
             "metadata": metadata | dict(self.texts),
             "index": self.index(),
@@ -246,8 +247,8 @@ class Conversion:
 
 
 def job_of(plan: Mapping[str, Any], times: Times) -> str:
-    """A hash of a plan and the times of its source; equal for all parts of a job."""
-    shared = {key: value for key, value in plan.items() if key not in ("parts", "dsv4")}
+    """A hash of a plan and the times of its source; equal for all parts of a job, whatever the way it was done."""
+    shared = {key: value for key, value in plan.items() if key not in ("parts", "dsv4", "order")}
     return hashlib.sha256(json.dumps([shared, times], sort_keys=True).encode()).hexdigest()
 
 

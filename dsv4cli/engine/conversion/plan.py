@@ -11,8 +11,11 @@ from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
 from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, Place, stored_table
 from dsv4cli.kernels.formats import FP8_BLOCK
 
-# output bytes between two lines of the journal: what an interruption costs at most, a few seconds of writing
-BATCH = 1 << 30
+# output bytes between two lines of the journal, which are synced while the next are written: what an interruption costs
+# at most, and what the end of a file waits for
+BATCH = 1 << 28
+# in what order the work of a file is done: a journal of another one cannot be continued
+ORDER = "by offset, 256 MiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Item:
-    """A matrix with its scales, or what one file holds of it. rows: of the weight, begin and end. nbytes: written."""
+    """A matrix with its scales, or what one file holds of it. rows: of the weight, begin and end. slots: the weight's
+    first. nbytes: written."""
 
     matrix: str
     rows: tuple[int, int]
@@ -38,7 +42,8 @@ class Item:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One output file. keys: its tensors under the names in the file. batches: its work, to be done in order."""
+    """One output file. keys: its tensors under the names in the file. batches: its work, to be done in order; by
+    their weights the items are in the order of the file."""
 
     name: str
     header: bytes
@@ -117,7 +122,10 @@ class _Writer:
 
     def plan(self, naming: Naming, parts: Mapping[str, Mapping[Role, TensorSpec]]) -> FilePlan:
         items = (self._item(naming, matrix, roles) for matrix, roles in parts.items())
-        batches = tuple(_batches(item for item in items if item is not None))
+        # from the first byte of the file to the last, which is the order of its hash; but nvfp4 and mp have scales of
+        # all matrices before the first weight: their hash begins when the last matrix is written
+        ordered = sorted((item for item in items if item is not None), key=lambda item: item.slots[0].offset)
+        batches = tuple(_batches(ordered))
         return FilePlan(self.name, self.header, self.nbytes, self.keys, batches)
 
     def _item(self, naming: Naming, matrix: str, roles: Mapping[Role, TensorSpec]) -> Item | None:

@@ -74,6 +74,11 @@ class Recipe:
         """The storage format in the target."""
         return form_of(self.roles["weight"])
 
+    @property
+    def shares(self) -> bool:
+        """Whether rows need what is found in the whole matrix; this recipe keeps it."""
+        return self.target == "nvfp4"
+
     def rows(self, begin: int, end: int) -> dict[Role, Raw]:
         """The parts of the target for rows [begin, end) of the weight, as stored; a scale that the whole matrix shares
         comes with every piece.
@@ -107,7 +112,7 @@ class Recipe:
         return tensor.view(TORCH_VIEWS[dtype]) if dtype in TORCH_VIEWS else tensor
 
     def _recode(self, tensors: Tensors, row0: int) -> Tensors:
-        shared = self._shared_scale if self.target == "nvfp4" else None
+        shared = self._shared_scale if self.shares else None
         with self._refusing(row0):
             return change(self.form, self.target, tensors, shared)
 

@@ -5,8 +5,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -16,15 +17,17 @@ import torch
 from dsv4cli.engine.checkpoint.headers import UNFINISHED
 from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
 from dsv4cli.engine.checkpoint.values import Raw
+from dsv4cli.engine.conversion.hashed_file import HashedFile, Room
 from dsv4cli.engine.conversion.journal import Journal
 from dsv4cli.engine.conversion.manifest import changed, hash_file
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
-from dsv4cli.engine.conversion.recode import Recoder
+from dsv4cli.engine.conversion.recode import Recipe, Recoder
 from dsv4cli.engine.system.atomic import publish
 
 # bytes written in one step of a worker: on a CPU its arrays stay in the second-level cache, on a GPU a step is worth
 # its transfers
 CPU_STEP, GPU_STEP = 1 << 20, 1 << 26
+SCALES = 1 << 24
 # an interpreter with PyTorch, its tables, and the plan of 70,000 tensors, measured
 BASE_MEMORY = 600 * 10**6
 Progress = Callable[[int, int], None]
@@ -32,12 +35,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class FileDone:
-    """An output file that is complete under its final name. resumed: it was there before."""
+    """An output file that is complete under its final name. resumed: it was there before. written: bytes of this run
+    alone."""
 
     name: str
     nbytes: int
     tensors: int
     resumed: bool
+    written: int
 
 
 def carry_out(
@@ -51,27 +56,30 @@ def carry_out(
 ) -> Iterator[FileDone]:
     """Writes the files, one after another, and yields each when it is complete; what the journal holds is kept.
 
-    A file grows inside the journal's folder and gets its final name when all its bytes are synced and hashed, which
-    happens while the next is written; one that is there must have the hash in the journal. Raises what reading and
-    recoding raise; the journal then holds what has been written. Raises UnsoundResult for a file that has changed.
+    A file grows inside the journal's folder and is hashed as it grows; what is left to hash then waits for no other
+    file. It gets its final name when all its bytes are synced and hashed; one that is there must have the hash in the
+    journal. Raises what reading and recoding raise; the journal then holds what has been written. Raises UnsoundResult
+    for a file that has changed. progress: gets the bytes that are there and all that will be, first those that an
+    earlier run has written.
     """
     files = tuple(files)
-    tally = _Tally(sum(file.nbytes for file in files), progress)
+    there = {file.name: _bytes_there(file, output, journal) for file in files}
+    tally = _Tally(sum(file.nbytes for file in files), sum(there.values()), progress)
     with _one_thread_each(), ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(1) as committer:
-        writer = _FileWriter(recoder, journal, pool, committer, tally)
+        room = Room(waiting_bytes(recoder.device, workers))
+        writer = _FileWriter(recoder, journal, pool, committer, tally, room)
         ending: deque[tuple[FileDone, Future[None]]] = deque()
         stop = threading.Event()
         try:
             for file in files:
                 path, temporary = output / file.name, output / UNFINISHED / file.name
-                resumed = path.exists() and file.name in journal.hashes
+                resumed = _is_complete(path, journal)
                 if resumed:
-                    tally.add(file.nbytes)
                     task = pool.submit(_check, path, journal, stop)
                 else:
-                    writer.write(file, temporary)
-                    task = pool.submit(_complete, path, temporary, journal, stop)
-                ending.append((FileDone(file.name, file.nbytes, len(file.keys), resumed), task))
+                    task = pool.submit(_complete, path, writer.write(file, temporary), journal, stop)
+                written = file.nbytes - there[file.name]
+                ending.append((FileDone(file.name, file.nbytes, len(file.keys), resumed, written), task))
                 while ending and ending[0][1].done():
                     yield _ended(*ending.popleft())
             while ending:
@@ -80,10 +88,28 @@ def carry_out(
             stop.set()
 
 
-def _complete(path: Path, temporary: Path, journal: Journal, stop: threading.Event) -> None:
+def _is_complete(path: Path, journal: Journal) -> bool:
+    return path.exists() and path.name in journal.hashes
+
+
+def _batches_there(file: FilePlan, temporary: Path, journal: Journal) -> int:
+    """How many batches of an unfinished file an earlier run has written; none where somebody removed it."""
+    return journal.batches.get(file.name, 0) if temporary.exists() else 0
+
+
+def _bytes_there(file: FilePlan, output: Path, journal: Journal) -> int:
+    """Bytes of a file that need not be written."""
+    if _is_complete(output / file.name, journal):
+        return file.nbytes
+    done = file.batches[: _batches_there(file, output / UNFINISHED / file.name, journal)]
+    return sum(item.nbytes for batch in done for item in batch)
+
+
+def _complete(path: Path, written: HashedFile, journal: Journal, stop: threading.Event) -> None:
     """Gives a written file its name, with its hash in the journal before."""
-    journal.complete(path.name, hash_file(temporary, stop=stop))
-    publish(temporary, path)
+    with closing(written):
+        journal.complete(path.name, written.sha256(stop))
+    publish(written.path, path)
 
 
 def _check(path: Path, journal: Journal, stop: threading.Event) -> None:
@@ -110,8 +136,8 @@ def _one_thread_each() -> Iterator[None]:
 class _Tally:
     """Bytes done, told to the caller of carry_out."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total, self.done, self.progress = total, 0, progress
+    def __init__(self, total: int, done: int, progress: Progress | None) -> None:
+        self.total, self.done, self.progress = total, done, progress
         self.lock = threading.Lock()
         self.add(0)
 
@@ -131,33 +157,36 @@ class _FileWriter:
     pool: ThreadPoolExecutor
     committer: ThreadPoolExecutor
     tally: _Tally
+    room: Room
 
-    def write(self, file: FilePlan, temporary: Path) -> None:
-        done = self.journal.batches.get(file.name, 0)
-        if done and not temporary.exists():
-            # somebody removed it
-            done = 0
+    def write(self, file: FilePlan, temporary: Path) -> HashedFile:
+        """The file with all its bytes synced; the caller closes it."""
+        done = _batches_there(file, temporary, self.journal)
+        if done != self.journal.batches.get(file.name, done):
             self.journal.record(file.name, done)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
+        written = HashedFile(temporary, file.nbytes, self.room)
         try:
-            os.truncate(descriptor, file.nbytes)
-            write_all(descriptor, file.header, 0)
-            self.tally.add(len(file.header) + sum(item.nbytes for batch in file.batches[:done] for item in batch))
-            self._batches(file, descriptor, done)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            written.write(memoryview(file.header), 0)
+            left = (slot.offset for batch in file.batches[done:] for item in batch for slot in item.slots)
+            written.has(len(file.header), min(left, default=file.nbytes))
+            self.tally.add(len(file.header))
+            self._batches(file, written, done)
+            os.fsync(written.descriptor)
+        except BaseException:
+            written.close()
+            raise
+        return written
 
-    def _batches(self, file: FilePlan, descriptor: int, done: int) -> None:
+    def _batches(self, file: FilePlan, written: HashedFile, done: int) -> None:
         """The batches from number `done`; while one is synced, the next is written."""
         commits: list[Future[None]] = []
         try:
             for number in range(done, len(file.batches)):
-                self._run([self.pool.submit(self._item, item, descriptor) for item in file.batches[number]])
+                self._run([self.pool.submit(task) for task in self._tasks(file.batches[number], written)])
                 if commits:
                     commits.pop().result()
                 if number + 1 < len(file.batches):
-                    commits.append(self.committer.submit(self._commit, descriptor, file.name, number + 1))
+                    commits.append(self.committer.submit(self._commit, written.descriptor, file.name, number + 1))
         finally:
             # the descriptor is about to be closed
             wait(commits)
@@ -177,9 +206,18 @@ class _FileWriter:
         os.fdatasync(descriptor)
         self.journal.record(name, batches)
 
-    def _item(self, item: Item, descriptor: int) -> None:
-        for written in write_item(item, self.recoder, descriptor, step_bytes(self.recoder.device)):
-            self.tally.add(written)
+    def _tasks(self, batch: Iterable[Item], written: HashedFile) -> Iterator[Callable[[], None]]:
+        """Steps of work in the order of the file, so that what its hash needs next is made next."""
+        for item in batch:
+            recipe = self.recoder.recipe(item.matrix)
+            steps = list(chunks(item, step_bytes(self.recoder.device)))
+            # what the rows of a matrix share is found once, by one thread
+            for rows in [steps] if recipe.shares else [[step] for step in steps]:
+                yield partial(self._rows, item, recipe, rows, written)
+
+    def _rows(self, item: Item, recipe: Recipe, steps: Iterable[tuple[int, int]], written: HashedFile) -> None:
+        for nbytes in write_rows(item, recipe, steps, written.write):
+            self.tally.add(nbytes)
 
 
 def step_bytes(device: torch.device) -> int:
@@ -187,30 +225,38 @@ def step_bytes(device: torch.device) -> int:
     return CPU_STEP if device.type == "cpu" else GPU_STEP
 
 
+def waiting_bytes(device: torch.device, workers: int) -> int:
+    """Bytes written that wait in memory, at most, until those before them are hashed: some steps of each thread, and
+    the scales of a matrix, whose place is behind its weight."""
+    return 2 * workers * step_bytes(device) + SCALES
+
+
 def memory_bytes(matrices: Iterable[Mapping[Role, TensorSpec]], device: torch.device, workers: int) -> int:
     """What a conversion holds in memory at most, the interpreter and PyTorch included.
 
     Each thread has the pieces of one step in its forms: as read, widened to fp32 at most, as written. For nvfp4 it
-    reads two whole matrices before, to find the scale that they share.
+    reads two whole matrices before, to find the scale that they share. Beside the threads, pieces wait to be hashed.
     """
     whole = 0
     for roles in matrices:
         if "weight_scale_2" in roles:
             whole = max(whole, 2 * 4 * prod(roles["weight"].shape) * 2)
-    return BASE_MEMORY + workers * (whole + 16 * step_bytes(device))
+    return BASE_MEMORY + workers * (whole + 16 * step_bytes(device)) + waiting_bytes(device, workers)
 
 
-def write_item(item: Item, recoder: Recoder, descriptor: int, step: int) -> Iterator[int]:
-    """Reads, recodes and writes one item by rows; yields the bytes of each step."""
-    recipe = recoder.recipe(item.matrix)
-    for begin, end in chunks(item, step):
+def write_rows(
+    item: Item, recipe: Recipe, steps: Iterable[tuple[int, int]], write: Callable[[memoryview, int], int]
+) -> Iterator[int]:
+    """Reads, recodes and writes rows of one item, begin and end of each step; yields the bytes of each. write: bytes
+    to a place of the file."""
+    for begin, end in steps:
         arrays = recipe.rows(begin, end)
         written = 0
         for slot in item.slots:
             part = _part(arrays[slot.role], slot)
             # one number for the whole matrix is written once
             if part.ndim or begin == item.rows[0]:
-                written += write_all(descriptor, part, _offset(slot, item, begin, part))
+                written += write(part.reshape(-1).view(np.uint8).data, _offset(slot, item, begin, part))
         yield written
 
 
@@ -226,12 +272,3 @@ def _offset(slot: Slot, item: Item, begin: int, part: Raw) -> int:
     """Where the rows that start with the weight's row `begin` go in the file."""
     row = (begin - item.rows[0]) // slot.rows_each
     return slot.offset + row * (part.nbytes // len(part) if part.ndim else 0)
-
-
-def write_all(descriptor: int, content: Raw | bytes, offset: int) -> int:
-    """Writes all bytes at a place of a file; returns their number."""
-    view = content.reshape(-1).view(np.uint8).data if isinstance(content, np.ndarray) else memoryview(content)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done:], offset + done)
-    return done

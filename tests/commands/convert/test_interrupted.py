@@ -5,11 +5,15 @@ import os
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dsv4cli.commands import convert as commands
 from dsv4cli.engine.conversion import plan
+from dsv4cli.output import Output
 from tests.support import conversions, crashing, damage, synthetic
 from tests.support.conversions import convert, files
 
@@ -283,3 +287,32 @@ def wait_until_stopped(pid):
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_what_was_there_is_not_counted_as_written(source, calls, tmp_path, monkeypatch, small_batches, share):
+    """In the rate at the end, and in that of the bar, which begins with the bytes that are there."""
+    number, output, options = round(share * len(calls["transformers"])), tmp_path / "out", JOBS["transformers"]
+    assert happens("kill", number, source, output, *options) == -signal.SIGKILL
+    write, written, told, reports = os.pwrite, 0, [], []
+
+    def counted(descriptor, content, offset):
+        nonlocal written
+        written += len(content)
+        return write(descriptor, content, offset)
+
+    @contextmanager
+    def progress(self, label):
+        yield lambda done, total: reports.append((done, total)) if label == "to transformers" else None
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    monkeypatch.setattr(Output, "progress", progress)
+    monkeypatch.setattr(commands, "size_text", lambda nbytes: told.append(nbytes) or f"{nbytes}")
+    monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=iter((5.0, 7.0)).__next__))
+    convert(source, output, *options)
+    # the last two: bytes of a second, and all
+    total = sum(path.stat().st_size for path in output.glob("*.safetensors"))
+    assert told[-2:] == [round(written / 2), total]
+    assert written < total
+    assert reports[0] == (total - written, total)
+    assert reports[-1] == (total, total)

@@ -1,0 +1,124 @@
+"""A file written in pieces by several threads, and its SHA-256, taken from the pieces while others are made; no torch.
+
+SHA-256 goes from the first byte to the last. A piece that comes before its turn waits in memory, as far as there is
+room; what found no room, and what an earlier run has written, is read from the file when its turn comes.
+"""
+
+import errno
+import hashlib
+import os
+import threading
+from pathlib import Path
+
+from dsv4cli.engine.conversion.manifest import Stopped
+
+# bytes read from the file at once
+CHUNK = 1 << 20
+# pieces that a thread hashes at most after it has written one: then it makes the next
+AT_ONCE = 4
+
+
+class Room:
+    """Bytes that may wait in memory, of all files together."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Takes so many bytes of the room; whether there were as many."""
+        with self._lock:
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        """Gives back what was taken."""
+        with self._lock:
+            self._left += nbytes
+
+
+class HashedFile:
+    """A file of `nbytes` bytes, opened for writing; it may be there with bytes of an earlier run."""
+
+    def __init__(self, path: Path, nbytes: int, room: Room) -> None:
+        self.path, self.nbytes, self.room = path, nbytes, room
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._sha256, self._hashed = hashlib.sha256(), 0
+        # what is written and not hashed, by its first byte: its last and, where it waits in memory, its content
+        self._pieces: dict[int, tuple[int, memoryview | None]] = {}
+        self._turn = threading.Lock()
+        try:
+            os.truncate(self.descriptor, nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the file; what waited of it is dropped."""
+        os.close(self.descriptor)
+        self.room.give(sum(len(content) for _, content in self._pieces.values() if content is not None))
+        self._pieces.clear()
+
+    def write(self, content: memoryview, offset: int) -> int:
+        """Writes bytes, which must not change any more, to their place, then hashes what is next in the file, unless
+        another thread is hashing; returns their number."""
+        write_all(self.descriptor, content, offset)
+        if content:
+            self._pieces[offset] = offset + len(content), content if self.room.take(len(content)) else None
+            self._hash()
+        return len(content)
+
+    def has(self, begin: int, end: int) -> None:
+        """An earlier run has written these bytes."""
+        if begin < end:
+            self._pieces[begin] = end, None
+
+    def sha256(self, stop: threading.Event) -> str:
+        """The hash of the file, all of which is written. Raises OSError, and Stopped once `stop` is set."""
+        while self._hashed < self.nbytes:
+            if stop.is_set():
+                raise Stopped
+            if self._hashed not in self._pieces:
+                # of an earlier run, behind bytes of this one
+                following = (begin for begin in self._pieces if begin > self._hashed)
+                self.has(self._hashed, min(following, default=self.nbytes))
+            self._hash()
+        return self._sha256.hexdigest()
+
+    def _hash(self) -> None:
+        if self._turn.acquire(blocking=False):
+            try:
+                for _ in range(AT_ONCE):
+                    self._hash_next()
+            finally:
+                self._turn.release()
+
+    def _hash_next(self) -> None:
+        begin = self._hashed
+        end, content = self._pieces.pop(begin, (begin, None))
+        if content is not None:
+            self._sha256.update(content)
+            self._hashed = end
+            self.room.give(len(content))
+        elif begin < end:
+            found = self._read(begin, min(end - begin, CHUNK))
+            self._sha256.update(found)
+            self.has(begin + len(found), end)
+            self._hashed = begin + len(found)
+
+    def _read(self, begin: int, count: int) -> memoryview:
+        found = memoryview(bytearray(count))
+        count = os.preadv(self.descriptor, [found], begin)
+        if not count:
+            raise OSError(errno.EIO, "it has become shorter while it was written", str(self.path))
+        return found[:count]
+
+
+def write_all(descriptor: int, content: memoryview, offset: int) -> int:
+    """Writes all bytes at a place of a file; returns their number."""
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done:], offset + done)
+    return done
