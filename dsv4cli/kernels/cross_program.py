@@ -1,20 +1,12 @@
 """Sums that some programs of a launch leave for others, without a counter: a word is 0 until its sum is there.
 
 A program that has a sum leaves its bits, inverted; one other takes it and sets the word to 0 again. Programs that take
-have higher numbers than those that leave, which therefore run already, or have ended, when others wait for them.
+have higher numbers than those that leave, which therefore run already, or have ended, when others wait for them. The
+words are those of `workspace.words`.
 """
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
-
-
-@cache
-def words(device: torch.device, *shape: int) -> torch.Tensor:
-    """Where sums are left: 0 between launches, which follow one another."""
-    return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from types import ModuleType
 from typing import Literal
@@ -22,28 +23,23 @@ class KernelUnsupported(Dsv4Error):
         super().__init__(message, remedy)
 
 
-class _Setting:
-    """The one override: what `use` has set."""
-
-    backend: Backend = "auto"
-
-
-_setting = _Setting()
+# what `use` has set, in each thread for itself: a new thread begins with "auto"
+_chosen: ContextVar[Backend] = ContextVar("backend", default="auto")
 
 
 @contextmanager
 def use(backend: Backend) -> Iterator[None]:
-    """Every call inside computes with this backend: "auto" decides by the tensor."""
-    before, _setting.backend = _setting.backend, backend
+    """Every call inside, of this thread, computes with this backend: "auto" decides by the tensor."""
+    before = _chosen.set(backend)
     try:
         yield
     finally:
-        _setting.backend = before
+        _chosen.reset(before)
 
 
 def chosen() -> Backend:
     """What `use` has set."""
-    return _setting.backend
+    return _chosen.get()
 
 
 def choose(x: torch.Tensor, reference: ModuleType) -> ModuleType:
@@ -52,7 +48,8 @@ def choose(x: torch.Tensor, reference: ModuleType) -> ModuleType:
     Triton is imported when a kernel is first chosen. Raises KernelUnsupported where "triton" is demanded of a tensor
     that is not on a GPU, and for a tensor whose gradient is recorded: the kernels have none.
     """
-    if _setting.backend == "torch" or (_setting.backend == "auto" and x.device.type != "cuda"):
+    backend = _chosen.get()
+    if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
         return reference
     if x.requires_grad and torch.is_grad_enabled():
         raise KernelUnsupported("the Triton kernels have no gradients, and one is recorded here")

@@ -29,6 +29,7 @@ from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
+from dsv4cli.kernels.workspace import Workspace
 
 # steps, the first of which are not timed: experts from host memory need some until those often chosen are there
 STEPS, WARM = 65, 30
@@ -143,7 +144,7 @@ def main() -> None:
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("there is no CUDA GPU to measure")
-    with torch.no_grad(), ranks() as (world, device):
+    with torch.no_grad(), Workspace().current(), ranks() as (world, device):
         begin = perf_counter()
         limits = memory_limits(None, asked.host_memory)
         model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world, limits=limits)

@@ -7,6 +7,7 @@ import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.hyper_connections import connect_head, connect_post, connect_post_pre, connect_pre, ref
+from dsv4cli.kernels.workspace import Workspace
 from tests.kernels.rounding import FP32, assert_rounded_once
 
 # mixes before scale and base, and what becomes of them (scales 1, bases 0)
@@ -246,10 +247,11 @@ def test_one_launch_repeats_and_leaves_nothing(tokens, monkeypatch):
     left, words = [], kernel.words
     monkeypatch.setattr(kernel, "words", lambda *where: left.append(words(*where)) or left[-1])
     streams, weights = torch.randn(tokens, 4, 40).bfloat16(), parameters(4, 40)
-    first = connect_pre(streams, *weights, 2, 1e-6, 1e-6)
-    assert not left[0].any()
-    for found, again in zip(first, connect_pre(streams, *weights, 2, 1e-6, 1e-6), strict=True):
-        assert torch.equal(found, again)
+    with Workspace().current():
+        first = connect_pre(streams, *weights, 2, 1e-6, 1e-6)
+        assert not left[0].any()
+        for found, again in zip(first, connect_pre(streams, *weights, 2, 1e-6, 1e-6), strict=True):
+            assert torch.equal(found, again)
     assert left[0] is left[1]
 
 

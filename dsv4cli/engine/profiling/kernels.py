@@ -29,6 +29,7 @@ from dsv4cli.engine.profiling.scene import Scene, Shapes
 from dsv4cli.engine.system.device import free_memory, step_memory
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import Backend, KernelUnsupported, use
+from dsv4cli.kernels.workspace import Workspace
 
 FAMILIES = (places, linears, roundings, norms, keys, connections, compressors, index, attentions, mixture, samplers)
 MOST_TOKENS = 65536
@@ -176,7 +177,7 @@ def time_again(shapes: Shapes, lines: Iterable[dict[str, Any]], device: torch.de
 def _alone(device: torch.device, backend: Backend) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the case before has freed counts as free
-    with use(backend), step_memory(device):
+    with use(backend), step_memory(device), Workspace().current():
         yield
 
 

@@ -25,6 +25,7 @@ from dsv4cli.engine.system.device import step_memory
 from dsv4cli.errors import UnsoundResult, UsageError
 from dsv4cli.kernels.dispatch import Backend, use
 from dsv4cli.kernels.formats import E8M0_BIAS
+from dsv4cli.kernels.workspace import Workspace
 
 WARM = 2
 # whole steps: for this long, at least and at most so often
@@ -95,7 +96,7 @@ def profile_step(
     Raises UnsoundResult for logits that are not finite, for parts that do not agree with the layer schedule, and where
     a kernel is compiled while time is taken; NotEnoughMemory.
     """
-    with use(backend), step_memory(device):
+    with use(backend), step_memory(device), Workspace().current():
         step = _Step(model, load, device)
         with _count_experts(model) as hit:
             check_finite(step.run(Ranges(device)))

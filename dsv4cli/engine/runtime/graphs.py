@@ -6,6 +6,7 @@ sequence, which has no tokens, so that capturing and padding touch no live state
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from threading import Lock
 
 import torch
 
@@ -14,10 +15,13 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.engine.runtime.prepare import Extent, Numbers, place
+from dsv4cli.kernels.workspace import Workspace
 
 SIZES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
 # how often a step runs before it is captured: compiles kernels, and finds the memory that they share
 WARM = 2
+# to capture begins with a wait for the whole device, which CUDA refuses while another thread captures
+_CAPTURING = Lock()
 
 
 def ignored() -> None:
@@ -27,14 +31,15 @@ def ignored() -> None:
 class GraphRunner:
     """Decodes the sequences of one cache, which must have a slot to spare; on a CPU without graphs."""
 
-    def __init__(self, model: Transformer, cache: Cache, tokens: int) -> None:
-        """tokens: the most that a sequence has, its next one included."""
+    def __init__(self, model: Transformer, cache: Cache, tokens: int, workspace: Workspace | None = None) -> None:
+        """tokens: the most that a sequence has, its next one included. workspace: of the engine around it."""
         self.model = model
         self.cache = cache
         self.columns = -(-tokens // BLOCK_TOKENS)
         self.padding = cache.allocate()
         self._steps: dict[int, CapturedStep] = {}
         self._blocks = 0
+        self._workspace = workspace or Workspace()  # graphs hold addresses in it
         self._memory = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
 
     def lengthen(self, tokens: int) -> None:
@@ -77,7 +82,8 @@ class GraphRunner:
 
     @torch.no_grad()
     def _compute(self, numbers: Numbers) -> torch.Tensor:
-        return self.model.logits(self.model(self.batch(numbers), self.cache.layers).streams)
+        with self._workspace.current():
+            return self.model.logits(self.model(self.batch(numbers), self.cache.layers).streams)
 
     def _prepared(self, size: int) -> "CapturedStep":
         step = CapturedStep(self.cache, size, self.columns, self.padding.slot)
@@ -93,7 +99,7 @@ class GraphRunner:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # NCCL asks for its events from a thread of its own
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with _CAPTURING, torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             logits = self._compute(numbers)
 
         def replay() -> torch.Tensor:

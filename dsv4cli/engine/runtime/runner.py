@@ -20,6 +20,7 @@ from dsv4cli.engine.runtime.request import Request, RowScores
 from dsv4cli.engine.runtime.scheduler import Chunk, Scheduler
 from dsv4cli.engine.system.device import step_memory, step_threads
 from dsv4cli.errors import NotEnoughMemory
+from dsv4cli.kernels.workspace import Workspace
 
 # the most blocks that are made before a token comes: 131,072 tokens, 0.8 GB for Flash
 BLOCKS_AT_ONCE = 1024
@@ -66,9 +67,10 @@ class Runner:
         self.scheduler = Scheduler(self.cache)
         self.prefixes = Prefixes(self.cache, capacity.snapshots) if capacity.snapshots else None
         self.graphs: GraphRunner | None = None
+        self._workspace = Workspace()
         self._torn = False
         if graphs and capacity.longest is not None:
-            self.graphs = GraphRunner(model, self.cache, capacity.longest)
+            self.graphs = GraphRunner(model, self.cache, capacity.longest, self._workspace)
             self._provide(capacity.longest)
 
     def add(self, request: Request) -> None:
@@ -91,7 +93,7 @@ class Runner:
     def run(self) -> Ran:
         """The next step. Its logits may be overwritten by the one after it. Raises NotEnoughMemory, and UnsoundResult
         for scored rows that are not finite."""
-        with self._whole(), step_memory(self.cache.device):
+        with self._whole(), step_memory(self.cache.device), self._workspace.current():
             chunks = self.scheduler.chunks()
             with step_threads(sum(chunk.tokens for chunk in chunks), self._weights), self.preparing:
                 ran = self._compute(chunks)

@@ -6,7 +6,6 @@ and the recorded nets of the tests come out three times as far from their record
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -18,6 +17,7 @@ from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, e8m0_values
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.workspace import words
 
 # the most tokens: those of one tile
 MOST = 64
@@ -53,7 +53,7 @@ def multiply(
     coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
     _swapped[(starts[-1], groups, splits)](
         x, coded, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
-        _arrived(x.device), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
+        words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
         tuple(p.rounded for p in products), triton.cdiv(triton.cdiv(width, _STEP.value), splits), rows, columns, splits,
         stages, num_warps=warps, **overlap(x),
     )  # fmt: skip
@@ -83,12 +83,6 @@ def _splits(tiles: int, programs: int, most: int) -> int:
     return splits
 
 
-@cache
-def _arrived(device: torch.device) -> torch.Tensor:
-    """For each shared tile, how many of its programs are done: 0 between launches, which follow one another."""
-    return torch.zeros(_MOST_SHARED, dtype=torch.int32, device=device)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _swapped(
     x,  # [tokens, G, K]
@@ -97,7 +91,7 @@ def _swapped(
     scales,
     ys,  # [tokens, G, N]
     parts,  # [G, tiles, SPLITS, BN, BT] fp32
-    arrived,
+    arrived,  # int32 [_MOST_SHARED], zeros: of each shared tile, how many of its programs are done
     tokens,
     x_row,
     x_group,

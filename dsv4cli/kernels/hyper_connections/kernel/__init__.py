@@ -11,13 +11,13 @@ import torch
 import triton
 
 from dsv4cli.kernels.card import stages_that_fit
-from dsv4cli.kernels.cross_program import words
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.hyper_connections.kernel.combine import finish
 from dsv4cli.kernels.hyper_connections.kernel.fused import FEW, at_once
 from dsv4cli.kernels.hyper_connections.kernel.project import columns, split_weights
 from dsv4cli.kernels.pdl import overlap_of_few
 from dsv4cli.kernels.rows import LONGEST, rows
+from dsv4cli.kernels.workspace import words
 
 # tokens whose post and comb one program of `finish` computes, where their projections have few parts
 WEIGHED_TOKENS = 8

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.card import stages_that_fit
-from dsv4cli.kernels.cross_program import words
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.routing.kernel.fused import FEW, at_once
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
 from dsv4cli.kernels.rows import rows
+from dsv4cli.kernels.workspace import words
 
 # tokens up to which a hash layer reads the rows of its chosen experts only, one token at a time
 GATHERED_TOKENS = 512
