@@ -10,23 +10,23 @@ import triton.language as tl
 
 
 @triton.jit
-def leave(place, values, inside):
+def leave(pointers, values, inside):
     """Leaves values (fp32) at these pointers to int32."""
     bits = ~values.to(tl.int32, bitcast=True)
     # of all numbers only one NaN would be 0; it becomes another
-    tl.store(place, tl.where(bits == 0, 1, bits), inside)
+    tl.store(pointers, tl.where(bits == 0, 1, bits), inside)
 
 
 @triton.jit
-def take(place, inside):
+def take(pointers, inside):
     """The fp32 values left at these pointers to int32, as soon as all are there; 0 where not inside.
 
-    At least as many places as the program has threads: of fewer, threads hold copies, and one that sees a word later
+    At least as many words as the program has threads: of fewer, threads hold copies, and one that sees a word later
     than its twin would wait for what the twin has taken.
     """
-    bits = tl.load(place, inside, other=-1, volatile=True)
+    bits = tl.load(pointers, inside, other=-1, volatile=True)
     while tl.min(bits.to(tl.uint32, bitcast=True)) == 0:
-        bits = tl.load(place, inside, other=-1, volatile=True)
+        bits = tl.load(pointers, inside, other=-1, volatile=True)
     tl.debug_barrier()  # all threads have seen their words
-    tl.store(place, tl.zeros_like(bits), inside)
+    tl.store(pointers, tl.zeros_like(bits), inside)
     return (~bits).to(tl.float32, bitcast=True)

@@ -21,13 +21,17 @@ from dsv4cli.engine.profiling import kernels as profiled
 from dsv4cli.engine.profiling import scene as scenes
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.kernels import expert_cache, experts, gemm, hyper_connections, indexer, routing
-from dsv4cli.kernels.all_reduce import PROGRAMS, Inboxes, box_shape, peer_sum
+from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, all_reduce, buffer_shape
 from dsv4cli.kernels.dispatch import use
 from tests.support.card import CARDS, inserted
 
 Operation = Callable[[], object]
 INT32, INT64, CODES, E8M0 = torch.int32, torch.int64, torch.int8, torch.float8_e8m0fnu
-LARGEST = ("experts.kernel.grouped_gemm.down", "hyper_connections.kernel.project.columns", "routing.kernel._logits")
+LARGEST = (
+    "experts.kernel.grouped_gemm.down",
+    "hyper_connections.kernel.project.mix_and_project",
+    "routing.kernel._logits",
+)
 # ranks, tokens, context
 SCENES = (
     (1, 1, 4096), (1, 1, 131072), (2, 1, 4096), (1, 2, 4096), (1, 16, 4096), (2, 16, 4096), (1, 64, 4096),
@@ -58,9 +62,11 @@ def every() -> Iterator[Operation]:
             work = case.build(scene)
             yield partial(work.run, *work.arguments)
     for ranks in (2, 4):
-        boxes = tuple(_make(*box_shape(ranks), dtype=INT32) for _ in range(ranks))
-        yield partial(peer_sum, _real(1, 4096), torch.bfloat16, Inboxes(0, boxes, _make(PROGRAMS, dtype=INT32)))
-    plan = expert_cache.Residency(*(_make(count, dtype=INT64) for count in (256, 22, 22, 1, 3)), 212, 234)
+        buffers = tuple(_make(*buffer_shape(ranks), dtype=INT32) for _ in range(ranks))
+        yield partial(
+            all_reduce, _real(1, 4096), torch.bfloat16, SymmetricBuffers(0, buffers, _make(PROGRAMS, dtype=INT32))
+        )
+    plan = expert_cache.ExpertCache(*(_make(count, dtype=INT64) for count in (256, 22, 22, 1, 3)), 212, 234)
     held, stacks = [[*_fp4(count, 2048, 4096), *_fp4(count, 4096, 2048)] for count in (44, 256)]
     yield partial(expert_cache.fetch, _make(1, 6, dtype=INT64), plan, held, stacks)
     for tokens in (1, 64, 4096):

@@ -1,4 +1,4 @@
-"""Sums over ranks through each other's memory: interpreted in processes that share their inboxes.
+"""Sums over ranks through each other's memory: interpreted in processes that share their buffers.
 
 On GPUs tests/engine/parallel/test_parallel_gpu.py has them.
 """
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from dsv4cli.kernels.all_reduce import Inboxes, peer_sum
+from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_reduce
 
 RANKS = 3
 # of an inbox: programs, words of a program
@@ -38,13 +38,13 @@ def given(number):
     return parts, (parts[0].float() + parts[1].float() + parts[2].float()).to(rounded)
 
 
-def work(rank, boxes, wrong):
-    inboxes = Inboxes(rank, boxes, torch.zeros(BOX[0], dtype=torch.int32))
+def work(rank, buffers, wrong):
+    symmetric = SymmetricBuffers(rank, buffers, torch.zeros(BOX[0], dtype=torch.int32))
     pauses = random.Random(rank)
     for number in (*range(len(SUMS)), 0, 0):
         parts, expected = given(number)
         time.sleep(pauses.choice((0, 0.01)))
-        y = peer_sum(parts[rank], expected.dtype, inboxes)
+        y = all_reduce(parts[rank], expected.dtype, symmetric)
         same = y.dtype == expected.dtype and y.shape == expected.shape
         wrong[rank] += not (same and torch.equal(y.view(torch.int16), expected.view(torch.int16)))
 
@@ -54,8 +54,8 @@ def test_each_rank_holds_the_sum_of_all_parts(triton_backend):
     if triton_backend != "interpreter":
         pytest.skip("one process has one GPU's memory")
     # fork: the shared memory lies at the same addresses
-    boxes = tuple(torch.zeros(BOX, dtype=torch.int32).share_memory_() for _ in range(RANKS))
+    buffers = tuple(torch.zeros(BOX, dtype=torch.int32).share_memory_() for _ in range(RANKS))
     wrong = torch.zeros(RANKS, dtype=torch.int32).share_memory_()
-    multiprocessing.start_processes(work, (boxes, wrong), nprocs=RANKS, start_method="fork")
+    multiprocessing.start_processes(work, (buffers, wrong), nprocs=RANKS, start_method="fork")
     assert wrong.tolist() == [0] * RANKS
-    assert not any(box.any() for box in boxes)  # all that came has been taken
+    assert not any(buffer.any() for buffer in buffers)  # all that came has been taken

@@ -50,8 +50,8 @@ def forget() -> None:
 def stages(columns: int = 128) -> tuple[int, int, int, int]:
     """Of a prompt's hyper-connections, router and experts, at this many pairs in a tile."""
     return (
-        hyper_connections.tiles(4096, 4096, True, GPU).stages,
-        routing.tiles(4096, GPU).stages,
+        hyper_connections.project_tiles(4096, 4096, True, GPU).stages,
+        routing.logit_tiles(4096, GPU).stages,
         experts._gate_up_blocks(columns, True, GPU)[2],
         experts._down_blocks(columns, True, GPU)[2],
     )

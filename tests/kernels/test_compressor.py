@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.block_scale.ref import dequantise, fp4_round, hadamard
-from dsv4cli.kernels.compressor import Plan, State, compress_both, compress_index_keys, compress_keys, ref
+from dsv4cli.kernels.compressor import EntryPlan, State, compress_both, compress_index_keys, compress_keys, ref
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.norm.ref import rms_norm
 from dsv4cli.kernels.qk_norm_rope.ref import rounded
@@ -66,7 +66,7 @@ class Texts:
     def cell(self, sequence: int, group: int) -> int:
         return self.slots[sequence] * self.most + group
 
-    def step(self, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor, Plan]:
+    def step(self, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor, EntryPlan]:
         """The rows and the plan of the next tokens of every sequence."""
         groups, entries, rotated, positions, row = [], [], [], [], 0
         ratio, before = self.ratio, (self.halves - 1) * self.ratio
@@ -86,7 +86,7 @@ class Texts:
         self.done = [at + count for at, count in zip(self.done, counts, strict=True)]
         numbers = (torch.tensor(part, dtype=torch.int64) for part in (groups, entries, positions))
         groups, entries, positions = numbers
-        plan = Plan(groups.view(-1, 5), entries, turns(rotated, self.pairs), positions)
+        plan = EntryPlan(groups.view(-1, 5), entries, turns(rotated, self.pairs), positions)
         return fresh[0], fresh[1], plan
 
     def pooled(self, sequence: int, group: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4cli.kernels.expert_cache import Residency, fetch
+from dsv4cli.kernels.expert_cache import ExpertCache, fetch
 
 # shape and dtype of each matrix of an expert
 E2M1, E8M0, BF16 = torch.int8, torch.float8_e8m0fnu, torch.bfloat16
@@ -45,7 +45,7 @@ class Case:
         for value, stack in zip(self.values, self.stacks, strict=True):
             stack.view(torch.uint8)[2 : 2 + stays + slots] = value.view(torch.uint8)[: stays + slots]
         owner = torch.arange(stays, stays + slots)
-        self.state = Residency(
+        self.state = ExpertCache(
             place, owner, torch.zeros_like(owner), torch.zeros(1).long(), torch.zeros(3).long(), first, staging
         )
         self.lru = {slot: (expert, 0) for slot, expert in enumerate(owner.tolist())}  # expert, last use
@@ -59,16 +59,16 @@ class Case:
         for slot, (expert, _) in self.lru.items():
             if expert in wanted:
                 self.lru[slot] = (expert, self.now)
-                rows[expert] = state.first + slot
+                rows[expert] = state.first_slot_row + slot
         missing, staged = [expert for expert in wanted if expert not in rows], 0
         for expert in missing:
             free = [slot for slot, (old, _) in self.lru.items() if old not in wanted]
             if free:
                 slot = min(free, key=lambda slot: (self.lru[slot][1], slot))
                 self.lru[slot] = (expert, self.now)
-                rows[expert] = state.first + slot
+                rows[expert] = state.first_slot_row + slot
             else:
-                rows[expert] = state.staging + staged
+                rows[expert] = state.first_staging_row + staged
                 staged += 1
         for index, more in enumerate((len(chosen), len(wanted), len(wanted) - len(missing))):
             self.counts[index] += more
@@ -87,13 +87,13 @@ class Case:
             # of other layers
             assert not stack.view(torch.uint8)[[0, 1, -1]].any()
         owners = [expert for expert, _ in self.lru.values()]
-        assert self.state.owner.tolist() == owners
-        assert self.state.used.tolist() == [last for _, last in self.lru.values()]
-        places = {expert: self.state.first + slot for slot, expert in enumerate(owners)}
+        assert self.state.expert_of_slot.tolist() == owners
+        assert self.state.last_used.tolist() == [last for _, last in self.lru.values()]
+        places = {expert: self.state.first_slot_row + slot for slot, expert in enumerate(owners)}
         places |= {expert: 2 + expert for expert in range(self.stays)}
-        assert self.state.place.tolist() == [places.get(expert, -1) for expert in range(self.experts)]
+        assert self.state.row_of_expert.tolist() == [places.get(expert, -1) for expert in range(self.experts)]
         assert self.state.counts.tolist() == self.counts
-        assert self.state.clock.tolist() == [self.now]
+        assert self.state.steps.tolist() == [self.now]
 
 
 @pytest.mark.usefixtures("backend")
@@ -120,13 +120,13 @@ def test_a_prompt_leaves_the_slots_alone_and_stages_the_rest():
     case = Case(9, 3, 2)
     tokens = 600 if torch.get_default_device().type == "cuda" else 150
     case.check((torch.arange(tokens * 9) % 9).view(tokens, 9).tolist())
-    assert case.state.owner.tolist() == [3, 4]
+    assert case.state.expert_of_slot.tolist() == [3, 4]
     case.check([[7, 0]])
-    assert case.state.owner.tolist() == [7, 4]
+    assert case.state.expert_of_slot.tolist() == [7, 4]
 
 
 @pytest.mark.usefixtures("backend")
 def test_no_tokens_change_nothing_but_the_clock():
     case = Case(5, 1, 2)
     rows = fetch(torch.zeros(0, 2, dtype=torch.int64), case.state, case.host, case.stacks)
-    assert (rows.shape, case.state.counts.tolist(), case.state.owner.tolist()) == ((5,), [0, 0, 0], [1, 2])
+    assert (rows.shape, case.state.counts.tolist(), case.state.expert_of_slot.tolist()) == ((5,), [0, 0, 0], [1, 2])

@@ -196,10 +196,10 @@ def tile(request, triton_backend, monkeypatch):
     from dsv4cli.kernels.hyper_connections import kernel
 
     if len(request.param) == 2:
-        monkeypatch.setattr(kernel, "few", lambda _: kernel.Few(*request.param, warps=4))
+        monkeypatch.setattr(kernel, "fused_tiles", lambda _: kernel.FusedConnectTiles(*request.param, warps=4))
     else:
         monkeypatch.setattr(kernel, "FEW", 0)
-        monkeypatch.setattr(kernel, "tiles", lambda *_: kernel.Tiles(*request.param, warps=4, stages=1))
+        monkeypatch.setattr(kernel, "project_tiles", lambda *_: kernel.ProjectTiles(*request.param, warps=4, stages=1))
 
 
 @pytest.mark.usefixtures("tile")

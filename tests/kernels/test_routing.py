@@ -117,7 +117,7 @@ def test_logits_are_fp32_sums_of_exact_products(shape, dtype):
 def test_each_way_to_tile(tile, monkeypatch):
     from dsv4cli.kernels.routing import kernel
 
-    monkeypatch.setattr(kernel, "tiles", lambda *_: kernel.Tiles(*tile, warps=4, stages=1))
+    monkeypatch.setattr(kernel, "logit_tiles", lambda *_: kernel.LogitTiles(*tile, warps=4, stages=1))
     test_logits_are_fp32_sums_of_exact_products((17, 20, 130), torch.bfloat16)
 
 
@@ -129,7 +129,7 @@ def test_each_way_to_tile_one_launch(tile, dtype, monkeypatch):
 
     left, words = [], kernel.words
     monkeypatch.setattr(kernel, "words", lambda *where: left.append(words(*where)) or left[-1])
-    monkeypatch.setattr(kernel, "few", lambda _: kernel.Few(*tile, warps=1))
+    monkeypatch.setattr(kernel, "fused_tiles", lambda _: kernel.FusedRouteTiles(*tile, warps=1))
     test_logits_are_fp32_sums_of_exact_products((1, 20, 130), dtype)
     assert left
     assert not any(one.any() for one in left)

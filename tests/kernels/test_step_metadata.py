@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.step_metadata import Chunks, Layout, place, ref
+from dsv4cli.kernels.step_metadata import Chunks, Layout, ref, step_metadata
 
 BLOCK = 128
 # window, rows of a ring beside it, slots
@@ -118,7 +118,7 @@ def test_places_are_those_of_the_definition(name):
     work, in_rings = STEPS[name]
     chunks, layout = step(work, in_rings, spare=len(name) % 3)
     plain = torch.tensor(FREQUENCIES)
-    made = place(chunks, layout, {0: plain, 4: plain / 3, 128: plain / 3})
+    made = step_metadata(chunks, layout, {0: plain, 4: plain / 3, 128: plain / 3})
     expected, last, offset = {}, [], 0
     found = {ratio: ([], [], []) for ratio in layout.groups}
     for sequence, (start, count) in enumerate(work):
@@ -150,11 +150,11 @@ def test_places_are_those_of_the_definition(name):
 @pytest.mark.parametrize("ratios", [(), (4,), (128,)], ids=str)
 def test_a_model_without_some_ratio(ratios):
     chunks, layout = step([(130, 9), (0, 5)], True, ratios)
-    made = place(chunks, layout, dict.fromkeys((0, *ratios), torch.tensor(FREQUENCIES)))
+    made = step_metadata(chunks, layout, dict.fromkeys((0, *ratios), torch.tensor(FREQUENCIES)))
     assert (set(made.rotations), set(made.entries)) == ({0, *ratios}, set(ratios))
     # all else is as in a model with both ratios
     both = replace(layout, groups={4: 5, 128: 2}, entries={4: 34, 128: 1})
-    whole = ref.place(chunks, both, dict.fromkeys((0, 4, 128), torch.tensor(FREQUENCIES)))
+    whole = ref.step_metadata(chunks, both, dict.fromkeys((0, 4, 128), torch.tensor(FREQUENCIES)))
     for name in ("sequence", "positions", "last", "window_index", "window_columns", "window_cells"):
         assert torch.equal(getattr(made, name), getattr(whole, name))
     for ratio, entries in made.entries.items():
@@ -167,7 +167,7 @@ def test_a_model_without_some_ratio(ratios):
 def test_the_window_and_the_pairs_of_the_model():
     chunks, layout = step([(1000, 9), (0, 130)], False, window=128)
     frequencies = 1e4 ** -(torch.arange(32) / 32)
-    made = place(chunks, layout, {4: frequencies, 128: frequencies})
+    made = step_metadata(chunks, layout, {4: frequencies, 128: frequencies})
     assert made.window_index[8].tolist() == [
         *[position % 131 for position in range(881, 1000)],
         *range(262, 271),
@@ -183,13 +183,13 @@ def test_large_angles():
     chunks, layout = step([(position, 1) for position in positions], True, ())
     chunks = replace(chunks, blocks=chunks.blocks[:, :1])
     frequencies = torch.logspace(0, -7, 32)
-    assert_turns(place(chunks, layout, {0: frequencies}).rotations[0], positions, frequencies)
+    assert_turns(step_metadata(chunks, layout, {0: frequencies}).rotations[0], positions, frequencies)
 
 
 @pytest.mark.usefixtures("triton_backend")
 def test_what_the_kernel_does_not_take():
     chunks, layout = step([(0, 4)], True)
     with pytest.raises(KernelUnsupported, match="int64"):
-        place(
+        step_metadata(
             replace(chunks, counts=chunks.counts.int()), layout, dict.fromkeys((0, 4, 128), torch.tensor(FREQUENCIES))
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4cli.kernels.compressor import Plan
+from dsv4cli.kernels.compressor import EntryPlan
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class CompressStep:
     0 where a sequence has fewer than E.
     """
 
-    plan: Plan
+    plan: EntryPlan
     visible: torch.Tensor
     table: torch.Tensor
     sequence: torch.Tensor

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
-from dsv4cli.kernels.all_reduce import PROGRAMS, Inboxes, box_shape
+from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, buffer_shape
 
 # how long a rank that fails because of another waits to be ended by who has started it, and sees that other first
 PATIENCE_SECONDS = 10
@@ -116,13 +116,13 @@ def _world(local: int, device: torch.device) -> World:
     numbers = _said(local)
     ranks_here = max(numbers) + 1
     if device.type == "cuda":
-        return World(rank, size, _inboxes(rank, numbers, device), ranks_here, orders)
+        return World(rank, size, _symmetric_buffers(rank, numbers, device), ranks_here, orders)
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
     return World(rank, size, None, ranks_here, orders)
 
 
-def _inboxes(rank: int, numbers: list[int], device: torch.device) -> Inboxes | None:
-    """The short way of small sums, decided alike by all ranks: None with several machines or GPUs that do not see each
+def _symmetric_buffers(rank: int, numbers: list[int], device: torch.device) -> SymmetricBuffers | None:
+    """What carries small sums, decided alike by all ranks: None with several machines or GPUs that do not see each
     other's memory."""
     from torch.distributed import _symmetric_memory
 
@@ -131,19 +131,19 @@ def _inboxes(rank: int, numbers: list[int], device: torch.device) -> Inboxes | N
     if not one_machine or not all(_said(all(torch.cuda.can_device_access_peer(device, other) for other in others))):
         return None
     assert distributed.group.WORLD is not None
-    shape = box_shape(len(numbers))
-    boxes: tuple[torch.Tensor, ...] = ()
+    shape = buffer_shape(len(numbers))
+    buffers: tuple[torch.Tensor, ...] = ()
     try:
         own = _symmetric_memory.empty(shape, dtype=torch.int32, device=device)
         own.zero_()
         torch.cuda.synchronize()
         mapped = _symmetric_memory.rendezvous(own, distributed.group.WORLD.group_name)
-        boxes = tuple(own if rank == number else mapped.get_buffer(number, shape, own.dtype) for number in numbers)
+        buffers = tuple(own if rank == number else mapped.get_buffer(number, shape, own.dtype) for number in numbers)
     except RuntimeError:  # memory that the driver does not share
         pass
-    turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+    sums = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
     # nobody sends before all have said that theirs is there
-    return Inboxes(rank, boxes, turns) if all(_said(bool(boxes))) else None
+    return SymmetricBuffers(rank, buffers, sums) if all(_said(bool(buffers))) else None
 
 
 def _said(mine: int) -> list[int]:

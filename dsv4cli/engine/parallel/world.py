@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsv4cli.kernels.all_reduce import Inboxes, peer_sum
+from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_reduce
 from dsv4cli.kernels.dispatch import chosen
 
 # the name from torch 2.13 on, and the name before
@@ -22,21 +22,21 @@ MESSAGE, LENGTH = 1024, 8
 class World:
     """This process's place among `size` ranks; with one rank every operation is the identity.
 
-    Each operation is called by all ranks, in one order. inboxes: the short way of small sums, None where there is none.
-    ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank 0 tells the
-    others what to do; they wait there for as long as people do.
+    Each operation is called by all ranks, in one order. symmetric_buffers: what carries small sums, None where NCCL or
+    gloo does. ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank
+    0 tells the others what to do; they wait there for as long as people do.
     """
 
     rank: int = 0
     size: int = 1
-    inboxes: Inboxes | None = None
+    symmetric_buffers: SymmetricBuffers | None = None
     ranks_here: int = 1
     orders: "torch.distributed.ProcessGroup | None" = None
 
     @property
     def reduce_backend(self) -> str:
         """What carries small sums, in words."""
-        return torch.distributed.get_backend() if self.inboxes is None else "each other's memory"
+        return torch.distributed.get_backend() if self.symmetric_buffers is None else "each other's memory"
 
     def sum_rounded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of x, fp32 or bf16, over all ranks: added in fp32, rounded once to dtype, the same bits on each.
@@ -47,8 +47,8 @@ class World:
             return x.to(dtype)
         # gloo sums the wrong numbers of a view with gaps, without a word
         x = x.contiguous()
-        if self.inboxes is not None and self.inboxes.takes(x) and chosen() != "torch":
-            return peer_sum(x, dtype, self.inboxes)
+        if self.symmetric_buffers is not None and self.symmetric_buffers.takes(x) and chosen() != "torch":
+            return all_reduce(x, dtype, self.symmetric_buffers)
         # a sum of two is rounded once in any dtype
         total = x if self.size == 2 and x.dtype == dtype else x.float()
         torch.distributed.all_reduce(total)

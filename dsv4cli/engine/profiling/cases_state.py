@@ -13,7 +13,7 @@ from dsv4cli.engine.profiling.scene import Scene
 from dsv4cli.kernels import compressor
 from dsv4cli.kernels import qk_norm_rope as prepared
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
-from dsv4cli.kernels.compressor import Plan, State
+from dsv4cli.kernels.compressor import EntryPlan, State
 from dsv4cli.kernels.compressor import ref as compressor_ref
 from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.qk_norm_rope import ref as prepared_ref
@@ -131,7 +131,7 @@ def _given(scene: Scene, part: Compressor) -> tuple[torch.Tensor | None, ...]:
     return *rows, scene.weight(f"{part.prefix}ape"), scene.weight(f"{part.prefix}norm.weight"), *rings, *codes
 
 
-def _through(family: ModuleType, plan: Plan, eps: float) -> Operation:
+def _through(family: ModuleType, plan: EntryPlan, eps: float) -> Operation:
     """One compressor or both of a CSA layer by the family or its reference, in the model's rounding."""
 
     def call(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -149,7 +149,7 @@ def _through(family: ModuleType, plan: Plan, eps: float) -> Operation:
     return call
 
 
-def _made(plan: Plan) -> Callable[[Tensors], Tensors]:
+def _made(plan: EntryPlan) -> Callable[[Tensors], Tensors]:
     """The entries that a step has completed, and the rows that it has kept."""
     cells = plan.entries[plan.entries >= 0]
 

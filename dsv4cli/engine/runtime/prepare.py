@@ -10,7 +10,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch, CompressStep
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.kernels import step_metadata
-from dsv4cli.kernels.compressor import Plan
+from dsv4cli.kernels.compressor import EntryPlan
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     )
     chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
     ratios = sorted(set(config.compress_ratios))
-    found = step_metadata.place(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
+    found = step_metadata.step_metadata(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
     return Batch(
         ids=numbers.ids,
         positions=found.positions,
@@ -101,6 +101,6 @@ def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     )
 
 
-def _compress_step(found: step_metadata.Places, entries: step_metadata.Entries) -> CompressStep:
-    plan = Plan(entries.groups, entries.cells, entries.rotation, found.positions)
+def _compress_step(found: step_metadata.StepMetadata, entries: step_metadata.Entries) -> CompressStep:
+    plan = EntryPlan(entries.groups, entries.cells, entries.rotation, found.positions)
     return CompressStep(plan, entries.visible, entries.table, found.sequence)

@@ -20,7 +20,7 @@ from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.engine.weights.placement import Division, expert_layers, expert_part
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels import expert_cache
-from dsv4cli.kernels.expert_cache import Residency
+from dsv4cli.kernels.expert_cache import ExpertCache
 from dsv4cli.kernels.experts import ExpertWeights
 
 # of an expert, as `ExpertWeights` has them
@@ -117,14 +117,14 @@ class ExpertOffload:
     def layer(self, number: int) -> "LayerExperts":
         """The experts of a layer."""
         division = self.plan.division
-        state = Residency(
-            place=self._place[number],
-            owner=self._owner[number],
-            used=self._used[number],
-            clock=self._clock[number],
+        state = ExpertCache(
+            row_of_expert=self._place[number],
+            expert_of_slot=self._owner[number],
+            last_used=self._used[number],
+            steps=self._clock[number],
             counts=self._counts[number],
-            first=number * division.rows + division.resident,
-            staging=len(self.plan.layers) * division.rows,
+            first_slot_row=number * division.rows + division.resident,
+            first_staging_row=len(self.plan.layers) * division.rows,
         )
         return LayerExperts(self, number, state)
 
@@ -153,7 +153,7 @@ class Traffic:
 class LayerExperts(nn.Module):
     """The routed experts of one layer of a model that does not fit; no parameters."""
 
-    def __init__(self, experts: ExpertOffload, number: int, state: Residency) -> None:
+    def __init__(self, experts: ExpertOffload, number: int, state: ExpertCache) -> None:
         super().__init__()
         self.offload, self._state = experts, state
         self._host = list(experts.host[number].values())

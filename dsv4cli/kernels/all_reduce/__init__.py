@@ -14,35 +14,36 @@ PROGRAMS, WORDS = 1024, 512
 
 
 @dataclass(frozen=True)
-class Inboxes:
+class SymmetricBuffers:
     """Where the ranks leave their parts of a sum for each other.
 
-    boxes: each rank's int32 [PROGRAMS, 2, ranks, WORDS] as this GPU has it mapped, zeros before the first sum. A
-    program's parts of one sum go to the first of two places and those of its next sum to the second: a rank that sends
-    the next but one has the others' parts of the next, which they sent after taking the one before.
-    turns: int32 [PROGRAMS], of this rank alone: the sums that each program has made.
+    buffers: each rank's int32 [PROGRAMS, 2, ranks, WORDS] as this GPU has it mapped, zeros before the first sum. A
+        program's parts of one sum go to the first of two halves and those of its next sum to the second: a rank that
+        sends the next but one has the others' parts of the next, which they sent after taking the one before.
+    sums: int32 [PROGRAMS], of this rank alone: how many sums each program has made.
     """
 
     rank: int
-    boxes: tuple[torch.Tensor, ...]
-    turns: torch.Tensor
+    buffers: tuple[torch.Tensor, ...]
+    sums: torch.Tensor
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether `peer_sum` takes x, which has no gaps: few whole words of bf16 or fp32."""
+        """Whether `all_reduce` takes x, which has no gaps: few whole words of bf16 or fp32."""
         words, rest = divmod(x.nbytes, 4)
         aligned = not rest and x.storage_offset() * x.itemsize % 4 == 0
         return x.dtype in (torch.float32, torch.bfloat16) and aligned and words <= PROGRAMS * WORDS
 
 
-def box_shape(ranks: int) -> tuple[int, int, int, int]:
-    """The shape of a rank's inbox."""
+def buffer_shape(ranks: int) -> tuple[int, int, int, int]:
+    """The shape of a rank's buffer."""
     return PROGRAMS, 2, ranks, WORDS
 
 
-def peer_sum(x: torch.Tensor, dtype: torch.dtype, inboxes: Inboxes) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, dtype: torch.dtype, symmetric: SymmetricBuffers) -> torch.Tensor:
     """The sum of all ranks' x in their order, in fp32, rounded once to dtype, which is bf16 or fp32.
 
-    x: fp32 or bf16 without gaps, as `Inboxes.takes`. Every rank calls it with the same shape, in one order, on streams
-    that follow one another. Returns a new tensor: the same bits on every rank, but where x is not a number.
+    x: fp32 or bf16 without gaps, as `SymmetricBuffers.takes`. Every rank calls it with the same shape, in one order, on
+    CUDA streams that follow one another. Returns a new tensor, the same bits on every rank except where x is not a
+    number.
     """
-    return import_module(".kernel", __package__).peer_sum(x, dtype, inboxes)
+    return import_module(".kernel", __package__).all_reduce(x, dtype, symmetric)

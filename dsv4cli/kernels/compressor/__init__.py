@@ -15,7 +15,7 @@ from dsv4cli.kernels.dispatch import choose
 
 
 @dataclass(frozen=True)
-class Plan:
+class EntryPlan:
     """What a step of T tokens does with the entries of one ratio.
 
     groups: int64 [G, 5], the groups that may become complete, of each sequence that of its first token and those behind
@@ -51,7 +51,7 @@ def compress_keys(
     score: torch.Tensor,
     ape: torch.Tensor,
     state: State,
-    plan: Plan,
+    plan: EntryPlan,
     weight: torch.Tensor,
     eps: float,
     round_keys: bool,
@@ -73,7 +73,7 @@ def compress_index_keys(
     score: torch.Tensor,
     ape: torch.Tensor,
     state: State,
-    plan: Plan,
+    plan: EntryPlan,
     weight: torch.Tensor,
     eps: float,
 ) -> State:
@@ -95,7 +95,7 @@ def compress_both(
     index_ape: torch.Tensor,
     index_state: State,
     index_weight: torch.Tensor,
-    plan: Plan,
+    plan: EntryPlan,
     eps: float,
     round_keys: bool,
 ) -> tuple[State, State]:

@@ -12,7 +12,7 @@ from dsv4cli.kernels.qk_norm_rope import ref as key_ref
 from dsv4cli.kernels.rope.ref import rotate
 
 if TYPE_CHECKING:
-    from dsv4cli.kernels.compressor import Plan, State
+    from dsv4cli.kernels.compressor import EntryPlan, State
 
 
 def compress_keys(
@@ -20,7 +20,7 @@ def compress_keys(
     score: torch.Tensor,
     ape: torch.Tensor,
     state: "State",
-    plan: "Plan",
+    plan: "EntryPlan",
     weight: torch.Tensor,
     eps: float,
     round_keys: bool,
@@ -37,7 +37,7 @@ def compress_index_keys(
     score: torch.Tensor,
     ape: torch.Tensor,
     state: "State",
-    plan: "Plan",
+    plan: "EntryPlan",
     weight: torch.Tensor,
     eps: float,
 ) -> "State":
@@ -63,7 +63,7 @@ def compress_both(
     index_ape: torch.Tensor,
     index_state: "State",
     index_weight: torch.Tensor,
-    plan: "Plan",
+    plan: "EntryPlan",
     eps: float,
     round_keys: bool,
 ) -> tuple["State", "State"]:
@@ -73,7 +73,7 @@ def compress_both(
 
 
 def _pooled(
-    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, state: "State", plan: "Plan"
+    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, state: "State", plan: "EntryPlan"
 ) -> tuple["State", torch.Tensor]:
     """The state with the raw rows stored, and the pooled complete groups, fp32 [G', d]."""
     ratio, capacity = len(ape), state.kv.shape[1]
@@ -96,7 +96,7 @@ def _stored(ring: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> torc
     return key_ref.placed(ring.flatten(0, 1), cells, rows).view(ring.shape)
 
 
-def _kept(plan: "Plan", ratio: int, halves: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _kept(plan: "EntryPlan", ratio: int, halves: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of the step that stay in the rings, and their cells: int64 [n]."""
     _, first, start, _, _ = plan.groups.unbind(1)
     slots, _, start, end, _ = plan.groups[first + (halves - 1) * ratio <= start].unbind(1)
@@ -105,7 +105,7 @@ def _kept(plan: "Plan", ratio: int, halves: int, capacity: int) -> tuple[torch.T
     return rows, slot[rows] * capacity + plan.positions[rows] % capacity
 
 
-def _members(plan: "Plan", ratio: int, halves: int, rings: torch.Size) -> torch.Tensor:
+def _members(plan: "EntryPlan", ratio: int, halves: int, rings: torch.Size) -> torch.Tensor:
     """The rows of the members of each complete group in [all rings, fresh rows]: int64 [G', halves * ratio]."""
     slot, first, start, _, row = plan.groups[plan.entries >= 0].unbind(1)
     positions = first[:, None] + torch.arange(halves * ratio, device=first.device)

@@ -10,27 +10,31 @@ from dsv4cli.kernels.expert_cache import ref
 
 
 @dataclass(frozen=True)
-class Residency:
+class ExpertCache:
     """Where the E experts of a layer lie in stacks of matrices on the GPU; `fetch` keeps it up to date.
 
-    place: int64 [E], the row of the stacks that holds an expert, -1 for none. The last H of them have a row in host
-    memory each, in ascending order; the others lie in the stacks for good. owner, used: int64 [C], the expert in each
-    slot and the step that has used it last; slot i is row first + i. staging: the first of H - C rows for those that
-    get no slot. clock: int64 [1], steps so far. counts: int64 [3], summed over the steps: tokens, different experts
-    that they have chosen, how many of these were in the stacks.
+    The last H experts have a row in host memory each, in ascending order; the others lie in the stacks for good.
+
+    row_of_expert: int64 [E], the row of the stacks that holds an expert, -1 for none.
+    expert_of_slot: int64 [C], the expert in each slot; slot i is row first_slot_row + i.
+    last_used: int64 [C], the step that used each slot last.
+    steps: int64 [1], how many steps there were.
+    counts: int64 [3], summed over the steps: tokens, different experts that they chose, how many of these were in the
+        stacks.
+    first_staging_row: the first of H - C rows for experts that get no slot.
     """
 
-    place: torch.Tensor
-    owner: torch.Tensor
-    used: torch.Tensor
-    clock: torch.Tensor
+    row_of_expert: torch.Tensor
+    expert_of_slot: torch.Tensor
+    last_used: torch.Tensor
+    steps: torch.Tensor
     counts: torch.Tensor
-    first: int
-    staging: int
+    first_slot_row: int
+    first_staging_row: int
 
 
 def fetch(
-    chosen: torch.Tensor, residency: Residency, host: Sequence[torch.Tensor], stacks: Sequence[torch.Tensor]
+    chosen: torch.Tensor, cache: ExpertCache, host: Sequence[torch.Tensor], stacks: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Brings every chosen expert into the stacks: int64 [E], the row of each, of those that are nowhere 0.
 
@@ -41,4 +45,4 @@ def fetch(
 
     On a GPU a launch that loads from the stacks before it waits for its inputs must not be the next one (`overlap`).
     """
-    return choose(chosen, ref).fetch(chosen, residency, host, stacks)
+    return choose(chosen, ref).fetch(chosen, cache, host, stacks)

@@ -11,7 +11,7 @@ from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 if TYPE_CHECKING:
-    from dsv4cli.kernels.expert_cache import Residency
+    from dsv4cli.kernels.expert_cache import ExpertCache
 
 # pairs that are counted at once: of a step of decoding, of a prompt
 FEW, MANY = 128, 1024
@@ -23,16 +23,16 @@ _NEVER = tl.constexpr(2**62)
 
 
 def fetch(
-    chosen: torch.Tensor, residency: "Residency", host: Sequence[torch.Tensor], stacks: Sequence[torch.Tensor]
+    chosen: torch.Tensor, cache: "ExpertCache", host: Sequence[torch.Tensor], stacks: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    experts, waiting, slots, pairs = len(residency.place), len(host[0]), len(residency.owner), chosen.numel()
+    experts, waiting, slots, pairs = len(cache.row_of_expert), len(host[0]), len(cache.expert_of_slot), chosen.numel()
     copies = [_words(source, stack) for source, stack in zip(host, stacks, strict=True)]
-    rows = torch.empty_like(residency.place)
-    jobs = residency.place.new_empty(1 + 2 * waiting)
+    rows = torch.empty_like(cache.row_of_expert)
+    jobs = cache.row_of_expert.new_empty(1 + 2 * waiting)
     _decide[(1,)](
-        chosen.contiguous(), residency.place, residency.owner, residency.used, residency.clock, residency.counts, rows,
-        jobs, pairs, len(chosen), residency.first, residency.staging, experts - waiting, experts, slots,
-        triton.next_power_of_2(experts), triton.next_power_of_2(slots), FEW if pairs <= FEW else MANY,
+        chosen.contiguous(), cache.row_of_expert, cache.expert_of_slot, cache.last_used, cache.steps, cache.counts,
+        rows, jobs, pairs, len(chosen), cache.first_slot_row, cache.first_staging_row, experts - waiting, experts,
+        slots, triton.next_power_of_2(experts), triton.next_power_of_2(slots), FEW if pairs <= FEW else MANY,
         **overlap(chosen),
     )  # fmt: skip
     copies += [(*copies[0][:2], 0)] * (MATRICES - len(copies))
@@ -62,20 +62,20 @@ def _wanted(chosen, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     return uses > 0
 
 
-@triton.jit(do_not_specialize=["pairs", "tokens", "first", "staging"])
+@triton.jit(do_not_specialize=["pairs", "tokens", "first_slot_row", "first_staging_row"])
 def _decide(
     chosen,  # int64 [pairs]
-    place,  # int64 [COUNT]
-    owner,  # int64 [SLOTS], as all below
-    used,
-    clock,
+    row_of_expert,  # int64 [COUNT]
+    expert_of_slot,  # int64 [SLOTS], as all below
+    last_used,
+    steps,
     counts,
     rows,  # [COUNT] the result
     jobs,  # their number, then of each the row in host memory and that in the stacks
     pairs,
     tokens,
-    first,
-    staging,
+    first_slot_row,
+    first_staging_row,
     STAYS: tl.constexpr,
     COUNT: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -88,30 +88,30 @@ def _decide(
     real, here = expert < COUNT, slot < SLOTS
     wait_for_inputs(OVERLAP)
     wanted = _wanted(chosen, pairs, EXPERTS_BLOCK, PAIRS)
-    places = tl.load(place + expert, real, other=0)
-    owners = tl.load(owner + slot, here, other=0)
-    last = tl.load(used + slot, here, other=0)
-    now = tl.load(clock) + 1
-    missing = wanted & (places < 0)
+    rows_of_experts = tl.load(row_of_expert + expert, real, other=0)
+    experts_of_slots = tl.load(expert_of_slot + slot, here, other=0)
+    last = tl.load(last_used + slot, here, other=0)
+    now = tl.load(steps) + 1
+    missing = wanted & (rows_of_experts < 0)
     number = tl.sum(missing.to(tl.int32), 0)
     rank = tl.cumsum(missing.to(tl.int32), 0) - 1
-    in_use = here & (tl.gather(wanted.to(tl.int32), owners.to(tl.int32), 0) > 0)
+    in_use = here & (tl.gather(wanted.to(tl.int32), experts_of_slots.to(tl.int32), 0) > 0)
     last = tl.where(in_use, now, last)
     age = tl.where(here & (in_use == 0), last, _NEVER)  # of slots that may be taken
-    row = tl.maximum(places, 0)
+    row = tl.maximum(rows_of_experts, 0)
     staged = tl.full([], 0, tl.int64)
     for i in range(number):
         new = tl.sum(tl.where(missing & (rank == i), expert, 0), 0).to(tl.int64)
         oldest = tl.min(age, 0)
         none = oldest == _NEVER
         taken = tl.min(tl.where((age == oldest) & (age < _NEVER), slot, SLOTS_BLOCK), 0)
-        target = tl.where(none, staging + staged, first + taken.to(tl.int64))
+        target = tl.where(none, first_staging_row + staged, first_slot_row + taken.to(tl.int64))
         here_now = slot == taken  # nowhere if there is none
-        old = tl.sum(tl.where(here_now, owners, 0), 0)
-        places = tl.where((expert == old) & (none == 0), -1, places)
-        places = tl.where((expert == new) & (none == 0), target, places)
+        old = tl.sum(tl.where(here_now, experts_of_slots, 0), 0)
+        rows_of_experts = tl.where((expert == old) & (none == 0), -1, rows_of_experts)
+        rows_of_experts = tl.where((expert == new) & (none == 0), target, rows_of_experts)
         row = tl.where(expert == new, target, row)
-        owners = tl.where(here_now, new, owners)
+        experts_of_slots = tl.where(here_now, new, experts_of_slots)
         last = tl.where(here_now, now, last)
         age = tl.where(here_now, _NEVER, age)
         staged += none.to(tl.int64)
@@ -119,10 +119,10 @@ def _decide(
         tl.store(jobs + 2 + 2 * i, target)
     tl.store(jobs, number.to(tl.int64))
     tl.store(rows + expert, row, real)
-    tl.store(place + expert, places, real)
-    tl.store(owner + slot, owners, here)
-    tl.store(used + slot, last, here)
-    tl.store(clock, now)
+    tl.store(row_of_expert + expert, rows_of_experts, real)
+    tl.store(expert_of_slot + slot, experts_of_slots, here)
+    tl.store(last_used + slot, last, here)
+    tl.store(steps, now)
     found = tl.sum(wanted.to(tl.int32), 0)
     tl.store(counts, tl.load(counts) + tokens)
     tl.store(counts + 1, tl.load(counts + 1) + found)

@@ -14,9 +14,9 @@ SLACK = UNIT >> 16
 _STEP, _FIRST, _SECOND = STEP - 2**64, FACTORS[0] - 2**64, FACTORS[1] - 2**64
 
 
-def noise(seeds: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
+def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
     column = torch.arange(width, device=seeds.device)
-    bits = _mixed(_mixed(_mixed(seeds) + places * _STEP)[:, None] + column * _STEP)
+    bits = _mixed(_mixed(_mixed(seeds) + positions * _STEP)[:, None] + column * _STEP)
     # exact in fp64
     return -((_shifted(bits, 12).double() + 0.5) * 2.0**-52).log().float()
 

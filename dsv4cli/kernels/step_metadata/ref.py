@@ -1,10 +1,10 @@
-"""The places of a step in plain PyTorch."""
+"""The metadata of a step in plain PyTorch."""
 
 from dataclasses import dataclass
 
 import torch
 
-from dsv4cli.kernels.step_metadata.step import ALL_LISTED, WITH_PREVIOUS, Chunks, Entries, Layout, Places
+from dsv4cli.kernels.step_metadata.types import ALL_LISTED, WITH_PREVIOUS, Chunks, Entries, Layout, StepMetadata
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Tokens:
     offsets: torch.Tensor
 
 
-def place(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> Places:
+def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> StepMetadata:
     starts, counts = chunks.starts, chunks.counts
     offsets = counts.cumsum(0) - counts
     sequence = owners(counts, layout.tokens)
@@ -26,7 +26,7 @@ def place(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) 
     columns = torch.where(starts == 0, counts.clamp_max(layout.window), layout.window)[sequence]
     index = window_index(chunks, layout, tokens)
     entries = {ratio: entries_of(chunks, layout, tokens, frequencies[ratio], ratio) for ratio in layout.groups}
-    return Places(
+    return StepMetadata(
         sequence=sequence,
         positions=positions,
         last=offsets + counts - 1,

@@ -42,13 +42,13 @@ def differ(first, second):
 
 def check_sums(world):
     """Each sum, by whichever way, is to the last bit that of the parts in the order of the ranks."""
-    assert world.inboxes is not None
+    assert world.symmetric_buffers is not None
     other_way = World(world.rank, world.size)
     for dtype in (torch.float32, torch.bfloat16):
         for shape in SHAPES:
             parts = [part(rank, shape, dtype) for rank in range(RANKS)]
             mine = parts[world.rank]
-            assert world.inboxes.takes(mine) == (mine.nbytes <= PROGRAMS * WORDS * 4 and mine.nbytes % 4 == 0)
+            assert world.symmetric_buffers.takes(mine) == (mine.nbytes <= PROGRAMS * WORDS * 4 and mine.nbytes % 4 == 0)
             for rounded in (torch.float32, torch.bfloat16):
                 expected = total(parts, rounded)
                 assert not differ(world.sum_rounded(mine.clone(), rounded), expected)
@@ -92,7 +92,7 @@ def check_replays(world):
             torch.cuda._sleep(pauses.randrange(200_000))
         graph.replay()
     assert (step.item(), wrong.item()) == (REPLAYS + 1, 0)
-    assert not world.inboxes.boxes[world.rank].any()  # all that came has been taken
+    assert not world.symmetric_buffers.buffers[world.rank].any()  # all that came has been taken
 
 
 def captured(run):

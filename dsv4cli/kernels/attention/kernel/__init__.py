@@ -1,7 +1,7 @@
 """Attention over listed rows in Triton: a program takes heads of one token and its list.
 
-Where there are too few tokens for the machine, several programs share one: its list is `spread` or, if long, cut into
-`parts`.
+Where there are too few tokens for the machine, several programs share one: `two_pass_decode` or, if the list is long,
+`split_kv`.
 """
 
 import math
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.attention.kernel import split_kv, two_pass_decode
-from dsv4cli.kernels.attention.kernel.gather import LOG2E, over_rows, unrotated
+from dsv4cli.kernels.attention.kernel.gather import LOG2E, attend_rows, unrotated
 from dsv4cli.kernels.card import has_tensor_memory, shared_memory
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
@@ -27,7 +27,7 @@ SHORT, MOST_PARTS = 256, 32
 
 
 @dataclass(frozen=True)
-class Tiles:
+class SplitTiles:
     """What a program holds: heads, rows at a time, warps; span: columns of a list in one part."""
 
     heads: int
@@ -36,15 +36,15 @@ class Tiles:
     span: int
 
 
-def plan(q: torch.Tensor, length: int) -> Tiles | two_pass_decode.Spread:
+def plan(q: torch.Tensor, length: int) -> SplitTiles | two_pass_decode.TwoPassTiles:
     """How lists of this length are attended over."""
     tokens, heads, _ = q.shape
     few, bf16 = tokens * triton.cdiv(heads, 16), q.dtype == torch.bfloat16
-    spreads = bf16 and 0 < few <= two_pass_decode.MOST and 0 < length <= two_pass_decode.LONGEST and roomy(q.device)
-    return (two_pass_decode.tiles(few, length) if spreads else None) or tiles(tokens, heads, length, q)
+    two_pass = bf16 and 0 < few <= two_pass_decode.MOST and 0 < length <= two_pass_decode.LONGEST and roomy(q.device)
+    return (two_pass_decode.tiles(few, length) if two_pass else None) or tiles(tokens, heads, length, q)
 
 
-def tiles(tokens: int, heads: int, length: int, x: torch.Tensor) -> Tiles:
+def tiles(tokens: int, heads: int, length: int, x: torch.Tensor) -> SplitTiles:
     """For lists of this length; measured on an H200 with rows of 512 bf16, 1 to 64 tokens, lists of 128 to 8,320."""
     few, blocks = tokens * triton.cdiv(heads, 16), triton.cdiv(length, 64)
     if x.dtype == torch.float32:
@@ -54,12 +54,12 @@ def tiles(tokens: int, heads: int, length: int, x: torch.Tensor) -> Tiles:
         held, rows_held, warps = 16, 64, 8 if shared_memory(x.device) >= 112 << 10 else 4
     else:
         held, rows_held, warps = 64, 64, 8
-    split_kv = min(PROGRAMS // max(tokens * triton.cdiv(heads, held), 1), MOST_PARTS)
+    parts = min(PROGRAMS // max(tokens * triton.cdiv(heads, held), 1), MOST_PARTS)
     # two halves are not worth three launches
-    split_kv = 1 if split_kv < 3 or length <= SHORT else split_kv
+    parts = 1 if parts < 3 or length <= SHORT else parts
     # of bf16 whole blocks of 64 columns, as the reference has them: what it rounds depends on the maximum up to there
-    span = triton.cdiv(triton.cdiv(length, split_kv), rows_held) * rows_held
-    return Tiles(held, rows_held, warps, max(span, rows_held))
+    span = triton.cdiv(triton.cdiv(length, parts), rows_held) * rows_held
+    return SplitTiles(held, rows_held, warps, max(span, rows_held))
 
 
 def pays(few: int, blocks: int) -> bool:
@@ -106,7 +106,7 @@ def attended(
     sink: torch.Tensor,
     scale: float,
     turns: torch.Tensor | None,
-    tile: Tiles | two_pass_decode.Spread,
+    tile: SplitTiles | two_pass_decode.TwoPassTiles,
 ) -> torch.Tensor:
     """Un-rotated where there are turns; window and entries [rows, d], index and sink evenly spaced."""
     given, o = rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -120,7 +120,7 @@ def attended(
     index, sink = index.contiguous(), sink.contiguous()
     inputs = (given, window, entries, index, given.stride(0), len(window), length, scale * math.log2(math.e))
     shape = (window.stride(0), entries.stride(0), heads, width)
-    if isinstance(tile, two_pass_decode.Spread):
+    if isinstance(tile, two_pass_decode.TwoPassTiles):
         two_pass_decode.attended(inputs, sink, turns, o, turned, shape, columns, tile)
         return o
     shape = (*shape, columns // 2, tile.heads, tile.rows)
@@ -160,7 +160,7 @@ def _whole(
     head = (tl.program_id(0) % groups) * HEADS + tl.arange(0, HEADS)[:, None]
     listed = index + token * length
     wait_for_inputs(OVERLAP)
-    maximum, denominator, left, right = over_rows(
+    maximum, denominator, left, right = attend_rows(
         q, window, entries, listed, sink, 0, token, head, 0, length, q_stride,
         window_rows, scale, WINDOW_STRIDE, ENTRIES_STRIDE, TOTAL, WIDTH, ROWS, HALF, 1024,
     )  # fmt: skip

@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def over_rows(
+def attend_rows(
     q, window, entries, listed, maxima, before, token, head, first, end, q_stride, window_rows, scale,
     WINDOW_STRIDE: tl.constexpr, ENTRIES_STRIDE: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
@@ -45,7 +45,7 @@ def over_rows(
         row = tl.full([ROWS], -1, tl.int32)
         if start < last:
             row = tl.load(listed + start + step, start + step < last, other=-1).to(tl.int32)
-        place = places(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE) + column
+        place = row_pointers(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE) + column
         some = (row >= 0)[:, None]
         keys_left = tl.load(place, some & inside, other=0.0)  # [ROWS, HALF]
         keys_right = tl.load(place + HALF, some & inside_right, other=0.0)
@@ -87,7 +87,7 @@ def queries(q, token, head, q_stride, TOTAL: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def places(row, window, entries, window_rows, WINDOW_STRIDE: tl.constexpr, ENTRIES_STRIDE: tl.constexpr):
+def row_pointers(row, window, entries, window_rows, WINDOW_STRIDE: tl.constexpr, ENTRIES_STRIDE: tl.constexpr):
     """Where the rows that a list names begin: [ROWS, 1], or with one more dim in front."""
     entry = row - window_rows
     place = tl.where(
@@ -119,7 +119,7 @@ def turned(turns, token, first, COLUMNS: tl.constexpr, TURNED: tl.constexpr, WID
     pair = first // 2 + tl.arange(0, COLUMNS // 2) - (WIDTH // 2 - TURNED)
     some = (pair >= 0) & (pair < TURNED)
     turn = turns + token * (2 * TURNED) + pair * 2
-    # past the nearest cache, which may be older where programs of `spread` read before the launch before has ended
+    # past the nearest cache, which may be older: programs of `two_pass_decode` read before the last launch has ended
     cosine = tl.load(turn, some, other=1.0, cache_modifier=".cg")
     return cosine, tl.load(turn + 1, some, other=0.0, cache_modifier=".cg")
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, over_rows, places, queries, scored, unrotated
+from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, attend_rows, queries, row_pointers, scored, unrotated
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 # partial results in fp32 that a program puts together: 64 a thread
@@ -65,7 +65,7 @@ def _maxima(
     listed = (place % blocks).to(tl.int32) * ROWS + tl.arange(0, ROWS)
     row = tl.load(index + token * length + listed, listed < length, other=-1).to(tl.int32)
     column, some = tl.arange(0, HALF)[None], (row >= 0)[:, None]
-    near = places(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE) + column
+    near = row_pointers(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE) + column
     keys_left = tl.load(near, some & (column < WIDTH), other=0.0)
     keys_right = tl.load(near + HALF, some & (column + HALF < WIDTH), other=0.0)
     query_left, query_right = queries(q, token, head, q_stride, TOTAL, WIDTH, HALF)
@@ -107,7 +107,7 @@ def _part(
     listed = index + token * length
     first = (place % parts).to(tl.int32) * span
     end = tl.minimum(first + span, length)
-    maximum, denominator, left, right = over_rows(
+    maximum, denominator, left, right = attend_rows(
         q, window, entries, listed, early + token * blocks * TOTAL, first // ROWS, token, head, first, end, q_stride,
         window_rows, scale, WINDOW_STRIDE, ENTRIES_STRIDE, TOTAL, WIDTH, ROWS, HALF, 512,
     )  # fmt: skip

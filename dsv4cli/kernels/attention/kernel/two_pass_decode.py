@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, places, rotated, turned
+from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, rotated, row_pointers, turned
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 # columns between two changes of the maximum, as in the reference
@@ -23,7 +23,7 @@ PROGRAMS = 528
 
 
 @dataclass(frozen=True)
-class Spread:
+class TwoPassTiles:
     """What programs hold: heads; columns of a group; warps of the first launch; of the second how many groups at a
     time, dims, warps."""
 
@@ -35,21 +35,21 @@ class Spread:
     warps: int
 
 
-def tiles(few: int, length: int) -> Spread | None:
+def tiles(few: int, length: int) -> TwoPassTiles | None:
     """For so many tokens times groups of 16 heads; None where other ways are faster.
 
     Measured on an H200 with rows of 512 bf16.
     """
     if length <= 128:
-        return Spread(16, 32, 4, 4, 16, 2) if few <= 8 else None
+        return TwoPassTiles(16, 32, 4, 4, 16, 2) if few <= 8 else None
     if length <= 256:
-        return Spread(16, 32, 4, 8, 16 if few <= 4 else 32 if few <= 8 else 64, 4) if few <= 16 else None
+        return TwoPassTiles(16, 32, 4, 8, 16 if few <= 4 else 32 if few <= 8 else 64, 4) if few <= 16 else None
     if few <= 8:
-        return Spread(16, 64, 4, 8, 16 if few <= 2 or (few <= 4 and length > 1024) else 32, 4)
-    return Spread(16, 64, 8, 4, 64, 4) if length <= 1024 else None
+        return TwoPassTiles(16, 64, 4, 8, 16 if few <= 2 or (few <= 4 and length > 1024) else 32, 4)
+    return TwoPassTiles(16, 64, 8, 4, 64, 4) if length <= 1024 else None
 
 
-def attended(inputs, sink, turns, o, turned, shape, wide, tile: Spread) -> None:
+def attended(inputs, sink, turns, o, turned, shape, wide, tile: TwoPassTiles) -> None:
     """Into o [T, H, d], of at most `wide` dims. inputs: q, ..., the scale; turns: [T, turned, 2] or none."""
     q, window, entries, index, q_stride, window_rows, length, scale = inputs
     tokens, heads, _ = o.shape
@@ -111,7 +111,7 @@ def _scores(
         row = tl.full([COLUMNS], -1, tl.int32)
         if group < groups:
             row = tl.load(listed + group * COLUMNS + step, group * COLUMNS + step < length, other=-1).to(tl.int32)
-        at = places(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE) + dim
+        at = row_pointers(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE) + dim
         some = (row >= 0)[:, None]
         keys_0 = tl.load(at, some & (dim < WIDTH), other=0.0)
         keys_1 = tl.load(at + QUARTER, some & (dim + QUARTER < WIDTH), other=0.0)
@@ -182,7 +182,7 @@ def _values(
         rows += (tl.load(listed + column, column < length, other=-1, cache_modifier=".cg").to(tl.int32),)
     for time in tl.static_range(TIMES):
         row = rows[time]
-        at = places(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE)  # [GROUPS, COLUMNS, 1]
+        at = row_pointers(row, window, entries, window_rows, WINDOW_STRIDE, ENTRIES_STRIDE)  # [GROUPS, COLUMNS, 1]
         some = tl.expand_dims(row >= 0, 2) & (dim < WIDTH)
         values += (tl.load(at + dim, some, other=0.0, cache_modifier=".cg"),)
     last = 0

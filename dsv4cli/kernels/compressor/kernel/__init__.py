@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.compressor.kernel.entries import FP4, FP8, NOTHING, PACKED, finish_entries, make_entries
+from dsv4cli.kernels.compressor.kernel.entries import FP4, FP8, NOTHING, PACKED, make_entries, store_pooled
 from dsv4cli.kernels.compressor.kernel.pool import keep_rows, plan_of, pooled_of
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
@@ -20,7 +20,7 @@ from dsv4cli.kernels.pdl import overlap
 from dsv4cli.kernels.rows import rows, tile
 
 if TYPE_CHECKING:
-    from dsv4cli.kernels.compressor import Plan, State
+    from dsv4cli.kernels.compressor import EntryPlan, State
 
 # from how many members on a group's channels are divided among programs where most groups are complete
 MANY = 32
@@ -62,7 +62,7 @@ def compress_keys(
     score: torch.Tensor,
     ape: torch.Tensor,
     state: "State",
-    plan: "Plan",
+    plan: "EntryPlan",
     weight: torch.Tensor,
     eps: float,
     round_keys: bool,
@@ -77,7 +77,7 @@ def compress_index_keys(
     score: torch.Tensor,
     ape: torch.Tensor,
     state: "State",
-    plan: "Plan",
+    plan: "EntryPlan",
     weight: torch.Tensor,
     eps: float,
 ) -> "State":
@@ -96,7 +96,7 @@ def compress_both(
     index_ape: torch.Tensor,
     index_state: "State",
     index_weight: torch.Tensor,
-    plan: "Plan",
+    plan: "EntryPlan",
     eps: float,
     round_keys: bool,
 ) -> tuple["State", "State"]:
@@ -118,7 +118,7 @@ def _of_keys(
     score: torch.Tensor,
     ape: torch.Tensor,
     state: "State",
-    plan: "Plan",
+    plan: "EntryPlan",
     weight: torch.Tensor,
     round_keys: bool,
 ) -> Job:
@@ -131,7 +131,7 @@ def _of_keys(
 
 
 def _of_index_keys(
-    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, state: "State", plan: "Plan", weight: torch.Tensor
+    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, state: "State", plan: "EntryPlan", weight: torch.Tensor
 ) -> Job:
     width = state.entries.shape[1] * (1 if state.scale is None else 2)
     if width & (width - 1) or width < FP4_BLOCK:
@@ -140,7 +140,7 @@ def _of_index_keys(
     return Job(kv, score, ape, state, weight, width, FP4 if state.scale is None else PACKED)
 
 
-def _compress(job: Job, plan: "Plan", eps: float) -> None:
+def _compress(job: Job, plan: "EntryPlan", eps: float) -> None:
     groups = len(plan.entries)
     if groups and job.members >= MANY and len(job.kv) >= groups * MANY // 2:
         _compress_in_parts(job, plan, eps)
@@ -148,7 +148,7 @@ def _compress(job: Job, plan: "Plan", eps: float) -> None:
         _launch(job, None, plan, eps)
 
 
-def _launch(job: Job, other: Job | None, plan: "Plan", eps: float) -> None:
+def _launch(job: Job, other: Job | None, plan: "EntryPlan", eps: float) -> None:
     """The entries of one compressor or of two, whose groups have as many members."""
     groups, turns = len(plan.entries), torch.view_as_real(plan.rotation)
     if not groups:
@@ -162,7 +162,7 @@ def _launch(job: Job, other: Job | None, plan: "Plan", eps: float) -> None:
     )  # fmt: skip
 
 
-def _compress_in_parts(job: Job, plan: "Plan", eps: float) -> None:
+def _compress_in_parts(job: Job, plan: "EntryPlan", eps: float) -> None:
     groups, turns, (part, kept, warps) = len(plan.entries), torch.view_as_real(plan.rotation), SLICE
     *inputs, weight, results, scales = job.tensors()
     *strides, channels, width, form, columns = job.shape()
@@ -171,7 +171,7 @@ def _compress_in_parts(job: Job, plan: "Plan", eps: float) -> None:
         *inputs, plan.groups, plan.entries, pooled, *strides, job.state.kv.shape[1], len(job.ape), job.members,
         channels, width, part, triton.next_power_of_2(job.members), kept, num_warps=warps,
     )  # fmt: skip
-    finish_entries[(groups,)](
+    store_pooled[(groups,)](
         pooled, plan.entries, weight, turns, results, scales, turns.stride(0), eps, width, turns.shape[1], form,
         columns, num_warps=4,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def rows_at_once(members: int, width: int, tokens: int) -> tuple[int, int, int]:
     return (4, 4, warps) if width > 128 else (8, 8, warps)
 
 
-def check(kv: torch.Tensor, score: torch.Tensor, state: "State", plan: "Plan", width: int) -> None:
+def check(kv: torch.Tensor, score: torch.Tensor, state: "State", plan: "EntryPlan", width: int) -> None:
     """Raises KernelUnsupported for what the kernel does not take."""
     if not kv.dtype == score.dtype == state.kv.dtype == state.score.dtype == torch.float32:
         raise KernelUnsupported("raw rows and their rings are fp32")

@@ -143,7 +143,7 @@ def entries_of(
 
 
 @triton.jit
-def finish_entries(
+def store_pooled(
     pooled,
     entries,  # these five as in `make_entries`
     weight,

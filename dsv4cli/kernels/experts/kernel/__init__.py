@@ -29,7 +29,7 @@ def routed_experts(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
-    if _streams(x, weights, torch.int8):
+    if _takes_few(x, weights, torch.int8):
         return few_tokens.routed_experts(
             rows(x), weights, experts.contiguous(), routing.contiguous(), limit, round_inputs
         )
@@ -52,7 +52,7 @@ def mixture(
     round_inputs: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    if _streams(x, weights, torch.int8) and _streams(x, shared, torch.float8_e4m3fn):
+    if _takes_few(x, weights, torch.int8) and _takes_few(x, shared, torch.float8_e4m3fn):
         chosen = experts.contiguous(), routing.contiguous()
         return few_tokens.mixture(rows(x), weights, shared, *chosen, limit, round_inputs, dtype)
     routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
@@ -61,8 +61,8 @@ def mixture(
     return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
 
 
-def _streams(x: torch.Tensor, weights: "ExpertWeights", dtype: torch.dtype) -> bool:
-    """Whether `stream` takes these tokens and weights, stored in this dtype with scales."""
+def _takes_few(x: torch.Tensor, weights: "ExpertWeights", dtype: torch.dtype) -> bool:
+    """Whether `few_tokens` takes these tokens and weights, stored in this dtype with scales."""
     matrices = (weights.w1, weights.w2, weights.w3)
     scales = (weights.w1_scale, weights.w2_scale, weights.w3_scale)
     widths = (x.shape[1], weights.w1.shape[-2])

@@ -1,10 +1,11 @@
 """Routed experts, alone or with the shared one, for few tokens: weights are streamed once, in three launches or four.
 
 `prepare` rounds and arranges the inputs and sorts the pairs (token, expert) by expert. A program of `up` or `down`
-computes some rows of a matrix (w1 and w3; w2): of `several` for a few tokens of one expert, of `single` for one token,
-which needs no sorting, and whose sum over experts `down` makes in its registers. `add` makes that of several tokens.
-The launches overlap (`wait_for_inputs`): weights are loaded while the launch before still runs, those of the shared
-expert at once, those of routed experts where what names them, the choice or the sorting, was made before that launch.
+computes some rows of a matrix (w1 and w3; w2): in few_tokens_gemm.py for a few tokens of one expert, in
+one_token_gemm.py for one token, which needs no sorting and whose sum over experts `down` makes in its registers. `add`
+makes that of several tokens. The launches overlap (`wait_for_inputs`): weights are loaded while the launch before still
+runs, those of the shared expert at once, those of routed experts where the choice or the sorting was made before that
+launch.
 """
 
 import math
@@ -40,7 +41,7 @@ def routed_experts(
     round_inputs: bool,
 ) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    _stream(_Call(x, weights, None, experts, routing, limit, round_inputs, y))
+    _launch(_Call(x, weights, None, experts, routing, limit, round_inputs, y))
     return y
 
 
@@ -55,7 +56,7 @@ def mixture(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _stream(_Call(x, weights, shared, experts, routing, limit, round_inputs, y))
+    _launch(_Call(x, weights, shared, experts, routing, limit, round_inputs, y))
     return y
 
 
@@ -94,7 +95,7 @@ class _Call:
         return tuple(part for of in (self.weights, self.shared or self.weights) for part in _stored(of.w2, of.w2_scale))
 
 
-def _stream(call: _Call) -> None:
+def _launch(call: _Call) -> None:
     width, inner, shared_inner = call.widths
     chunk, shared_chunk, up, down = _blocks(call.tokens, inner)
     if call.tokens == 1:

@@ -1,4 +1,4 @@
-"""Linears in Triton, by the number of rows: few stream the weights (stream.py), many fill tiles (tiles.py)."""
+"""Linears in Triton by the number of rows: few stream weights (gemv.py, swap_ab.py), many fill tiles (tiled.py)."""
 
 from collections.abc import Sequence
 from types import ModuleType

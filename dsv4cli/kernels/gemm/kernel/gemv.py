@@ -1,7 +1,7 @@
 """Linears of few rows in Triton: each weight is read once, and reading it is the time that they take.
 
 The functions of ref.py. For one token, and for what tensor cores do not take, a program multiplies some rows of a
-weight, all their columns at once, by fused multiply-adds; more tokens multiply in swapped.py.
+weight, all their columns at once, by fused multiply-adds; more tokens multiply in swap_ab.py.
 """
 
 from collections.abc import Sequence

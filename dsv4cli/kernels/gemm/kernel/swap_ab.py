@@ -51,7 +51,7 @@ def multiply(
     columns = max(16, triton.next_power_of_2(tokens))
     parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, columns, device=x.device)
     coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
-    _swapped[(starts[-1], groups, splits)](
+    _swap_ab[(starts[-1], groups, splits)](
         x, coded, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
         words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
         tuple(p.rounded for p in products), triton.cdiv(triton.cdiv(width, _STEP.value), splits), rows, columns, splits,
@@ -84,7 +84,7 @@ def _splits(tiles: int, programs: int, most: int) -> int:
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _swapped(
+def _swap_ab(
     x,  # [tokens, G, K]
     coded,  # contiguous [tokens, K]: x rounded, where programs do not round it
     weights,  # of each product [G * N, K]

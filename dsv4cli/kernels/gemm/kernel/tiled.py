@@ -1,6 +1,6 @@
 """Linears of many rows in Triton: tiles of the result on tensor cores.
 
-The functions of ref.py for more rows than stream.py takes; tiles_fp8.py multiplies FP8 codes, tiles_bf16.py bf16.
+The functions of ref.py for more rows than gemv.py takes; tiled_fp8.py multiplies FP8 codes, tiled_bf16.py bf16.
 """
 
 from collections.abc import Sequence

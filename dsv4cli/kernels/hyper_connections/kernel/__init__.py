@@ -12,20 +12,20 @@ import triton
 
 from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.hyper_connections.kernel.combine import finish
-from dsv4cli.kernels.hyper_connections.kernel.fused import FEW, at_once
-from dsv4cli.kernels.hyper_connections.kernel.project import columns, split_weights
+from dsv4cli.kernels.hyper_connections.kernel.combine import weigh_and_collapse
+from dsv4cli.kernels.hyper_connections.kernel.fused import FEW, fused_connect
+from dsv4cli.kernels.hyper_connections.kernel.project import mix_and_project, split_weights
 from dsv4cli.kernels.pdl import overlap_of_few
 from dsv4cli.kernels.rows import LONGEST, rows
 from dsv4cli.kernels.workspace import words
 
-# tokens whose post and comb one program of `finish` computes, where their projections have few parts
+# tokens whose post and comb one program of `weigh_and_collapse` computes, where their projections have few parts
 WEIGHED_TOKENS = 8
 # tokens in a program from which on it pays to split the weights into bf16 parts beforehand
 SPLIT_TOKENS = 64
 
 
-class Few(NamedTuple):
+class FusedConnectTiles(NamedTuple):
     """What a program that projects takes where there is one launch: tokens, 0 for one and one stream; columns."""
 
     tokens: int
@@ -33,12 +33,12 @@ class Few(NamedTuple):
     warps: int
 
 
-def few(count: int) -> Few:
+def fused_tiles(count: int) -> FusedConnectTiles:
     """Measured on an H200 at a width of 4096."""
-    return Few(0, 128, 8) if count <= 4 else Few(16, 32, 8)
+    return FusedConnectTiles(0, 128, 8) if count <= 4 else FusedConnectTiles(16, 32, 8)
 
 
-class Tiles(NamedTuple):
+class ProjectTiles(NamedTuple):
     """What a program of the first launch of two takes: tokens; columns, in all and in a step."""
 
     tokens: int
@@ -48,21 +48,21 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(count: int, width: int, projected: bool, device: torch.device) -> Tiles:
+def project_tiles(count: int, width: int, projected: bool, device: torch.device) -> ProjectTiles:
     """Measured on an H200 at a width of 4096."""
     if not projected:
-        return Tiles(1, 1024, 1024, 4, 1)
+        return ProjectTiles(1, 1024, 1024, 4, 1)
     for most, tile in (
-        (64, Tiles(32, 32, 32, 4, 1)),
-        (128, Tiles(32, 64, 32, 4, 1)),
-        (256, Tiles(64, 128, 32, 4, 2)),
+        (64, ProjectTiles(32, 32, 32, 4, 1)),
+        (128, ProjectTiles(32, 64, 32, 4, 1)),
+        (256, ProjectTiles(64, 128, 32, 4, 2)),
     ):
         if count <= most:
             return tile
     # as many programs as multiprocessors, or a little fewer
     share = min(width * triton.cdiv(count, 64) // 128, width)
     # a step: bf16 of four streams and an output for 64 tokens, four times 32 rows of weights for each stream
-    return Tiles(64, triton.cdiv(share, 32) * 32, 32, 8, stages_that_fit(device, 4, 52 << 10))
+    return ProjectTiles(64, triton.cdiv(share, 32) * 32, 32, 8, stages_that_fit(device, 4, 52 << 10))
 
 
 def connect_pre(
@@ -121,13 +121,13 @@ def _connected(
     _check(streams)
     mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device) if output else streams
     if len(streams) <= FEW:
-        return mixed, *_at_once(streams, output, weights, norm, numbers, mixed)
+        return mixed, *_fused(streams, output, weights, norm, numbers, mixed)
     fn, scale, base = weights
     parts = _sweep(streams, fn, output, mixed)
     return mixed, *_collapsed(mixed, parts, scale, base, norm, numbers)
 
 
-def _at_once(
+def _fused(
     streams: torch.Tensor,
     output: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -137,7 +137,7 @@ def _at_once(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (count, number, width), (fn, scale, base), (iterations, hc_eps, norm_eps) = streams.shape, weights, numbers
     y, post, comb = _results(streams, iterations)
-    tile, slots = few(count), triton.next_power_of_2(len(fn) + 1)
+    tile, slots = fused_tiles(count), triton.next_power_of_2(len(fn) + 1)
     splits = triton.cdiv(width, tile.block) * (1 if tile.tokens else number)
     x, old_post, old_comb = output or (streams[:, 0], base, base)
     given, options = rows(x), overlap_of_few(streams, count)
@@ -147,7 +147,7 @@ def _at_once(
         options["maxnreg"] = 128  # two programs a multiprocessor; wider streams would spill
     if count:
         projecting, weighing = splits * (1 if tile.tokens else count), count if iterations else 0
-        at_once[(projecting + weighing + count,)](
+        fused_connect[(projecting + weighing + count,)](
             given, streams, old_post.contiguous(), old_comb.contiguous(), fn.contiguous(), scale, base,
             y if norm is None else norm.contiguous(), mixed, y, post, comb, left,
             count, given.stride(0), *streams.stride()[:2], hc_eps, norm_eps,
@@ -179,7 +179,7 @@ def _sweep(
     """
     count, number, width = streams.shape
     lines = 0 if fn is None else len(fn)
-    tile, slots = tiles(count, width, bool(lines), streams.device), triton.next_power_of_2(lines + 1)
+    tile, slots = project_tiles(count, width, bool(lines), streams.device), triton.next_power_of_2(lines + 1)
     splits = triton.cdiv(width, tile.columns)
     parts = streams.new_empty(splits if lines else 0, count, slots, dtype=torch.float32)
     x, post, comb = output or (streams, parts, parts)
@@ -187,7 +187,7 @@ def _sweep(
     split = tile.tokens >= SPLIT_TOKENS and bool(lines) and streams.dtype == torch.bfloat16
     tensors = given, streams, post.contiguous(), comb.contiguous(), _split(weights) if split else weights, mixed, parts
     if count:
-        columns[(triton.cdiv(count, tile.tokens), splits)](
+        mix_and_project[(triton.cdiv(count, tile.tokens), splits)](
             *tensors, count, given.stride(0), *streams.stride()[:2], number, width, lines, slots,
             4 if split else 1, tile.columns, tile.tokens, tile.block, bool(output),
             num_warps=tile.warps, num_stages=tile.stages, **overlap_of_few(streams, count),
@@ -225,7 +225,7 @@ def _collapsed(
     tokens = 1 if len(parts) > 8 else WEIGHED_TOKENS
     weighers = triton.cdiv(len(post), tokens)
     if count:
-        finish[(weighers + count,)](
+        weigh_and_collapse[(weighers + count,)](
             streams, parts, scale, base, x if weight is None else weight.contiguous(), x, post, comb,
             count, weighers, *streams.stride()[:2], hc_eps, norm_eps,
             iterations, number, width, len(base), parts.shape[2], len(parts), triton.next_power_of_2(len(parts)),

@@ -178,7 +178,7 @@ def _collapse(
 
 
 @triton.jit(do_not_specialize=["count", "weighers"])
-def finish(
+def weigh_and_collapse(
     streams,  # [count, N, WIDTH]
     parts,  # [SPLITS, count, SLOTS]
     scale,  # [3], or [1] where only pre is wanted

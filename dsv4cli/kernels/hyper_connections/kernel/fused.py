@@ -125,7 +125,7 @@ def _collapse(
 
 
 @triton.jit(do_not_specialize=["count"])
-def at_once(
+def fused_connect(
     x,  # [count, WIDTH]
     streams,  # [count, N, WIDTH]
     post,  # [count, N]

@@ -108,7 +108,7 @@ def as_parts(sums, squares, ROWS: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def columns(
+def mix_and_project(
     x,  # [count, WIDTH]
     streams,  # [count, N, WIDTH]
     post,  # [count, N]

@@ -9,7 +9,7 @@ from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.indexer.kernel.scores_one_token import scores_of_one_token
 from dsv4cli.kernels.indexer.kernel.scores_plain import scores_of_plain_keys
 from dsv4cli.kernels.indexer.kernel.scores_tiled import prepare_queries, scores_of_many_tokens
-from dsv4cli.kernels.indexer.kernel.topk import choose_by_peaks, choose_entries, takes_peaks, top_entries
+from dsv4cli.kernels.indexer.kernel.topk import choose_entries, choose_prefiltered, takes_prefilter, top_entries
 from dsv4cli.kernels.pdl import overlap, overlap_beside
 
 __all__ = ["best_entries", "choose_entries", "index_scores", "top_entries"]
@@ -90,9 +90,9 @@ def _score_few(
     visible: torch.Tensor,
     found: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """found: peaks and counts for `choose_by_peaks`, if these are wanted."""
+    """found: peaks and counts for `choose_prefiltered`, if these are wanted."""
     (tokens, heads, width), entries = q.shape, table.shape[1]
-    rows, splits, warps = _stream(tokens, entries)
+    rows, splits, warps = _one_token_tiles(tokens, entries)
     peaks, counts = found or (out, out)
     # four programs of 128 threads leave 8,192 registers of a multiprocessor to one that keeps the high scores
     options = overlap_beside(q, 112) if found and rows == 64 else overlap(q)
@@ -118,7 +118,7 @@ def best_entries(
     window_rows: int,
 ) -> torch.Tensor:
     tokens, entries = len(q), table.shape[1]
-    if key_scale is None or not takes_peaks(tokens, entries, k):
+    if key_scale is None or not takes_prefilter(tokens, entries, k):
         scores = index_scores(q, weights, weight_scale, keys, key_scale, table, sequence, visible)
         return choose_entries(scores, visible, k, table, sequence, window_index, window_columns, window_rows)
     _check(q, weights, keys, key_scale, table)
@@ -129,12 +129,12 @@ def best_entries(
     counts = torch.empty(tokens, dtype=torch.int32, device=q.device)
     words, sizes = keys.view(torch.int32), key_scale.view(torch.uint8)
     _score_few(scores, q, weights, weight_scale, words, sizes, table, sequence, visible, (peaks, counts))
-    return choose_by_peaks(
+    return choose_prefiltered(
         scores, peaks, counts, visible, k, table, sequence, window_index, window_columns, window_rows
     )
 
 
-def _stream(tokens: int, entries: int) -> tuple[int, int, int]:
+def _one_token_tiles(tokens: int, entries: int) -> tuple[int, int, int]:
     """Keys of a tile, programs for a token, warps; an H200 holds four programs of 64 keys a processor, three of 128.
 
     One token, 8,192 keys: 3.3 us with 64 (3.9 with 128); 262,144 keys: 20.8 us with 128 (21.3 with 64).

@@ -47,8 +47,8 @@ def choose_entries(
     return out
 
 
-def takes_peaks(rows: int, length: int, k: int) -> bool:
-    """Whether `choose_by_peaks` is the fastest way: for one row, longer than those that others search at once.
+def takes_prefilter(rows: int, length: int, k: int) -> bool:
+    """Whether `choose_prefiltered` is the fastest way: for one row, longer than those that others search at once.
 
     H200, scores and lists of one token: 32,800 entries 14.5 us (17.0 otherwise), 16,416 9.5 (15.8), 65,536 17.1 (21.3);
     of 16 tokens the choice alone 15.9 (14.4), of 64 46 (22).
@@ -56,7 +56,7 @@ def takes_peaks(rows: int, length: int, k: int) -> bool:
     return rows == 1 and SHORT < length <= LONGEST_WITH_PEAKS and k <= 1024
 
 
-def choose_by_peaks(
+def choose_prefiltered(
     scores: torch.Tensor,
     peaks: torch.Tensor,
     counts: torch.Tensor,

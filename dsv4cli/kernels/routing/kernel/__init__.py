@@ -11,7 +11,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
-from dsv4cli.kernels.routing.kernel.fused import FEW, at_once
+from dsv4cli.kernels.routing.kernel.fused import FEW, fused_route
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
 from dsv4cli.kernels.rows import rows
 from dsv4cli.kernels.workspace import words
@@ -20,7 +20,7 @@ from dsv4cli.kernels.workspace import words
 GATHERED_TOKENS = 512
 
 
-class Few(NamedTuple):
+class FusedRouteTiles(NamedTuple):
     """What a program that adds up logits takes where there is one launch: tokens, experts, columns."""
 
     tokens: int
@@ -29,12 +29,12 @@ class Few(NamedTuple):
     warps: int
 
 
-def few(count: int) -> Few:
+def fused_tiles(count: int) -> FusedRouteTiles:
     """Measured on an H200 with 256 experts and a width of 4096."""
-    return Few(1, 1, 1024, 1) if count == 1 else Few(16, 16, 512, 1)
+    return FusedRouteTiles(1, 1, 1024, 1) if count == 1 else FusedRouteTiles(16, 16, 512, 1)
 
 
-class Tiles(NamedTuple):
+class LogitTiles(NamedTuple):
     """What a program of `_logits` takes: tokens, experts, columns in a step; how many programs share a sum."""
 
     tokens: int
@@ -45,19 +45,19 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(count: int, device: torch.device) -> Tiles:
+def logit_tiles(count: int, device: torch.device) -> LogitTiles:
     """Measured on an H200 with 256 experts and a width of 4096."""
     for most, tile in (
-        (32, Tiles(16, 16, 512, 8, 4, 1)),
-        (128, Tiles(32, 64, 128, 16, 4, 2)),
-        (256, Tiles(64, 64, 64, 8, 4, 4)),
-        (512, Tiles(64, 64, 64, 4, 4, 6)),
-        (2048, Tiles(64, 64, 128, 2, 4, 3)),
+        (32, LogitTiles(16, 16, 512, 8, 4, 1)),
+        (128, LogitTiles(32, 64, 128, 16, 4, 2)),
+        (256, LogitTiles(64, 64, 64, 8, 4, 4)),
+        (512, LogitTiles(64, 64, 64, 4, 4, 6)),
+        (2048, LogitTiles(64, 64, 128, 2, 4, 3)),
     ):
         if count <= most:
             return tile
     # a step: bf16 of 128 tokens and 128 experts
-    return Tiles(128, 128, 64, 2, 8, stages_that_fit(device, 5, 32 << 10))
+    return LogitTiles(128, 128, 64, 2, 8, stages_that_fit(device, 5, 32 << 10))
 
 
 def route(
@@ -90,14 +90,14 @@ def route_by_id(
 def _routed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, route_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given, (count, width), number, tile = rows(x), x.shape, len(weight), few(len(x))
+    given, (count, width), number, tile = rows(x), x.shape, len(weight), fused_tiles(len(x))
     experts = torch.empty(count, k, dtype=torch.int64, device=x.device)
     weights = torch.empty(count, k, device=x.device)
     block = min(tile.block, max(16, triton.next_power_of_2(width)))
     splits = triton.cdiv(width, block)
     every = max(triton.next_power_of_2(number), 32 * tile.warps)  # a word of `take` for each thread
     if count:
-        at_once[(triton.cdiv(number, tile.experts) * splits + count,)](
+        fused_route[(triton.cdiv(number, tile.experts) * splits + count,)](
             given, weight.contiguous(), bias, words(x.device, FEW, splits, number), experts, weights,
             count, given.stride(0), route_scale,
             number, width, splits, triton.next_power_of_2(splits), k, every, triton.next_power_of_2(k),
@@ -109,7 +109,7 @@ def _routed(
 def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The logits as fp32 [splits, T, E], parts of a sum over the columns."""
     given, (count, width), number = rows(x), x.shape, len(weight)
-    tile = tiles(count, x.device)
+    tile = logit_tiles(count, x.device)
     columns = triton.cdiv(triton.cdiv(width, tile.splits), tile.block) * tile.block
     parts = torch.empty(triton.cdiv(width, columns), count, number, device=x.device)
     if count:

@@ -62,7 +62,7 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=["count"])
-def at_once(
+def fused_route(
     x,  # [count, WIDTH]
     weight,  # [NUMBER, WIDTH]
     bias,  # [NUMBER]

@@ -30,12 +30,12 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     check(logits)
     rows, width = logits.shape
     part, parts = divided(width)
-    best, places = partial(rows, parts, logits.device)
+    best, columns = partial(rows, parts, logits.device)
     if rows:
         _largest[(parts, rows)](
-            logits, best, places, logits.stride(0), width, part, num_warps=warps(rows), **overlap(logits)
+            logits, best, columns, logits.stride(0), width, part, num_warps=warps(rows), **overlap(logits)
         )
-    return first_of_best(best, places)
+    return first_of_best(best, columns)
 
 
 def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
@@ -44,9 +44,9 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: f
     rows, width = logits.shape
     device, (part, parts) = logits.device, divided(width)
     grid, padded = (parts, rows), max(2, triton.next_power_of_2(parts))
-    best, places = partial(rows, parts, device)
+    best, columns = partial(rows, parts, device)
     if not rows:
-        return first_of_best(best, places)
+        return first_of_best(best, columns)
     options = {"num_warps": warps(rows), **overlap(logits)}
     chances = torch.empty(rows, width, dtype=torch.float32, device=device)
     tops, sums = partial(rows, parts, device)[0], partial(rows, parts, device)[0]
@@ -60,23 +60,23 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: f
     least = (1 - top_p) / (2 * width) if top_p < 0.9999 else 0.0
     _chances[grid](chances, tops, sums, mass, least, parts, width, part, padded, within, **options)
     if not within:
-        _race[grid](chances, noise, best, places, noise.stride(0), width, part, **options)
-        return first_of_best(best, places)
+        _race[grid](chances, noise, best, columns, noise.stride(0), width, part, **options)
+        return first_of_best(best, columns)
     for level in range(1, LEVELS.value):
         find_smallest[grid](chances, mass, found, limit, least, rows, width, part, level, **options)
     race_of_nucleus[grid](
-        chances, noise, mass, found, best, places, noise.stride(0), limit, rows, width, part, **options
+        chances, noise, mass, found, best, columns, noise.stride(0), limit, rows, width, part, **options
     )
-    return first_of_best(best, places)
+    return first_of_best(best, columns)
 
 
-def noise(seeds: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
-    if any(x.dtype != torch.int64 or (x.stride(0) != 1 and len(x) > 1) for x in (seeds, places)):
-        raise KernelUnsupported("Triton makes noise from seeds and places in int64, one behind the other")
+def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+    if any(x.dtype != torch.int64 or (x.stride(0) != 1 and len(x) > 1) for x in (seeds, positions)):
+        raise KernelUnsupported("Triton makes noise from seeds and positions in int64, one behind the other")
     made = torch.empty(len(seeds), width, dtype=torch.float32, device=seeds.device)
     part, parts = divided(width)
     if len(seeds):
-        _noise[(parts, len(seeds))](seeds, places, made, width, part, num_warps=4, **overlap(seeds))
+        _noise[(parts, len(seeds))](seeds, positions, made, width, part, num_warps=4, **overlap(seeds))
     return made
 
 
@@ -86,34 +86,34 @@ def check(x: torch.Tensor) -> None:
         raise KernelUnsupported(f"Triton samples from fp32 with consecutive columns, not {x.dtype}, {x.stride()}")
 
 
-def first_of_best(best: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The place of the largest of each row's parts [R, parts] -> int64 [R]."""
+def first_of_best(best: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The column of the largest of each row's parts [R, parts] -> int64 [R]."""
     rows, parts = best.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=best.device)
     if rows:
         padded = triton.next_power_of_2(parts)
-        _first_of_best[(rows,)](best, places, chosen, parts, padded, num_warps=1, **overlap(best))
+        _first_of_best[(rows,)](best, columns, chosen, parts, padded, num_warps=1, **overlap(best))
     return chosen
 
 
 @triton.jit
-def _largest(logits, best, places, stride, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
+def _largest(logits, best, columns, stride, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * PART + tl.arange(0, PART)
     wait_for_inputs(OVERLAP)
     values = tl.load(logits + row * stride + column, column < WIDTH, other=float("-inf"))
-    top, place = best_of(values, column, column < WIDTH)
+    top, best_column = best_of(values, column, column < WIDTH)
     tl.store(best + row * tl.num_programs(0) + part, top)
-    tl.store(places + row * tl.num_programs(0) + part, place)
+    tl.store(columns + row * tl.num_programs(0) + part, best_column)
 
 
 @triton.jit
-def _first_of_best(best, places, chosen, PARTS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):
+def _first_of_best(best, columns, chosen, PARTS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     wait_for_inputs(OVERLAP)
     values = tl.load(best + row * PARTS + part, part < PARTS, other=float("-inf"))
-    place = tl.load(places + row * PARTS + part, part < PARTS, other=NOWHERE)
-    tl.store(chosen + row, best_of(values, place, part < PARTS)[1].to(tl.int64))
+    column = tl.load(columns + row * PARTS + part, part < PARTS, other=NOWHERE)
+    tl.store(chosen + row, best_of(values, column, part < PARTS)[1].to(tl.int64))
 
 
 @triton.jit
@@ -175,22 +175,22 @@ def _chances(
 
 
 @triton.jit
-def _race(chances, noise, best, places, stride, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
+def _race(chances, noise, best, columns, stride, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * PART + tl.arange(0, PART)
     wait_for_inputs(OVERLAP)
     chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
     race = chance / tl.load(noise + row * stride + column, column < WIDTH, other=1.0)
-    top, place = best_of(race, column, column < WIDTH)
+    top, best_column = best_of(race, column, column < WIDTH)
     tl.store(best + row * tl.num_programs(0) + part, top)
-    tl.store(places + row * tl.num_programs(0) + part, place)
+    tl.store(columns + row * tl.num_programs(0) + part, best_column)
 
 
 @triton.jit
-def _noise(seeds, places, noise, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
+def _noise(seeds, positions, noise, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
     row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * PART + tl.arange(0, PART)
     wait_for_inputs(OVERLAP)
-    state = mixed(mixed(tl.load(seeds + row).to(tl.uint64)) + tl.load(places + row).to(tl.uint64) * STEP)
+    state = mixed(mixed(tl.load(seeds + row).to(tl.uint64)) + tl.load(positions + row).to(tl.uint64) * STEP)
     bits = mixed(state + column.to(tl.uint64) * STEP) >> 12
     # exact in fp64
     share = (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.0**-52

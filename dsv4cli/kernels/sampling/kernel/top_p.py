@@ -1,4 +1,4 @@
-"""The nucleus without sorting: the smallest chance that has a place in it, and the best of what is in it.
+"""The nucleus without sorting: the smallest chance that is in it, and the best of what is in it.
 
 Histograms of chances lead to the smallest chance, six bits of it each. Their sums are integers: exact, so that no order
 of adding matters.
@@ -110,7 +110,7 @@ def race_of_nucleus(
     mass,
     found,
     best,  # [count, parts]: the best of those that are as likely as the smallest chance, or likelier
-    places,
+    columns,
     stride,  # of noise
     limit,
     count,
@@ -125,7 +125,7 @@ def race_of_nucleus(
     chance = tl.load(chances + row * WIDTH + column, inside, other=0.0)
     race = chance / tl.load(noise + row * stride + column, inside, other=1.0)
     smallest, _ = lowest_bin(mass, found, row, count, limit, False, LEVELS)
-    top, place = best_of(race, column, inside & (key_of(chance) >= smallest))
+    top, best_column = best_of(race, column, inside & (key_of(chance) >= smallest))
     slot = row * tl.num_programs(0) + part
     tl.store(best + slot, top)
-    tl.store(places + slot, place)
+    tl.store(columns + slot, best_column)

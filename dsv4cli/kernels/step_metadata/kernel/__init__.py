@@ -1,4 +1,4 @@
-"""The places of a step in Triton: one launch, whose programs share tokens, groups, lists and tables among them.
+"""The metadata of a step in Triton: one launch, whose programs share tokens, groups, lists and tables among them.
 
 Numbers are counted in 32 bits and stored in 64.
 """
@@ -21,24 +21,24 @@ from dsv4cli.kernels.step_metadata.kernel.rows import (
     store_turns,
     window_row,
 )
-from dsv4cli.kernels.step_metadata.step import ALL_LISTED, Chunks, Entries, Layout, Places
+from dsv4cli.kernels.step_metadata.types import ALL_LISTED, Chunks, Entries, Layout, StepMetadata
 
 LISTED = tl.constexpr(ALL_LISTED)
 
 
-def place(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> Places:
+def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> StepMetadata:
     numbers = (chunks.slots, chunks.starts, chunks.counts, chunks.blocks)
     if any(x.dtype != torch.int64 or (x.stride(-1) != 1 and x.shape[-1] > 1) for x in numbers):
         raise KernelUnsupported("the Triton kernel takes numbers in int64, one behind the other")
     (sequences, columns), ratios = chunks.blocks.shape, tuple(layout.groups)
-    made, pairs = room(chunks, layout, frequencies), next(iter(frequencies.values())).numel()
+    made, pairs = empty_metadata(chunks, layout, frequencies), next(iter(frequencies.values())).numel()
     entries, listing = [made.entries[ratio] for ratio in ratios], ALL_LISTED in ratios
     rows, across, warps = tile(layout.tokens)
     tiles, lists = triton.cdiv(layout.tokens, rows), made.every_entry.shape[1]
     programs = tiles * (1 + len(frequencies) + len(ratios) + (triton.cdiv(lists, across) if listing else 0))
     programs += sum(sequences * triton.cdiv(columns * (layout.block // ratio), across) for ratio in ratios)
     if tiles:
-        _place[(programs,)](
+        _step_metadata[(programs,)](
             *numbers, tuple(frequencies.values()), tuple(frequencies[ratio] for ratio in ratios),
             made.sequence, made.positions, made.last, made.window_index, made.window_columns, made.window_cells,
             made.every_entry, tuple(map(torch.view_as_real, made.rotations.values())),
@@ -60,7 +60,7 @@ def tile(tokens: int) -> tuple[int, int, int]:
     return (1, 256, 2) if tokens <= 64 else (8, 256, 4)
 
 
-def room(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> Places:
+def empty_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> StepMetadata:
     """Memory for what is to be made, tables with a place for each entry that the blocks hold."""
     device, tokens, (sequences, columns) = chunks.slots.device, layout.tokens, chunks.blocks.shape
     pairs = next(iter(frequencies.values())).numel()
@@ -78,7 +78,7 @@ def room(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -
 
     index = whole(tokens, layout.window)
     listed = layout.window + layout.entries.get(ALL_LISTED, 0)
-    return Places(
+    return StepMetadata(
         sequence=whole(tokens),
         positions=whole(tokens),
         last=whole(sequences),
@@ -95,14 +95,14 @@ def room(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -
     do_not_specialize=["tokens", "sequences", "columns", "block_stride", "lists", "window_rows"],
     do_not_specialize_on_alignment=["slots", "starts", "counts", "blocks"],
 )
-def _place(
+def _step_metadata(
     slots,  # these three int64 [sequences]
     starts,
     counts,
     blocks,  # int64 [sequences, columns]
     frequencies,  # of each ratio that rotates fp32 [PAIRS]
     group_frequencies,  # of each of RATIOS
-    sequence,  # the outputs, as in Places
+    sequence,  # the outputs, as in StepMetadata
     positions,
     last,
     window_index,

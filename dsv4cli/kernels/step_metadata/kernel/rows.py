@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.step_metadata.step import WITH_PREVIOUS
+from dsv4cli.kernels.step_metadata.types import WITH_PREVIOUS
 
 PREVIOUS = tl.constexpr(WITH_PREVIOUS)
 
