@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from dsv4cli.kernels.block_scale.ref import dequantise, fp4_round, hadamard
-from dsv4cli.kernels.compressor import EntryPlan, State, compress_both, compress_index_keys, compress_keys, ref
+from dsv4cli.kernels.compressor import (
+    Compression,
+    EntryPlan,
+    State,
+    compress_both,
+    compress_index_keys,
+    compress_keys,
+    ref,
+)
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.norm.ref import rms_norm
 from dsv4cli.kernels.qk_norm_rope.ref import rounded
@@ -133,7 +141,7 @@ def check_steps(texts: Texts, split: list[list[int]]) -> None:
     state = texts.state(torch.float32)
     for counts in split:
         kv, score, plan = texts.step(counts)
-        after = compress_keys(kv, score, texts.ape, state, plan, texts.weight, EPS, False)
+        after = compress_keys(Compression(kv, score, texts.ape, texts.weight, EPS, state), plan, False)
         assert after.kv.data_ptr() == state.kv.data_ptr()
         assert after.entries.data_ptr() == state.entries.data_ptr()
     for sequence, length in enumerate(texts.done):
@@ -161,7 +169,7 @@ def test_entries_round_step_by_step(kind):
     state, weight = texts.state(torch.bfloat16), texts.weight.bfloat16()
     for counts in ([34], [1], [1], [1]):
         kv, score, plan = texts.step(counts)
-        compress_keys(kv, score, texts.ape, state, plan, weight, EPS, True)
+        compress_keys(Compression(kv, score, texts.ape, weight, EPS, state), plan, True)
     count, pairs = 37 // texts.ratio, texts.pairs
     pooled = torch.stack([texts.pooled(0, group) for group in range(count)]).bfloat16()
     rotation = turns([group * texts.ratio for group in range(count)], pairs)
@@ -188,7 +196,7 @@ def test_index_entries_as_values_and_packed(kind):
     for counts in split:
         kv, score, plan = texts.step(counts)
         for state in (values, packed):
-            compress_index_keys(kv, score, texts.ape, state, plan, weight, EPS)
+            compress_index_keys(Compression(kv, score, texts.ape, weight, EPS, state), plan)
     for sequence, length in enumerate(texts.done):
         groups = range(length // texts.ratio)
         cells = [texts.cell(sequence, group) for group in groups]
@@ -216,15 +224,17 @@ def test_both_compressors_of_a_layer(packed, round_keys):
     for counts in split:
         kv, score, plan = texts.step(counts)
         index_kv, index_score, _ = index.step(counts)
-        main, others = (kv, score, texts.ape), (index_kv, index_score, index.ape)
-        end = plan, EPS, round_keys
-        after = compress_both(*main, states[0], texts.weight, *others, states[1], index.weight, *end)
+        own = [Compression(kv, score, texts.ape, texts.weight, EPS, state) for state in (states[0], alone[0])]
+        others = [
+            Compression(index_kv, index_score, index.ape, index.weight, EPS, state) for state in (states[1], alone[1])
+        ]
+        after = compress_both(own[0], others[0], plan, round_keys)
         assert [one.kv.data_ptr() for one in after] == [one.kv.data_ptr() for one in states]
-        compress_keys(*main, alone[0], plan, texts.weight, EPS, round_keys)
+        compress_keys(own[1], plan, round_keys)
         if round_keys:
-            compress_index_keys(*others, alone[1], plan, index.weight, EPS)
+            compress_index_keys(others[1], plan)
         else:
-            compress_keys(*others, alone[1], plan, index.weight, EPS, False)
+            compress_keys(others[1], plan, False)
     for state, expected in zip(states, alone, strict=True):
         for ours, theirs in zip(vars(state).values(), vars(expected).values(), strict=True):
             assert ours is theirs or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
@@ -237,8 +247,9 @@ def test_rows_of_a_wider_product():
     both = torch.cat((kv, torch.ones(9, 3), score), 1)
     states = texts.state(torch.float32), texts.state(torch.float32)
     width = kv.shape[1]
-    compress_keys(kv, score, texts.ape, states[0], plan, texts.weight, EPS, False)
-    compress_keys(both[:, :width], both[:, width + 3 :], texts.ape, states[1], plan, texts.weight, EPS, False)
+    compress_keys(Compression(kv, score, texts.ape, texts.weight, EPS, states[0]), plan, False)
+    apart = Compression(both[:, :width], both[:, width + 3 :], texts.ape, texts.weight, EPS, states[1])
+    compress_keys(apart, plan, False)
     assert torch.equal(states[0].entries, states[1].entries)
     assert torch.equal(states[0].score, states[1].score)
 
@@ -248,11 +259,11 @@ def test_nothing_to_do():
     texts = Texts([5], 4, 2, 64, 8)
     kv, score, plan = texts.step([0])
     state = texts.state(torch.float32)
-    compress_keys(kv, score, texts.ape, state, plan, texts.weight, EPS, False)
+    compress_keys(Compression(kv, score, texts.ape, texts.weight, EPS, state), plan, False)
     assert not state.kv.any()
     kv, score, plan = texts.step([5])
     nothing = replace(plan, entries=torch.full_like(plan.entries, -1))
-    compress_keys(kv, score, texts.ape, state, nothing, texts.weight, EPS, False)
+    compress_keys(Compression(kv, score, texts.ape, texts.weight, EPS, state), nothing, False)
     assert not state.entries.any()
     assert torch.equal(state.kv[0, :5], kv)
 
@@ -261,7 +272,7 @@ def test_a_gradient_flows_into_a_new_state():
     texts = Texts([9], 4, 2, 64, 8)
     kv, score, plan = texts.step([9])
     state = texts.state(torch.float32)
-    after = compress_keys(kv.requires_grad_(), score, texts.ape, state, plan, texts.weight, EPS, False)
+    after = compress_keys(Compression(kv.requires_grad_(), score, texts.ape, texts.weight, EPS, state), plan, False)
     assert not state.entries.any()
     assert not state.kv.any()
     after.entries.sum().backward()
@@ -272,10 +283,10 @@ def test_a_gradient_flows_into_a_new_state():
 def test_what_the_kernel_does_not_take():
     texts = Texts([4], 4, 2, 96, 8)
     kv, score, plan = texts.step([4])
-    state, arguments = texts.state(torch.bfloat16), (plan, texts.weight, EPS)
+    own = Compression(kv, score, texts.ape, texts.weight, EPS, texts.state(torch.bfloat16))
     with pytest.raises(KernelUnsupported, match="power of two"):
-        compress_index_keys(kv, score, texts.ape, state, *arguments)
+        compress_index_keys(own, plan)
     with pytest.raises(KernelUnsupported, match="at once, not 80"):
-        compress_keys(kv, score, texts.ape, state, *arguments, True)
+        compress_keys(own, plan, True)
     with pytest.raises(KernelUnsupported, match="fp32"):
-        compress_keys(kv.bfloat16(), score, texts.ape, state, *arguments, False)
+        compress_keys(replace(own, kv=kv.bfloat16()), plan, False)

@@ -5,7 +5,7 @@ import torch
 
 from dsv4cli.kernels.block_scale import fp4_round, hadamard
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.qk_norm_rope import queries_and_keys, queries_keys_and_index, ref
+from dsv4cli.kernels.qk_norm_rope import KeyCells, KeyNorm, queries_and_keys, queries_keys_and_index, ref
 from dsv4cli.kernels.rope import rotate
 
 EPS = 1e-6
@@ -18,8 +18,15 @@ def inputs(tokens: int, heads: int, width: int, pairs: int, dtype: torch.dtype, 
     kv *= torch.logspace(-3, 1, width).to(dtype)
     angles = torch.rand(tokens, pairs) * 7
     rotation = torch.polar(torch.ones_like(angles), angles)
-    places = torch.where(torch.arange(tokens) % 3 == 1, -1, torch.randperm(cells)[:tokens])
-    return [q, kv, torch.rand(width).to(dtype) + 0.5, rotation, torch.zeros(cells, width, dtype=dtype), places]
+    stored = torch.where(torch.arange(tokens) % 3 == 1, -1, torch.randperm(cells)[:tokens])
+    return [q, kv, torch.rand(width).to(dtype) + 0.5, rotation, torch.zeros(cells, width, dtype=dtype), stored]
+
+
+def rest(
+    weight: torch.Tensor, rotation: torch.Tensor, ring: torch.Tensor, cells: torch.Tensor, rounded: bool
+) -> tuple[KeyNorm, torch.Tensor, KeyCells]:
+    """What the functions take behind queries and keys."""
+    return KeyNorm(weight, EPS, rounded), rotation, KeyCells(ring, cells)
 
 
 def assert_near(ours: torch.Tensor, expected: torch.Tensor, steps: float) -> None:
@@ -38,8 +45,9 @@ def test_is_norm_rotation_and_rounding(shape, dtype):
     tokens, heads, width, pairs = shape
     rounded = (width - 2 * pairs) % 64 == 0
     given = inputs(tokens, heads, width, pairs, dtype)
-    expected = ref.queries_and_keys(*[x.clone() for x in given], EPS, rounded)
-    queries, keys, ring = queries_and_keys(*given, EPS, rounded)
+    q, kv, *others = [x.clone() for x in given]
+    expected = ref.queries_and_keys(q, kv, *rest(*others, rounded))
+    queries, keys, ring = queries_and_keys(*given[:2], *rest(*given[2:], rounded))
     # queries: a step of bf16, or fp32 sums of 512; keys: a code of e4m3 is 1/8 apart at most
     fine = 2**-7 if dtype == torch.bfloat16 else 1e-5
     assert_near(queries, expected[0], fine)
@@ -58,8 +66,9 @@ def test_codes_where_every_sum_is_exact():
     turns = torch.polar(torch.ones(5, 32), torch.zeros(5, 32))
     given = [q, kv, torch.rand(192).bfloat16(), turns, torch.zeros(6, 192).bfloat16(), torch.arange(5)]
     for round_keys in (False, True):
-        expected = ref.queries_and_keys(*given, EPS, round_keys)[:2]
-        for ours, theirs in zip(queries_and_keys(*given, EPS, round_keys), expected, strict=False):
+        arguments = (*given[:2], *rest(*given[2:], round_keys))
+        expected = ref.queries_and_keys(*arguments)[:2]
+        for ours, theirs in zip(queries_and_keys(*arguments), expected, strict=False):
             # the root alone may differ by a bit of fp32, which rounds away nearly always
             assert (ours != theirs).double().mean() < 2e-3
 
@@ -69,8 +78,9 @@ def test_slices_of_wider_rows():
     q, kv, weight, rotation, ring, cells = inputs(4, 3, 128, 32, torch.bfloat16)
     both = torch.cat((q.flatten(1), torch.ones(4, 8).bfloat16(), kv), 1)
     parts = both[:, : 3 * 128].unflatten(1, (3, 128)), both[:, -128:]
-    expected = queries_and_keys(q, kv, weight, rotation, ring.clone(), cells, EPS, True)
-    for ours, theirs in zip(queries_and_keys(*parts, weight, rotation, ring, cells, EPS, True), expected, strict=True):
+    expected = queries_and_keys(q, kv, *rest(weight, rotation, ring.clone(), cells, True))
+    found = queries_and_keys(*parts, *rest(weight, rotation, ring, cells, True))
+    for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -88,8 +98,8 @@ def test_queries_of_the_indexer_in_the_same_launch(shape, dtype, round_keys):
     round_keys = round_keys and (width - 2 * pairs) % 64 == 0
     wide = torch.randn(tokens, index_heads * index_width + 24).to(dtype)  # the other columns belong to others
     index_q = wide[:, 8:-16].unflatten(1, (index_heads, index_width))
-    others = (weight, rotation, ring.clone(), cells, EPS, round_keys)
-    *ours, index = queries_keys_and_index(q, kv, index_q, weight, rotation, ring, cells, EPS, round_keys)
+    others = rest(weight, rotation, ring.clone(), cells, round_keys)
+    *ours, index = queries_keys_and_index(q, kv, index_q, *rest(weight, rotation, ring, cells, round_keys))
     assert all(torch.equal(*pair) for pair in zip(ours, queries_and_keys(q, kv, *others), strict=True))
     expected = rotate(index_q.contiguous(), rotation)
     expected = fp4_round(hadamard(expected), 32) if round_keys else expected
@@ -100,7 +110,7 @@ def test_queries_of_the_indexer_in_the_same_launch(shape, dtype, round_keys):
 def test_a_gradient_flows_through_a_new_ring():
     q, kv, weight, rotation, ring, cells = inputs(4, 2, 128, 32, torch.float32)
     kv.requires_grad_()
-    _, keys, stored = queries_and_keys(q, kv, weight, rotation, ring, cells, EPS, False)
+    _, keys, stored = queries_and_keys(q, kv, *rest(weight, rotation, ring, cells, False))
     assert not ring.any()
     assert torch.equal(stored[cells[0]], keys[0])
     stored.sum().backward()
@@ -111,8 +121,8 @@ def test_a_gradient_flows_through_a_new_ring():
 def test_what_the_kernel_does_not_take():
     q, kv, weight, rotation, ring, cells = inputs(2, 2, 128, 30, torch.bfloat16)
     with pytest.raises(KernelUnsupported, match="blocks of 64"):
-        queries_and_keys(q, kv, weight, rotation, ring, cells, EPS, True)
+        queries_and_keys(q, kv, *rest(weight, rotation, ring, cells, True))
     with pytest.raises(KernelUnsupported, match="one dtype"):
-        queries_and_keys(q, kv, weight, rotation, ring.float(), cells, EPS, False)
+        queries_and_keys(q, kv, *rest(weight, rotation, ring.float(), cells, False))
     with pytest.raises(KernelUnsupported, match="power of two"):
-        queries_keys_and_index(q, kv, q[..., :96], weight, rotation, ring, cells, EPS, False)
+        queries_keys_and_index(q, kv, q[..., :96], *rest(weight, rotation, ring, cells, False))

@@ -16,6 +16,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import LayerCache, Ring
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.kernels import attention, qk_norm_rope
+from dsv4cli.kernels.qk_norm_rope import KeyCells, KeyNorm
 
 
 class Attention(nn.Module):
@@ -69,21 +70,23 @@ class Attention(nn.Module):
             (q,) = project_normed(latent, self.q_norm, [self.wq_b])
             return *self.prepare(self._heads(q), kv, batch, ring), None
         q, index_q = project_normed(latent, self.q_norm, [self.wq_b, self.indexer.wq_b])
+        norm, cells = self.key_norm(), KeyCells(ring.data.flatten(0, 1), batch.window_cells)
         q, kv, stored, index_q = qk_norm_rope.queries_keys_and_index(
-            self._heads(q), kv, self.indexer.heads(index_q), self.kv_norm.weight, batch.rotations[self.ratio],
-            ring.data.flatten(0, 1), batch.window_cells, self.config.rms_norm_eps, self.numerics.simulate,
-        )  # fmt: skip
+            self._heads(q), kv, self.indexer.heads(index_q), norm, batch.rotations[self.ratio], cells
+        )
         ring.data = stored.view(ring.data.shape)
         return q, kv, index_q
 
     def prepare(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [T, H, d] and keys [T, d] normed and rotated; the ring takes the keys."""
-        q, kv, stored = qk_norm_rope.queries_and_keys(
-            q, kv, self.kv_norm.weight, batch.rotations[self.ratio], ring.data.flatten(0, 1), batch.window_cells,
-            self.config.rms_norm_eps, self.numerics.simulate,
-        )  # fmt: skip
+        cells = KeyCells(ring.data.flatten(0, 1), batch.window_cells)
+        q, kv, stored = qk_norm_rope.queries_and_keys(q, kv, self.key_norm(), batch.rotations[self.ratio], cells)
         ring.data = stored.view(ring.data.shape)
         return q, kv
+
+    def key_norm(self) -> KeyNorm:
+        """How keys are normed and rounded."""
+        return KeyNorm(self.kv_norm.weight, self.config.rms_norm_eps, self.numerics.simulate)
 
     def _heads(self, q: torch.Tensor) -> torch.Tensor:
         return q.unflatten(-1, (-1, self.config.head_dim))

@@ -11,6 +11,7 @@ from dsv4cli.engine.model.linear import Fp32Linear, RMSNorm, unfilled
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import CompressorState
 from dsv4cli.kernels import compressor
+from dsv4cli.kernels.compressor import Compression
 
 
 class Compressor(nn.Module):
@@ -28,9 +29,12 @@ class Compressor(nn.Module):
     def forward(self, kv: torch.Tensor, score: torch.Tensor, batch: Batch, state: CompressorState) -> None:
         """Takes the raw rows of the step's tokens, fp32 [T, C] each, into the state and adds the entries that they
         complete."""
-        plan = batch.compress[self.ratio].plan
-        norm, rounded = self.norm, self.numerics.simulate
-        state.keep(compressor.compress_keys(kv, score, self.ape, state.tensors(), plan, norm.weight, norm.eps, rounded))
+        plan, round_keys = batch.compress[self.ratio].plan, self.numerics.simulate
+        state.keep(compressor.compress_keys(self.compression(kv, score, state), plan, round_keys))
+
+    def compression(self, kv: torch.Tensor, score: torch.Tensor, state: CompressorState) -> Compression:
+        """What the kernels are given."""
+        return Compression(kv, score, self.ape, self.norm.weight, self.norm.eps, state.tensors())
 
 
 def compress_both(
@@ -44,10 +48,7 @@ def compress_both(
     Without simulation the indexer's q . k needs neither Hadamard nor FP4.
     """
     (one, other), (kv, score, index_kv, index_score), (state, index_state) = compressors, rows, states
-    made = compressor.compress_both(
-        kv, score, one.ape, state.tensors(), one.norm.weight,
-        index_kv, index_score, other.ape, index_state.tensors(), other.norm.weight,
-        batch.compress[one.ratio].plan, one.norm.eps, one.numerics.simulate,
-    )  # fmt: skip
+    own, index = one.compression(kv, score, state), other.compression(index_kv, index_score, index_state)
+    made = compressor.compress_both(own, index, batch.compress[one.ratio].plan, one.numerics.simulate)
     for cached, tensors in zip(states, made, strict=True):
         cached.keep(tensors)

@@ -13,9 +13,10 @@ from dsv4cli.engine.profiling.scene import Scene
 from dsv4cli.kernels import compressor
 from dsv4cli.kernels import qk_norm_rope as prepared
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
-from dsv4cli.kernels.compressor import EntryPlan, State
+from dsv4cli.kernels.compressor import Compression, EntryPlan, State
 from dsv4cli.kernels.compressor import ref as compressor_ref
 from dsv4cli.kernels.formats import FP4_BLOCK
+from dsv4cli.kernels.qk_norm_rope import KeyCells, KeyNorm
 from dsv4cli.kernels.qk_norm_rope import ref as prepared_ref
 
 # how many arguments a compressor has in a case, and how many tensors of its state a case gives
@@ -53,7 +54,11 @@ def _prepare(scene: Scene, ratio: int, more: Tensors, run: Operation, reference:
     stored = int((cells >= 0).sum()) * ring[0].nbytes
 
     def through(operation: Operation) -> Operation:
-        return lambda *inputs: operation(*inputs, config.rms_norm_eps, True)
+        def call(*inputs: torch.Tensor) -> object:
+            *rows, weight, turns, ring, cells = inputs
+            return operation(*rows, KeyNorm(weight, config.rms_norm_eps, True), turns, KeyCells(ring, cells))
+
+        return call
 
     return Work(
         (q, kv, *more, weight, turns, ring, cells),
@@ -135,15 +140,14 @@ def _through(family: ModuleType, plan: EntryPlan, eps: float) -> Operation:
     """One compressor or both of a CSA layer by the family or its reference, in the model's rounding."""
 
     def call(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        jobs = []
+        given = []
         for first in range(0, len(tensors), ARGUMENTS):
-            kv, score, ape, weight, *memory = tensors[first : first + ARGUMENTS]
-            jobs.append((kv, score, ape, State(*memory), weight))
-        if len(jobs) == 1:
-            *rows, weight = jobs[0]
-            states = [family.compress_keys(*rows, plan, weight, eps, True)]
+            kv, score, ape, norm, *memory = tensors[first : first + ARGUMENTS]
+            given.append(Compression(kv, score, ape, norm, eps, State(*memory)))
+        if len(given) == 1:
+            states = [family.compress_keys(*given, plan, True)]
         else:
-            states = family.compress_both(*jobs[0], *jobs[1], plan, eps, True)
+            states = family.compress_both(*given, plan, True)
         return tuple(tensor for state in states for tensor in (state.entries, state.scale, state.kv, state.score))
 
     return call

@@ -9,44 +9,35 @@ import torch
 
 from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.qk_norm_rope import ref
+from dsv4cli.kernels.qk_norm_rope.types import KeyCells, KeyNorm
+
+__all__ = ["KeyCells", "KeyNorm", "queries_and_keys", "queries_keys_and_index"]
 
 
 def queries_and_keys(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    weight: torch.Tensor,
-    rotation: torch.Tensor,
-    ring: torch.Tensor,
-    cells: torch.Tensor,
-    eps: float,
-    round_keys: bool,
+    q: torch.Tensor, kv: torch.Tensor, norm: KeyNorm, rotation: torch.Tensor, stored: KeyCells
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries through head_norm and rotate, keys through rms_norm with weight, rotate and fp8_round.
+    """Queries through head_norm and rotate, keys through rms_norm, rotate and fp8_round.
 
-    q: [T, H, d], H may be 0; kv: [T, d], both bf16 or fp32; weight: [d]; rotation: complex64 [T, R]; ring: [cells, d]
-    in kv's dtype, written in place at cells int64 [T], each at most once (-1: the key is not stored). Every operation
-    rounds as it does alone. round_keys: the leading d - 2 * R dims of a key go through fp8_round with 64 columns, the
-    rotated ones stay as they are.
+    q: [T, H, d], H may be 0; kv: [T, d], both bf16 or fp32; rotation: complex64 [T, R], of the last 2 * R dims. Every
+    operation rounds as it does alone.
     Returns the queries [T, H, d], the keys [T, d] and the ring: the one given, or a new one where a gradient is
     recorded.
     """
-    return choose(kv, ref).queries_and_keys(q, kv, weight, rotation, ring, cells, eps, round_keys)
+    return choose(kv, ref).queries_and_keys(q, kv, norm, rotation, stored)
 
 
 def queries_keys_and_index(
     q: torch.Tensor,
     kv: torch.Tensor,
     index_q: torch.Tensor,
-    weight: torch.Tensor,
+    norm: KeyNorm,
     rotation: torch.Tensor,
-    ring: torch.Tensor,
-    cells: torch.Tensor,
-    eps: float,
-    round_keys: bool,
+    stored: KeyCells,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same, and the indexer's queries through rotate and, with round_keys, hadamard and fp4_round with 32 columns.
+    """The same, and the indexer's queries through rotate and, if rounded, hadamard and fp4_round.
 
     index_q: [T, Hi, D] in kv's dtype, rows of any spacing; the other arguments as in queries_and_keys.
     Returns what queries_and_keys does and the indexer's queries [T, Hi, D].
     """
-    return choose(kv, ref).queries_keys_and_index(q, kv, index_q, weight, rotation, ring, cells, eps, round_keys)
+    return choose(kv, ref).queries_keys_and_index(q, kv, index_q, norm, rotation, stored)

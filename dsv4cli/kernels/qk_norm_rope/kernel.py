@@ -9,6 +9,7 @@ from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
 from dsv4cli.kernels.norm.kernel import normed, normed_head
 from dsv4cli.kernels.pdl import overlap_of_few, wait_for_inputs
+from dsv4cli.kernels.qk_norm_rope.types import KeyCells, KeyNorm
 from dsv4cli.kernels.rope.kernel import turned, turns_of
 from dsv4cli.kernels.rows import rows, tile
 
@@ -16,35 +17,25 @@ BLOCK, INDEX_BLOCK = tl.constexpr(KV_BLOCK), tl.constexpr(FP4_BLOCK)
 
 
 def queries_and_keys(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    weight: torch.Tensor,
-    rotation: torch.Tensor,
-    ring: torch.Tensor,
-    cells: torch.Tensor,
-    eps: float,
-    round_keys: bool,
+    q: torch.Tensor, kv: torch.Tensor, norm: KeyNorm, rotation: torch.Tensor, stored: KeyCells
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     none = torch.empty(len(kv), 0, FP4_BLOCK, dtype=kv.dtype, device=kv.device)
-    return queries_keys_and_index(q, kv, none, weight, rotation, ring, cells, eps, round_keys)[:3]
+    return queries_keys_and_index(q, kv, none, norm, rotation, stored)[:3]
 
 
 def queries_keys_and_index(
     q: torch.Tensor,
     kv: torch.Tensor,
     index_q: torch.Tensor,
-    weight: torch.Tensor,
+    norm: KeyNorm,
     rotation: torch.Tensor,
-    ring: torch.Tensor,
-    cells: torch.Tensor,
-    eps: float,
-    round_keys: bool,
+    stored: KeyCells,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     given = rows(kv)
     tokens, width = given.shape
     heads, turns = q.shape[1], torch.view_as_real(rotation)  # [T, R, 2]
     index_heads, index_width = index_q.shape[1:]
-    check(q, kv, turns, ring, round_keys)
+    check(q, kv, turns, stored.ring, norm.rounded)
     check_index(index_q, kv)
     queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     keys = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
@@ -53,12 +44,12 @@ def queries_keys_and_index(
     groups = triton.cdiv(heads, per_program) + 1
     if tokens:
         _queries_and_keys[(tokens * (groups + triton.cdiv(index_heads, index_rows)),)](
-            q, given, index_q, weight.contiguous(), turns, cells, queries, keys, index, ring, q.stride(0), q.stride(1),
-            given.stride(0), index_q.stride(0), index_q.stride(1), turns.stride(0), eps, index_width**-0.5, groups,
-            heads, width, index_heads, index_width, turns.shape[1], round_keys, per_program, index_rows,
-            tile(width)[1], num_warps=warps, **overlap_of_few(kv, tokens),
+            q, given, index_q, norm.weight.contiguous(), turns, stored.cells, queries, keys, index, stored.ring,
+            q.stride(0), q.stride(1), given.stride(0), index_q.stride(0), index_q.stride(1), turns.stride(0), norm.eps,
+            index_width**-0.5, groups, heads, width, index_heads, index_width, turns.shape[1], norm.rounded,
+            per_program, index_rows, tile(width)[1], num_warps=warps, **overlap_of_few(kv, tokens),
         )  # fmt: skip
-    return queries, keys, ring, index
+    return queries, keys, stored.ring, index
 
 
 def heads_per_program(tokens: int, heads: int) -> tuple[int, int, int]:

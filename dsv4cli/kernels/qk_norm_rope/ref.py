@@ -5,41 +5,33 @@ import torch
 from dsv4cli.kernels.block_scale.ref import fp4_round, fp8_round, hadamard
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
 from dsv4cli.kernels.norm.ref import head_norm, rms_norm
+from dsv4cli.kernels.qk_norm_rope.types import KeyCells, KeyNorm
 from dsv4cli.kernels.rope.ref import rotate
 
 
 def queries_and_keys(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    weight: torch.Tensor,
-    rotation: torch.Tensor,
-    ring: torch.Tensor,
-    cells: torch.Tensor,
-    eps: float,
-    round_keys: bool,
+    q: torch.Tensor, kv: torch.Tensor, norm: KeyNorm, rotation: torch.Tensor, stored: KeyCells
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    keys = rotate(rms_norm(kv, weight, eps), rotation)
-    if round_keys:
+    keys = rotate(rms_norm(kv, norm.weight, norm.eps), rotation)
+    if norm.rounded:
         keys = rounded(keys, 2 * rotation.shape[-1])
-    stored = cells >= 0
-    return rotate(head_norm(q, eps), rotation), keys, placed(ring, cells[stored], keys[stored])
+    known = stored.cells >= 0
+    ring = placed(stored.ring, stored.cells[known], keys[known])
+    return rotate(head_norm(q, norm.eps), rotation), keys, ring
 
 
 def queries_keys_and_index(
     q: torch.Tensor,
     kv: torch.Tensor,
     index_q: torch.Tensor,
-    weight: torch.Tensor,
+    norm: KeyNorm,
     rotation: torch.Tensor,
-    ring: torch.Tensor,
-    cells: torch.Tensor,
-    eps: float,
-    round_keys: bool,
+    stored: KeyCells,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     index_q = rotate(index_q, rotation)
-    if round_keys:
+    if norm.rounded:
         index_q = fp4_round(hadamard(index_q), FP4_BLOCK)
-    return *queries_and_keys(q, kv, weight, rotation, ring, cells, eps, round_keys), index_q
+    return *queries_and_keys(q, kv, norm, rotation, stored), index_q
 
 
 def rounded(keys: torch.Tensor, turned: int) -> torch.Tensor:

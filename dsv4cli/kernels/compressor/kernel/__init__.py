@@ -6,7 +6,6 @@ few channels, and a second launch makes the entries.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -14,13 +13,11 @@ import triton.language as tl
 
 from dsv4cli.kernels.compressor.kernel.entries import FP4, FP8, NOTHING, PACKED, make_entries, store_pooled
 from dsv4cli.kernels.compressor.kernel.pool import keep_rows, plan_of, pooled_of
+from dsv4cli.kernels.compressor.types import Compression, EntryPlan, State
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
 from dsv4cli.kernels.pdl import overlap
 from dsv4cli.kernels.rows import rows, tile
-
-if TYPE_CHECKING:
-    from dsv4cli.kernels.compressor import EntryPlan, State
 
 # from how many members on a group's channels are divided among programs where most groups are complete
 MANY = 32
@@ -29,150 +26,110 @@ SLICE = 32, 64, 4
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one compressor does in a step; width and form are those of its entries."""
+class CompressorLaunch:
+    """A compression; width and form are those of its entries."""
 
-    kv: torch.Tensor
-    score: torch.Tensor
-    ape: torch.Tensor
-    state: "State"
-    weight: torch.Tensor
+    own: Compression
     width: int
     form: tl.constexpr
 
     @property
+    def capacity(self) -> int:
+        """Rows of a ring."""
+        return self.own.state.kv.shape[1]
+
+    @property
+    def ratio(self) -> int:
+        return len(self.own.ape)
+
+    @property
     def members(self) -> int:
-        return len(self.ape) * self.state.kv.shape[2] // self.width
+        return self.ratio * self.own.state.kv.shape[2] // self.width
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """In the order in which the kernels take them."""
-        state = self.state
+        own, state = self.own, self.own.state
         scale = state.entries if state.scale is None else state.scale
-        inputs = rows(self.kv), rows(self.score), self.ape.contiguous(), state.kv, state.score
-        return *inputs, self.weight.contiguous(), state.entries, scale.view(torch.uint8)
+        inputs = rows(own.kv), rows(own.score), own.ape.contiguous(), state.kv, state.score
+        return *inputs, own.norm.contiguous(), state.entries, scale.view(torch.uint8)
 
     def shape(self) -> tuple[int, ...]:
         """The strides of the raw rows, their channels, the width of an entry, its form, columns with room for it."""
-        strides = rows(self.kv).stride(0), rows(self.score).stride(0)
-        return *strides, self.state.kv.shape[2], self.width, self.form, tile(self.width)[1]
+        strides = rows(self.own.kv).stride(0), rows(self.own.score).stride(0)
+        return *strides, self.own.state.kv.shape[2], self.width, self.form, tile(self.width)[1]
 
 
-def compress_keys(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: "State",
-    plan: "EntryPlan",
-    weight: torch.Tensor,
-    eps: float,
-    round_keys: bool,
-) -> "State":
-    job = _of_keys(kv, score, ape, state, plan, weight, round_keys)
-    _compress(job, plan, eps)
-    return state
+def compress_keys(own: Compression, plan: EntryPlan, round_keys: bool) -> State:
+    _compress(_of_keys(own, plan, round_keys), plan)
+    return own.state
 
 
-def compress_index_keys(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: "State",
-    plan: "EntryPlan",
-    weight: torch.Tensor,
-    eps: float,
-) -> "State":
-    _compress(_of_index_keys(kv, score, ape, state, plan, weight), plan, eps)
-    return state
+def compress_index_keys(own: Compression, plan: EntryPlan) -> State:
+    _compress(_of_index_keys(own, plan), plan)
+    return own.state
 
 
-def compress_both(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: "State",
-    weight: torch.Tensor,
-    index_kv: torch.Tensor,
-    index_score: torch.Tensor,
-    index_ape: torch.Tensor,
-    index_state: "State",
-    index_weight: torch.Tensor,
-    plan: "EntryPlan",
-    eps: float,
-    round_keys: bool,
-) -> tuple["State", "State"]:
-    job = _of_keys(kv, score, ape, state, plan, weight, round_keys)
-    if round_keys:
-        other = _of_index_keys(index_kv, index_score, index_ape, index_state, plan, index_weight)
+def compress_both(own: Compression, index: Compression, plan: EntryPlan, round_keys: bool) -> tuple[State, State]:
+    job = _of_keys(own, plan, round_keys)
+    other = _of_index_keys(index, plan) if round_keys else _of_keys(index, plan, round_keys)
+    if len(own.kv) <= len(plan.entries) and job.members == other.members < MANY:
+        _launch(job, other, plan)
     else:
-        other = _of_keys(index_kv, index_score, index_ape, index_state, plan, index_weight, round_keys)
-    if len(kv) <= len(plan.entries) and job.members == other.members < MANY:
-        _launch(job, other, plan, eps)
-    else:
-        _compress(job, plan, eps)
-        _compress(other, plan, eps)
-    return state, index_state
+        _compress(job, plan)
+        _compress(other, plan)
+    return own.state, index.state
 
 
-def _of_keys(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: "State",
-    plan: "EntryPlan",
-    weight: torch.Tensor,
-    round_keys: bool,
-) -> Job:
-    width = state.entries.shape[1]
+def _of_keys(own: Compression, plan: EntryPlan, round_keys: bool) -> CompressorLaunch:
+    width = own.state.entries.shape[1]
     rounded = width - 2 * plan.rotation.shape[1]
     if width % 2 or (round_keys and rounded % KV_BLOCK):
         raise KernelUnsupported(f"the Triton kernel rounds {KV_BLOCK} columns at once, not {rounded}")
-    check(kv, score, state, plan, width)
-    return Job(kv, score, ape, state, weight, width, FP8 if round_keys else NOTHING)
+    check(own, plan, width)
+    return CompressorLaunch(own, width, FP8 if round_keys else NOTHING)
 
 
-def _of_index_keys(
-    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, state: "State", plan: "EntryPlan", weight: torch.Tensor
-) -> Job:
-    width = state.entries.shape[1] * (1 if state.scale is None else 2)
+def _of_index_keys(own: Compression, plan: EntryPlan) -> CompressorLaunch:
+    width = own.state.entries.shape[1] * (1 if own.state.scale is None else 2)
     if width & (width - 1) or width < FP4_BLOCK:
         raise KernelUnsupported(f"a Hadamard rotation takes a power of two from {FP4_BLOCK} on, not {width} columns")
-    check(kv, score, state, plan, width)
-    return Job(kv, score, ape, state, weight, width, FP4 if state.scale is None else PACKED)
+    check(own, plan, width)
+    return CompressorLaunch(own, width, FP4 if own.state.scale is None else PACKED)
 
 
-def _compress(job: Job, plan: "EntryPlan", eps: float) -> None:
+def _compress(job: CompressorLaunch, plan: EntryPlan) -> None:
     groups = len(plan.entries)
-    if groups and job.members >= MANY and len(job.kv) >= groups * MANY // 2:
-        _compress_in_parts(job, plan, eps)
+    if groups and job.members >= MANY and len(job.own.kv) >= groups * MANY // 2:
+        _compress_in_parts(job, plan)
     else:
-        _launch(job, None, plan, eps)
+        _launch(job, None, plan)
 
 
-def _launch(job: Job, other: Job | None, plan: "EntryPlan", eps: float) -> None:
+def _launch(job: CompressorLaunch, other: CompressorLaunch | None, plan: EntryPlan) -> None:
     """The entries of one compressor or of two, whose groups have as many members."""
     groups, turns = len(plan.entries), torch.view_as_real(plan.rotation)
     if not groups:
         return
     second = other or job
-    at_once, kept, warps = rows_at_once(job.members, job.width, len(job.kv) // groups)
+    at_once, kept, warps = rows_at_once(job.members, job.width, len(job.own.kv) // groups)
     make_entries[(groups, 1 if other is None else 2)](
-        *job.tensors(), *second.tensors(), plan.groups, plan.entries, turns, turns.stride(0), eps, *job.shape(),
-        *second.shape(), other is not None, job.state.kv.shape[1], second.state.kv.shape[1], len(job.ape), job.members,
-        turns.shape[1], at_once, kept, **overlap(job.kv), num_warps=warps,
+        *job.tensors(), *second.tensors(), plan.groups, plan.entries, turns, turns.stride(0), job.own.eps, *job.shape(),
+        *second.shape(), other is not None, job.capacity, second.capacity, job.ratio, job.members,
+        turns.shape[1], at_once, kept, **overlap(job.own.kv), num_warps=warps,
     )  # fmt: skip
 
 
-def _compress_in_parts(job: Job, plan: "EntryPlan", eps: float) -> None:
+def _compress_in_parts(job: CompressorLaunch, plan: EntryPlan) -> None:
     groups, turns, (part, kept, warps) = len(plan.entries), torch.view_as_real(plan.rotation), SLICE
     *inputs, weight, results, scales = job.tensors()
     *strides, channels, width, form, columns = job.shape()
-    pooled = torch.empty(groups, width, dtype=torch.float32, device=job.kv.device)
+    pooled = torch.empty(groups, width, dtype=torch.float32, device=job.own.kv.device)
     _pool[(triton.cdiv(width, part), groups)](
-        *inputs, plan.groups, plan.entries, pooled, *strides, job.state.kv.shape[1], len(job.ape), job.members,
+        *inputs, plan.groups, plan.entries, pooled, *strides, job.capacity, job.ratio, job.members,
         channels, width, part, triton.next_power_of_2(job.members), kept, num_warps=warps,
     )  # fmt: skip
     store_pooled[(groups,)](
-        pooled, plan.entries, weight, turns, results, scales, turns.stride(0), eps, width, turns.shape[1], form,
+        pooled, plan.entries, weight, turns, results, scales, turns.stride(0), job.own.eps, width, turns.shape[1], form,
         columns, num_warps=4,
     )  # fmt: skip
 
@@ -192,9 +149,10 @@ def rows_at_once(members: int, width: int, tokens: int) -> tuple[int, int, int]:
     return (4, 4, warps) if width > 128 else (8, 8, warps)
 
 
-def check(kv: torch.Tensor, score: torch.Tensor, state: "State", plan: "EntryPlan", width: int) -> None:
+def check(own: Compression, plan: EntryPlan, width: int) -> None:
     """Raises KernelUnsupported for what the kernel does not take."""
-    if not kv.dtype == score.dtype == state.kv.dtype == state.score.dtype == torch.float32:
+    kv, state = own.kv, own.state
+    if not kv.dtype == own.score.dtype == state.kv.dtype == state.score.dtype == torch.float32:
         raise KernelUnsupported("raw rows and their rings are fp32")
     if not all(one.is_contiguous() for one in (*vars(state).values(), *vars(plan).values()) if one is not None):
         raise KernelUnsupported("the Triton kernel takes a contiguous state and plan")
