@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.hyper_connections import connect_head, connect_post, connect_post_pre, connect_pre, ref
+from dsv4cli.kernels.hyper_connections import Connection, connect_head, connect_post, connect_post_pre, connect_pre, ref
 from dsv4cli.kernels.workspace import Workspace
 from tests.kernels.rounding import FP32, assert_rounded_once
 
@@ -36,7 +36,7 @@ def test_check_vector():
     streams = 2 * torch.eye(4)[None]  # stream j has a 2 at j: mean square 1, and x_j = 2 * pre_j
     fn = torch.zeros(24, 4, 4)
     fn.diagonal(dim1=1, dim2=2).copy_(torch.tensor(MIX)[:, None] / 8)
-    x, post, comb = connect_pre(streams, fn.flatten(1), torch.ones(3), torch.zeros(24), 20, 1e-6, 0.0)
+    x, post, comb = connect_pre(streams, Connection(fn.flatten(1), torch.ones(3), torch.zeros(24), 20, 1e-6, 0.0))
     for found, printed in ((x[0] / 2, PRE), (post[0], POST), (comb[0], COMB)):
         torch.testing.assert_close(found, torch.tensor(printed), rtol=0, atol=1e-6)  # printed with six decimals
 
@@ -76,7 +76,7 @@ def parameters(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torc
 def test_connect_pre(shape, iterations, hc_eps):
     tokens, count, width = shape
     streams, (fn, scale, base) = torch.randn(shape), parameters(count, width)
-    x, post, comb = connect_pre(streams, fn, scale, base, iterations, hc_eps, 0.01)
+    x, post, comb = connect_pre(streams, Connection(fn, scale, base, iterations, hc_eps, 0.01))
     assert (x.shape, post.shape, comb.shape) == ((tokens, width), (tokens, count), (tokens, count, count))
     (s0, s1, s2), b = scale.tolist(), base.tolist()
     for token in range(tokens):
@@ -127,14 +127,14 @@ def test_connect_head(shape, dtype):
         for j, mix in enumerate(slow_mix(streams[token], fn, 0.01)):
             exact[token] += (sigmoid(mix * scale.item() + base[j].item()) + 0.05) * streams[token, j].double()
     # as in connect_pre
-    assert_rounded_once(connect_head(streams, fn, scale, base, 0.05, 0.01), exact, 1e-5)
+    assert_rounded_once(connect_head(streams, Connection(fn, scale, base, 0, 0.05, 0.01)), exact, 1e-5)
 
 
 @pytest.mark.usefixtures("backend")
 def test_collapse_rounds_once_to_bf16():
     streams, (fn, scale, base) = torch.randn(3, 4, 65).bfloat16(), parameters(4, 65)
-    x, *_ = connect_pre(streams, fn, scale, base, 1, 1e-6, 1e-6)
-    wide, *_ = connect_pre(streams.float(), fn, scale, base, 1, 1e-6, 1e-6)
+    x, *_ = connect_pre(streams, Connection(fn, scale, base, 1, 1e-6, 1e-6))
+    wide, *_ = connect_pre(streams.float(), Connection(fn, scale, base, 1, 1e-6, 1e-6))
     assert x.dtype == torch.bfloat16
     assert torch.equal(x, wide.bfloat16())
 
@@ -164,9 +164,8 @@ def test_connect_step(case):
     before, x = torch.randn(shape).to(dtype), torch.randn(tokens, width).to(dtype)
     post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.randn(width)
     fn, scale, base = parameters(count, width)
-    streams, y, next_post, next_comb = connect_post_pre(
-        x, before, post, comb, fn, scale, base, weight.to(dtype), iterations, 1e-6, 1e-6
-    )
+    connection = Connection(fn, scale, base, iterations, 1e-6, 1e-6)
+    streams, y, next_post, next_comb = connect_post_pre(x, before, post, comb, connection, weight.to(dtype))
     assert (streams.dtype, y.dtype, y.shape) == (dtype, dtype, x.shape)
     mixed = (
         torch.einsum("tjk,tjd->tkd", comb.double(), before.double()) + post.double()[..., None] * x.double()[:, None]
@@ -215,7 +214,7 @@ def test_projection_weights_keep_their_24_bits():
     fn, rest = torch.zeros(8, 2, 2), torch.rand(8) - 0.5
     fn[:, 0, 0] = 1 + torch.rand(8)
     fn[:, 1, 1] = rest - fn[:, 0, 0]
-    _, post, _ = connect_pre(streams, fn.flatten(1), torch.ones(3), torch.zeros(8), 20, 1e-6, 0.0)
+    _, post, _ = connect_pre(streams, Connection(fn.flatten(1), torch.ones(3), torch.zeros(8), 20, 1e-6, 0.0))
     mix = fn.double().diagonal(dim1=1, dim2=2).sum(-1)[2:4] * 2**0.5
     # without the last 8 bits of the weights 4e-6 off
     torch.testing.assert_close(post[0].double(), 2 * torch.sigmoid(mix), rtol=0, atol=5e-7)
@@ -229,7 +228,7 @@ def test_a_step_is_post_pre_and_norm(shape):
     tokens, count, width = shape
     streams, x = torch.randn(shape).bfloat16(), torch.randn(tokens, width).bfloat16()
     post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.rand(width).bfloat16()
-    more = (*parameters(count, width), weight, 2, 1e-6, 1e-6)
+    more = Connection(*parameters(count, width), 2, 1e-6, 1e-6), weight
     step, wide = connect_post_pre(x, streams, post, comb, *more), ref.connect_post_pre(x, streams, post, comb, *more)
     assert torch.equal(step[0], connect_post(x, streams, post, comb))
     # fp32 sums in another order: a last bit of bf16 here and there
@@ -248,9 +247,9 @@ def test_one_launch_repeats_and_leaves_nothing(tokens, monkeypatch):
     monkeypatch.setattr(kernel, "words", lambda *where: left.append(words(*where)) or left[-1])
     streams, weights = torch.randn(tokens, 4, 40).bfloat16(), parameters(4, 40)
     with Workspace().current():
-        first = connect_pre(streams, *weights, 2, 1e-6, 1e-6)
+        first = connect_pre(streams, Connection(*weights, 2, 1e-6, 1e-6))
         assert not left[0].any()
-        for found, again in zip(first, connect_pre(streams, *weights, 2, 1e-6, 1e-6), strict=True):
+        for found, again in zip(first, connect_pre(streams, Connection(*weights, 2, 1e-6, 1e-6)), strict=True):
             assert torch.equal(found, again)
     assert left[0] is left[1]
 
@@ -260,25 +259,23 @@ def test_one_launch_ends_whatever_it_is_given():
     streams, (fn, scale, base) = torch.randn(2, 4, 8), parameters(4, 8)
     fn.view(torch.int32)[3] = -1  # of all NaN the one whose inverted bits are 0
     streams[0] = torch.inf
-    for values in connect_pre(streams, fn, scale, base, 2, 1e-6, 1e-6):
+    for values in connect_pre(streams, Connection(fn, scale, base, 2, 1e-6, 1e-6)):
         assert values[0].isnan().any()
     streams[0] = 0
-    assert not connect_pre(streams, *parameters(4, 8), 2, 1e-6, 1e-6)[0][0].any()
+    assert not connect_pre(streams, Connection(*parameters(4, 8), 2, 1e-6, 1e-6))[0][0].any()
 
 
 @pytest.mark.usefixtures("backend")
 def test_streams_that_are_one_tensor_seen_several_times():
-    embedded, parts = torch.randn(3, 40).bfloat16(), parameters(4, 40)
+    embedded, connection = torch.randn(3, 40).bfloat16(), Connection(*parameters(4, 40), 1, 1e-6, 1e-6)
     streams = embedded[:, None].expand(-1, 4, -1)
-    for found, expected in zip(
-        connect_pre(streams, *parts, 1, 1e-6, 1e-6), connect_pre(streams.clone(), *parts, 1, 1e-6, 1e-6), strict=True
-    ):
+    for found, expected in zip(connect_pre(streams, connection), connect_pre(streams.clone(), connection), strict=True):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("triton_backend")
 def test_what_the_kernels_do_not_take():
     with pytest.raises(KernelUnsupported, match="power of two"):
-        connect_pre(torch.zeros(1, 3, 8), *parameters(3, 8), 20, 1e-6, 1e-6)
+        connect_pre(torch.zeros(1, 3, 8), Connection(*parameters(3, 8), 20, 1e-6, 1e-6))
     with pytest.raises(KernelUnsupported, match="16384"):
-        connect_pre(torch.zeros(1, 1, 16385), *parameters(1, 16385), 20, 1e-6, 1e-6)
+        connect_pre(torch.zeros(1, 1, 16385), Connection(*parameters(1, 16385), 20, 1e-6, 1e-6))

@@ -9,7 +9,7 @@ import torch
 from dsv4cli.kernels import norm
 from dsv4cli.kernels.dispatch import choose, use
 from dsv4cli.kernels.gemm import linear
-from dsv4cli.kernels.hyper_connections import connect_pre
+from dsv4cli.kernels.hyper_connections import Connection, connect_pre
 from dsv4cli.kernels.routing import route
 from dsv4cli.kernels.workspace import Workspace, words
 
@@ -140,10 +140,10 @@ def few_tokens(seed):
 
     x, streams = randn(2, 4096).bfloat16(), randn(2, 4, 4096).bfloat16()
     router, bias, weight = randn(256, 4096).bfloat16(), randn(256), randn(512, 4096).bfloat16()
-    connection = randn(24, 4 * 4096) / 128, torch.ones(3, device="cuda"), randn(24)
+    connection = Connection(randn(24, 4 * 4096) / 128, torch.ones(3, device="cuda"), randn(24), 20, 1e-6, 1e-6)
     return lambda: [
         *route(x, router, bias, 6, 1.5),
-        *connect_pre(streams, *connection, 20, 1e-6, 1e-6),
+        *connect_pre(streams, connection),
         linear(x, weight),
     ]
 

@@ -10,6 +10,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.rope import frequencies
 from dsv4cli.kernels.compressor.ref import pool
 from dsv4cli.kernels.experts.ref import gated
+from dsv4cli.kernels.hyper_connections import Connection
 from dsv4cli.kernels.hyper_connections import ref as hyper_connections
 from dsv4cli.kernels.norm.ref import rms_norm
 from dsv4cli.kernels.routing import ref as routing
@@ -44,9 +45,8 @@ def connect_pre(
     config: ModelConfig, streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Streams [T, N, D] -> the sublayer's input [T, D], not yet normed, post fp32 [T, N], comb fp32 [T, N, N]."""
-    return hyper_connections.connect_pre(
-        streams, fn, scale, base, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
-    )
+    connection = Connection(fn, scale, base, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
+    return hyper_connections.connect_pre(streams, connection)
 
 
 def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
@@ -128,5 +128,6 @@ def experts(
 def collapse(config: ModelConfig, weights: Weights, prefix: str, streams: torch.Tensor) -> torch.Tensor:
     """Streams [T, N, D] -> the input of the head [T, D], normed; prefix: "" for the model, "mtp.0." for the drafter."""
     fn, base, scale = (weights[f"{prefix}hc_head_{name}"] for name in ("fn", "base", "scale"))
-    x = hyper_connections.connect_head(streams, fn, scale, base, config.hc_eps, config.rms_norm_eps)
+    connection = Connection(fn, scale, base, 0, config.hc_eps, config.rms_norm_eps)
+    x = hyper_connections.connect_head(streams, connection)
     return rms_norm(x, weights[prefix + "norm.weight"], config.rms_norm_eps)

@@ -14,6 +14,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import LayerCache
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.kernels import hyper_connections
+from dsv4cli.kernels.hyper_connections import Connection
 
 
 class PendingResidual(NamedTuple):
@@ -58,27 +59,24 @@ class Block(nn.Module):
         streams, x, post, comb = self.step(output, "ffn", self.ffn_norm)
         return PendingResidual(self.ffn(x, batch), streams, post, comb)
 
-    def connection(self, part: str) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-        """fn, scale and base of a sublayer's hyper-connection, 'attn' or 'ffn'."""
-        return (
+    def connection(self, part: str) -> Connection:
+        """A sublayer's hyper-connection, 'attn' or 'ffn'."""
+        config = self.config
+        return Connection(
             self.get_parameter(f"hc_{part}_fn"),
             self.get_parameter(f"hc_{part}_scale"),
             self.get_parameter(f"hc_{part}_base"),
+            config.hc_sinkhorn_iters,
+            config.hc_eps,
+            config.rms_norm_eps,
         )
 
     def step(
         self, before: PendingResidual, part: str, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The streams joined, and of the sublayer `part` ('attn' or 'ffn') what `connect` gives, its input normed."""
-        config = self.config
-        return hyper_connections.connect_post_pre(
-            *before, *self.connection(part), norm.weight,
-            config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps,
-        )  # fmt: skip
+        return hyper_connections.connect_post_pre(*before, self.connection(part), norm.weight)
 
     def connect(self, streams: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The input [T, D] of a sublayer ('attn' or 'ffn') and its post [T, N] and comb [T, N, N] weights."""
-        config = self.config
-        return hyper_connections.connect_pre(
-            streams, *self.connection(part), config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
-        )
+        return hyper_connections.connect_pre(streams, self.connection(part))

@@ -6,6 +6,7 @@ from torch import nn
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.linear import RMSNorm, unfilled
 from dsv4cli.kernels import hyper_connections
+from dsv4cli.kernels.hyper_connections import Connection
 
 
 def add_head(module: nn.Module, config: ModelConfig) -> None:
@@ -18,4 +19,5 @@ def add_head(module: nn.Module, config: ModelConfig) -> None:
 def collapse(module: nn.Module, config: ModelConfig, streams: torch.Tensor) -> torch.Tensor:
     """One hidden state [R, D] of the streams [R, N, D], not yet normed; `module` has the parameters of add_head."""
     fn, base, scale = (module.get_parameter(f"hc_head_{name}") for name in ("fn", "base", "scale"))
-    return hyper_connections.connect_head(streams, fn, scale, base, config.hc_eps, config.rms_norm_eps)
+    connection = Connection(fn, scale, base, 0, config.hc_eps, config.rms_norm_eps)
+    return hyper_connections.connect_head(streams, connection)

@@ -1,6 +1,6 @@
 """Roundings, norms, rope and hyper-connections, as cases to measure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from dsv4cli.engine.profiling.scene import Scene
 from dsv4cli.kernels import block_scale, hyper_connections, norm, rope
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
+from dsv4cli.kernels.hyper_connections import Connection
 from dsv4cli.kernels.hyper_connections import ref as hyper_connections_ref
 from dsv4cli.kernels.norm import ref as norm_ref
 from dsv4cli.kernels.rope import ref as rope_ref
@@ -54,7 +55,10 @@ def connections(scene: Scene) -> Iterator[Case]:
     config, tokens = scene.config, scene.tokens
     streams, family = (tokens, config.hc_mult, config.hidden_size), "hyper_connections"
     width, mixes = config.hc_mult * config.hidden_size, (2 + config.hc_mult) * config.hc_mult
-    numbers = (config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
+
+    def connection(weights: Sequence[torch.Tensor], iterations: int = config.hc_sinkhorn_iters) -> Connection:
+        fn, scale, base = weights
+        return Connection(fn, scale, base, iterations, config.hc_eps, config.rms_norm_eps)
 
     def build(prefix: str, run: Operation, reference: Operation, rows: int) -> Callable[[Scene], Work]:
         def built(scene: Scene) -> Work:
@@ -67,8 +71,8 @@ def connections(scene: Scene) -> Iterator[Case]:
     cost, needs = 2 * tokens * mixes * width, 2 * tokens * width + 4 * mixes * width
     pre = build(
         "layers.0.hc_attn",
-        lambda s, fn, scale, base: hyper_connections.connect_pre(s, fn, scale, base, *numbers),
-        lambda s, fn, scale, base: hyper_connections_ref.connect_pre(s, fn, scale, base, *numbers),
+        lambda s, *weights: hyper_connections.connect_pre(s, connection(weights)),
+        lambda s, *weights: hyper_connections_ref.connect_pre(s, connection(weights)),
         mixes,
     )
     yield Case("connect_pre", family, words, needs, cost, ONE_ROUNDING, pre)
@@ -86,7 +90,7 @@ def connections(scene: Scene) -> Iterator[Case]:
         weights = (scene.weight(f"layers.0.{name}") for name in names)
 
         def through(operation: Operation) -> Operation:
-            return lambda *tensors: operation(*tensors, *numbers)
+            return lambda *given: operation(*given[:4], connection(given[4:7]), given[7])
 
         run, reference = through(hyper_connections.connect_post_pre), through(hyper_connections_ref.connect_post_pre)
         return Work((*outputs, *weights), run, reference, cost)
@@ -95,8 +99,8 @@ def connections(scene: Scene) -> Iterator[Case]:
     yield Case("connect_post_pre", family, words, needs, cost, FOUR_ROUNDINGS, step)
     head = build(
         "hc_head",
-        lambda s, fn, scale, base: hyper_connections.connect_head(s, fn, scale, base, *numbers[1:]),
-        lambda s, fn, scale, base: hyper_connections_ref.connect_head(s, fn, scale, base, *numbers[1:]),
+        lambda s, *weights: hyper_connections.connect_head(s, connection(weights, 0)),
+        lambda s, *weights: hyper_connections_ref.connect_head(s, connection(weights, 0)),
         config.hc_mult,
     )
     yield Case("connect_head", family, words, needs, cost, ONE_ROUNDING, head)

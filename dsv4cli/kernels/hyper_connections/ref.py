@@ -3,6 +3,7 @@
 import torch
 
 from dsv4cli.kernels.gemm import ref as gemm
+from dsv4cli.kernels.hyper_connections.types import Connection
 from dsv4cli.kernels.norm import ref as norm
 
 
@@ -22,21 +23,14 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     return comb
 
 
-def connect_pre(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    iterations: int,
-    hc_eps: float,
-    norm_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def connect_pre(streams: torch.Tensor, connection: Connection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale, eps = connection.scale, connection.hc_eps
     count = streams.shape[1]
-    pre, post, comb = project(streams, fn, norm_eps).split((count, count, count * count), -1)
-    pre_base, post_base, comb_base = base.split((count, count, count * count))
-    pre = torch.sigmoid(pre * scale[0] + pre_base) + hc_eps
+    pre, post, comb = project(streams, connection.fn, connection.norm_eps).split((count, count, count * count), -1)
+    pre_base, post_base, comb_base = connection.base.split((count, count, count * count))
+    pre = torch.sigmoid(pre * scale[0] + pre_base) + eps
     post = 2 * torch.sigmoid(post * scale[1] + post_base)
-    comb = sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (count, count)), iterations, hc_eps)
+    comb = sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (count, count)), connection.iterations, eps)
     return collapse(streams, pre), post, comb
 
 
@@ -54,21 +48,14 @@ def connect_post_pre(
     streams: torch.Tensor,
     post: torch.Tensor,
     comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    weight: torch.Tensor,
-    iterations: int,
-    hc_eps: float,
-    norm_eps: float,
+    connection: Connection,
+    norm_weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     streams = connect_post(x, streams, post, comb)
-    x, post, comb = connect_pre(streams, fn, scale, base, iterations, hc_eps, norm_eps)
-    return streams, norm.rms_norm(x, weight, norm_eps), post, comb
+    x, post, comb = connect_pre(streams, connection)
+    return streams, norm.rms_norm(x, norm_weight, connection.norm_eps), post, comb
 
 
-def connect_head(
-    streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_eps: float, norm_eps: float
-) -> torch.Tensor:
-    weights = torch.sigmoid(project(streams, fn, norm_eps) * scale + base) + hc_eps
-    return collapse(streams, weights)
+def connect_head(streams: torch.Tensor, connection: Connection) -> torch.Tensor:
+    mix = project(streams, connection.fn, connection.norm_eps)
+    return collapse(streams, torch.sigmoid(mix * connection.scale + connection.base) + connection.hc_eps)

@@ -15,6 +15,7 @@ from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.hyper_connections.kernel.combine import weigh_and_collapse
 from dsv4cli.kernels.hyper_connections.kernel.fused import FEW, fused_connect
 from dsv4cli.kernels.hyper_connections.kernel.project import mix_and_project, split_weights
+from dsv4cli.kernels.hyper_connections.types import Connection
 from dsv4cli.kernels.pdl import overlap_of_few
 from dsv4cli.kernels.rows import LONGEST, rows
 from dsv4cli.kernels.workspace import words
@@ -23,6 +24,14 @@ from dsv4cli.kernels.workspace import words
 WEIGHED_TOKENS = 8
 # tokens in a program from which on it pays to split the weights into bf16 parts beforehand
 SPLIT_TOKENS = 64
+
+
+class SublayerOutput(NamedTuple):
+    """What mixes streams: x [T, D], post [T, N], comb [T, N, N]."""
+
+    x: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
 
 
 class FusedConnectTiles(NamedTuple):
@@ -65,17 +74,8 @@ def project_tiles(count: int, width: int, projected: bool, device: torch.device)
     return ProjectTiles(64, triton.cdiv(share, 32) * 32, 32, 8, stages_that_fit(device, 4, 52 << 10))
 
 
-def connect_pre(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    iterations: int,
-    hc_eps: float,
-    norm_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    numbers = iterations, hc_eps, norm_eps
-    return _connected(streams, None, (fn, scale, base), None, numbers)[1:]
+def connect_pre(streams: torch.Tensor, connection: Connection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _connected(streams, None, connection, None)[1:]
 
 
 def connect_post_pre(
@@ -83,59 +83,46 @@ def connect_post_pre(
     streams: torch.Tensor,
     post: torch.Tensor,
     comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    weight: torch.Tensor,
-    iterations: int,
-    hc_eps: float,
-    norm_eps: float,
+    connection: Connection,
+    norm_weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _connected(streams, (x, post, comb), (fn, scale, base), weight, (iterations, hc_eps, norm_eps))
+    return _connected(streams, SublayerOutput(x, post, comb), connection, norm_weight)
 
 
 def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     _check(streams)
     mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
-    _sweep(streams, None, (x, post, comb), mixed)
+    _sweep(streams, None, SublayerOutput(x, post, comb), mixed)
     return mixed
 
 
-def connect_head(
-    streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc_eps: float, norm_eps: float
-) -> torch.Tensor:
-    return _connected(streams, None, (fn, scale, base), None, (0, hc_eps, norm_eps))[1]
+def connect_head(streams: torch.Tensor, connection: Connection) -> torch.Tensor:
+    return _connected(streams, None, connection, None)[1]
 
 
 def _connected(
-    streams: torch.Tensor,
-    output: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    norm: torch.Tensor | None,
-    numbers: tuple[int, float, float],
+    streams: torch.Tensor, output: SublayerOutput | None, connection: Connection, norm: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The streams, mixed with a sublayer's output (x, post, comb) or as they are; collapsed, and normed; post and comb.
+    """The streams, mixed with a sublayer's output or as they are; collapsed, and normed; post and comb.
 
-    weights: fn, scale, base; norm: the weight of the norm, None without one; numbers: iterations, hc_eps, norm_eps.
+    norm: the weight of the norm, None without one.
     """
     _check(streams)
     mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device) if output else streams
     if len(streams) <= FEW:
-        return mixed, *_fused(streams, output, weights, norm, numbers, mixed)
-    fn, scale, base = weights
-    parts = _sweep(streams, fn, output, mixed)
-    return mixed, *_collapsed(mixed, parts, scale, base, norm, numbers)
+        return mixed, *_fused(streams, output, connection, norm, mixed)
+    parts = _sweep(streams, connection.fn, output, mixed)
+    return mixed, *_collapsed(mixed, parts, connection, norm)
 
 
 def _fused(
     streams: torch.Tensor,
-    output: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    output: SublayerOutput | None,
+    connection: Connection,
     norm: torch.Tensor | None,
-    numbers: tuple[int, float, float],
     mixed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (count, number, width), (fn, scale, base), (iterations, hc_eps, norm_eps) = streams.shape, weights, numbers
+    (count, number, width), fn, base, iterations = streams.shape, connection.fn, connection.base, connection.iterations
     y, post, comb = _results(streams, iterations)
     tile, slots = fused_tiles(count), triton.next_power_of_2(len(fn) + 1)
     splits = triton.cdiv(width, tile.block) * (1 if tile.tokens else number)
@@ -148,9 +135,9 @@ def _fused(
     if count:
         projecting, weighing = splits * (1 if tile.tokens else count), count if iterations else 0
         fused_connect[(projecting + weighing + count,)](
-            given, streams, old_post.contiguous(), old_comb.contiguous(), fn.contiguous(), scale, base,
+            given, streams, old_post.contiguous(), old_comb.contiguous(), fn.contiguous(), connection.scale, base,
             y if norm is None else norm.contiguous(), mixed, y, post, comb, left,
-            count, given.stride(0), *streams.stride()[:2], hc_eps, norm_eps,
+            count, given.stride(0), *streams.stride()[:2], connection.hc_eps, connection.norm_eps,
             iterations, number, width, len(fn), slots, splits, parts, tile.tokens, tile.block,
             triton.next_power_of_2(width), bool(output), norm is not None,
             num_warps=tile.warps, **options,
@@ -170,10 +157,10 @@ def _results(streams: torch.Tensor, iterations: int) -> tuple[torch.Tensor, torc
 def _sweep(
     streams: torch.Tensor,
     fn: torch.Tensor | None,
-    output: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    output: SublayerOutput | None,
     mixed: torch.Tensor,
 ) -> torch.Tensor:
-    """Projects the streams, mixed with a sublayer's output (x, post, comb) and left in `mixed`, or as they are.
+    """Projects the streams, mixed with a sublayer's output and left in `mixed`, or as they are.
 
     Returns fp32 [splits, T, S]: rows of fn, then the sum of squares, in S >= rows + 1 places.
     """
@@ -212,22 +199,17 @@ def _check(streams: torch.Tensor) -> None:
 
 
 def _collapsed(
-    streams: torch.Tensor,
-    parts: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    weight: torch.Tensor | None,
-    numbers: tuple[int, float, float],
+    streams: torch.Tensor, parts: torch.Tensor, connection: Connection, weight: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The collapsed streams, normed where there is a weight; post and comb."""
-    (count, number, width), (iterations, hc_eps, norm_eps) = streams.shape, numbers
+    (count, number, width), base, iterations = streams.shape, connection.base, connection.iterations
     x, post, comb = _results(streams, iterations)
     tokens = 1 if len(parts) > 8 else WEIGHED_TOKENS
     weighers = triton.cdiv(len(post), tokens)
     if count:
         weigh_and_collapse[(weighers + count,)](
-            streams, parts, scale, base, x if weight is None else weight.contiguous(), x, post, comb,
-            count, weighers, *streams.stride()[:2], hc_eps, norm_eps,
+            streams, parts, connection.scale, base, x if weight is None else weight.contiguous(), x, post, comb,
+            count, weighers, *streams.stride()[:2], connection.hc_eps, connection.norm_eps,
             iterations, number, width, len(base), parts.shape[2], len(parts), triton.next_power_of_2(len(parts)),
             tokens, triton.next_power_of_2(width), weight is not None, num_warps=4,
             **overlap_of_few(streams, count),
