@@ -37,7 +37,9 @@ ENGINE = (
 TERMINAL = {"typer", "click", "rich"}
 SLOW = {"torch", "triton", "transformers", "huggingface_hub", "numpy", "safetensors", "tokenizers", "rich"}
 REFERENCE_MAY_IMPORT = r"(torch|math|functools|dataclasses|typing|collections\.abc|dsv4cli\.kernels)(\.|$)"
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_MODEL = 300, 50, 120, 1100
+MAX_FILE, MAX_FUNCTION, MAX_MODEL = 300, 50, 1100
+# files and functions for Triton's compiler: an algorithm is not cut in two, and arguments stand line by line
+MAX_KERNEL_FILE, MAX_KERNEL = 400, 120
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,7 +193,12 @@ def longest(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def test_files_and_functions_are_short():
     lengths = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in trees()}
-    long_files = [f"{file}: {length} lines" for file, length in lengths.items() if length > MAX_FILE]
+    kernels = re.compile(r"dsv4cli/kernels/\w+/kernel(/\w+)?\.py")
+    long_files = [
+        f"{file}: {length} lines"
+        for file, length in lengths.items()
+        if length > (MAX_KERNEL_FILE if kernels.fullmatch(file) else MAX_FILE)
+    ]
     long_functions = [
         f"{file}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
         for file in trees()

@@ -1,5 +1,7 @@
 """How a kernel that works row by row sees a tensor: its rows without a copy, and how many of them a program takes."""
 
+from typing import NamedTuple
+
 import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
@@ -27,12 +29,20 @@ def rows(x: torch.Tensor) -> torch.Tensor:
         ) from None
 
 
-def tile(width: int) -> tuple[int, int, int]:
-    """For rows of this width: how many a program takes, the power of two that holds one, the warps for it.
+class RowTiles(NamedTuple):
+    """How many rows a program takes, the power of two that holds one, the warps for it."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def tile(width: int) -> RowTiles:
+    """For rows of this width.
 
     Raises KernelUnsupported for a row longer than LONGEST.
     """
     if width > LONGEST:
         raise KernelUnsupported(f"this Triton kernel takes rows of up to {LONGEST} values, not {width}")
     columns = 1 << (width - 1).bit_length()
-    return max(1, TILE // columns), columns, 4 if columns <= 2 * TILE else 8
+    return RowTiles(max(1, TILE // columns), columns, 4 if columns <= 2 * TILE else 8)

@@ -52,8 +52,8 @@ def stages(columns: int = 128) -> tuple[int, int, int, int]:
     return (
         hyper_connections.project_tiles(4096, 4096, True, GPU).stages,
         routing.logit_tiles(4096, GPU).stages,
-        experts._gate_up_blocks(columns, True, GPU)[2],
-        experts._down_blocks(columns, True, GPU)[2],
+        experts.gate_up_tiles(columns, True, GPU).stages,
+        experts.down_tiles(columns, True, GPU).stages,
     )
 
 

@@ -43,12 +43,11 @@ def large_programs(backend, monkeypatch):
         from dsv4cli.kernels.experts.kernel import few_tokens
         from dsv4cli.kernels.gemm.kernel import gemv as linears
 
-        monkeypatch.setattr(linears, "_shape", lambda x, products: (64, 4, min(2, len(x)), 0))
-        rows = (64, 2, 1, 2), (128, 2, 1, 2)
-        monkeypatch.setattr(
-            few_tokens, "_blocks", lambda tokens, inner: (2, 8, *rows) if tokens <= 2 else (4, 16, *rows)
-        )
-        monkeypatch.setattr(few_tokens, "SINGLE_DOWN", (128, 1, 2, 2, 2))
+        monkeypatch.setattr(linears, "gemv_tiles", lambda x, products: linears.GemvTiles(64, 4, min(2, len(x)), 0))
+        rows = few_tokens.ProductTiles(64, 2, 1, 2), few_tokens.ProductTiles(128, 2, 1, 2)
+        small, large = (few_tokens.FewTokensTiles(*sizes, *rows) for sizes in ((2, 8), (4, 16)))
+        monkeypatch.setattr(few_tokens, "few_tokens_tiles", lambda tokens, inner: small if tokens <= 2 else large)
+        monkeypatch.setattr(few_tokens, "ONE_TOKEN_DOWN", few_tokens.OneTokenDown(128, 1, 2, 2, 2))
         monkeypatch.setattr(few_tokens, "ALONE_EACH", 2)
 
 

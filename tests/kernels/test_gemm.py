@@ -160,7 +160,7 @@ def test_a_program_may_take_rows_several_times(tokens, monkeypatch):
     from dsv4cli.kernels.gemm.kernel import gemv
 
     # three times 4 rows of 256 columns in FP8, once in bf16 and fp32; of FP4 six times
-    monkeypatch.setattr(gemv, "_shape", lambda x, products: (4, 4, tokens, 3 * 4 * 256))
+    monkeypatch.setattr(gemv, "gemv_tiles", lambda x, products: gemv.GemvTiles(4, 4, tokens, 3 * 4 * 256))
     x = inputs(tokens, 256).bfloat16()
     for form, rows in [("fp8", 29), ("bf16", 5), ("fp4", 29), ("f32", 5), ("fp8", 13), ("fp8", 4)]:
         weight, scale = weights(form, rows, 256)

@@ -82,7 +82,7 @@ def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entr
 def test_a_program_takes_several_tiles_of_keys(splits, monkeypatch):
     from dsv4cli.kernels.indexer import kernel
 
-    monkeypatch.setattr(kernel, "_one_token_tiles", lambda tokens, entries: (16, splits, 4))
+    monkeypatch.setattr(kernel, "one_token_tiles", lambda tokens, entries: (16, splits, 4))
     codes, scale = fp4_codes(torch.randn(200, 32).bfloat16(), 32)
     table, zero = torch.randint(0, 200, (1, 110)), torch.zeros(1, dtype=torch.int64)
     q, weights = fp4_round(torch.randn(1, 1, 32).bfloat16(), 32), torch.ones(1, 1).bfloat16()

@@ -15,7 +15,7 @@ def few_peaks(triton_backend, monkeypatch):
     from dsv4cli.kernels.indexer.kernel import topk
 
     if triton_backend == "interpreter":
-        monkeypatch.setattr(kernel, "_one_token_tiles", lambda tokens, entries: (1024, 2, 4))
+        monkeypatch.setattr(kernel, "one_token_tiles", lambda tokens, entries: (1024, 2, 4))
     monkeypatch.setattr(kernel, "takes_prefilter", lambda *_: True)
     monkeypatch.setattr(topk, "_kept", lambda length: (2048, 512, 1, 128))
 

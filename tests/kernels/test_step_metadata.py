@@ -109,7 +109,9 @@ def few_programs(backend, monkeypatch):
         from dsv4cli.kernels.step_metadata import kernel
 
         sizes = ((5, (1, 256, 2)), (66, (8, 256, 4)), (1 << 30, (64, 256, 4)))
-        monkeypatch.setattr(kernel, "tile", lambda tokens: next(size for most, size in sizes if tokens <= most))
+        monkeypatch.setattr(
+            kernel, "metadata_tiles", lambda tokens: next(size for most, size in sizes if tokens <= most)
+        )
 
 
 @pytest.mark.usefixtures("few_programs")

@@ -1,9 +1,11 @@
 """Roundings, norms, rope and hyper-connections, as cases to measure."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.profiling.bounds import EXACT, FOUR_ROUNDINGS, ONE_ROUNDING, Bound
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
 from dsv4cli.engine.profiling.scene import Scene
@@ -51,14 +53,16 @@ def norms(scene: Scene) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def _connection(config: ModelConfig, iterations: int, weights: Sequence[torch.Tensor]) -> Connection:
+    fn, scale, base = weights
+    return Connection(fn, scale, base, iterations, config.hc_eps, config.rms_norm_eps)
+
+
 def connections(scene: Scene) -> Iterator[Case]:
     config, tokens = scene.config, scene.tokens
     streams, family = (tokens, config.hc_mult, config.hidden_size), "hyper_connections"
     width, mixes = config.hc_mult * config.hidden_size, (2 + config.hc_mult) * config.hc_mult
-
-    def connection(weights: Sequence[torch.Tensor], iterations: int = config.hc_sinkhorn_iters) -> Connection:
-        fn, scale, base = weights
-        return Connection(fn, scale, base, iterations, config.hc_eps, config.rms_norm_eps)
+    connection, head = (partial(_connection, config, count) for count in (config.hc_sinkhorn_iters, 0))
 
     def build(prefix: str, run: Operation, reference: Operation, rows: int) -> Callable[[Scene], Work]:
         def built(scene: Scene) -> Work:
@@ -97,13 +101,13 @@ def connections(scene: Scene) -> Iterator[Case]:
 
     # the streams, what is mixed of them and its norm are rounded one after another
     yield Case("connect_post_pre", family, words, needs, cost, FOUR_ROUNDINGS, step)
-    head = build(
+    collapse = build(
         "hc_head",
-        lambda s, *weights: hyper_connections.connect_head(s, connection(weights, 0)),
-        lambda s, *weights: hyper_connections_ref.connect_head(s, connection(weights, 0)),
+        lambda s, *weights: hyper_connections.connect_head(s, head(weights)),
+        lambda s, *weights: hyper_connections_ref.connect_head(s, head(weights)),
         config.hc_mult,
     )
-    yield Case("connect_head", family, words, needs, cost, ONE_ROUNDING, head)
+    yield Case("connect_head", family, words, needs, cost, ONE_ROUNDING, collapse)
 
 
 def _simple(

@@ -1,5 +1,7 @@
 """Queries and keys in Triton: a program takes a few heads of one token; its key counts as one more group of heads."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -40,25 +42,33 @@ def queries_keys_and_index(
     queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     keys = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
     index = torch.empty(index_q.shape, dtype=kv.dtype, device=kv.device)
-    per_program, index_rows, warps = heads_per_program(tokens, heads)
+    per_program, index_rows, warps = head_tiles(tokens, heads)
     groups = triton.cdiv(heads, per_program) + 1
     if tokens:
         _queries_and_keys[(tokens * (groups + triton.cdiv(index_heads, index_rows)),)](
             q, given, index_q, norm.weight.contiguous(), turns, stored.cells, queries, keys, index, stored.ring,
             q.stride(0), q.stride(1), given.stride(0), index_q.stride(0), index_q.stride(1), turns.stride(0), norm.eps,
             index_width**-0.5, groups, heads, width, index_heads, index_width, turns.shape[1], norm.rounded,
-            per_program, index_rows, tile(width)[1], num_warps=warps, **overlap_of_few(kv, tokens),
+            per_program, index_rows, tile(width).columns, num_warps=warps, **overlap_of_few(kv, tokens),
         )  # fmt: skip
     return queries, keys, stored.ring, index
 
 
-def heads_per_program(tokens: int, heads: int) -> tuple[int, int, int]:
+class HeadTiles(NamedTuple):
     """How many heads a program takes, how many of the indexer another takes, and the warps of either."""
-    # H200, heads of 512: 64 tokens of 64 heads 3.96 us (one head a program 4.90), 4096 tokens 132 (164)
+
+    heads: int
+    index_heads: int
+    warps: int
+
+
+def head_tiles(tokens: int, heads: int) -> HeadTiles:
+    """Measured on an H200."""
+    # heads of 512: 64 tokens of 64 heads 3.96 us (one head a program 4.90), 4096 tokens 132 (164)
     # heads of the indexer of 128 beside them: one token 1.3 us (two a program 1.5), 64 tokens 5.6 (one 8.0, four 6.2),
     # 4096 tokens 205 (four 242)
     index_rows = 1 if tokens <= 4 else 2 if tokens <= 64 else 8
-    return 1 if tokens * heads <= 1024 else 2, index_rows, 1
+    return HeadTiles(1 if tokens * heads <= 1024 else 2, index_rows, 1)
 
 
 def check(q: torch.Tensor, kv: torch.Tensor, turns: torch.Tensor, ring: torch.Tensor, round_keys: bool) -> None:

@@ -6,6 +6,7 @@ few channels, and a second launch makes the entries.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,8 +22,19 @@ from dsv4cli.kernels.rows import rows, tile
 
 # from how many members on a group's channels are divided among programs where most groups are complete
 MANY = 32
-# the channels of a program then, the raw rows that it keeps at once, its warps
-SLICE = 32, 64, 4
+
+
+class EntryTiles(NamedTuple):
+    """How many members a program loads at once (of a slice, how many channels it has), how many rows it keeps at once,
+    and its warps."""
+
+    size: int
+    kept: int
+    warps: int
+
+
+# of programs that have some channels each
+SLICE = EntryTiles(32, 64, 4)
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class CompressorLaunch:
     def shape(self) -> tuple[int, ...]:
         """The strides of the raw rows, their channels, the width of an entry, its form, columns with room for it."""
         strides = rows(self.own.kv).stride(0), rows(self.own.score).stride(0)
-        return *strides, self.own.state.kv.shape[2], self.width, self.form, tile(self.width)[1]
+        return *strides, self.own.state.kv.shape[2], self.width, self.form, tile(self.width).columns
 
 
 def compress_keys(own: Compression, plan: EntryPlan, round_keys: bool) -> State:
@@ -111,7 +123,7 @@ def _launch(job: CompressorLaunch, other: CompressorLaunch | None, plan: EntryPl
     if not groups:
         return
     second = other or job
-    at_once, kept, warps = rows_at_once(job.members, job.width, len(job.own.kv) // groups)
+    at_once, kept, warps = entry_tiles(job.members, job.width, len(job.own.kv) // groups)
     make_entries[(groups, 1 if other is None else 2)](
         *job.tensors(), *second.tensors(), plan.groups, plan.entries, turns, turns.stride(0), job.own.eps, *job.shape(),
         *second.shape(), other is not None, job.capacity, second.capacity, job.ratio, job.members,
@@ -134,8 +146,8 @@ def _compress_in_parts(job: CompressorLaunch, plan: EntryPlan) -> None:
     )  # fmt: skip
 
 
-def rows_at_once(members: int, width: int, tokens: int) -> tuple[int, int, int]:
-    """How many members a program of a whole entry loads at once, how many rows it keeps at once, and its warps.
+def entry_tiles(members: int, width: int, tokens: int) -> EntryTiles:
+    """Of a program that makes a whole entry.
 
     tokens: of the step, for each group. Measured on an H200 with 4,096 tokens of ratio 4: 13.8 us at width 512 (with 8
     members at once 14.8), 7.2 at width 128. A thread has all members of four columns; with twice as many warps it
@@ -143,10 +155,10 @@ def rows_at_once(members: int, width: int, tokens: int) -> tuple[int, int, int]:
     """
     warps = min(max(width // 128, 1), 4)
     if members >= MANY:
-        return 32, 1, 8
+        return EntryTiles(32, 1, 8)
     if tokens <= 1:
-        return 8, 1, warps
-    return (4, 4, warps) if width > 128 else (8, 8, warps)
+        return EntryTiles(8, 1, warps)
+    return EntryTiles(4, 4, warps) if width > 128 else EntryTiles(8, 8, warps)
 
 
 def check(own: Compression, plan: EntryPlan, width: int) -> None:

@@ -10,7 +10,7 @@ launch.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -24,8 +24,37 @@ if TYPE_CHECKING:
 
 # columns of a token that a program adds up
 COLUMNS = 512
-# of one token: rows of w2 in a program, steps ahead and in a pass of routed experts and of the shared one
-SINGLE_DOWN = (16, 4, 4, 4, 4)
+
+
+class ProductTiles(NamedTuple):
+    """What a program of w1 and w3, or of w2, takes: rows, warps, steps ahead, steps in a pass of its loop."""
+
+    rows: int
+    warps: int
+    ahead: int
+    each: int
+
+
+class FewTokensTiles(NamedTuple):
+    """Tokens of a chunk and of one of the shared expert; what programs of w1 and w3, and of w2, take."""
+
+    chunk: int
+    shared_chunk: int
+    up: ProductTiles
+    down: ProductTiles
+
+
+class OneTokenDown(NamedTuple):
+    """What a program of w2 takes of one token: rows, steps ahead and in a pass, of routed experts and of the shared."""
+
+    rows: int
+    ahead: int
+    each: int
+    shared_ahead: int
+    shared_each: int
+
+
+ONE_TOKEN_DOWN = OneTokenDown(16, 4, 4, 4, 4)
 # up to this inner width a launch of one token has too few programs to keep the memory busy
 NARROW = 512
 # in a pass of routed experts alone: registers are left, 34.0 us instead of 35.4 on an H200
@@ -97,11 +126,12 @@ class _Call:
 
 def _launch(call: _Call) -> None:
     width, inner, shared_inner = call.widths
-    chunk, shared_chunk, up, down = _blocks(call.tokens, inner)
+    tiles = few_tokens_tiles(call.tokens, inner)
+    up = _fitting(tiles.up, width)
     if call.tokens == 1:
-        _one_token(call, _fitting(up, width))
+        _one_token(call, up)
     else:
-        _tokens(call, (chunk, shared_chunk), _fitting(up, width), _fitting(down, math.gcd(inner, shared_inner)))
+        _tokens(call, tiles._replace(up=up, down=_fitting(tiles.down, math.gcd(inner, shared_inner))))
 
 
 def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[torch.Tensor, ...]:
@@ -119,18 +149,18 @@ def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[t
     return inputs, shared_inputs, counters, order, place, chunks
 
 
-def _one_token(call: _Call, up: tuple[int, int, int, int]) -> None:
+def _one_token(call: _Call, up: ProductTiles) -> None:
     (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
     places = triton.next_power_of_2(per_token)
     splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
     inputs, shared_inputs, counters, *_ = _prepare(call, 1, 1 if call.shared else 0, 0)
     inner, shared_inner = call.new(2, per_token, inner_width), call.new(2, shared_width)
-    one_token_gemm.up[(shared_width // up[0] + per_token * (inner_width // up[0]),)](
+    one_token_gemm.up[(shared_width // up.rows + per_token * (inner_width // up.rows),)](
         inputs, shared_inputs, *call.first(), call.experts, call.weights.rows, call.routing, inner, shared_inner,
         counters, call.limit, width, inner_width, shared_width, per_token, call.round_inputs, *up, **overlap(call.x),
-        num_warps=up[1],
+        num_warps=up.warps,
     )  # fmt: skip
-    rows, ahead, each, shared_ahead, shared_each = SINGLE_DOWN
+    rows, ahead, each, shared_ahead, shared_each = ONE_TOKEN_DOWN
     each = each if call.shared else ALONE_EACH
     steps, shared_steps = inner_width // 128, shared_width // 64 // splits
     one_token_gemm.down[(width // rows,)](
@@ -140,24 +170,22 @@ def _one_token(call: _Call, up: tuple[int, int, int, int]) -> None:
     )  # fmt: skip
 
 
-def _tokens(
-    call: _Call, sizes: tuple[int, int], up: tuple[int, int, int, int], down: tuple[int, int, int, int]
-) -> None:
-    """sizes: of a chunk and of one of the shared expert."""
-    (width, inner_width, shared_width), tokens, chunk = call.widths, call.tokens, sizes[0]
+def _tokens(call: _Call, tiles: FewTokensTiles) -> None:
+    (width, inner_width, shared_width), tokens = call.widths, call.tokens
+    chunk, shared_chunk, up, down = tiles
     pairs, per_token, shared_tokens = call.experts.numel(), call.experts.shape[1], tokens if call.shared else 0
-    shared_chunks = triton.cdiv(shared_tokens, sizes[1])
+    shared_chunks = triton.cdiv(shared_tokens, shared_chunk)
     inputs, shared_inputs, counters, order, place, chunks = _prepare(call, chunk, shared_chunks, pairs)
     inner, shared_inner = call.new(2, pairs, inner_width), call.new(2, tokens, shared_width)
-    few_tokens_gemm.up[(shared_chunks * (shared_width // up[0]) + pairs * (inner_width // up[0]),)](
+    few_tokens_gemm.up[(shared_chunks * (shared_width // up.rows) + pairs * (inner_width // up.rows),)](
         inputs, shared_inputs, *call.first(), call.routing, inner, shared_inner, counters, order, chunks, tokens, pairs,
-        shared_chunks, call.limit, width, inner_width, shared_width, per_token, *sizes, call.round_inputs, *up,
-        **overlap(call.x), **_registers(call.x, chunk), num_warps=up[1],
+        shared_chunks, call.limit, width, inner_width, shared_width, per_token, chunk, shared_chunk, call.round_inputs,
+        *up, **overlap(call.x), **_registers(call.x, chunk), num_warps=up.warps,
     )  # fmt: skip
     parts, shared_part = call.new(pairs, width), call.new(shared_tokens, width)
-    few_tokens_gemm.down[(width // down[0], shared_chunks + pairs)](
+    few_tokens_gemm.down[(width // down.rows, shared_chunks + pairs)](
         inner, shared_inner, *call.last(), parts, shared_part, chunks, tokens, shared_chunks, width, inner_width,
-        shared_width, *sizes, *down, **overlap(call.x), **_registers(call.x, chunk), num_warps=down[1],
+        shared_width, chunk, shared_chunk, *down, **overlap(call.x), **_registers(call.x, chunk), num_warps=down.warps,
     )  # fmt: skip
     columns = math.gcd(width, COLUMNS)
     few_tokens_gemm.add[(tokens, width // columns)](
@@ -165,21 +193,18 @@ def _tokens(
     )
 
 
-def _blocks(tokens: int, inner: int) -> tuple[int, int, tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Tokens of a chunk and of one of the shared expert; of a program of w1 and w3, and of w2: rows, warps, steps
-    ahead, steps in a pass of its loop.
-
-    Measured on an H200 with 6 of 256 experts of 4096-2048-4096, of 4096-1024-4096 as on one rank of two, and of
+def few_tokens_tiles(tokens: int, inner: int) -> FewTokensTiles:
+    """Measured on an H200 with 6 of 256 experts of 4096-2048-4096, of 4096-1024-4096 as on one rank of two, and of
     4096-512-4096 as on one of four: there one token takes 17.9 us with eight warps and 25.3 with two, 16 take 97 with
     two and 104 with one, 64 the reverse, 267 and 243.
     """
     narrow = inner <= NARROW
-    up = (16, 2, 2, 2) if tokens <= (16 if narrow else 8) else (16, 1, 2, 2)
-    if narrow and tokens == 1:
-        up = (16, 8, 2, 2)
+    warps = 8 if narrow and tokens == 1 else 2 if tokens <= (16 if narrow else 8) else 1
+    up = ProductTiles(16, warps, 2, 2)
     if tokens <= 4:
-        return FP4_TOKENS, FP8_TOKENS, up, (16, 1, 2, 4)
-    return 2 * FP4_TOKENS, FP8_TOKENS if tokens <= 8 else 2 * FP8_TOKENS, up, (32, 1, 2, 2)
+        return FewTokensTiles(FP4_TOKENS, FP8_TOKENS, up, ProductTiles(16, 1, 2, 4))
+    shared_chunk = FP8_TOKENS if tokens <= 8 else 2 * FP8_TOKENS
+    return FewTokensTiles(2 * FP4_TOKENS, shared_chunk, up, ProductTiles(32, 1, 2, 2))
 
 
 def _registers(x: torch.Tensor, chunk: int) -> dict[str, int]:
@@ -190,12 +215,11 @@ def _registers(x: torch.Tensor, chunk: int) -> dict[str, int]:
     return {"maxnreg": 128} if chunk > FP4_TOKENS and x.is_cuda and torch.version.hip is None else {}
 
 
-def _fitting(blocks: tuple[int, int, int, int], columns: int) -> tuple[int, int, int, int]:
+def _fitting(tiles: ProductTiles, columns: int) -> ProductTiles:
     """Warps and steps that divide so many columns."""
-    rows, warps, ahead, each = blocks
-    warps = math.gcd(warps, columns // 128)
-    each = math.gcd(each, columns // 128 // warps)
-    return rows, warps, min(ahead, columns // 128 // warps), each
+    warps = math.gcd(tiles.warps, columns // 128)
+    steps = columns // 128 // warps
+    return ProductTiles(tiles.rows, warps, min(tiles.ahead, steps), math.gcd(tiles.each, steps))
 
 
 def _stored(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

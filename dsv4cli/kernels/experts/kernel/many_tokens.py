@@ -1,6 +1,6 @@
 """Routed experts for many tokens: pairs grouped by expert, two products over tiles of them, an ordered sum."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -37,7 +37,7 @@ def routed_experts(
     tiles = (groups.order, groups.row, groups.start, groups.rows)
     inputs, padded = _inputs(given, form, round_inputs), _padded(inner_width)
     inner = torch.empty(tokens * per_token, padded, dtype=x.dtype, device=x.device)
-    height, warps, steps, described = _gate_up_blocks(size, tuned, x.device)
+    height, warps, steps, described = gate_up_tiles(size, tuned, x.device)
     grouped_gemm.gate_up[(triton.cdiv(padded, height), len(groups.rows))](
         inputs, *tiles, routing.contiguous(), *_stored(weights.w1, weights.w1_scale, height, described),
         *_stored(weights.w3, weights.w3_scale, height, described), inner, limit, inner_width, width, inputs.shape[1],
@@ -46,7 +46,7 @@ def routed_experts(
     if round_inputs:
         inner = fp8_round(inner, FP8_BLOCK)
     outputs = torch.empty(tokens * per_token, width, dtype=x.dtype, device=x.device)
-    height, warps, steps, described = _down_blocks(size, tuned, x.device)
+    height, warps, steps, described = down_tiles(size, tuned, x.device)
     grouped_gemm.down[(triton.cdiv(width, height), len(groups.rows))](
         inner, *tiles, *_stored(weights.w2, weights.w2_scale, height, described), outputs, width, inner_width, padded,
         form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
@@ -77,19 +77,31 @@ def _columns(pairs: int, count: int, wide: bool) -> int:
     return 16 if load <= 12 else 32 if load <= 24 else 64 if load <= 50 else 128
 
 
-def _gate_up_blocks(columns: int, tuned: bool, device: torch.device) -> tuple[int, int, int, bool]:
-    """Rows of each matrix in a program, warps, stages, whether a descriptor loads the weights.
+class GroupedTiles(NamedTuple):
+    """Rows of each matrix in a program, warps, stages, whether a descriptor loads the weights."""
 
-    Tuned on an H200 for FP4 weights of Flash. At 128 columns two programs fill the shared memory of a multiprocessor to
-    the last byte: the barriers that a descriptor needs would halve them, and the speed.
+    rows: int
+    warps: int
+    stages: int
+    described: bool
+
+
+def gate_up_tiles(columns: int, tuned: bool, device: torch.device) -> GroupedTiles:
+    """Tuned on an H200 for FP4 weights of Flash. At 128 columns two programs fill the shared memory of a multiprocessor
+    to the last byte: the barriers that a descriptor needs would halve them, and the speed.
     """
     if not tuned:
-        return 64, 8, 2, False
-    return (64, 4, 2, True) if columns == 16 else (64, 4, _stages(device, 2, 64, columns), False)
+        return GroupedTiles(64, 8, 2, False)
+    return (
+        GroupedTiles(64, 4, 2, True) if columns == 16 else GroupedTiles(64, 4, _stages(device, 2, 64, columns), False)
+    )
 
 
-def _down_blocks(columns: int, tuned: bool, device: torch.device) -> tuple[int, int, int, bool]:
-    return (128, 4, _stages(device, 1, 128, columns), columns < 128) if tuned else (128, 8, 2, False)
+def down_tiles(columns: int, tuned: bool, device: torch.device) -> GroupedTiles:
+    """The same for w2."""
+    if not tuned:
+        return GroupedTiles(128, 8, 2, False)
+    return GroupedTiles(128, 4, _stages(device, 1, 128, columns), columns < 128)
 
 
 def _stages(device: torch.device, matrices: int, height: int, columns: int) -> int:

@@ -5,6 +5,7 @@ weight, all their columns at once, by fused multiply-adds; more tokens multiply 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -87,9 +88,9 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
     if not tokens or not products:
         return results
     if tokens > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
-        swap_ab.multiply(x, products, results, swap_ab.tile_shape(x, products))
+        swap_ab.multiply(x, products, results, swap_ab.swap_tiles(x, products))
     else:
-        _stream(x, norm, products, results, _shape(x, products))
+        _launch(x, norm, products, results, gemv_tiles(x, products))
     return results
 
 
@@ -99,15 +100,15 @@ def _few(products: Sequence[Product]) -> int:
     return 2 if size <= _SMALL_BYTES and coded <= _SMALL_FP8 else 1
 
 
-def _stream(
+def _launch(
     x: torch.Tensor,
     norm: Norm | None,
     products: Sequence[Product],
     results: list[torch.Tensor],
-    shape: tuple[int, int, int, int],
+    tiles: "GemvTiles",
 ) -> None:
     tokens, groups, width = x.shape
-    rows, warps, together, size = shape
+    rows, warps, together, size = tiles
     numbers = tuple(y.shape[-1] for y in results)
     starts, times = [0], []
     for n, p in zip(numbers, products, strict=True):
@@ -122,8 +123,17 @@ def _stream(
     )  # fmt: skip
 
 
-def _shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, int, int]:
-    """Rows at a time, warps, tokens and bytes of weights of a program: the fastest of those measured on an H200."""
+class GemvTiles(NamedTuple):
+    """Rows at a time, warps, tokens and bytes of weights of a program."""
+
+    rows: int
+    warps: int
+    tokens: int
+    nbytes: int
+
+
+def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
+    """The fastest of those measured on an H200."""
     tokens, groups, columns = x.shape
     width = max(128, triton.next_power_of_2(columns)) * max(p.weight.itemsize for p in products)
     size = sum(p.weight.nbytes for p in products)
@@ -137,7 +147,7 @@ def _shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, int,
     # rows of a program lie in one group
     while groups > 1 and any(p.weight.shape[0] // groups % rows for p in products):
         rows //= 2
-    return rows, warps, min(2, tokens), each
+    return GemvTiles(rows, warps, min(2, tokens), each)
 
 
 @triton.jit(do_not_specialize=["tokens", "eps"])

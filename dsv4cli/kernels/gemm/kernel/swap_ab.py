@@ -6,6 +6,7 @@ and the recorded nets of the tests come out three times as far from their record
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +26,7 @@ MOST = 64
 OWN = 16
 # columns of a step, which is one block of FP8 scales
 _STEP = tl.constexpr(128)
-# tiles of a launch that several programs share: `tile_shape` splits no more than 512, and each product may end with one
+# tiles of a launch that several programs share: `swap_tiles` splits no more than 512, and each product may end with one
 _MOST_SHARED = 1024
 
 
@@ -38,12 +39,10 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.shape[1] == 1 or weight.shape[0] // x.shape[1] % 128 == 0
 
 
-def multiply(
-    x: torch.Tensor, products: Sequence[Product], results: list[torch.Tensor], shape: tuple[int, int, int, int]
-) -> None:
-    """x bf16 [T, G, K] times each weight FP8 or bf16 [G * N, K] into its result [T, G, N]; shape as of `tile_shape`."""
+def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.Tensor], tiles: "SwapTiles") -> None:
+    """x bf16 [T, G, K] times each weight FP8 or bf16 [G * N, K] into its result [T, G, N]."""
     tokens, groups, width = x.shape
-    rows, splits, stages, warps = shape
+    rows, splits, stages, warps = tiles
     numbers = tuple(y.shape[-1] for y in results)
     starts = [0]
     for n in numbers:
@@ -59,20 +58,31 @@ def multiply(
     )  # fmt: skip
 
 
-def tile_shape(x: torch.Tensor, products: Sequence[Product]) -> tuple[int, int, int, int]:
-    """Rows of a tile, programs that share one, stages and warps: the fastest of those measured on an H200."""
+class SwapTiles(NamedTuple):
+    """Rows of a tile, programs that share one, stages and warps."""
+
+    rows: int
+    splits: int
+    stages: int
+    warps: int
+
+
+def swap_tiles(x: torch.Tensor, products: Sequence[Product]) -> SwapTiles:
+    """The fastest of those measured on an H200."""
     tokens, steps = x.shape[0], triton.cdiv(x.shape[2], _STEP.value)
     coded = [p.scale is not None for p in products]
     tiles = sum(triton.cdiv(p.weight.shape[0], 128) for p in products)
     if tokens <= OWN and any(coded) and tiles * steps >= 1024:
-        return 128, _splits(tiles, 256, steps // 4 if steps > 8 else 1), 3 if all(coded) else 2, 8
+        splits = _splits(tiles, 256, steps // 4 if steps > 8 else 1)
+        return SwapTiles(128, splits, 3 if all(coded) else 2, 8)
     if tokens > 32 and coded == [True] and tiles * steps >= 1024:
-        return 128, _splits(tiles, 128, steps // 4), 3, 8
+        return SwapTiles(128, _splits(tiles, 128, steps // 4), 3, 8)
     if tokens > 32 and any(coded) and not all(coded):
         rows, warps = (128, 8) if tiles > 24 else (64, 4)
-        return rows, _splits(tiles * (128 // rows), 128, steps // 8), 3, warps
+        return SwapTiles(rows, _splits(tiles * (128 // rows), 128, steps // 8), 3, warps)
     splits = _splits(2 * tiles, 512, steps // 8)
-    return 64, splits if 2 * tiles * splits >= 256 else _splits(2 * tiles, 256, steps // 4), 3, 4
+    splits = splits if 2 * tiles * splits >= 256 else _splits(2 * tiles, 256, steps // 4)
+    return SwapTiles(64, splits, 3, 4)
 
 
 def _splits(tiles: int, programs: int, most: int) -> int:

@@ -1,5 +1,7 @@
 """The indexer in Triton: which kernel takes a shape, and in what pieces."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -92,7 +94,7 @@ def _score_few(
 ) -> None:
     """found: peaks and counts for `choose_prefiltered`, if these are wanted."""
     (tokens, heads, width), entries = q.shape, table.shape[1]
-    rows, splits, warps = _one_token_tiles(tokens, entries)
+    rows, splits, warps = one_token_tiles(tokens, entries)
     peaks, counts = found or (out, out)
     # four programs of 128 threads leave 8,192 registers of a multiprocessor to one that keeps the high scores
     options = overlap_beside(q, 112) if found and rows == 64 else overlap(q)
@@ -134,13 +136,21 @@ def best_entries(
     )
 
 
-def _one_token_tiles(tokens: int, entries: int) -> tuple[int, int, int]:
-    """Keys of a tile, programs for a token, warps; an H200 holds four programs of 64 keys a processor, three of 128.
+class OneTokenTiles(NamedTuple):
+    """Keys of a tile, programs for a token, warps."""
+
+    keys: int
+    splits: int
+    warps: int
+
+
+def one_token_tiles(tokens: int, entries: int) -> OneTokenTiles:
+    """An H200 holds four programs of 64 keys a processor, three of 128.
 
     One token, 8,192 keys: 3.3 us with 64 (3.9 with 128); 262,144 keys: 20.8 us with 128 (21.3 with 64).
     """
     rows, programs = (128, 396) if tokens * entries >= 131_072 else (64, 528)
-    return rows, min(triton.cdiv(entries, rows), max(1, programs // tokens)), 4
+    return OneTokenTiles(rows, min(triton.cdiv(entries, rows), max(1, programs // tokens)), 4)
 
 
 def _score_many(
