@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from tests.program import ROOT, Program, command
 
 from dsv4cli import cli
 from tests.support.documents import FENCE, complaints, documents, lost_links, lost_paths, stages
+from tests.support.program import ROOT, Program, command
 
 COMMANDS = {name for name, one in command(cli.app).commands.items() if not one.hidden}
 PAPERS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in documents()}

@@ -73,8 +73,12 @@ def every() -> Iterator[Operation]:
         yield partial(gemm.linear, _make(tokens, 4096), _make(1024, 4096))
         yield partial(gemm.linear_fp32, _real(tokens, 4096), _real(1024, 4096))
         yield partial(gemm.rounded_linear, _make(tokens, 4096), *(one[0] for one in _fp4(1, 1024, 4096)))
-    places = _make(1, 1024, dtype=INT64), _make(1, dtype=INT64), _make(1, dtype=INT64)
-    yield partial(indexer.index_scores, _make(1, 64, 128), _make(1, 64), 1.0, _make(4096, 128), None, *places)
+    entries = indexer.IndexEntries(_make(1, 1024, dtype=INT64), _make(1, dtype=INT64), _make(1, dtype=INT64))
+    queries, keys = (
+        indexer.IndexQueries(_make(1, 64, 128), _make(1, 64), 1.0),
+        indexer.IndexKeys(_make(4096, 128), None),
+    )
+    yield partial(indexer.index_scores, queries, keys, entries)
 
 
 def _make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -5,7 +5,16 @@ import torch
 
 from dsv4cli.kernels.block_scale import dequantise, fp4_codes, fp4_round
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.indexer import choose_entries, index_scores, ref, top_entries
+from dsv4cli.kernels.indexer import (
+    IndexEntries,
+    IndexKeys,
+    IndexQueries,
+    WindowList,
+    choose_entries,
+    index_scores,
+    ref,
+    top_entries,
+)
 
 INF = float("inf")
 SCALE = 7 / 64  # products with bf16 are exact in fp32
@@ -21,6 +30,11 @@ def slow_score(q: list[list[float]], weights: list[float], key: list[float]) -> 
         dot = rounded(sum(a * b for a, b in zip(head, key, strict=True)))
         total += rounded(max(dot, 0.0) * weight)
     return rounded(total)
+
+
+def grouped(q, weights, weight_scale, keys, key_scale, table, sequence, visible):
+    """What index_scores takes."""
+    return IndexQueries(q, weights, weight_scale), IndexKeys(keys, key_scale), IndexEntries(table, sequence, visible)
 
 
 # tokens, heads, width, entries of each sequence: none, one, a block of 64, one more; many tokens of a sequence
@@ -42,7 +56,7 @@ def test_scores_round_each_step(shape, stored):
     sequence = torch.arange(tokens) // 3 % 2  # which takes turns
     visible = torch.randint(0, entries + 1, (tokens,)).index_fill(0, torch.arange(min(tokens, 1)), entries)
     codes, scale = fp4_codes(keys, 32) if stored == "fp4" else (keys, None)
-    scores = index_scores(q, weights, SCALE, codes, scale, table, sequence, visible)
+    scores = index_scores(*grouped(q, weights, SCALE, codes, scale, table, sequence, visible))
     assert (scores.shape, scores.dtype) == ((tokens, entries), torch.bfloat16)
     for token in range(tokens):
         for entry, cell in enumerate(table[sequence[token]].tolist()):
@@ -74,7 +88,7 @@ def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entr
     visible = torch.randint(entries // 2, entries + 1, (tokens,))
     inputs = (q, weights, SCALE, codes, scale, table, sequence, visible)
     # dots are exact; the sum over heads may round to the other neighbour where its fp32 sum has another order
-    torch.testing.assert_close(index_scores(*inputs), ref.index_scores(*inputs), rtol=2**-7, atol=0)
+    torch.testing.assert_close(index_scores(*grouped(*inputs)), ref.index_scores(*grouped(*inputs)), rtol=2**-7, atol=0)
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -86,8 +100,8 @@ def test_a_program_takes_several_tiles_of_keys(splits, monkeypatch):
     codes, scale = fp4_codes(torch.randn(200, 32).bfloat16(), 32)
     table, zero = torch.randint(0, 200, (1, 110)), torch.zeros(1, dtype=torch.int64)
     q, weights = fp4_round(torch.randn(1, 1, 32).bfloat16(), 32), torch.ones(1, 1).bfloat16()
-    inputs = (q, weights, SCALE, codes, scale, table, zero)
-    assert torch.equal(index_scores(*inputs, zero + 90), ref.index_scores(*inputs, zero + 90))
+    inputs = grouped(q, weights, SCALE, codes, scale, table, zero, zero + 90)
+    assert torch.equal(index_scores(*inputs), ref.index_scores(*inputs))
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -96,7 +110,7 @@ def test_blocks_of_a_key_may_differ_by_120_powers_of_two():
     scale = torch.tensor([[10, 60, 127, 130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     q = torch.eye(128).bfloat16()[::32, None]  # a token for each block
     zero = torch.zeros(4, dtype=torch.int64)
-    scores = index_scores(q, torch.ones(4, 1).bfloat16(), 1.0, codes, scale, zero[None, :1], zero, zero + 1)
+    scores = index_scores(*grouped(q, torch.ones(4, 1).bfloat16(), 1.0, codes, scale, zero[None, :1], zero, zero + 1))
     assert torch.equal(scores.float(), dequantise(codes, scale)[:, ::32].T)
 
 
@@ -105,7 +119,7 @@ def test_blocks_of_a_key_may_differ_by_120_powers_of_two():
 def test_scores_in_fp32_are_not_rounded(tokens):
     q, weights, keys = torch.randn(tokens, 4, 32), torch.randn(tokens, 4), torch.randn(70, 32)
     zero = torch.zeros(tokens, dtype=torch.int64)
-    scores = index_scores(q, weights, 0.5, keys, None, torch.arange(70)[None], zero, zero + 70)
+    scores = index_scores(*grouped(q, weights, 0.5, keys, None, torch.arange(70)[None], zero, zero + 70))
     dots = torch.einsum("thd,ed->the", q.double(), keys.double())
     # sums of 32 products of normal numbers in fp32
     torch.testing.assert_close(scores.double(), (dots.relu() * weights[..., None] / 2).sum(1), rtol=0, atol=5e-5)
@@ -115,7 +129,7 @@ def test_scores_in_fp32_are_not_rounded(tokens):
 def test_negative_heads_do_not_cancel_positive_ones():
     # relu stands before the sum over heads
     q, zero = torch.tensor([[[1.0], [-1.0]]]), torch.zeros(1).long()
-    assert index_scores(q, torch.ones(1, 2), 1.0, torch.ones(1, 1), None, zero[None], zero, zero + 1) == 1
+    assert index_scores(*grouped(q, torch.ones(1, 2), 1.0, torch.ones(1, 1), None, zero[None], zero, zero + 1)) == 1
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -123,9 +137,9 @@ def test_what_the_kernel_does_not_take():
     q, zero = torch.zeros(1, 2, 32), torch.zeros(1).long()
     codes, scale = fp4_codes(torch.zeros(3, 32).bfloat16(), 32)
     with pytest.raises(KernelUnsupported, match="keys like the queries"):
-        index_scores(q, torch.ones(1, 2), 1.0, torch.ones(3, 32).bfloat16(), None, zero[None], zero, zero)
+        index_scores(*grouped(q, torch.ones(1, 2), 1.0, torch.ones(3, 32).bfloat16(), None, zero[None], zero, zero))
     with pytest.raises(KernelUnsupported, match="FP4 keys with bf16 queries"):
-        index_scores(q, torch.ones(1, 2), 1.0, codes, scale, zero[None], zero, zero)
+        index_scores(*grouped(q, torch.ones(1, 2), 1.0, codes, scale, zero[None], zero, zero))
     with pytest.raises(KernelUnsupported, match="consecutive columns"):
         top_entries(torch.zeros(3, 4).T, torch.zeros(4).long(), 2)
 
@@ -246,7 +260,7 @@ def check_lists(tokens, entries, k, window):
     table, sequence = torch.randperm(3 * entries)[: 2 * entries].view(2, entries), torch.arange(tokens) % 2
     index = torch.randint(-1, 50, (tokens, window))
     columns = torch.randint(0, window + 1, (tokens,))
-    lists = choose_entries(scores, visible, k, table, sequence, index, columns, 50)
+    lists = choose_entries(scores, k, IndexEntries(table, sequence, visible), WindowList(index, columns, 50))
     assert (lists.shape, lists.dtype) == ((tokens, window + min(k, entries)), torch.int64)
     for row in range(tokens):
         cells = (table[sequence[row]] + 50).tolist()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4cli.kernels.block_scale import fp4_codes, fp4_round
-from dsv4cli.kernels.indexer import best_entries, ref
+from dsv4cli.kernels.indexer import IndexEntries, IndexKeys, IndexQueries, WindowList, best_entries, ref
 
 
 @pytest.fixture
@@ -52,8 +52,9 @@ def test_best_entries_by_peaks(kind, visible):
     # heads that add and heads that take away
     q, weights = fp4_round(torch.randn(2, 2, 32).bfloat16(), 32), torch.tensor([[1.0, -0.5], [-1.0, 0.5]]).bfloat16()
     table, sequence = torch.stack((torch.arange(2111), torch.randperm(2111))), torch.tensor([1, 0])
-    lists = (torch.randint(-1, 50, (2, 7)), torch.tensor([3, 7]), 50)
-    inputs = (q, weights, 1.0, codes, scale, table, sequence, torch.tensor(visible), 70, *lists)
+    entries = IndexEntries(table, sequence, torch.tensor(visible))
+    window = WindowList(torch.randint(-1, 50, (2, 7)), torch.tensor([3, 7]), 50)
+    inputs = (IndexQueries(q, weights, 1.0), IndexKeys(codes, scale), 70, entries, window)
     chosen, expected = best_entries(*inputs), ref.best_entries(*inputs)
     for row, (first, count) in enumerate(zip((3, 7), visible, strict=True)):
         last = first + min(count, 70)
@@ -70,8 +71,9 @@ def test_peaks_are_the_largest_of_each_eight_scores():
     q, weights = fp4_round(torch.randn(1, 1, 32).bfloat16(), 32), -torch.ones(1, 1).bfloat16()
     zero, scores, counts = torch.zeros(1).long(), torch.empty(1, 150).bfloat16(), torch.ones(1, dtype=torch.int32)
     peaks = torch.zeros(1, 19).bfloat16()
-    stored, table = (codes.view(torch.int32), scale.view(torch.uint8)), torch.arange(150)[None]
-    kernel._score_few(scores, q, weights, 1.0, *stored, table, zero, zero + 139, (peaks, counts))
+    stored, entries = (codes.view(torch.int32), scale.view(torch.uint8)), torch.arange(150)[None]
+    seen = IndexEntries(entries, zero, zero + 139)
+    kernel._score_few(scores, IndexQueries(q, weights, 1.0), stored, seen, (peaks, counts))
     # the last but one has three that are seen, the last has none
     assert torch.equal(peaks[0, :18], F.pad(scores[0], (0, 2), value=-torch.inf).view(-1, 8).amax(1)[:18])
     assert (peaks[0, 18].item(), counts.item()) == (0, 0)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from tests.program import ROOT, command
 
 from dsv4cli import cli
 from dsv4cli.engine.checkpoint.source import resolve_model
@@ -20,6 +19,7 @@ from dsv4cli.engine.hub.choose import parse_kinds
 from dsv4cli.engine.inspection.fit.machine import parse_machine
 from dsv4cli.engine.settings import parse_size
 from dsv4cli.errors import Dsv4Error
+from tests.support.program import ROOT, command
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")

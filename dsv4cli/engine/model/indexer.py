@@ -10,6 +10,7 @@ from dsv4cli.engine.model.linear import Linear
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import CompressorState
 from dsv4cli.kernels import indexer
+from dsv4cli.kernels.indexer import IndexEntries, IndexKeys, IndexQueries, WindowList
 
 RATIO = 4
 
@@ -36,7 +37,7 @@ class Indexer(nn.Module):
         q: prepared queries [T, H, d]; weights: of the heads [T, H].
         """
         step, stored = batch.compress[RATIO], state.tensors()
-        return indexer.best_entries(
-            q, weights, self.scale, stored.entries, stored.scale, step.table, step.sequence, step.visible, self.topk,
-            batch.window_index, batch.window_columns, batch.window_rows,
-        )  # fmt: skip
+        queries, keys = IndexQueries(q, weights, self.scale), IndexKeys(stored.entries, stored.scale)
+        entries = IndexEntries(step.table, step.sequence, step.visible)
+        window = WindowList(batch.window_index, batch.window_columns, batch.window_rows)
+        return indexer.best_entries(queries, keys, self.topk, entries, window)

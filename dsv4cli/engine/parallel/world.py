@@ -22,9 +22,9 @@ MESSAGE, LENGTH = 1024, 8
 class World:
     """This process's place among `size` ranks; with one rank every operation is the identity.
 
-    Each operation is called by all ranks, in one order. symmetric_buffers: carry small sums, None where NCCL or gloo
-    does. ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank 0
-    tells the others what to do; they wait there for as long as people do.
+    Each operation is called by all ranks, in one order. symmetric_buffers: what carries small sums, None where NCCL or
+    gloo does. ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank
+    0 tells the others what to do; they wait there for as long as people do.
     """
 
     rank: int = 0

@@ -11,6 +11,7 @@ from dsv4cli.kernels import attention, indexer
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.formats import FP4_BLOCK
+from dsv4cli.kernels.indexer import IndexEntries, IndexKeys, IndexQueries, WindowList
 from dsv4cli.kernels.indexer import ref as indexer_ref
 
 
@@ -33,7 +34,9 @@ def _scores(scene: Scene) -> Case:
     factor = (width * heads) ** -0.5
 
     def through(operation: Operation) -> Operation:
-        return lambda q, weights, *rest: operation(q, weights, factor, *rest)
+        return lambda q, weights, keys, scale, *entries: operation(
+            IndexQueries(q, weights, factor), IndexKeys(keys, scale), IndexEntries(*entries)
+        )
 
     def build(scene: Scene) -> Work:
         q, *stored = _queries_and_keys(scene)
@@ -56,7 +59,10 @@ def _best(scene: Scene) -> Case:
         inputs = (q, torch.ones_like(q[..., 0]), *stored, batch.window_index, batch.window_columns)
 
         def through(operation: Operation) -> Operation:
-            return lambda q, weights, *rest: operation(q, weights, 1.0, *rest[:-2], topk, *rest[-2:], batch.window_rows)
+            return lambda q, weights, keys, scale, table, sequence, visible, index, columns: operation(
+                IndexQueries(q, weights, 1.0), IndexKeys(keys, scale), topk,
+                IndexEntries(table, sequence, visible), WindowList(index, columns, batch.window_rows),
+            )  # fmt: skip
 
         return Work(inputs, through(indexer.best_entries), through(indexer_ref.best_entries), flops, compared=_in_order)
 
@@ -104,7 +110,9 @@ def _choice_as_lists(scene: Scene) -> Work:
     read = sum(tensor.nbytes for tensor in (scores, visible, *listing[1:])) + found
 
     def through(choose: Operation) -> Operation:
-        return lambda scores, visible, *listing: choose(scores, visible, topk, *listing, rows)
+        return lambda scores, visible, table, sequence, index, columns: choose(
+            scores, topk, IndexEntries(table, sequence, visible), WindowList(index, columns, rows)
+        )
 
     run, reference = through(indexer.choose_entries), through(indexer_ref.choose_entries)
     return Work((scores, visible, *listing), run, reference, 0, read, compared=_in_order)
@@ -172,4 +180,5 @@ def _chosen(scene: Scene) -> torch.Tensor:
     """The lists of a CSA layer whose indexer has chosen entries at random."""
     scores, visible, table, sequence, index, columns = _to_choose_from(scene)
     topk, rows = scene.config.index_topk, scene.batch.window_rows
-    return indexer_ref.choose_entries(scores, visible, topk, table, sequence, index, columns, rows)
+    entries, window = IndexEntries(table, sequence, visible), WindowList(index, columns, rows)
+    return indexer_ref.choose_entries(scores, topk, entries, window)

@@ -133,8 +133,8 @@ def sink_ignored(right):
 
 def relu_after_sum(_):
     dots = "thd,ted,th->te"
-    return lambda q, weights, factor, keys, scale, table, sequence, visible: torch.einsum(
-        dots, q, keys[table[sequence]], weights * factor
+    return lambda queries, keys, entries: torch.einsum(
+        dots, queries.q, keys.keys[entries.table[entries.sequence]], queries.weights * queries.weight_scale
     ).relu()
 
 

@@ -12,6 +12,7 @@ from dsv4cli.kernels.indexer.kernel.scores_one_token import scores_of_one_token
 from dsv4cli.kernels.indexer.kernel.scores_plain import scores_of_plain_keys
 from dsv4cli.kernels.indexer.kernel.scores_tiled import prepare_queries, scores_of_many_tokens
 from dsv4cli.kernels.indexer.kernel.topk import choose_entries, choose_prefiltered, takes_prefilter, top_entries
+from dsv4cli.kernels.indexer.types import IndexEntries, IndexKeys, IndexQueries, WindowList
 from dsv4cli.kernels.pdl import overlap, overlap_beside
 
 __all__ = ["best_entries", "choose_entries", "index_scores", "top_entries"]
@@ -20,34 +21,28 @@ __all__ = ["best_entries", "choose_entries", "index_scores", "top_entries"]
 MANY = 8
 
 
-def index_scores(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    weight_scale: float,
-    keys: torch.Tensor,
-    key_scale: torch.Tensor | None,
-    table: torch.Tensor,
-    sequence: torch.Tensor,
-    visible: torch.Tensor,
-) -> torch.Tensor:
-    _check(q, weights, keys, key_scale, table)
-    entries = table.shape[1]
+def index_scores(queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) -> torch.Tensor:
+    _check(queries, keys, entries.table)
+    q, count = queries.q, entries.table.shape[1]
     # rows begin where a wide load may, and have room for one behind their end: top_entries reads them so
-    out = torch.empty(q.shape[0], triton.cdiv(entries, 64) * 64, dtype=q.dtype, device=q.device)[:, :entries]
+    out = torch.empty(q.shape[0], triton.cdiv(count, 64) * 64, dtype=q.dtype, device=q.device)[:, :count]
     if not out.numel():
         return out
-    if key_scale is None:
-        _score_plain(out, q, weights, weight_scale, keys, table, sequence, visible)
+    if keys.scale is None:
+        _score_plain(out, queries, keys, entries)
     else:
-        score = _score_many if q.shape[0] >= MANY * table.shape[0] else _score_few
-        words, sizes = keys.view(torch.int32), key_scale.view(torch.uint8)
-        score(out, q, weights, weight_scale, words, sizes, table, sequence, visible)
+        score = _score_many if q.shape[0] >= MANY * entries.table.shape[0] else _score_few
+        score(out, queries, _words(keys.keys, keys.scale), entries)
     return out
 
 
-def _check(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, key_scale: torch.Tensor | None, table: torch.Tensor
-) -> None:
+def _words(keys: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as int32 words, their scales as bytes."""
+    return keys.view(torch.int32), scale.view(torch.uint8)
+
+
+def _check(queries: IndexQueries, stored: IndexKeys, table: torch.Tensor) -> None:
+    q, weights, keys, key_scale = queries.q, queries.weights, stored.keys, stored.scale
     width = q.shape[2]
     if q.dtype not in (torch.bfloat16, torch.float32) or weights.dtype != q.dtype:
         raise KernelUnsupported(f"the Triton indexer takes bf16 or fp32, not {q.dtype} with weights {weights.dtype}")
@@ -62,78 +57,51 @@ def _check(
         raise KernelUnsupported("the Triton indexer takes queries, keys and tables with consecutive columns")
 
 
-def _score_plain(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    weight_scale: float,
-    keys: torch.Tensor,
-    table: torch.Tensor,
-    sequence: torch.Tensor,
-    visible: torch.Tensor,
-) -> None:
-    (tokens, heads, width), entries, rows = q.shape, table.shape[1], 64
-    scores_of_plain_keys[(tokens, triton.cdiv(entries, rows))](
-        q, weights, weight_scale, keys, table, sequence, visible, out, entries, q.stride(0), weights.stride(0),
-        table.stride(0), out.stride(0), heads, width, max(16, _power(heads)), max(16, _power(width)), rows,
-        num_warps=4, **overlap(q),
+def _score_plain(out: torch.Tensor, queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) -> None:
+    q, weights, table = queries.q, queries.weights, entries.table
+    (tokens, heads, width), count, rows = q.shape, table.shape[1], 64
+    scores_of_plain_keys[(tokens, triton.cdiv(count, rows))](
+        q, weights, queries.weight_scale, keys.keys, table, entries.sequence, entries.visible, out, count, q.stride(0),
+        weights.stride(0), table.stride(0), out.stride(0), heads, width, max(16, _power(heads)),
+        max(16, _power(width)), rows, num_warps=4, **overlap(q),
     )  # fmt: skip
 
 
 def _score_few(
     out: torch.Tensor,
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    weight_scale: float,
-    keys: torch.Tensor,
-    key_scale: torch.Tensor,
-    table: torch.Tensor,
-    sequence: torch.Tensor,
-    visible: torch.Tensor,
+    queries: IndexQueries,
+    words: tuple[torch.Tensor, torch.Tensor],
+    entries: IndexEntries,
     found: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """found: peaks and counts for `choose_prefiltered`, if these are wanted."""
-    (tokens, heads, width), entries = q.shape, table.shape[1]
-    rows, splits, warps = one_token_tiles(tokens, entries)
+    q, weights, table = queries.q, queries.weights, entries.table
+    (tokens, heads, width), count = q.shape, table.shape[1]
+    rows, splits, warps = one_token_tiles(tokens, count)
     peaks, counts = found or (out, out)
     # four programs of 128 threads leave 8,192 registers of a multiprocessor to one that keeps the high scores
     options = overlap_beside(q, 112) if found and rows == 64 else overlap(q)
     scores_of_one_token[(tokens, splits)](
-        q, weights, weight_scale, keys, key_scale, table, sequence, visible, out, peaks, counts, entries, splits,
-        q.stride(0), weights.stride(0), table.stride(0), out.stride(0), peaks.stride(0), heads, width,
+        q, weights, queries.weight_scale, *words, table, entries.sequence, entries.visible, out, peaks, counts, count,
+        splits, q.stride(0), weights.stride(0), table.stride(0), out.stride(0), peaks.stride(0), heads, width,
         max(16, _power(heads)), rows, found is not None, num_warps=warps, **options,
     )  # fmt: skip
 
 
 def best_entries(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    weight_scale: float,
-    keys: torch.Tensor,
-    key_scale: torch.Tensor | None,
-    table: torch.Tensor,
-    sequence: torch.Tensor,
-    visible: torch.Tensor,
-    k: int,
-    window_index: torch.Tensor,
-    window_columns: torch.Tensor,
-    window_rows: int,
+    queries: IndexQueries, keys: IndexKeys, k: int, entries: IndexEntries, window: WindowList
 ) -> torch.Tensor:
-    tokens, entries = len(q), table.shape[1]
-    if key_scale is None or not takes_prefilter(tokens, entries, k):
-        scores = index_scores(q, weights, weight_scale, keys, key_scale, table, sequence, visible)
-        return choose_entries(scores, visible, k, table, sequence, window_index, window_columns, window_rows)
-    _check(q, weights, keys, key_scale, table)
+    q, tokens, count = queries.q, len(queries.q), entries.table.shape[1]
+    if keys.scale is None or not takes_prefilter(tokens, count, k):
+        return choose_entries(index_scores(queries, keys, entries), k, entries, window)
+    _check(queries, keys, entries.table)
     # both begin where a wide load may, and have room for one behind their end
-    wide = triton.cdiv(entries, 128) * 128
+    wide = triton.cdiv(count, 128) * 128
     both = torch.empty(tokens, wide + wide // 8, dtype=q.dtype, device=q.device)
-    scores, peaks = both[:, :entries], both[:, wide:]
+    scores, peaks = both[:, :count], both[:, wide:]
     counts = torch.empty(tokens, dtype=torch.int32, device=q.device)
-    words, sizes = keys.view(torch.int32), key_scale.view(torch.uint8)
-    _score_few(scores, q, weights, weight_scale, words, sizes, table, sequence, visible, (peaks, counts))
-    return choose_prefiltered(
-        scores, peaks, counts, visible, k, table, sequence, window_index, window_columns, window_rows
-    )
+    _score_few(scores, queries, _words(keys.keys, keys.scale), entries, (peaks, counts))
+    return choose_prefiltered(scores, peaks, counts, k, entries, window)
 
 
 class OneTokenTiles(NamedTuple):
@@ -154,26 +122,29 @@ def one_token_tiles(tokens: int, entries: int) -> OneTokenTiles:
 
 
 def _score_many(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    weight_scale: float,
-    keys: torch.Tensor,
-    key_scale: torch.Tensor,
-    table: torch.Tensor,
-    sequence: torch.Tensor,
-    visible: torch.Tensor,
+    out: torch.Tensor, queries: IndexQueries, words: tuple[torch.Tensor, torch.Tensor], entries: IndexEntries
 ) -> None:
-    (tokens, heads, width), entries, padded = q.shape, table.shape[1], max(16, _power(q.shape[1]))
-    queries = torch.empty(tokens, padded, width, dtype=_operand(q.device), device=q.device)
+    q, weights, table = queries.q, queries.weights, entries.table
+    (tokens, heads, width), count, padded = q.shape, table.shape[1], max(16, _power(q.shape[1]))
+    padded_q = torch.empty(tokens, padded, width, dtype=_operand(q.device), device=q.device)
     scaled = torch.empty(tokens, padded, dtype=weights.dtype, device=q.device)
     prepare_queries[(tokens,)](
-        q, weights, weight_scale, queries, scaled, q.stride(0), weights.stride(0), heads, width, padded, num_warps=4
+        q,
+        weights,
+        queries.weight_scale,
+        padded_q,
+        scaled,
+        q.stride(0),
+        weights.stride(0),
+        heads,
+        width,
+        padded,
+        num_warps=4,
     )
     # H200, 4,096 tokens and 8,192 keys: 859 us; 64 keys instead of 128 take 970, eight warps 1,043, two stages 894
     rows, per_program, warps, stages = 128, 64, 4, 3
-    scores_of_many_tokens[(triton.cdiv(entries, rows), triton.cdiv(tokens, per_program))](
-        queries, scaled, keys, key_scale, table, sequence, visible, out, tokens, entries, table.stride(0),
+    scores_of_many_tokens[(triton.cdiv(count, rows), triton.cdiv(tokens, per_program))](
+        padded_q, scaled, *words, table, entries.sequence, entries.visible, out, tokens, count, table.stride(0),
         out.stride(0), width, padded, rows, per_program, stages, num_warps=warps,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.indexer.kernel.topk_prefilter import keep_high, list_kept
 from dsv4cli.kernels.indexer.kernel.topk_radix import choose_largest
 from dsv4cli.kernels.indexer.kernel.topk_split import choose_in_parts
+from dsv4cli.kernels.indexer.types import IndexEntries, WindowList
 from dsv4cli.kernels.pdl import overlap, overlap_beside, overlap_of_few
 
 # the longest row, or part of one, that a program keeps in registers: 32 scores for each of 1024 threads
@@ -26,24 +27,16 @@ def top_entries(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Te
     return out
 
 
-def choose_entries(
-    scores: torch.Tensor,
-    visible: torch.Tensor,
-    k: int,
-    table: torch.Tensor,
-    sequence: torch.Tensor,
-    window_index: torch.Tensor,
-    window_columns: torch.Tensor,
-    window_rows: int,
-) -> torch.Tensor:
-    k, window = min(k, scores.shape[1]), window_index.shape[1]
+def choose_entries(scores: torch.Tensor, k: int, entries: IndexEntries, window: WindowList) -> torch.Tensor:
+    k, table, width = min(k, scores.shape[1]), entries.table, window.index.shape[1]
     if not k:
-        return window_index.clone()
-    if table.stride(-1) != 1 or window_index.stride(-1) != 1:
+        return window.index.clone()
+    if table.stride(-1) != 1 or window.index.stride(-1) != 1:
         raise KernelUnsupported("the Triton indexer takes tables and lists with consecutive columns")
-    out = torch.empty(len(scores), window + k, dtype=torch.int64, device=scores.device)
-    strides = table.stride(0), window_index.stride(0), window_rows
-    _choose(scores, visible, k, out, (table, sequence, window_index, window_columns, *strides), window, listed=True)
+    out = torch.empty(len(scores), width + k, dtype=torch.int64, device=scores.device)
+    strides = table.stride(0), window.index.stride(0), window.rows
+    listing = table, entries.sequence, window.index, window.columns, *strides
+    _choose(scores, entries.visible, k, out, listing, width, listed=True)
     return out
 
 
@@ -60,35 +53,31 @@ def choose_prefiltered(
     scores: torch.Tensor,
     peaks: torch.Tensor,
     counts: torch.Tensor,
-    visible: torch.Tensor,
     k: int,
-    table: torch.Tensor,
-    sequence: torch.Tensor,
-    window_index: torch.Tensor,
-    window_columns: torch.Tensor,
-    window_rows: int,
+    entries: IndexEntries,
+    window: WindowList,
 ) -> torch.Tensor:
     """The lists of `choose_entries`, of bf16 scores whose rows begin where a wide load may.
 
     peaks: the largest of each eight scores of which one is seen, rows likewise; counts: int32 [T], zeros.
     """
-    if window_index.stride(-1) != 1:
+    if window.index.stride(-1) != 1:
         raise KernelUnsupported("the Triton indexer takes lists with consecutive columns")
-    (rows, length), window, device = scores.shape, window_index.shape[1], scores.device
+    (rows, length), table, width, device = scores.shape, entries.table, window.index.shape[1], scores.device
     # `bound` lets half as many peaks again as k through, or a little more, each of eight scores
     room = max(1024, triton.next_power_of_2(15 * k))
     kept, cells = (torch.empty(rows, room, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
-    out = torch.empty(rows, window + k, dtype=torch.int64, device=device)
+    out = torch.empty(rows, width + k, dtype=torch.int64, device=device)
     bits, (tile, wide, ranking, registers) = scores.view(torch.int16), _kept(length)
     keep_high[(rows, triton.cdiv(length, wide))](
-        bits, peaks.view(torch.int16), visible, table, sequence, table.stride(0), window_rows, kept, cells, counts,
-        length, k, scores.stride(0), peaks.stride(0), 128, tile // 1024, wide, room,
+        bits, peaks.view(torch.int16), entries.visible, table, entries.sequence, table.stride(0), window.rows, kept,
+        cells, counts, length, k, scores.stride(0), peaks.stride(0), 128, tile // 1024, wide, room,
         **overlap_beside(scores, registers), num_warps=4,
     )  # fmt: skip
     list_kept[(rows, ranking)](
-        kept, cells, counts, bits, visible, table, sequence, window_index, window_columns, table.stride(0),
-        window_index.stride(0), window_rows, out, length, k, scores.stride(0), room, triton.next_power_of_2(k),
-        ranking, window, **overlap(scores), num_warps=4,
+        kept, cells, counts, bits, entries.visible, table, entries.sequence, window.index, window.columns,
+        table.stride(0), window.index.stride(0), window.rows, out, length, k, scores.stride(0), room,
+        triton.next_power_of_2(k), ranking, width, **overlap(scores), num_warps=4,
     )  # fmt: skip
     return out
 
