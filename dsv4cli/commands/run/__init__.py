@@ -8,7 +8,8 @@ import typer
 
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.run.many import Source, answer_many, read_many, score_texts, show_prompts
-from dsv4cli.commands.run.modes import Samples, answer_one, answer_samples, conversation, show_prompt
+from dsv4cli.commands.run.modes import Samples, answer_one, answer_samples, show_prompt
+from dsv4cli.commands.run.prompt import conversation
 from dsv4cli.commands.run.ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
 from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, TorchrunOpt, TpOpt, takes_model_options

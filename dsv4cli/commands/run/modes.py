@@ -1,17 +1,12 @@
 """What `dsv4 run` does with one conversation: show its prompt, answer it."""
 
-import os
-import stat
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.job import Job, tell_lookalikes
 from dsv4cli.commands.offload_report import tell_traffic
-from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
@@ -21,37 +16,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.runtime.preparing import Waits
     from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.text.prompt import Message
-
-
-def conversation(
-    prompt: str | None, files: Sequence[Path], messages: Path | None, system: str | None
-) -> "list[Message]":
-    """The conversation of --messages, or of the prompt, the texts of files and the text piped in."""
-    from dsv4cli.engine.text.inputs import BOM, from_prompt, read_messages, read_text
-
-    if messages is not None:
-        return read_messages(messages)
-    texts = [read_text(file).removeprefix(BOM).removesuffix("\n") for file in files]
-    piped = _read_stdin(demanded=prompt == "-")
-    parts = [part for part in ("" if prompt == "-" else prompt or "", *texts, piped) if part]
-    if not parts:
-        raise UsageError("there is no prompt", 'give one: dsv4 run "What is 17 + 25?"')
-    return from_prompt("\n\n".join(parts), system)
-
-
-def _read_stdin(demanded: bool) -> str:
-    """What was piped in or redirected; nothing where stdin is a terminal or a device, unless it is demanded."""
-    from dsv4cli.engine.text.inputs import not_utf8
-
-    if sys.stdin is None:
-        return ""
-    mode = os.fstat(sys.stdin.fileno()).st_mode
-    if not demanded and not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
-        return ""
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8("stdin", error) from None
 
 
 def show_prompt(job: Job, talk: "list[Message]") -> None:

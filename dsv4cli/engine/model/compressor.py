@@ -29,7 +29,7 @@ class Compressor(nn.Module):
     def forward(self, kv: torch.Tensor, score: torch.Tensor, batch: Batch, state: CompressorState) -> None:
         """Takes the raw rows of the step's tokens, fp32 [T, C] each, into the state and adds the entries that they
         complete."""
-        plan, round_keys = batch.compress[self.ratio].plan, self.numerics.simulate
+        plan, round_keys = batch.entry_plan(self.ratio), self.numerics.simulate
         state.keep(compressor.compress_keys(self.compression(kv, score, state), plan, round_keys))
 
     def compression(self, kv: torch.Tensor, score: torch.Tensor, state: CompressorState) -> Compression:
@@ -49,6 +49,6 @@ def compress_both(
     """
     (one, other), (kv, score, index_kv, index_score), (state, index_state) = compressors, rows, states
     own, index = one.compression(kv, score, state), other.compression(index_kv, index_score, index_state)
-    made = compressor.compress_both(own, index, batch.compress[one.ratio].plan, one.numerics.simulate)
+    made = compressor.compress_both(own, index, batch.entry_plan(one.ratio), one.numerics.simulate)
     for cached, tensors in zip(states, made, strict=True):
         cached.keep(tensors)

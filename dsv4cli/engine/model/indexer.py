@@ -36,8 +36,8 @@ class Indexer(nn.Module):
 
         q: prepared queries [T, H, d]; weights: of the heads [T, H].
         """
-        step, stored = batch.compress[RATIO], state.tensors()
+        step, stored = batch.entries[RATIO], state.tensors()
         queries, keys = IndexQueries(q, weights, self.scale), IndexKeys(stored.entries, stored.scale)
-        entries = IndexEntries(step.table, step.sequence, step.visible)
+        entries = IndexEntries(step.table, batch.sequence, step.visible)
         window = WindowList(batch.window_index, batch.window_columns, batch.window_rows)
         return indexer.best_entries(queries, keys, self.topk, entries, window)

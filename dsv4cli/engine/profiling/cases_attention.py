@@ -78,10 +78,10 @@ def _keys(scene: Scene) -> int:
 
 def _queries_and_keys(scene: Scene) -> Tensors:
     """Queries and keys as the model has them, both rounded to FP4, and where the keys lie."""
-    step, heads, width = scene.batch.compress[4], scene.config.index_n_heads, scene.config.index_head_dim
+    step, heads, width = scene.batch.entries[4], scene.config.index_n_heads, scene.config.index_head_dim
     q = block_scale_ref.fp4_round(scene.randn(scene.tokens, heads, width), FP4_BLOCK)
     keys, scale = block_scale_ref.fp4_codes(scene.randn(scene.cells(4), width), FP4_BLOCK)
-    return q, keys, scale, step.table, step.sequence, step.visible
+    return q, keys, scale, step.table, scene.batch.sequence, step.visible
 
 
 def _choice(scene: Scene) -> Work:
@@ -92,7 +92,7 @@ def _choice(scene: Scene) -> Work:
         return lambda scores, visible: choose(scores, visible, k)
 
     return Work(
-        (scene.randn(scene.tokens, scene.visible(4)), scene.batch.compress[4].visible),
+        (scene.randn(scene.tokens, scene.visible(4)), scene.batch.entries[4].visible),
         through(indexer.top_entries),
         through(indexer_ref.top_entries),
         0,
@@ -120,9 +120,9 @@ def _choice_as_lists(scene: Scene) -> Work:
 
 def _to_choose_from(scene: Scene) -> Tensors:
     """Random scores, and where entries and the window's rows lie: what `choose_entries` takes, but for its numbers."""
-    batch, step = scene.batch, scene.batch.compress[4]
+    batch, step = scene.batch, scene.batch.entries[4]
     scores = scene.randn(scene.tokens, step.table.shape[1])
-    return scores, step.visible, step.table, step.sequence, batch.window_index, batch.window_columns
+    return scores, step.visible, step.table, batch.sequence, batch.window_index, batch.window_columns
 
 
 def _in_order(outputs: Tensors) -> Tensors:

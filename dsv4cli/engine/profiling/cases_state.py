@@ -106,7 +106,7 @@ def _compress(scene: Scene, name: str, *parts: Compressor) -> Case:
     ratio, members, channels = parts[0].ratio, parts[0].members, sum(part.channels for part in parts)
 
     def build(scene: Scene) -> Work:
-        plan, eps = scene.opening.compress[ratio].plan, scene.config.rms_norm_eps
+        plan, eps = scene.opening.entry_plan(ratio), scene.config.rms_norm_eps
         given = [_given(scene, part) for part in parts]
         emitted = int((plan.entries >= 0).sum())
         # raw rows, kv and score: those of completed groups that lie in the rings, and those that stay there

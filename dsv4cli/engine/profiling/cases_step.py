@@ -47,12 +47,12 @@ def places(scene: Scene) -> Iterator[Case]:
 
 def _tensors(batch: Batch) -> Tensors:
     """What `place` has made."""
-    steps = batch.compress.values()
-    turns = (*batch.rotations.values(), *(step.plan.rotation for step in steps))
+    entries = batch.entries.values()
+    turns = (*batch.rotations.values(), *(one.rotation for one in entries))
     return (
         batch.positions, batch.sequence, batch.last,
         batch.window_index, batch.window_columns, batch.window_cells, batch.every_entry,
-        *(part for step in steps for part in (step.plan.groups, step.plan.entries, step.visible, step.table)),
+        *(part for one in entries for part in (one.groups, one.cells, one.visible, one.table)),
         *(torch.view_as_real(turn) for turn in turns),
     )  # fmt: skip
 

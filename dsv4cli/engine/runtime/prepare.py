@@ -7,10 +7,9 @@ import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
-from dsv4cli.engine.model.batch import Batch, CompressStep
+from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.kernels import step_metadata
-from dsv4cli.kernels.compressor import EntryPlan
 
 
 @dataclass(frozen=True)
@@ -84,23 +83,4 @@ def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
     ratios = sorted(set(config.compress_ratios))
     found = step_metadata.step_metadata(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
-    return Batch(
-        ids=numbers.ids,
-        positions=found.positions,
-        sequence=found.sequence,
-        slots=numbers.slots,
-        last=found.last,
-        in_rings=in_rings,
-        window_index=found.window_index,
-        window_columns=found.window_columns,
-        window_rows=layout.rows,
-        window_cells=found.window_cells,
-        rotations=found.rotations,
-        compress={ratio: _compress_step(found, entries) for ratio, entries in found.entries.items()},
-        every_entry=found.every_entry,
-    )
-
-
-def _compress_step(found: step_metadata.StepMetadata, entries: step_metadata.Entries) -> CompressStep:
-    plan = EntryPlan(entries.groups, entries.cells, entries.rotation, found.positions)
-    return CompressStep(plan, entries.visible, entries.table, found.sequence)
+    return Batch(**vars(found), ids=numbers.ids, slots=numbers.slots, in_rings=in_rings, window_rows=layout.rows)

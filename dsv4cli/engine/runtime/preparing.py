@@ -1,6 +1,7 @@
 """Whether a step takes time that the next one does not: for kernels that are compiled, and graphs that are captured."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -23,11 +24,7 @@ class Preparing:
     def __init__(self, device: torch.device, waits: Waits = ignored) -> None:
         self.happened = False
         self.waits = waits
-        self._runtime: Any = None
-        if device.type == "cuda":
-            import triton
-
-            self._runtime = triton.knobs.runtime
+        self._watches = device.type == "cuda"
 
     def begin(self) -> None:
         """It begins, as the caller knows."""
@@ -37,19 +34,40 @@ class Preparing:
 
     def __enter__(self) -> "Preparing":
         self.happened = False
-        if self._runtime is not None:
-            self._before, self._runtime.jit_cache_hook = self._runtime.jit_cache_hook, self._note
+        if self._watches:
+            _watch_compilers()
+        self._outer = _running.set(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._runtime is not None:
-            self._runtime.jit_cache_hook = self._before
+        _running.reset(self._outer)
         if self.happened:
             self.waits(False)
 
-    def _note(self, *arguments: Any, **details: Any) -> Any:
-        """Triton's hook before it compiles; one that returns True keeps it from doing so."""
-        self.begin()
+
+# that of this thread's step
+_running: ContextVar[Preparing | None] = ContextVar("preparing", default=None)
+
+
+class _Hook:
+    """Triton's hook before it compiles, the process's: what was there before, and this thread's step hears of it."""
+
+    def __init__(self, before: Callable[..., Any] | None) -> None:
+        self._before = before
+
+    def __call__(self, *arguments: Any, **details: Any) -> Any:
+        """A hook that returns True keeps Triton from compiling."""
+        running = _running.get()
+        if running is not None:
+            running.begin()
         return self._before(*arguments, **details) if self._before is not None else None
+
+
+def _watch_compilers() -> None:
+    """Puts the hook in its place, once."""
+    from triton import knobs
+
+    if not isinstance(knobs.runtime.jit_cache_hook, _Hook):
+        knobs.runtime.jit_cache_hook = _Hook(knobs.runtime.jit_cache_hook)

@@ -119,7 +119,7 @@ def test_many_tokens_are_one_prompt():
     assert one.batch.positions.tolist() == list(range(65))
     several = scene(tokens=3, context=200)
     assert several.batch.positions.tolist() == [199] * 3
-    assert int(several.batch.compress[4].plan.entries.max()) < several.cells(4)
+    assert int(several.batch.entries[4].cells.max()) < several.cells(4)
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, 300), (64, 300), (65, 65), (65, 300)])
@@ -133,7 +133,7 @@ def test_an_opening_is_the_same_batch_unless_a_prompt_has_a_past(tokens, context
 @pytest.mark.parametrize(("name", "ratio"), [("compress_both", 4), ("compress_hca", 128)])
 def test_groups_of_a_compressor_are_those_of_its_plan(tokens, name, ratio):
     one = scene(tokens=tokens)
-    assert case(one, name).shape.startswith(f"{len(one.opening.compress[ratio].plan.entries)} groups of ")
+    assert case(one, name).shape.startswith(f"{len(one.opening.entries[ratio].cells)} groups of ")
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
@@ -164,7 +164,7 @@ def test_places_are_those_of_the_engine(tokens, context):
 def test_lists_of_a_case_are_the_best_entries_behind_the_window(tokens):
     one = scene(tokens=tokens, context=300)
     made, batch = case(one, "choose_entries").build(one), one.batch
-    lists, visible = made.run(*made.arguments), batch.compress[4].visible
+    lists, visible = made.run(*made.arguments), batch.entries[4].visible
     topk = min(one.config.index_topk, one.visible(4))
     assert lists.shape == (tokens, 128 + topk)
     assert ((lists >= batch.window_rows).sum(1) == visible.clamp_max(topk)).all()
