@@ -100,7 +100,7 @@ class Output:
             self._piece(sys.stdout, harmless(text) if sys.stdout.isatty() else text)
 
     def rendered(self, lines: Sequence[str]) -> None:
-        """Lines for this terminal, with escape codes, that `commands/chat/show.py` has made of harmless text."""
+        """Lines for this terminal, with escape codes, that `commands/chat/renderer.py` has made of harmless text."""
         self.end_line()
         for line in lines:
             _write(sys.stdout, line)

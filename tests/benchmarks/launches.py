@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import torch
 
+from dsv4cli.engine.profiling import inputs as scenes
 from dsv4cli.engine.profiling import kernels as profiled
-from dsv4cli.engine.profiling import scene as scenes
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.kernels import expert_cache, experts, gemm, hyper_connections, indexer, routing
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, all_reduce, buffer_shape

@@ -9,8 +9,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.chat.journal import Choices
+from dsv4cli.commands.chat.renderer import Show
 from dsv4cli.commands.chat.session import FileChanged, Session
-from dsv4cli.commands.chat.show import Show
 from dsv4cli.commands.chat.tools import Round
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.job import tell_lookalikes

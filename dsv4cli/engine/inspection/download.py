@@ -8,8 +8,8 @@ from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.naming import stored_table
 from dsv4cli.engine.checkpoint.source import FolderSource
-from dsv4cli.engine.hub.choose import Wish, kind_of
-from dsv4cli.engine.hub.job import Plan
+from dsv4cli.engine.hub.job import DownloadPlan
+from dsv4cli.engine.hub.selection import Selection, kind_of
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint
 
@@ -26,16 +26,16 @@ class Verdict:
     problem: Dsv4Error | None = None
 
 
-def judge(plan: Plan) -> Verdict:
+def judge(plan: DownloadPlan) -> Verdict:
     """Compares the headers of a finished download with the table of the model, as far as they were wanted."""
-    folder = plan.place.folder
-    if plan.wish.is_whole:
+    folder = plan.destination.folder
+    if plan.selection.is_whole:
         return _judge_whole(FolderSource(plan.name, folder))
     if not any(kind_of(file.name) == "weights" for file in plan.wanted):
         return Verdict("no weights are wanted, so there are no tensors to check")
     if not any((folder / name).is_file() for name in ("config.json", "inference/config.json")):
         return Verdict("the tensors are not checked: there is no config.json to compare them with")
-    return check_part(folder, plan.wish)
+    return check_part(folder, plan.selection)
 
 
 def _judge_whole(source: FolderSource) -> Verdict:
@@ -48,7 +48,7 @@ def _judge_whole(source: FolderSource) -> Verdict:
     return Verdict(f"{source.name} would load: all {tensors:,} tensors are there and as expected", tensors)
 
 
-def check_part(folder: Path, wish: Wish) -> Verdict:
+def check_part(folder: Path, selection: Selection) -> Verdict:
     """Compares the headers in a folder, of which files may be missing, with the table of the wanted layers.
 
     Tensors of other layers, which come along in shared files, are right when the table of the whole model has them.
@@ -58,7 +58,7 @@ def check_part(folder: Path, wish: Wish) -> Verdict:
     except (CheckpointError, UnsupportedCheckpoint) as error:
         return Verdict("the part is not sound", problem=error)
     table = stored_table(found.naming, expected_tensors(found.config, found.formats).values())
-    wanted = {name: spec for name, spec in table.items() if wish.takes(name)}
+    wanted = {name: spec for name, spec in table.items() if selection.takes(name)}
     others = table.keys() - wanted.keys()
     checkpoint = replace(
         found.checkpoint,

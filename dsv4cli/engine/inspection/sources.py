@@ -80,10 +80,10 @@ class RemoteSource:
 
         Raises CheckpointError for headers that are damaged, and HubError.
         """
-        from dsv4cli.engine.hub import patience
+        from dsv4cli.engine.hub import retry
         from dsv4cli.engine.hub.headers import remote_headers
 
-        return remote_headers(self.repository, patience.Patience(tell=patience.Notices(self.say)))
+        return remote_headers(self.repository, retry.RetryPolicy(report=retry.Notices(self.say)))
 
     def _told(self, find: "Callable[[RemoteHeaders], FolderIdentity]") -> FolderIdentity:
         remote = self.headers

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4cli.engine.profiling.bounds import Bound
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import Scene
 
 Tensors = tuple[torch.Tensor, ...]
 Operation = Callable[..., Any]  # a tensor, or a tuple of tensors and None

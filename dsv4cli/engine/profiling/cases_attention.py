@@ -6,7 +6,7 @@ import torch
 
 from dsv4cli.engine.profiling.bounds import ATTENTION, EXACT, SCORES
 from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import Scene
 from dsv4cli.kernels import attention, indexer
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale import ref as block_scale_ref

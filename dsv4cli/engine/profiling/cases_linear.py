@@ -7,7 +7,7 @@ import torch
 
 from dsv4cli.engine.profiling.bounds import FP32, ONE_ROUNDING
 from dsv4cli.engine.profiling.case import FORMATS, Case, Operation, Rival, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import Scene
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.gemm import ref as gemm_ref

@@ -6,7 +6,7 @@ import torch
 
 from dsv4cli.engine.profiling.bounds import EXPERTS, FP32
 from dsv4cli.engine.profiling.case import FORMATS, Case, Operation, Work
-from dsv4cli.engine.profiling.scene import DTYPE, Scene
+from dsv4cli.engine.profiling.inputs import DTYPE, Scene
 from dsv4cli.kernels import experts, routing
 from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.experts import ref as experts_ref

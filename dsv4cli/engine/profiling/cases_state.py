@@ -9,7 +9,7 @@ import torch
 from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.profiling.bounds import ENTRIES, FOUR_ROUNDINGS
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import Scene
 from dsv4cli.kernels import compressor
 from dsv4cli.kernels import qk_norm_rope as prepared
 from dsv4cli.kernels.block_scale import ref as block_scale_ref

@@ -8,7 +8,7 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.profiling.bounds import EXACT, NOISE, ROTATIONS
 from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import Scene
 from dsv4cli.engine.runtime.prepare import Extent, Numbers, place
 from dsv4cli.kernels import sampling
 from dsv4cli.kernels.dispatch import use

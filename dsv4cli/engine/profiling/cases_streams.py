@@ -8,7 +8,7 @@ import torch
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.profiling.bounds import EXACT, FOUR_ROUNDINGS, ONE_ROUNDING, Bound
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import Scene
 from dsv4cli.kernels import block_scale, hyper_connections, norm, rope
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK

@@ -25,7 +25,7 @@ from dsv4cli.engine.profiling.cases_streams import connections, norms, roundings
 from dsv4cli.engine.profiling.ceilings import Ceilings
 from dsv4cli.engine.profiling.clock import Timing, cache_bytes, time_calls
 from dsv4cli.engine.profiling.compiling import nothing_compiles
-from dsv4cli.engine.profiling.scene import Scene, Shapes
+from dsv4cli.engine.profiling.inputs import Scene, Shapes
 from dsv4cli.engine.system.device import free_memory, step_memory
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import Backend, KernelUnsupported, use

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, snapshot_download
 
-from dsv4cli.engine.hub import fetch, patience
+from dsv4cli.engine.hub import fetch, retry
 from tests.support import damage
 from tests.support.hub_server import HubServer, environment, git_blob, point_at, sha256
 from tests.support.program import ROOT, Program
@@ -45,8 +45,8 @@ def hub(tmp_path, monkeypatch):
     """The server, in front of an empty cache and nobody who is logged in; failures cost milliseconds."""
     server = HubServer()
     point_at(server, tmp_path, monkeypatch)
-    hasty = functools.partial(patience.Patience, first_wait=0.001, longest_wait=0.004, stall=0.4)
-    monkeypatch.setattr(patience, "Patience", hasty)
+    hasty = functools.partial(retry.RetryPolicy, first_wait=0.001, longest_wait=0.004, stall=0.4)
+    monkeypatch.setattr(retry, "RetryPolicy", hasty)
     yield server
     server.close()
 
@@ -129,10 +129,10 @@ def test_a_second_run_reads_all_and_fetches_nothing(hub, dsv4):
     assert hub.sent == 0
 
 
-@pytest.mark.parametrize("place", ["cache", "folder"])
-def test_a_damaged_file_is_found_and_repaired(hub, dsv4, tmp_path, place):
+@pytest.mark.parametrize("target", ["cache", "folder"])
+def test_a_damaged_file_is_found_and_repaired(hub, dsv4, tmp_path, target):
     commit = hub.add(REPOSITORY, FLASH).branches["main"]
-    options = ["--local-dir", str(tmp_path / "model")] if place == "folder" else []
+    options = ["--local-dir", str(tmp_path / "model")] if target == "folder" else []
     folder = tmp_path / "model" if options else cached(tmp_path) / "snapshots" / commit
     assert dsv4("download", "flash", *options).code == 0
     for name, harm in ((SHARDS[0], lambda b: b[:-1] + b"!"), (SHARDS[2], lambda b: b[:99]), ("README.md", len)):
@@ -291,12 +291,12 @@ def test_a_disk_that_fills_up_meanwhile(hub, dsv4, tmp_path, monkeypatch):
     assert hub.sent < sum(map(len, FLASH.values())) - 2_900_000
 
 
-@pytest.mark.parametrize("place", ["cache", "folder"])
-def test_a_cut_connection_continues_where_it_stopped(hub, dsv4, tmp_path, place):
+@pytest.mark.parametrize("target", ["cache", "folder"])
+def test_a_cut_connection_continues_where_it_stopped(hub, dsv4, tmp_path, target):
     hub.add("org/name", BLOBS)
     hub.fail("storage", cut=10_000, times=3)
     hub.fail("storage", cut=0, times=2)
-    options = ["--local-dir", str(tmp_path / "model")] if place == "folder" else []
+    options = ["--local-dir", str(tmp_path / "model")] if target == "folder" else []
     dsv4("download", "org/name", *options, "--max-workers", "1")
     assert {request.begin for request in hub.asked("storage")} >= {0, 10_000}
     assert hub.sent == sum(map(len, BLOBS.values()))

@@ -13,7 +13,7 @@ from huggingface_hub.utils import close_session
 
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.hub import headers, patience
+from dsv4cli.engine.hub import headers, retry
 from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
 from dsv4cli.errors import CheckpointError, HubError, ModelNotFound, UnsupportedCheckpoint
 from tests.support import damage, foreign
@@ -38,8 +38,8 @@ def hub(tmp_path, monkeypatch):
     """The server, in front of an empty cache; failures cost milliseconds, and temporary folders lie in tmp_path."""
     server = HubServer()
     point_at(server, tmp_path / "home", monkeypatch)
-    hasty = functools.partial(patience.Patience, first_wait=0.002, longest_wait=0.01, stall=0.4)
-    monkeypatch.setattr(patience, "Patience", hasty)
+    hasty = functools.partial(retry.RetryPolicy, first_wait=0.002, longest_wait=0.01, stall=0.4)
+    monkeypatch.setattr(retry, "RetryPolicy", hasty)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield server
     close_session()

@@ -13,8 +13,8 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.profiling import clock
 from dsv4cli.engine.profiling.bounds import EXACT, ONE_ROUNDING, deviation
 from dsv4cli.engine.profiling.ceilings import measure_ceilings
+from dsv4cli.engine.profiling.inputs import Scene, Shapes
 from dsv4cli.engine.profiling.kernels import measure, profile_kernels, read_shapes, select_cases
-from dsv4cli.engine.profiling.scene import Scene, Shapes
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.dispatch import KernelUnsupported
 

@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from dsv4cli.commands.chat import show as chat_show
+from dsv4cli.commands.chat import renderer as chat_show
 from dsv4cli.commands.chat.markdown import markdown_lines
-from dsv4cli.commands.chat.show import Blocks, Show
+from dsv4cli.commands.chat.renderer import Blocks, Show
 from dsv4cli.output import Colours, Output
 
 LONG = "Some words that are **bold** or `code`, and *others* that [lead](http://away) " * 4
