@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.hub.job import DownloadPlan
     from dsv4cli.engine.hub.retry import RetryPolicy
     from dsv4cli.engine.hub.selection import Selection
-    from dsv4cli.engine.inspection.download import Verdict
+    from dsv4cli.engine.inspection.download import DownloadVerdict
 
 SCHEMA = "dsv4.download/1"
 RepositoryArg = Annotated[
@@ -135,7 +135,7 @@ def _show_left_out(out: Output, plan: "DownloadPlan") -> None:
 
 
 def _show_end(
-    out: Output, plan: "DownloadPlan", outcomes: "Mapping[str, Outcome]", verdict: "Verdict", seconds: float
+    out: Output, plan: "DownloadPlan", outcomes: "Mapping[str, Outcome]", verdict: "DownloadVerdict", seconds: float
 ) -> None:
     counts = {word: list(outcomes.values()).count(word) for word in ("fetched", "repaired", "there")}
     what = plan.name if plan.selection.is_whole else f"the part of {plan.name}"
@@ -171,7 +171,7 @@ def _as_model(plan: "DownloadPlan") -> str:
 def _document(
     plan: "DownloadPlan",
     outcomes: "Mapping[str, Outcome] | None" = None,
-    verdict: "Verdict | None" = None,
+    verdict: "DownloadVerdict | None" = None,
     seconds: float | None = None,
     *,
     dry_run: bool = False,

@@ -28,7 +28,7 @@ def division_sentence(experts: "ExpertOffload") -> str:
     )
 
 
-def tell_traffic(out: Output, experts: "ExpertOffload | None") -> None:
+def report_traffic(out: Output, experts: "ExpertOffload | None") -> None:
     """Says how often experts lay on the GPU, and what came from host memory; nothing where all fit."""
     if experts is not None:
         traffic = experts.traffic()

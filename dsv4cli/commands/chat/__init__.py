@@ -11,7 +11,7 @@ import typer
 
 from dsv4cli.commands.chat.begin import Beginning, begin_session, given_choices
 from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline
-from dsv4cli.commands.chat.journal import Choices, state_folder
+from dsv4cli.commands.chat.journal import SessionChoices, state_folder
 from dsv4cli.commands.chat.loop import converse, greet
 from dsv4cli.commands.chat.model import Models, find_model, model_name
 from dsv4cli.commands.chat.session import Session
@@ -99,11 +99,11 @@ def chat(
     """
     out, state = Output(context.obj), state_folder(state_home)
     _check(options.device, torchrun, question)
-    given = given_choices(context, Choices(options.model, options.think, options.temperature, options.top_p))
+    given = given_choices(context, SessionChoices(options.model, options.think, options.temperature, options.top_p))
     begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
     job = _job(out, begun, "model" in given, options)
-    wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term, question)
-    _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
+    display = Display(check_budget(think_budget), show_thinking, not no_markdown, term, question)
+    _start(job, tp or 1, begun, display, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
 
 
 def _history(state: Path, none: bool) -> Path | None:
@@ -128,7 +128,7 @@ def _job(out: Output, session: Session, named: bool, options: ModelOptions) -> J
     return job
 
 
-class Wishes(NamedTuple):
+class Display(NamedTuple):
     """How a conversation is led and shown."""
 
     think_budget: int | None
@@ -138,7 +138,7 @@ class Wishes(NamedTuple):
     question: str | None
 
 
-class Calls(NamedTuple):
+class CallOptions(NamedTuple):
     """How calls are carried out."""
 
     command: list[str]
@@ -147,7 +147,7 @@ class Calls(NamedTuple):
     rounds: int
 
 
-def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls, history: Path | None) -> None:
+def _start(job: Job, ranks: int, session: Session, display: Display, calls: CallOptions, history: Path | None) -> None:
     """Loads the model and talks."""
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     with Models(job, ranks) as models:
@@ -155,27 +155,27 @@ def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls,
             talk = models.open()
             chat = Chat(job.out, job.source.name, talk, session, job.sampling, Interrupts(), on_terminal=terminal)
             del talk  # the chat has it alone, for /model to free
-            chat.think_budget, chat.show_thinking = wishes.think_budget, wishes.show_thinking
-            chat.markdown = wishes.markdown and sys.stdout.isatty() and wishes.term != "dumb"
-            chat.copies = terminal and wishes.term != "dumb"
+            chat.think_budget, chat.show_thinking = display.think_budget, display.show_thinking
+            chat.markdown = display.markdown and sys.stdout.isatty() and display.term != "dumb"
+            chat.copies = terminal and display.term != "dumb"
             chat.change_model = partial(models.change, chat)
-            source = _input(chat, wishes.term, history)
+            source = _input(chat, display.term, history)
             chat.edits = source.edits
             chat.run_calls = Tools(job.out, source, *calls).run
             greet(chat)
-        converse(chat, source, wishes.question)
+        converse(chat, source, display.question)
 
 
-def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> Calls:
+def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> CallOptions:
     """How calls are carried out. Raises UsageError, also where it needs a word of consent and nobody can give it."""
     from dsv4cli.engine.settings import require
 
     require(0 < seconds < math.inf, "--tool-timeout", seconds, "use more than 0 seconds")
     if tool_exec is None:
-        return Calls([], seconds, not yes, rounds)
+        return CallOptions([], seconds, not yes, rounds)
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
         raise UsageError("--tool-exec asks before each call, and there is no terminal", "add --yes")
-    return Calls(split_command(tool_exec), seconds, not yes, rounds)
+    return CallOptions(split_command(tool_exec), seconds, not yes, rounds)
 
 
 def _input(chat: Chat, term: str, history: Path | None) -> Input:

@@ -3,7 +3,7 @@
 import json
 
 from dsv4cli.commands.chat.turn import Chat
-from dsv4cli.commands.offload_report import tell_traffic
+from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
@@ -41,7 +41,7 @@ def show_stats(chat: Chat, _: str) -> None:
     chat.out.table(rows)
     from dsv4cli.engine.weights.offload import offload_of
 
-    tell_traffic(chat.out, offload_of(chat.talk.model))
+    report_traffic(chat.out, offload_of(chat.talk.model))
 
 
 def show_tokens(chat: Chat, text: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4cli.commands.chat.journal import Choices, Journal, read_journal
+from dsv4cli.commands.chat.journal import SessionChoices, SessionJournal, read_journal
 from dsv4cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ class FileChanged(UsageError):
 class Session:
     """The messages so far, without the tools, which join them in the prompt; `file` follows every saved change."""
 
-    journal: Journal
+    journal: SessionJournal
     file: Path | None = None
     messages: "list[Message]" = field(default_factory=list)
     tools: "list[Tool]" = field(default_factory=list)
-    choices: Choices = field(default_factory=Choices)
+    choices: SessionChoices = field(default_factory=SessionChoices)
     _seen: str = ""  # what the file held when it was read or written here
 
     def save(self) -> None:
@@ -96,12 +96,12 @@ class Session:
         kept = read_journal(path)
         self.messages, self.tools, self.file = kept.messages, kept.tools, None
         self.choices = kept.choices or self.choices
-        self.journal = Journal(self.journal.folder, path.stem)
+        self.journal = SessionJournal(self.journal.folder, path.stem)
 
     def begin_anew(self) -> None:
         """Begins another session with the same system message; this one stays as it is, in its journal and its file."""
         self.clear()
-        self.journal, self.file = Journal(self.journal.folder), None
+        self.journal, self.file = SessionJournal(self.journal.folder), None
 
     def prompt(self) -> "list[Message]":
         """What the model is asked: the messages, with the tools in the system message."""

@@ -27,7 +27,7 @@ class Slash(NamedTuple):
     other_names: tuple[str, ...] = ()
 
 
-def obey(chat: Chat, line: str) -> str | None:
+def run_slash_command(chat: Chat, line: str) -> str | None:
     """Carries out a line that begins with a slash; what is to be asked, if it is anything: `//` stands for one slash
     of a question. Raises UsageError, and EOFError to leave."""
     if line.startswith("//"):

@@ -152,7 +152,7 @@ class Tools:
     def _show_errors(self, ended: Ended) -> None:
         if ended.last_err:
             cut = f"(the end of {size_text(ended.err_bytes)})\n" if ended.err_bytes > LAST_WORDS else ""
-            self.out.aside(f"{cut}{ended.last_err[-LAST_WORDS:]}\n")
+            self.out.reasoning(f"{cut}{ended.last_err[-LAST_WORDS:]}\n")
 
     def _cut(self, text: str, now: Round, size: int = 0) -> str:
         """The text as far as a result may go, with a word at its end where something is missing; size: its bytes, where

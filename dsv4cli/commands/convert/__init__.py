@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsv4cli.commands.convert.join import Comparison, facts, join, next_step, pasted, verdict
+from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, pasted, verdict
 from dsv4cli.errors import UsageError
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt
 from dsv4cli.output import Output, counted, duration_text, size_text
@@ -95,7 +95,7 @@ def convert(
     out = Output(context.obj, as_json)
     if finish is not None or look is not None:
         given = [source, output, to, ranks, layers, experts, attention, shard, no_mtp or None, dry_run or None]
-        join(out, finish, look, Comparison(against, check, workers), given)
+        join(out, finish, look, ComparisonOptions(against, check, workers), given)
         return
     if against is not None:
         raise UsageError("--against belongs to --finish and --check", "a conversion is compared with its SRC")
@@ -116,9 +116,9 @@ def _begin(
 ) -> None:
     """A conversion: what is done already, what would be done, or the doing; typed: the fields of Choices."""
     from dsv4cli.engine.conversion.convert import finished
-    from dsv4cli.engine.conversion.options import Choices, prepare
+    from dsv4cli.engine.conversion.options import ConversionOptions, prepare
 
-    conversion, threads, place = prepare(source, output, Choices(*typed))
+    conversion, threads, place = prepare(source, output, ConversionOptions(*typed))
     done = finished(conversion)
     if done is not None:
         _done(out, conversion, done, source, threads, "off" if dry_run else check)

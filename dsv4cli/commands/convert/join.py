@@ -23,7 +23,7 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonOptions:
     """The options of a comparison as typed: the source, how much, and the threads."""
 
     against: str | None
@@ -31,7 +31,7 @@ class Comparison:
     workers: int | None
 
 
-def join(out: Output, finish: Path | None, look: Path | None, comparison: Comparison, others: list[Any]) -> None:
+def join(out: Output, finish: Path | None, look: Path | None, comparison: ComparisonOptions, others: list[Any]) -> None:
     """Carries out `--finish DST` or `--check DST`; others: the options that neither takes, None where left out."""
     option, folder = ("--finish", finish) if finish is not None else ("--check", look)
     assert folder is not None
@@ -51,7 +51,7 @@ def join(out: Output, finish: Path | None, look: Path | None, comparison: Compar
 
 
 @contextmanager
-def _checking(out: Output, comparison: Comparison) -> Iterator[tuple["Against | None", int, "Progress"]]:
+def _checking(out: Output, comparison: ComparisonOptions) -> Iterator[tuple["Against | None", int, "Progress"]]:
     """A bar on the terminal, and with it what to compare with, and the threads."""
     from dsv4cli.engine.conversion.options import default_workers, prepare_comparison
 
@@ -64,7 +64,7 @@ def _checking(out: Output, comparison: Comparison) -> Iterator[tuple["Against | 
         yield against, workers, progress
 
 
-def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
+def _finish(out: Output, folder: Path, comparison: ComparisonOptions) -> None:
     from dsv4cli.engine.conversion.finish import finish, joined_before
 
     if joined_before(folder):
@@ -89,7 +89,7 @@ def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
     out.hint(next_step(folder, done.to))
 
 
-def _check(out: Output, folder: Path, comparison: Comparison) -> None:
+def _check(out: Output, folder: Path, comparison: ComparisonOptions) -> None:
     from dsv4cli.engine.conversion.check import check
 
     with _checking(out, comparison) as how:

@@ -8,7 +8,7 @@ from dsv4cli.output import UNIT_NOTE, Output, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dsv4cli.engine.inspection.fit.answer import Answer
+    from dsv4cli.engine.inspection.fit.answer import FitAnswer
     from dsv4cli.engine.inspection.fit.plan import Fit
     from dsv4cli.engine.inspection.fit.share import Share
     from dsv4cli.engine.inspection.report import Inspection
@@ -42,7 +42,7 @@ def show_fit(
     return answer.runs
 
 
-def _report(out: Output, answer: "Answer") -> None:
+def _report(out: Output, answer: "FitAnswer") -> None:
     """The answer, the bytes of each way to use the machine, the limits, and what to do."""
     fit = answer.fit
     shares = _shown(fit)
@@ -62,7 +62,7 @@ def _report(out: Output, answer: "Answer") -> None:
         out.line(f"→ {step.command}")
 
 
-def _answer(answer: "Answer") -> str:
+def _answer(answer: "FitAnswer") -> str:
     fit, best = answer.fit, answer.fit.best
     machine = "this machine" if fit.machine.is_here else "that machine"
     if best is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.checkpoint.identify import Identity
     from dsv4cli.engine.inspection.sources import Inspectable
     from dsv4cli.engine.inspection.tensor_tree import Entry, Layers, Tree
-    from dsv4cli.engine.inspection.tensor_view import TensorView, Values
+    from dsv4cli.engine.inspection.tensor_view import MatrixValues, TensorView
 
 # columns of the longest bar of a histogram, and of what is right of a label
 BAR, VALUE_WIDTH = 40, 68
@@ -67,7 +67,7 @@ def report_tensor(out: Output, view: "TensorView") -> None:
             out.paragraph(f"{finding.severity}: {finding.message}", strong=finding.severity == "wrong")
 
 
-def _values(values: "Values") -> "Iterator[tuple[str, str]]":
+def _values(values: "MatrixValues") -> "Iterator[tuple[str, str]]":
     found = values.statistics
     yield "values", f"{found.count:,}, of them {found.zeros:,} zero"
     if found.not_finite:

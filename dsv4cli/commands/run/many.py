@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
-from dsv4cli.commands.job import Job, tell_lookalikes
-from dsv4cli.commands.offload_report import tell_traffic
+from dsv4cli.commands.job import Job, report_lookalikes
+from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.commands.run.modes import drawn, record_of
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, ReaderGone, counted
@@ -109,14 +109,14 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
         prompts.append(prompt.ids)
         lookalikes.update(dict.fromkeys(prompt.lookalikes))
     if source.skip_bad and good:
-        _tell_bad(job.out, source.path, bad)
+        _report_bad(job.out, source.path, bad)
     else:
         refuse(source.path, bad, "" if source.skip_bad else ", or leave them out with --skip-bad")
-    tell_lookalikes(job.out, list(lookalikes))
+    report_lookalikes(job.out, list(lookalikes))
     return good, prompts
 
 
-def _tell_bad(out: Output, path: Path, bad: "list[BadLine]") -> None:
+def _report_bad(out: Output, path: Path, bad: "list[BadLine]") -> None:
     for one in sorted(bad, key=lambda one: one.number):
         out.warning(f"{path}, line {one.number} is left out: {one.error.message}")
 
@@ -175,7 +175,7 @@ def answer_many(job: Job, many: Many) -> None:
     if not many.asked:
         job.out.status(f"{many.out} has {counted(many.total, 'answer')} already: all that are asked for")
         return
-    tell_traffic(job.out, clock.experts)
+    report_traffic(job.out, clock.experts)
     job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {many.seed}")
     if before:
         job.out.status(f"{counted(before, 'answer')} had been in {many.out} before")
@@ -257,12 +257,12 @@ def show_prompts(job: Job, source: Source) -> None:
 
     questions, bad = read_questions(source.path, source.system)
     if source.skip_bad:
-        _tell_bad(job.out, source.path, bad)
+        _report_bad(job.out, source.path, bad)
     else:
         refuse(source.path, bad)
     for question in questions:
         prompt = job.dialogue.prompt(question.messages)
-        tell_lookalikes(job.out, prompt.lookalikes)
+        report_lookalikes(job.out, prompt.lookalikes)
         job.out.record({"text": prompt.text, "ids": prompt.ids} | question.labels)
 
 
@@ -281,7 +281,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
             top = {"top": one.top} if job.limits.logprobs else {}
             record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
             lines.add((one.number, 0), record | top)
-        tell_traffic(job.out, offload_of(model))
+        report_traffic(job.out, offload_of(model))
     seconds, tokens = perf_counter() - start, sum(map(len, sequences))
     what = f"{counted(len(items), 'text')}, {counted(tokens, 'token')}"
     job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")

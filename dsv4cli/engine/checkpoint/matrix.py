@@ -18,7 +18,7 @@ LARGE_BLOCK = 31 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixRows:
     """Some rows of a matrix. raw: the arrays of its parts as stored. values: float32 or int64 [rows, columns]."""
 
     rows: slice
@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class StoredMatrix:
+class MatrixReader:
     """A weight with its scales, or a tensor that is no matrix; a vector counts as one row."""
 
     model: StoredModel
@@ -62,20 +62,20 @@ class StoredMatrix:
                 raw[role] = whole if spec.is_scale else whole.reshape(1, -1)
         return raw
 
-    def piece(self, rows: slice) -> Piece:
+    def piece(self, rows: slice) -> MatrixRows:
         """The rows with their values. Raises as `read`."""
         raw = self.read(rows)
-        return Piece(rows, self.form, raw, raw["weight"] if self.form == "i64" else decode(self.form, raw))
+        return MatrixRows(rows, self.form, raw, raw["weight"] if self.form == "i64" else decode(self.form, raw))
 
 
-def stored_matrices(model: StoredModel) -> Iterator[tuple[str, StoredMatrix]]:
+def stored_matrices(model: StoredModel) -> Iterator[tuple[str, MatrixReader]]:
     """Every matrix of the table that the files hold with all its parts, by its official name.
 
     A tensor that is stored in BF16 or F32 against the format of the others is taken as it is.
     """
     stored = model.identity.checkpoint.tensors
     for name, parts in model.matrices().items():
-        found = StoredMatrix(model, _as_stored(model, parts))
+        found = MatrixReader(model, _as_stored(model, parts))
         if all(place.name in stored for spec in found.parts.values() for place in model.identity.naming.places(spec)):
             yield name, found
 

@@ -43,7 +43,7 @@ class Yarn:
 
 
 @dataclass(frozen=True)
-class DSpark:
+class DSparkConfig:
     """The drafter of the 0731 and 0813 releases (section 'DSpark' of the official model.py)."""
 
     block_size: int
@@ -87,7 +87,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     yarn: Yarn
     compress_ratios: tuple[int, ...]
-    dspark: DSpark | None
+    dspark: DSparkConfig | None
 
     @cached_property
     def layer_ratios(self) -> tuple[int, ...]:
@@ -265,11 +265,11 @@ def _ratios(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
     return tuple(ratios)
 
 
-def _dspark(values: Mapping[str, Any], where: str) -> DSpark | None:
+def _dspark(values: Mapping[str, Any], where: str) -> DSparkConfig | None:
     if not any(key in values for key in DSPARK_KEYS):
         return None
     block, noise, rank = (number(values, key, int, where) for key in (*DSPARK_KEYS[:2], DSPARK_KEYS[3]))
     targets = values.get("dspark_target_layer_ids")
     if not isinstance(targets, list) or not all(type(layer) is int for layer in targets):
         raise CheckpointError(f"{where}: dspark_target_layer_ids is {targets!r}, expected a list of layers", REMEDY)
-    return DSpark(block, noise, tuple(targets), rank)
+    return DSparkConfig(block, noise, tuple(targets), rank)

@@ -33,7 +33,7 @@ class Copy:
         temporary = temporary_name(self.target, workshop)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            with _Reader(self.source) as reader:
+            with _SourceReader(self.source) as reader:
                 while piece := reader.read():
                     atomic.write(descriptor, piece)
                     told(len(piece))
@@ -43,13 +43,13 @@ class Copy:
         atomic.publish(temporary, self.target)
 
 
-class _Reader:
+class _SourceReader:
     """Pieces of a file; what the system says against reading it is not mistaken for an error of the output."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __enter__(self) -> "_Reader":
+    def __enter__(self) -> "_SourceReader":
         try:
             self._descriptor = open_file(self.path)
         except OSError as error:

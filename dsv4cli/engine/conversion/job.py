@@ -23,7 +23,7 @@ from dsv4cli.engine.conversion.journal import Part, Times
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
 from dsv4cli.engine.conversion.plan import ORDER, FilePlan, plan_files, stored_bytes
 from dsv4cli.engine.conversion.room import free_bytes, told_apart
-from dsv4cli.engine.conversion.selection import Selection, select, stored_part
+from dsv4cli.engine.conversion.selection import LayerSelection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
 from dsv4cli.engine.system.regular_files import Stamp
 from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
@@ -38,7 +38,7 @@ class Conversion:
     source: FolderIdentity
     output: Path
     target: Target
-    selection: Selection
+    selection: LayerSelection
     max_file: int
     part: Part = Part()  # noqa: RUF009 - frozen
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Conversion:
 
     def _remedy(self, usual: str) -> str:
         """What to do about a source that is not complete."""
-        part = stored_part(self.source) if self.selection == Selection() else ""
+        part = stored_part(self.source) if self.selection == LayerSelection() else ""
         if part:
             return f"repeat the command with `{part}`, which are there; or {usual}"
         if isinstance(self.source.naming, TransformersNaming):

@@ -10,10 +10,10 @@ from dsv4cli.engine.hub.cached import check_cache
 from dsv4cli.engine.hub.files import Listing, RemoteFile
 from dsv4cli.errors import CheckpointError, UsageError
 
-Kind = Literal["config", "tokenizer", "index", "weights", "other"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+FileKind = Literal["config", "tokenizer", "index", "weights", "other"]
+KINDS: tuple[FileKind, ...] = get_args(FileKind)
 # the first pattern that a file name matches tells its kind
-PATTERNS: dict[Kind, str] = {
+PATTERNS: dict[FileKind, str] = {
     "index": r"\.safetensors\.index\.json$",
     "weights": r"\.safetensors$",
     "tokenizer": r"(^|/)(tokenizer|vocab\.|merges\.|special_tokens_map\.|added_tokens\.|chat_template)|^encoding/",
@@ -30,7 +30,7 @@ class Selection:
 
     layers: range | None = None
     mtp: bool = True
-    kinds: frozenset[Kind] = frozenset(KINDS)
+    kinds: frozenset[FileKind] = frozenset(KINDS)
 
     @property
     def is_whole(self) -> bool:
@@ -52,7 +52,7 @@ class Selection:
         return self.layers is None or int(owner[2]) in self.layers
 
 
-def parse_kinds(text: str) -> frozenset[Kind]:
+def parse_kinds(text: str) -> frozenset[FileKind]:
     """The kinds that a list such as `config,tokenizer` names. Raises UsageError for a word that is none."""
     words = [word.strip() for word in text.split(",")]
     kinds = frozenset(kind for kind in KINDS if kind in words)
@@ -62,7 +62,7 @@ def parse_kinds(text: str) -> frozenset[Kind]:
     return kinds
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> FileKind:
     """What kind of file a name tells."""
     return next((kind for kind, pattern in PATTERNS.items() if re.search(pattern, name)), "other")
 

@@ -5,7 +5,7 @@ import re
 
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt_text import to_json
-from dsv4cli.engine.text.reply import MalformedReply, Reply, ToolCall, parse_reply
+from dsv4cli.engine.text.reply import MalformedReply, ParsedReply, ToolCall, parse_reply
 
 _MARKUP = re.compile(rf"\s*</?{tokens.DSML}|\s*{tokens.DSML}")
 _TAG = re.compile(rf"<?(/?){tokens.DSML}(tool_calls|invoke|parameter)\b([^<>]*)>?")
@@ -14,7 +14,7 @@ _TYPE = re.compile(r'string="(true|false)"')
 _SPECIAL = re.compile("|".join(map(re.escape, tokens.SPECIAL)))
 
 
-def mend_reply(text: str, *, thinking: bool) -> tuple[Reply, list[str]]:
+def mend_reply(text: str, *, thinking: bool) -> tuple[ParsedReply, list[str]]:
     """A reply as the strict parser reads it, or else as well as can be, and what was mended, in words.
 
     A text without EOS was cut off: a call that is still open there is left out. Content and reasoning have no special
@@ -36,7 +36,7 @@ def mend_reply(text: str, *, thinking: bool) -> tuple[Reply, list[str]]:
     if markup:
         content, block = content[: markup.start()], content[markup.start() :]
         calls = _Calls(block, ended, words).read()
-    return Reply(_plain(content, "content", words), _plain(reasoning, "reasoning", words), calls), words
+    return ParsedReply(_plain(content, "content", words), _plain(reasoning, "reasoning", words), calls), words
 
 
 def _thoughts(text: str, words: list[str]) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from dsv4cli.commands.chat.journal import Choices, Journal, session_rows
+from dsv4cli.commands.chat.journal import SessionChoices, SessionJournal, session_rows
 from dsv4cli.commands.chat.model import Models, model_name
 from dsv4cli.commands.chat.session import FileChanged, Session
 from dsv4cli.engine.checkpoint.source import resolve_model
@@ -24,7 +24,7 @@ OTHER = "random:tiny,layers=1,seed=5"
 
 
 def session(folder):
-    return Session(Journal(folder / "sessions"), folder / "talk.json")
+    return Session(SessionJournal(folder / "sessions"), folder / "talk.json")
 
 
 def test_the_last_writer_of_a_file_does_not_win_in_silence(tmp_path):
@@ -158,13 +158,13 @@ def test_a_full_disk_leaves_no_empty_session(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic, "append", full)
-    journal = Journal(tmp_path)
+    journal = SessionJournal(tmp_path)
     for _ in range(2):
         with pytest.raises(OSError, match="No space"):
-            journal.write([user("one")], [], Choices())
+            journal.write([user("one")], [], SessionChoices())
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    journal.write([user("one")], [], Choices())
+    journal.write([user("one")], [], SessionChoices())
     assert [row[2:] for row in session_rows(tmp_path)] == [["1", "nano", "one"]]
 
 
@@ -206,8 +206,8 @@ def test_continue_keeps_model_thinking_and_temperature(chat, dsv4):
 
 
 def test_a_model_that_is_gone_is_named_with_a_way_on(chat, dsv4, tmp_path):
-    journal = Journal(tmp_path / "state" / "dsv4" / "sessions")
-    journal.write([user("one"), assistant("1")], [], Choices(str(tmp_path / "gone")))
+    journal = SessionJournal(tmp_path / "state" / "dsv4" / "sessions")
+    journal.write([user("one"), assistant("1")], [], SessionChoices(str(tmp_path / "gone")))
     done = dsv4("chat", "--continue", stdin=b"two\n")
     assert (done.code, done.out) == (1, "")
     assert "--model NAME goes on with another one" in done.err

@@ -196,7 +196,7 @@ def test_two_passes_of_a_baseline_count_as_well():
 def test_a_part_of_a_step_has_the_range_of_the_whole():
     lines = [{**times(10, 8, 13), "tokens": 1}, {"name": "b", "seconds": {"median": 4}}]
     document = {"machine": {}, "results": lines}
-    assert compare.compare(document, document).changes[1].now == compare.Times(4, 3.2, 5.2)
+    assert compare.compare(document, document).changes[1].now == compare.MeasuredTimes(4, 3.2, 5.2)
 
 
 def test_what_says_little_and_what_cannot_be_is_said(dsv4, monkeypatch):

@@ -64,7 +64,7 @@ def test_the_same_answer_in_little_memory(dsv4):
 
 
 def test_what_came_from_host_memory_is_told_below_the_answer(dsv4, monkeypatch):
-    monkeypatch.setattr(modes, "tell_traffic", lambda out, experts: out.line("told"))
+    monkeypatch.setattr(modes, "report_traffic", lambda out, experts: out.line("reported"))
     dsv4.model_says("two")
     assert dsv4("run", "hi", *SHORT[:4], "--max-tokens", "9").out == "two\ntold\n"
 

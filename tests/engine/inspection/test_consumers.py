@@ -17,7 +17,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.conversion.target import TARGETS, TargetName, choose_target
 from dsv4cli.engine.inspection.consumers.examine import judge
-from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, Verdict, start_command
+from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, ConsumerVerdict, start_command
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.errors import UsageError
@@ -59,7 +59,7 @@ def converted(tmp_path_factory) -> Callable[[TargetName], Path]:
     return make
 
 
-def verdict(folder: Path, consumer: Consumer) -> Verdict:
+def verdict(folder: Path, consumer: Consumer) -> ConsumerVerdict:
     return judge(inspect_model(resolve_inspectable(str(folder))), consumer)
 
 

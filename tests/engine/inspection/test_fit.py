@@ -28,10 +28,10 @@ from dsv4cli.engine.inspection.fit import machine as machines
 from dsv4cli.engine.inspection.fit.advice import advise
 from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
 from dsv4cli.engine.inspection.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
-from dsv4cli.engine.inspection.fit.memory import Load, cache_bytes, weigh
+from dsv4cli.engine.inspection.fit.memory import Workload, cache_bytes, weigh
 from dsv4cli.engine.inspection.fit.plan import plan_fit
 from dsv4cli.engine.inspection.fit.share import GPU_RESERVE
-from dsv4cli.engine.inspection.fit.step import Step
+from dsv4cli.engine.inspection.fit.step import WidestStep
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.engine.model.numerics import Numerics
@@ -101,12 +101,17 @@ def test_the_cache_takes_what_the_engine_s_takes(config, batch, context):
         cache.reserve(cache.allocate(), context)
     tensors = [ring.data for layer in cache.layers for ring in layer.rings()]
     tensors += [pool.data for layer in cache.layers for pool in layer.pools()]
-    assert cache_bytes(config, Load(context, batch, 2048)) == sum(tensor.nbytes for tensor in tensors)
+    assert cache_bytes(config, Workload(context, batch, 2048)) == sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize(
     ("load", "tokens"),
-    [(Load(9, 1, 2048), 9), (Load(9, 3, 2048), 27), (Load(5000, 2, 64), 128), (Load(5000, 5, 2048), 8192)],
+    [
+        (Workload(9, 1, 2048), 9),
+        (Workload(9, 3, 2048), 27),
+        (Workload(5000, 2, 64), 128),
+        (Workload(5000, 5, 2048), 8192),
+    ],
 )
 def test_the_tokens_of_a_step(load, tokens):
     assert load.tokens == tokens
@@ -202,7 +207,7 @@ def test_workspace_bounds_what_a_step_allocates(case):
     widen_e4m3(torch.zeros(2).to(torch.float8_e4m3fn))  # its table stays, half a megabyte
     with Peak() as peak:
         step()
-    estimate = Step(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=False).peak()
+    estimate = WidestStep(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=False).peak()
     # never less than the tensors, and at most a third more: it adds up what is alive at the widest place of each part
     assert peak.most <= estimate <= 1.35 * peak.most
 
@@ -220,7 +225,7 @@ def test_workspace_on_a_gpu(tokens, context, batch):
     with use("torch"):  # the estimate adds up what the reference allocates
         step()
     peak = torch.cuda.max_memory_allocated() - before
-    estimate = Step(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=True).peak()
+    estimate = WidestStep(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=True).peak()
     # cuBLAS asks for a workspace of its own, which is part of the reserve
     assert peak <= estimate + 2**26
     assert estimate <= 1.35 * peak

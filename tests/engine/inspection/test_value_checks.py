@@ -8,7 +8,7 @@ import pytest
 
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.layout import TensorSpec
-from dsv4cli.engine.checkpoint.matrix import StoredMatrix
+from dsv4cli.engine.checkpoint.matrix import MatrixReader
 from dsv4cli.engine.checkpoint.values import decode, e4m3_values, e8m0_values
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.checks import codes, measure
@@ -118,7 +118,7 @@ def test_rows_are_read_once_and_begin_at_blocks(monkeypatch, rows):
     monkeypatch.setattr(measure, "DECODED_CHUNK", 300 * 256)
     monkeypatch.setattr(measure, "SAMPLE", 100 * 256)
     weight = TensorSpec("x.weight", "F8_E4M3", (rows, 256), "attention", rows * 256, columns=256)
-    matrix = StoredMatrix(None, {"weight": weight})
+    matrix = MatrixReader(None, {"weight": weight})
     chunks = list(whole_rows(matrix))
     assert [row for part in chunks for row in range(part.start, part.stop)] == list(range(rows))
     some = list(sample_rows(matrix))

@@ -7,10 +7,10 @@ import pytest
 
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.checkpoint.matrix import StoredMatrix
+from dsv4cli.engine.checkpoint.matrix import MatrixReader
 from dsv4cli.engine.checkpoint.values import e4m3_values
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.inspection.checks.findings import GAIN, SPREAD, ZEROS, Measured, compare, judge, kind_of
+from dsv4cli.engine.inspection.checks.findings import GAIN, SPREAD, ZEROS, MeasuredMatrix, compare, judge, kind_of
 from dsv4cli.engine.inspection.checks.measure import ENOUGH, Measurement
 from dsv4cli.engine.inspection.checks.statistics import Statistics
 from tests.support import damage
@@ -33,7 +33,7 @@ class Rows:
         config = recognise(damage.GOLDEN / "tiny-flash").config
         table = matrices(expected_tensors(config, formats or Formats()).values())
         self.parts = table[name]
-        self.matrix = StoredMatrix(None, self.parts)
+        self.matrix = MatrixReader(None, self.parts)
 
     def raw(self) -> dict[str, np.ndarray]:
         """Sound arrays, the codes drawn at random."""
@@ -51,7 +51,7 @@ class Rows:
             return random().choice(np.array([*range(0x70), *range(0x80, 0xF0)], np.uint8), spec.shape)
         return np.full(spec.shape, 0x30 if spec.dtype == "F8_E4M3" else 116, np.uint8)
 
-    def judged(self, raw: dict[str, np.ndarray]) -> Measured:
+    def judged(self, raw: dict[str, np.ndarray]) -> MeasuredMatrix:
         measurement = Measurement(self.matrix, EXPERTS)
         measurement.take(slice(0, self.matrix.shape[0]), {role: np.array(array) for role, array in raw.items()})
         return judge(measurement)
@@ -188,11 +188,11 @@ def test_looking_up_multiplies_nothing():
     assert rows.said({"weight": (values.view(np.uint32) >> 16).astype(np.uint16)}) == []
 
 
-def layers(rms: list[float], zeros: list[int] | None = None) -> list[Measured]:
+def layers(rms: list[float], zeros: list[int] | None = None) -> list[MeasuredMatrix]:
     """The same matrix in several layers, 1000 values each."""
     zeros = zeros or [0] * len(rms)
     return [
-        Measured(
+        MeasuredMatrix(
             f"layers.{number}.attn.wkv.weight", "attn.wkv", "attention", 512,
             Statistics(1000, 0, hole, 0.0, 1000 * value * value, -value, value), None, (),
         )

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from dsv4cli.engine.text.repair import mend_reply
-from dsv4cli.engine.text.reply import Reply, ReplyStream, parse_reply
+from dsv4cli.engine.text.reply import ParsedReply, ReplyStream, parse_reply
 from dsv4cli.engine.text.tokens import DSML, EOS, SPECIAL, THINK_END, THINK_START
 from tests.support.program import calls_block
 
@@ -40,7 +40,7 @@ UNENDED = without(BLOCK, CALLS_END)
     ],
 )
 def test_what_is_well_formed_is_read_strictly(text, thinking, content, reasoning, calls):
-    assert mend_reply(text, thinking=thinking) == (Reply(content, reasoning, calls), [])
+    assert mend_reply(text, thinking=thinking) == (ParsedReply(content, reasoning, calls), [])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_well_formed_is_read_strictly(text, thinking, content, reasoning
 )
 def test_thinking(text, content, reasoning, calls, words):
     reply, mended = mend_reply(text, thinking=True)
-    assert reply == Reply(content, reasoning, calls)
+    assert reply == ParsedReply(content, reasoning, calls)
     assert words in mended[0]
 
 

@@ -21,7 +21,7 @@ SORTED = 1 + 3 * ACTIVATION + INDEX
 SORTED_ON_GPU = SORTED + 19
 
 
-class Step:
+class WidestStep:
     """The widest places of a step; `config` is one rank's part of the model."""
 
     def __init__(
