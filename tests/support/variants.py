@@ -1,4 +1,4 @@
-"""The golden checkpoints in other clothes: other formats, other names, cut for ranks; slow and plain.
+"""The golden checkpoints stored differently: other formats, other names, cut for ranks; slow and plain.
 
 It shares no line with `dsv4 convert`: what it writes is an independent opinion.
 """
@@ -49,7 +49,7 @@ def recoded(name: str, old: str, raw: Arrays, new: str) -> Arrays:
     return {"weight": e4m3_codes(unscaled.astype(np.float32)), "scale": (scale + 127).astype(np.uint8)}
 
 
-def dress(
+def write_variant(
     target: Path,
     formats: Formats = OFFICIAL,
     naming: Naming | None = None,

@@ -78,9 +78,9 @@ def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[st
     """
     quantization = values.get("quantization_config")
     found = quantization if isinstance(quantization, Mapping) else {}
-    for key, said in _expert_dtypes(values, found).items():
-        if said != ("fp4" if formats.experts == "nvfp4" else formats.experts):
-            yield f"config.json says {key} {said!r}, and the experts are {formats.experts}"
+    for key, given in _expert_dtypes(values, found).items():
+        if given != ("fp4" if formats.experts == "nvfp4" else formats.experts):
+            yield f"config.json says {key} {given!r}, and the experts are {formats.experts}"
     if not found:
         return
     matrices = {formats.linear, formats.output}

@@ -121,7 +121,7 @@ def copy_files(conversion: Conversion, progress: Progress | None = None) -> None
     """Copies the tokenizer and whatever else of the source is neither weights nor configuration."""
     done, total = 0, sum(copy.nbytes for copy in conversion.copies)
 
-    def told(nbytes: int) -> None:
+    def report(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress is not None:
@@ -129,7 +129,7 @@ def copy_files(conversion: Conversion, progress: Progress | None = None) -> None
 
     with _disk(conversion):
         for copy in conversion.copies:
-            copy.carry_out(conversion.output / UNFINISHED, told)
+            copy.carry_out(conversion.output / UNFINISHED, report)
 
 
 def finish_alone(conversion: Conversion, journal: Journal) -> None:

@@ -26,8 +26,8 @@ class Copy:
         """Whether something as long has its place: a copy gets its name when it is complete."""
         return self.target.is_file() and self.target.stat().st_size == self.nbytes
 
-    def carry_out(self, workshop: Path, told: Callable[[int], None]) -> None:
-        """Writes the copy, which appears complete or not at all; `told` gets the bytes of each piece. Raises
+    def carry_out(self, workshop: Path, report: Callable[[int], None]) -> None:
+        """Writes the copy, which appears complete or not at all; `report` gets the bytes of each piece. Raises
         CheckpointError for a source that cannot be read, OSError for a target that cannot be written."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_name(self.target, workshop)
@@ -36,7 +36,7 @@ class Copy:
             with _SourceReader(self.source) as reader:
                 while piece := reader.read():
                     atomic.write(descriptor, piece)
-                    told(len(piece))
+                    report(len(piece))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

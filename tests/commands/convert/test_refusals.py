@@ -21,7 +21,7 @@ from dsv4cli.output import size_text
 from tests.support import damage, synthetic
 from tests.support.conversions import convert, files, run
 from tests.support.damage import DAMAGES, SHARD, WEIGHT
-from tests.support.foreign import RELATIVES, has_transformers_names, is_cut_for_gpus, is_nvfp4, says_nvfp4
+from tests.support.foreign import FOREIGN, has_transformers_names, is_cut_for_gpus, is_nvfp4, says_nvfp4
 
 UNFINISHED = ".dsv4-convert"
 EXPERT = "layers.1.ffn.experts.1.w2"
@@ -42,7 +42,7 @@ PARTS = {
     damage.shard_missing: (f"download {SHARD} again", "is missing (and "),
     damage.index_names_absent_file: (WEIGHT, "model-00009-of-00009.safetensors, where the index puts it"),
 }
-HARMS = DAMAGES | RELATIVES | INCOMPLETE | PARTS
+HARMS = DAMAGES | FOREIGN | INCOMPLETE | PARTS
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)
     before = state(folder)
-    code = 4 if harm in RELATIVES and harm not in INCOMPLETE else 1
+    code = 4 if harm in FOREIGN and harm not in INCOMPLETE else 1
     error, remedy = refused(code, folder, tmp_path / "out", *BF16)
     assert [word for word in HARMS[harm] if word not in f"{error} {remedy}"] == []
     assert str(folder) in error

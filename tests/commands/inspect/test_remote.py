@@ -19,7 +19,7 @@ from dsv4cli.errors import CheckpointError, HubError, ModelNotFound, Unsupported
 from tests.support import damage, foreign
 from tests.support.hub_server import HubServer, point_at
 from tests.support.program import Program
-from tests.support.variants import dress
+from tests.support.variants import write_variant
 
 NAME = "deepseek-ai/DeepSeek-V4-Flash"
 SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
@@ -96,20 +96,20 @@ def test_a_revision_is_asked_for_by_name(hub):
         resolve_inspectable(f"{NAME}@v3").identity  # noqa: B018 - the question raises
 
 
-@pytest.mark.parametrize("relative", [foreign.is_v41, foreign.is_nvfp4, foreign.is_cut_for_gpus])
-def test_a_relative_is_refused_by_name(hub, tmp_path, relative):
+@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.is_nvfp4, foreign.is_cut_for_gpus])
+def test_a_foreign_model_is_refused_by_name(hub, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
-    relative(folder)
+    harm(folder)
     hub.add(NAME, files_of(folder))
     with pytest.raises(UnsupportedCheckpoint) as caught:
         resolve_inspectable(NAME).identity  # noqa: B018 - the question raises
-    assert foreign.RELATIVES[relative][0] in caught.value.message
+    assert foreign.FOREIGN[harm][0] in caught.value.message
     assert caught.value.message.startswith(f"{NAME} is ")
     assert str(tmp_path) not in caught.value.message + caught.value.remedy
 
 
 def test_an_export_that_convert_reads_is_recognised(hub, tmp_path):
-    hub.add(NAME, files_of(dress(tmp_path / "bf16", Formats("bf16", "bf16"))))
+    hub.add(NAME, files_of(write_variant(tmp_path / "bf16", Formats("bf16", "bf16"))))
     assert resolve_inspectable(NAME).recognised.layout == "bf16"
 
 

@@ -100,7 +100,7 @@ def test_the_ids_of_a_table_have_a_bar_each():
 def test_a_tensor_of_every_layout(tmp_path):
     identity = recognise(damage.GOLDEN / "tiny-flash")
     plain = section("tensor", FLASH, "--tensor", EXPERT)["values"]
-    bf16 = str(variants.dress(tmp_path / "hf", Formats("bf16", "bf16"), TransformersNaming(identity.config)))
+    bf16 = str(variants.write_variant(tmp_path / "hf", Formats("bf16", "bf16"), TransformersNaming(identity.config)))
     stacked = section("tensor", bf16, "--tensor", EXPERT)
     assert stacked["values"]["first"] == plain["first"]
     assert stacked["values"]["statistics"] == pytest.approx(plain["statistics"], rel=1e-6)
@@ -109,7 +109,7 @@ def test_a_tensor_of_every_layout(tmp_path):
     content = Path(part["file"]).read_bytes()[part["begin"] : part["end"]]
     with StoredModel(recognise(tmp_path / "hf")) as model:
         assert content == model.read(model.specs[f"{EXPERT}.weight"]).tobytes()
-    mp = str(variants.dress(tmp_path / "mp", Formats(wo_a="bf16"), MpNaming(2, 6)))
+    mp = str(variants.write_variant(tmp_path / "mp", Formats(wo_a="bf16"), MpNaming(2, 6)))
     cut = section("tensor", mp, "--tensor", "model1-mp2/layers.1.attn.wq_b.weight")
     assert cut["name"] == "layers.1.attn.wq_b.weight"
     assert {part["note"] for part in cut["parts"]} == {f"part {n} of 2 along dimension 0" for n in (1, 2)}
@@ -118,7 +118,7 @@ def test_a_tensor_of_every_layout(tmp_path):
 
 def test_a_stored_name(tmp_path):
     config = recognise(damage.GOLDEN / "tiny-flash").config
-    folder = str(variants.dress(tmp_path, Formats("bf16", "bf16"), TransformersNaming(config)))
+    folder = str(variants.write_variant(tmp_path, Formats("bf16", "bf16"), TransformersNaming(config)))
     found = section("tensor", folder, "--tensor", "model.layers.3.self_attn.q_a_proj.weight")
     assert (found["name"], found["shape"]) == (WEIGHT, [128, 256])
     stacked = section("tensor", folder, "--tensor", "model.layers.0.mlp.experts.down_proj")

@@ -10,11 +10,11 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import logprobs
 from dsv4cli.engine.weights import load
 from tests.support import damage
-from tests.support.foreign import RELATIVES
+from tests.support.foreign import FOREIGN
 from tests.support.program import SMALL, Program, save_tokenizer
 
 FLASH = str(damage.GOLDEN / "tiny-flash")
-HARMS = damage.DAMAGES | {damage.scale_is_nan: (damage.SCALE, "scale byte 255")} | RELATIVES
+HARMS = damage.DAMAGES | {damage.scale_is_nan: (damage.SCALE, "scale byte 255")} | FOREIGN
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_checkpoint_that_is_damaged_or_another_models(dsv4, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     save_tokenizer(folder)
     harm(folder)
-    code = 4 if harm in RELATIVES else 1
+    code = 4 if harm in FOREIGN else 1
     refused(dsv4("run", "hi", "--model", str(folder), "--max-tokens", "1", "--json"), code, *HARMS[harm])
     scores = tmp_path / "scores.jsonl"
     scores.write_text('{"ids": [1, 2]}')

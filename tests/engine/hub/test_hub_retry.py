@@ -138,10 +138,10 @@ def test_whose_fault_it_is(error, local):
 
 
 def test_what_many_requests_say_at_once_is_said_once(monkeypatch):
-    said: list[str] = []
+    given: list[str] = []
     clock = iter([0.0, 0.1, 3.9, 4.1])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    notices = retry.Notices(said.append)
+    notices = retry.Notices(given.append)
     for number in range(4):
         notices(f"{number}", 4)
-    assert said == ["0", "3"]
+    assert given == ["0", "3"]

@@ -104,7 +104,7 @@ def test_groups_without_a_scale_have_no_values():
     ids=lambda formats: formats.experts,
 )
 def test_a_checkpoint_has_the_statistics_of_its_values(tmp_path, formats):
-    folder = variants.dress(tmp_path, formats)
+    folder = variants.write_variant(tmp_path, formats)
     report = check_values(recognise(folder), "full", lambda done, total: None)
     assert report.findings == ()
     expected = check_values(recognise(GOLDEN), "full", lambda done, total: None)

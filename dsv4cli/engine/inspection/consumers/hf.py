@@ -52,14 +52,16 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         return
     if checkpoint.quantization is None or not checkpoint.quantised:
         return
-    said = checkpoint.quantization.get("expert_dtype") or checkpoint.config.get("expert_dtype") or "fp8"
-    if said not in ("fp4", "fp8"):
-        yield Finding("no", f"expert_dtype is {said!r}; transformers knows fp4 and fp8 only")
-    elif form != said:
+    given = checkpoint.quantization.get("expert_dtype") or checkpoint.config.get("expert_dtype") or "fp8"
+    if given not in ("fp4", "fp8"):
+        yield Finding("no", f"expert_dtype is {given!r}; transformers knows fp4 and fp8 only")
+    elif form != given:
         unasked = "expert_dtype" not in {*checkpoint.quantization, *checkpoint.config}
-        why = "without expert_dtype" if unasked else f"as expert_dtype is {said!r}"
+        why = "without expert_dtype" if unasked else f"as expert_dtype is {given!r}"
         fix = f'set "expert_dtype": "{form}" in config.json' if form in ("fp4", "fp8") else ""
-        text = f"the experts are {form.upper()} and it takes them for {said.upper()} {why}; without an FP8 GPU it loads"
+        text = (
+            f"the experts are {form.upper()} and it takes them for {given.upper()} {why}; without an FP8 GPU it loads"
+        )
         yield Finding("no", text, fix)
 
 

@@ -89,7 +89,7 @@ def verdict(checkpoint: InspectedCheckpoint, consumer: Consumer, problem: Dsv4Er
 
 
 def refused(name: str, consumer: Consumer, problem: Dsv4Error) -> ConsumerVerdict:
-    """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a relative perhaps."""
+    """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a foreign model perhaps."""
     if consumer == "dsv4":
         return _own(name, problem)
     if isinstance(problem, CheckpointError):
@@ -106,7 +106,7 @@ def _own(name: str, problem: Dsv4Error | None) -> ConsumerVerdict:
 
 
 def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: list[Finding]) -> str:
-    """To repair what is damaged, else to mend what is small, else to convert."""
+    """To download again what is damaged, else to repair what is small, else to convert."""
     if checkpoint.identity.checkpoint.missing_files or checkpoint.damage:
         problem = checkpoint.coverage.problem()
         missing = checkpoint.identity.checkpoint.missing_files

@@ -43,15 +43,15 @@ def arguments(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     if unknown:
         yield Finding("no", f"{INFERENCE}: ModelArgs has no {unknown[0]}", f"remove {unknown[0]} from {INFERENCE}")
     linear, experts = checkpoint.formats.linear, checkpoint.formats.experts
-    dtype, said = checkpoint.inference.get("dtype", "fp8"), checkpoint.inference.get("expert_dtype")
+    dtype, given = checkpoint.inference.get("dtype", "fp8"), checkpoint.inference.get("expert_dtype")
     if dtype != linear:
         yield Finding("no", f"{INFERENCE}: dtype is {dtype!r} and the matrices are {linear.upper()}")
     wanted = "fp4" if experts == "fp4" else None
     if experts not in ("fp4", linear):
         yield Finding("no", f"the experts are {experts.upper()}: model.py has FP4 or the format of the other matrices")
-    elif said != wanted:
+    elif given != wanted:
         words = "null" if wanted is None else '"fp4"'
-        text = f"{INFERENCE}: expert_dtype is {said!r} and the experts are {experts.upper()}"
+        text = f"{INFERENCE}: expert_dtype is {given!r} and the experts are {experts.upper()}"
         yield Finding("no", text, f'set "expert_dtype": {words} in {INFERENCE}')
 
 

@@ -22,11 +22,11 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """quant_config.py, DeepseekV4FP8Config.expert_dtype (top level only, 'fp4' where missing) and get_quant_method."""
     if checkpoint.quantization is None or not checkpoint.quantised:
         return
-    said, form = checkpoint.config.get("expert_dtype", "fp4"), checkpoint.formats.experts
+    given, form = checkpoint.config.get("expert_dtype", "fp4"), checkpoint.formats.experts
     nvfp4 = str(checkpoint.quantization_says("moe_quant_algo") or "").upper() == "NVFP4"
-    if said not in ("fp4", "fp8"):
-        yield Finding("no", f"expert_dtype is {said!r}; vLLM knows fp4 and fp8 only")
-    elif form == "fp8" and said == "fp4":
+    if given not in ("fp4", "fp8"):
+        yield Finding("no", f"expert_dtype is {given!r}; vLLM knows fp4 and fp8 only")
+    elif form == "fp8" and given == "fp4":
         yield Finding("no", "the experts are FP8 and vLLM takes them for FP4, as expert_dtype is not 'fp8'")
     elif form == "fp8":
         # nvidia/model.py, load_weights: an e8m0 expert scale is viewed as uint8; Fp8MoEMethod has F32 parameters for it
@@ -36,20 +36,20 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
             "parameters, without an error",
         )
     elif form in ("bf16", "f32"):
-        yield from _wide_experts(checkpoint, said)
-    elif said == "fp8":
+        yield from _wide_experts(checkpoint, given)
+    elif given == "fp8":
         yield Finding("no", "expert_dtype is 'fp8' and the experts are not", 'set "expert_dtype": "fp4" in config.json')
     elif (form == "nvfp4") != nvfp4:
         is_said = "says" if nvfp4 else "does not say"
         yield Finding("no", f"the experts are {form.upper()} and quantization_config {is_said} moe_quant_algo NVFP4")
 
 
-def _wide_experts(checkpoint: InspectedCheckpoint, said: str) -> Iterator[Finding]:
+def _wide_experts(checkpoint: InspectedCheckpoint, given: str) -> Iterator[Finding]:
     if checkpoint.spares_layers:
         yield Finding("not known", "whether ignored_layers spares the experts, which are not quantised, is not checked")
     else:
         yield Finding(
-            "no", f"the experts are {checkpoint.formats.experts.upper()} and vLLM takes them for {said.upper()}"
+            "no", f"the experts are {checkpoint.formats.experts.upper()} and vLLM takes them for {given.upper()}"
         )
 
 
