@@ -31,8 +31,10 @@ OnlyOpt = Annotated[
 LocalDirOpt = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Put the files into this folder instead of the Hugging Face cache.")
 ]
-WorkersOpt = Annotated[int, typer.Option("--max-workers", min=1, max=64, help="Files that come at the same time.")]
-DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show what would come and whether it fits; fetch nothing.")]
+WorkersOpt = Annotated[int, typer.Option("--max-workers", min=1, max=64, help="Files to fetch at the same time.")]
+DryRunOpt = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be fetched and whether it fits; fetch nothing.")
+]
 
 
 def download(

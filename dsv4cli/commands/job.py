@@ -130,4 +130,6 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
 def report_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
     """Says what could have been meant as special tokens, and is not."""
     if lookalikes:
-        out.warning(f"{' '.join(lookalikes)} in a message is text, no special token; --special-tokens reads it as one")
+        out.warning(
+            f"{' '.join(lookalikes)} in a message is text, not a special token; --special-tokens reads it as one"
+        )

@@ -27,38 +27,44 @@ from dsv4cli.output import Output
 
 QuestionArg = Annotated[
     str | None,
-    typer.Argument(help="Asked first; the conversation goes on after it on a terminal, and ends elsewhere."),
+    typer.Argument(help="A question to ask first. On a terminal the conversation goes on after it, elsewhere it ends."),
 ]
-ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Go on with the session that was last.")]
+ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Continue the last session.")]
 ResumeOpt = Annotated[
     str | None,
-    typer.Option("--resume", "-r", metavar="WHICH", help="Go on with a session of --sessions: its number or name."),
+    typer.Option("--resume", "-r", metavar="WHICH", help="Continue a session of --sessions, by its number or name."),
 ]
-SessionsOpt = Annotated[bool, typer.Option("--sessions", help="List the sessions, the last first, and exit.")]
+SessionsOpt = Annotated[bool, typer.Option("--sessions", help="List the sessions, the newest first, and exit.")]
 SessionOpt = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.json", help="Go on with the messages of this file, if it is there, and keep it up to date."
+        metavar="FILE.json", help="Continue with the messages of this file, if it exists, and keep it up to date."
     ),
 ]
 ThinkBudgetOpt = Annotated[
-    int | None, typer.Option(help="The most tokens of thinking; then the model has to answer. Without it: its limit.")
+    int | None,
+    typer.Option(
+        help="The most tokens of thinking; then the model must answer. If absent, only the answer's limits count."
+    ),
 ]
 ToolsOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Tools to offer, as in the OpenAI API; you give the results.")
+    Path | None, typer.Option(metavar="FILE.json", help="Tools to offer, as in the OpenAI API; you type the results.")
 ]
 ToolExecOpt = Annotated[
     str | None,
-    typer.Option(metavar="COMMAND", help="Carries out calls: gets {name, arguments} as JSON, prints text or JSON."),
+    typer.Option(
+        metavar="COMMAND",
+        help="A program that carries out calls: it reads {name, arguments} as JSON and prints text or JSON.",
+    ),
 ]
-ToolTimeoutOpt = Annotated[float, typer.Option(help="The most seconds of a call.")]
+ToolTimeoutOpt = Annotated[float, typer.Option(help="The most seconds that a call may take.")]
 YesOpt = Annotated[bool, typer.Option("--yes", help="Run --tool-exec without asking.")]
 MaxRoundsOpt = Annotated[
-    int, typer.Option(min=1, help="Rounds of calls in a turn after which --yes asks all the same, or ends the answer.")
+    int, typer.Option(min=1, help="Rounds of calls in a turn; after them --yes asks nevertheless, or ends the answer.")
 ]
 ShowThinkingOpt = Annotated[bool, typer.Option("--show-thinking", help="Show reasoning as it comes, not in one line.")]
 NoMarkdownOpt = Annotated[
-    bool, typer.Option("--no-markdown", help="Show answers as they are written, also on a terminal.")
+    bool, typer.Option("--no-markdown", help="Show answers as the model writes them, on a terminal too.")
 ]
 NoHistoryOpt = Annotated[bool, typer.Option("--no-history", help="Keep no history of inputs.")]
 ChatTpOpt = Annotated[
@@ -95,7 +101,8 @@ def chat(
     """Conversation with the model, as long as you like.
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
-    answer, twice it quits. Piped lines are questions; the exit code is the last error's. --continue goes on later.
+    answer, twice it quits. Piped lines are questions; the exit code is that of the last error. Later,
+    --continue continues the session.
     """
     out, state = Output(context.obj), state_folder(state_home)
     _check(options.device, torchrun, question)

@@ -62,7 +62,7 @@ def _list_sessions(out: Output, folder: Path) -> NoReturn:
     rows = session_rows(folder)
     if rows:
         out.table(rows)
-        out.hint("dsv4 chat --resume NUMBER goes on with one")
+        out.hint("dsv4 chat --resume NUMBER continues one")
     else:
-        out.status(f"no session has been kept in {folder} yet")
+        out.status(f"there are no sessions in {folder} yet")
     raise typer.Exit

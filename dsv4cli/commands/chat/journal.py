@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEMA = "dsv4.chat/1"
 # how much of the first question a journal's name has
 NAME_LENGTH = 40
-START = "start one: dsv4 chat; it is kept from its first answer on"
+START = "start one: dsv4 chat; its first answer saves it"
 
 
 def state_folder(state_home: Path | None) -> Path:
@@ -45,7 +45,7 @@ def _check_choices(value: Any) -> SessionChoices:
     one = SessionChoices(**value)
     Sampling().chosen(one.temperature, one.top_p, 0)
     if not (isinstance(one.model, str) and isinstance(one.think, str)):
-        raise ValueError("the model or the thinking level is no text")
+        raise ValueError("the model or the thinking level is not a text")
     return one
 
 
@@ -176,7 +176,8 @@ def read_journal(path: Path) -> Kept:
         return Kept(check_messages(messages) if messages else [], check_tools(tools), checked)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UsageError) as error:
         raise UsageError(
-            f"{path} is no journal that can be continued: {error}", "move it away, or load a saved file with --session"
+            f"{path} is not a journal that can be continued: {error}",
+            "move it away, or load a saved file with --session",
         ) from None
 
 

@@ -43,7 +43,7 @@ def converse(chat: Chat, source: Input, question: str | None) -> None:
 def greet(chat: Chat) -> None:
     """What a conversation begins with on a terminal."""
     if chat.session.messages:
-        chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}; /history shows them")
+        chat.out.status(f"continuing after {counted(len(chat.session.messages), 'message')}; /history shows them")
     if chat.on_terminal:
         chat.out.status("/help lists the commands; Ctrl-D quits")
 

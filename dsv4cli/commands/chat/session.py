@@ -21,8 +21,8 @@ class FileChanged(UsageError):
 
     def __init__(self, file: Path) -> None:
         super().__init__(
-            f"{file} has been changed by another chat or program since it was read here",
-            f"/load {file} takes what it has now; /save {file} replaces that with this conversation",
+            f"another chat or program has changed {file} since it was read here",
+            f"/load {file} reads it again; /save {file} overwrites it with this conversation",
         )
 
 
@@ -142,7 +142,7 @@ class Session:
         for message in reversed(self.messages):
             if message["role"] == "user":
                 return text_of(message["content"])
-        raise UsageError("nothing has been asked yet", "write a question, or /help")
+        raise UsageError("you have not asked anything yet", "write a question, or /help")
 
     def last_answer(self) -> "Message":
         """The assistant's last message. Raises UsageError when there is none."""

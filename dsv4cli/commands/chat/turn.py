@@ -145,7 +145,7 @@ class Chat:
         self.lookalikes.update(self.talk.lookalikes)
         answer = self._follow(steps)
         if answer is None:
-            self.out.status("stopped before the first word")
+            self.out.status("stopped; no answer yet")
             return False
         message, repairs = answer.message()
         for repair in repairs if not self.stopped else ():
@@ -246,7 +246,7 @@ class Chat:
             self.left_out += surplus
             left = counted(self.left_out, "message")
             self.out.warning(
-                f"the oldest {left} are left out of the prompt to keep room for an answer; not of the session"
+                f"the oldest {left} are left out of the prompt to keep room for an answer; the session keeps them"
             )
         return messages[:start] + messages[start + self.left_out :]
 
@@ -265,4 +265,4 @@ class Chat:
         self.out.status(f"{self.model} · {used:,} of {talk.context:,} tokens{rate}{first}{ended}")
         if used > NEARLY_FULL * talk.context:
             left = counted(max(talk.context - used, 0), "token")
-            self.out.warning(f"{left} are left; soon the oldest questions and answers are left out of the prompt")
+            self.out.warning(f"{left} left; the oldest questions and answers will soon be left out of the prompt")

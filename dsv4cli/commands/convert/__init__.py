@@ -26,7 +26,7 @@ SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP
 OutputArg = Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write: new, empty or unfinished.")]
 ToOpt = Annotated[
     Literal["official", "bf16", "fp8", "nvfp4", "mp", "transformers"] | None,
-    typer.Option("--to", help="The layout to make, see above."),
+    typer.Option("--to", help="The layout to make; see above."),
 ]
 RanksOpt = Annotated[int | None, typer.Option(min=1, help="For --to mp: cut for this many GPUs.")]
 ExpertsOpt = Annotated[
@@ -157,7 +157,7 @@ def _done(
         out.line(verdict(found))
         return
     if compared == "off":
-        out.warning("not all of it has been compared with the source")
+        out.warning("a part of it has not been compared with the source")
     command = ("convert", "--check", folder, "--against", source)
     out.hint(f"compare it with the source: `{pasted(*command)}`")
 

@@ -38,11 +38,11 @@ def join(out: Output, finish: Path | None, look: Path | None, comparison: Compar
     others = [*others, look if finish is not None else None]
     if any(other is not None for other in others):
         raise UsageError(
-            f"{option} takes the output folder alone, and what it is compared with",
+            f"{option} takes only the output folder and the source to compare it with",
             f"as in `dsv4 convert {option} OUT --against SRC`",
         )
     if comparison.check == "off" or (comparison.check == "full" and comparison.against is None):
-        reason = "is no comparison" if comparison.check == "off" else "needs the source to compare with"
+        reason = "compares nothing" if comparison.check == "off" else "needs the source to compare with"
         raise UsageError(
             f"{option} with --verify {comparison.check} {reason}",
             f"as in `dsv4 convert {option} OUT --against SRC --verify full`",
@@ -109,8 +109,8 @@ def _report(out: Output, folder: Path, checked: "Checked", against: str | None) 
         }
     )  # fmt: skip
     problems = [f"{name} is missing" for name in checked.missing]
-    problems += [f"{name} has changed: its sha256 is another" for name in checked.changed]
-    problems += [f"{name} is not the source's" for name in wrong]
+    problems += [f"{name} has changed: its sha256 differs" for name in checked.changed]
+    problems += [f"{name} differs from the source's" for name in wrong]
     if problems:
         as_written = "is not as it was written" if not wrong else f"differs from {against}"
         out.line(f"{folder} {as_written}", strong=True)

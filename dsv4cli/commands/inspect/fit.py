@@ -136,7 +136,7 @@ def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
     if placement.division is not None:
         division = placement.division
         yield (
-            f"{where} lie {division.rows} of each layer's {division.experts} experts at a time; {division.offloaded} "
+            f"{where} are {division.rows} of each layer's {division.experts} experts at a time; {division.offloaded} "
             f"stay in host memory, {size_text(best.host * best.ranks)} in all."
         )
     if not placement.drafter:

@@ -69,7 +69,7 @@ def report_tensor(out: Output, view: "TensorView") -> None:
 
 def _values(values: "MatrixValues") -> "Iterator[tuple[str, str]]":
     found = values.statistics
-    yield "values", f"{found.count:,}, of them {found.zeros:,} zero"
+    yield "values", f"{found.count:,}, {found.zeros:,} of them zero"
     if found.not_finite:
         yield "", f"{found.not_finite:,} NaN or infinite"
     if found.finite:

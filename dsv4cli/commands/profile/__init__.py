@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 ShapesOpt = Annotated[
     str,
-    typer.Option("--model", "-m", help="Whose shapes: flash, pro, flash-0731, tiny (no files needed), or any model."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="The model whose shapes to use: flash, pro, flash-0731, tiny (no files needed), or any other.",
+    ),
 ]
 CasesOpt = Annotated[
-    str, typer.Option(metavar="N,N", help="Tokens of a step: up to 64 are of as many sequences, more of one prompt.")
+    str,
+    typer.Option(metavar="N,N", help="Tokens of a step: up to 64 come from as many sequences, more from one prompt."),
 ]
 ContextOpt = Annotated[int, typer.Option("--context", help="Tokens of each sequence, the step's own included.")]
-RanksOpt = Annotated[int, typer.Option(min=1, help="Shapes of one rank of so many.")]
+RanksOpt = Annotated[int, typer.Option(min=1, help="Use the shapes of one of this many ranks.")]
 OnlyOpt = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="This operation or family only; may be given again.")
+    list[str] | None, typer.Option(metavar="NAME", help="Only this operation or family; may be repeated.")
 ]
 BaselineOpt = Annotated[
-    Path | None, typer.Option(metavar="OLD.json", help="What --json printed before: show what has changed.")
+    Path | None, typer.Option(metavar="OLD.json", help="An earlier output of --json: show what has changed.")
 ]
 PlotOpt = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a .png or .svg file; needs dsv4[plot].")
@@ -102,7 +107,7 @@ def kernels(
     document = kernels_document(model, chosen, tp, place, measure_ceilings(place), measured)
     again = _again(document, old, as_json)
     if again:
-        out.status(f"timing {counted(len(again), 'operation')} once more: what two passes differ by is noise")
+        out.status(f"timing {counted(len(again), 'operation')} once more: a difference between two passes is noise")
         time_again(shapes, again, place, chosen)
     if plot is not None:
         draw_roofline(document, plot)

@@ -77,7 +77,7 @@ def read_many(job: Job, source: Source) -> Many:
     questions, prompts = _prompts(job, source)
     named = sorted({one.model for one in questions if one.model is not None})
     if named:
-        job.out.status(f"lines name {', '.join(named)} as their model; {job.source.name} answers")
+        job.out.status(f"some lines name {', '.join(named)} as their model; {job.source.name} answers them")
     if source.out is None:
         asked = _asked(job, source, questions, prompts, job.sampling)
         return Many(asked, len(asked), job.sampling.seed, None)
@@ -159,7 +159,7 @@ def _missing(file: "AnswerFile", asked: list[Asked]) -> list[Asked]:
         if one is None or (record["request"], record["seed"]) != (one.digest, one.request.sampling.seed):
             what = f"the answer with index {place[0]}"
             raise UsageError(
-                f"{file.path} belongs to another command: {what} is to another prompt, or was drawn in another way",
+                f"{file.path} belongs to another command: {what} is to another prompt, or drawn with other options",
                 "name another file for --out, or remove this one",
             )
     return [one for one in asked if one.place not in file.records]
@@ -173,12 +173,12 @@ def answer_many(job: Job, many: Many) -> None:
         if many.asked:
             _answer(job, many, clock, take)
     if not many.asked:
-        job.out.status(f"{many.out} has {counted(many.total, 'answer')} already: all that are asked for")
+        job.out.status(f"{many.out} has {counted(many.total, 'answer')} already; none is missing")
         return
     report_traffic(job.out, clock.experts)
     job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {many.seed}")
     if before:
-        job.out.status(f"{counted(before, 'answer')} had been in {many.out} before")
+        job.out.status(f"{many.out} already had {counted(before, 'answer')}")
 
 
 def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
@@ -222,7 +222,7 @@ def _sink(job: Job, many: Many) -> Iterator[Take]:
         file.order()
     except BaseException:
         there = f"{len(file.records):,} of {counted(many.total, 'answer')}"
-        job.out.status(f"{there} {'is' if many.total == 1 else 'are'} in {many.out}; the same command goes on")
+        job.out.status(f"{there} {'is' if many.total == 1 else 'are'} in {many.out}; the same command continues")
         raise
     finally:
         file.close()

@@ -32,7 +32,7 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError for a path that is no file of answers, or that another process holds."""
+        """Raises UsageError for a path that is not a file of answers, or that another process holds."""
         self.path = path.resolve()  # a link stays a link
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
@@ -40,7 +40,7 @@ class AnswerFile:
             raise UsageError(f"--out {path} cannot be written: {error.strerror}", "name another file") from None
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
-                raise UsageError(f"--out {path} is no file", "leave out --out, and answers go to stdout")
+                raise UsageError(f"--out {path} is not a file", "leave out --out, and answers go to stdout")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.records = self._read()
         except BlockingIOError:
@@ -66,10 +66,10 @@ class AnswerFile:
                 str(record["request"]), int(record["seed"])
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise UsageError(
-                    f"{self.path}, line {number}: no answer that --out has written", "name another file"
+                    f"{self.path}, line {number}: not an answer that --out has written", "name another file"
                 ) from None
         if content[whole:] and not found and not content[whole:].startswith(b'{"index": '):
-            raise UsageError(f"{self.path} is no file of answers", "name another file")
+            raise UsageError(f"{self.path} is not a file of answers", "name another file")
         os.ftruncate(self._file, whole)
         return found
 

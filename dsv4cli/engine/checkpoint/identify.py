@@ -157,7 +157,7 @@ def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
 def _refuse_foreign(folder: Path) -> None:
     """Refuses other models and other tools' exports by file names and the root config.json."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder", "name the folder that holds config.json and the weights")
+        raise CheckpointError(f"{folder} is not a folder", "name the folder that holds config.json and the weights")
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:

@@ -58,7 +58,7 @@ def check_known_storage(values: Mapping[str, Any], where: str) -> None:
     if len(set(stated.values())) > 1:
         raise CheckpointError(
             f"{where}: {' and '.join(stated)} contradict each other: {' and '.join(map(repr, stated.values()))}",
-            "say in both what the tensors are",
+            "correct both: they must say what the tensors are",
         )
 
 
@@ -67,7 +67,9 @@ def _check_experts(values: Mapping[str, Any], quantization: Mapping[str, Any], w
     for key, value in stated.items():
         if not isinstance(value, str) or value not in EXPERT_DTYPES:
             known = ", ".join(EXPERT_DTYPES)
-            raise CheckpointError(f"{where}: {key} is {value!r}, known are {known}", "say what the tensors are")
+            raise CheckpointError(
+                f"{where}: {key} is {value!r}, known values are {known}", "correct it: it must say what the tensors are"
+            )
     return stated
 
 

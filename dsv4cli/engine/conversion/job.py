@@ -136,7 +136,7 @@ class Conversion:
         """Raises UsageError for an output that is the source, inside it, or holds something else than this job."""
         source, output = self.source.checkpoint.folder.resolve(), self.output.resolve()
         if output == source or source in output.parents or output in source.parents:
-            raise UsageError(f"{self.output} and the source lie in each other", "name a folder outside the source")
+            raise UsageError(f"{self.output} and the source overlap", "name a folder outside the source")
         place = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
         if not place.is_dir():
             raise UsageError(f"{place} is a file", "name a folder that is empty or does not exist yet")

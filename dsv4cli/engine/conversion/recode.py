@@ -124,7 +124,7 @@ class Recipe:
         except recode.NotRepresentable as problem:
             folder, name = self.recoder.source.identity.checkpoint.folder, self.parts["weight"].name
             place = f"row {row0 + problem.row}, column {problem.column}"
-            remedy = "--to bf16 has a place for every value, --to official keeps the format"
+            remedy = "--to bf16 can hold every value, --to official keeps the format"
             if "NaN" in problem.reason:
                 remedy = f"{look(folder, '--values')} shows how much is damaged; download it again"
             raise CheckpointError(

@@ -88,7 +88,7 @@ def _moved(dspark: DSparkConfig, layers: range) -> DSparkConfig:
     lost = [layer for layer in dspark.target_layer_ids if layer not in layers]
     if lost:
         raise UsageError(
-            f"--layers {_text(layers)} takes away layer {lost[0]}, whose output the DSpark drafter reads",
+            f"--layers {_text(layers)} removes layer {lost[0]}, whose output the DSpark drafter reads",
             "leave the drafter out with --no-mtp, or keep layers " + ", ".join(map(str, dspark.target_layer_ids)),
         )
     return replace(dspark, target_layer_ids=tuple(layer - layers.start for layer in dspark.target_layer_ids))

@@ -41,7 +41,7 @@ def settle(context: DownloadContext, file: RemoteFile) -> Outcome:
     if is_wrong:
         context.destination.guard(file)
         if context.listing.cached:
-            raise HubError(f"{found} is damaged: its hash is another, and huggingface_hub is offline", ONLINE)
+            raise HubError(f"{found} is damaged: its hash differs, and huggingface_hub is offline", ONLINE)
     for _ in range(1 + REPAIRS):
         if _bring(context, file, is_wrong):
             return "repaired" if is_wrong else "fetched"

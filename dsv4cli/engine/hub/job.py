@@ -83,7 +83,7 @@ def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
     match = REPOSITORY.fullmatch(ALIASES.get(text, text))
     if match is None:
         raise UsageError(
-            f"{text!r} is no repository on the hub", f"name it as org/name[@revision], or {', '.join(ALIASES)}"
+            f"{text!r} is not a repository on the hub", f"name it as org/name[@revision], or {', '.join(ALIASES)}"
         )
     if revision and match["revision"] and revision != match["revision"]:
         raise UsageError(f"{text} and --revision {revision} name two revisions", "name one")

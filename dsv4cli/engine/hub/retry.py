@@ -171,7 +171,7 @@ def explain(error: Exception, repository: str, revision: str | None) -> HubError
         )
     if isinstance(error, GatedRepoError):
         return HubError(
-            f"{repository} is gated: its owner asks to accept a licence first",
+            f"{repository} is gated: you must accept its licence first",
             f"accept it on {page}, then log in with `hf auth login`",
         )
     if isinstance(error, RepositoryNotFoundError):
@@ -218,7 +218,7 @@ def _explain_status(error: HfHubHTTPError, repository: str, page: str) -> HubErr
     if status == 403:
         return HubError(
             f"the hub refuses access to {repository} (HTTP 403)",
-            f"check that the account of the token may read {page}; `hf auth whoami` tells which it is",
+            f"check that the account of the token may read {page}; `hf auth whoami` shows which account it is",
         )
     if status == 429:
         return HubError(

@@ -32,7 +32,7 @@ def judge(plan: DownloadPlan) -> DownloadVerdict:
     if plan.selection.is_whole:
         return _judge_whole(FolderSource(plan.name, folder))
     if not any(kind_of(file.name) == "weights" for file in plan.wanted):
-        return DownloadVerdict("no weights are wanted, so there are no tensors to check")
+        return DownloadVerdict("no weights were asked for, so there are no tensors to check")
     if not any((folder / name).is_file() for name in ("config.json", "inference/config.json")):
         return DownloadVerdict("the tensors are not checked: there is no config.json to compare them with")
     return check_part(folder, plan.selection)

@@ -111,7 +111,7 @@ def resolve_inspectable(text: str, say: "Callable[[str], None]" = _silent) -> In
     name = text.removeprefix(SCHEME)
     is_repository = REPOSITORY.fullmatch(ALIASES.get(name, name)) is not None
     if name != text and not is_repository:
-        raise UsageError(f"{name!r} is no repository on the hub", "known names: " + KNOWN)
+        raise UsageError(f"{name!r} is not a repository on the hub", "known names: " + KNOWN)
     try:
         return resolve_model(text) if name == text else resolve_repository(name)
     except ModelNotFound:

@@ -238,8 +238,8 @@ def _divided(sizes: RankSizes, room: FreeMemory, most: int) -> Placement:
         raise NotEnoughMemory(
             f"experts need at least {each * room.ranks_here / 1e9:.4g} GB of host memory{ranks}, and may have "
             f"{limit / 1e9:.4g} GB of it",
-            "use more GPUs (--tp) or a machine with more memory; where the system tells of less than there is, "
-            "--host-memory SIZE names it",
+            "use more GPUs (--tp) or a machine with more memory; where the system reports less than there is, "
+            "give --host-memory SIZE",
         )
     division = Division(sizes.experts, rows, slots)
     return Placement(False, division, on_gpu(sizes, rows), sizes.layers * division.offloaded * sizes.expert)

@@ -219,4 +219,4 @@ def test_a_plan_that_is_none_writes_nothing(tmp_path, plan):
 @pytest.mark.parametrize("rest", [("SRC",), ("--to", "bf16")])
 def test_finish_takes_a_folder_alone(joined, rest):
     code, _, err = conversions.run("convert", "--finish", joined, *rest)
-    assert (code, "--finish takes the output folder alone" in err) == (2, True)
+    assert (code, "--finish takes only the output folder" in err) == (2, True)

@@ -127,10 +127,10 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
     ("source", "code", "words"),
     [
         ("{tmp}/nothing", 1, ["there is no folder {tmp}/nothing", "check the path"]),
-        ("nothing", 2, ["'nothing' is no folder and no model name", "known names: nano, flash"]),
-        ("", 2, ["'' is no folder and no model name"]),
+        ("nothing", 2, ["'nothing' is neither a folder nor a known model", "known names: nano, flash"]),
+        ("", 2, ["'' is neither a folder nor a known model"]),
         ("{tmp}/full", 1, ["{tmp}/full holds no safetensors file"]),
-        ("{tmp}/file", 2, ["{tmp}/file is a file, a model is a folder", "name the folder"]),
+        ("{tmp}/file", 2, ["{tmp}/file is a file; a model is a folder", "name the folder"]),
         ("{tmp}/m.gguf", 4, ["{tmp}/m.gguf is a GGUF model"]),
         ("flash", 1, ["DeepSeek-V4-Flash is not in the Hugging Face cache", "`dsv4 download flash`"]),
         ("some/repo", 1, ["some/repo is not in the Hugging Face cache", "`dsv4 download some/repo`"]),
@@ -198,7 +198,7 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
     before = state(tmp_path)
     for rest in DRY:
         error, remedy = refused(2, source, source / output, *BF16, *rest)
-        assert f"{source / output} and the source lie in each other" in error
+        assert f"{source / output} and the source overlap" in error
         assert "outside the source" in remedy
     assert state(tmp_path) == before
 
@@ -222,12 +222,12 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
         ("--to nvfp4 --experts bf16", ["--to nvfp4 has no experts in bf16", "allowed with it: nvfp4"]),
         ("--to transformers --experts fp4", ["--to transformers has no experts in fp4", "allowed with it: bf16"]),
         ("--to transformers --attention fp8", ["--to transformers has no attention in fp8", "allowed with it: bf16"]),
-        ("--to bf16 --shard 3/2", ["--shard '3/2' is no part of a job", "I from 1 to N"]),
-        ("--to bf16 --shard 0/2", ["--shard '0/2' is no part of a job"]),
-        ("--to bf16 --shard 2", ["--shard '2' is no part of a job"]),
-        ("--to bf16 --shard 1/0", ["--shard '1/0' is no part of a job"]),
-        ("--to bf16 --max-shard-size 5", ["--max-shard-size '5' is no size", "kB, MB, GB"]),
-        ("--to bf16 --max-shard-size 0TB", ["--max-shard-size '0TB' is no size", "TB, KiB"]),
+        ("--to bf16 --shard 3/2", ["--shard '3/2' is not a part of a job", "I from 1 to N"]),
+        ("--to bf16 --shard 0/2", ["--shard '0/2' is not a part of a job"]),
+        ("--to bf16 --shard 2", ["--shard '2' is not a part of a job"]),
+        ("--to bf16 --shard 1/0", ["--shard '1/0' is not a part of a job"]),
+        ("--to bf16 --max-shard-size 5", ["--max-shard-size '5' is not a size", "kB, MB, GB"]),
+        ("--to bf16 --max-shard-size 0TB", ["--max-shard-size '0TB' is not a size", "TB, KiB"]),
         ("--to bf16 --device tpu", ["--device cannot be 'tpu'", "cuda:N"]),
     ],
 )
@@ -263,13 +263,13 @@ def test_finish_does_nothing_but_finish(small, tmp_path):
     for option in ("--finish", "--check"):
         for rest in ("--dry-run", "--shard 1/2", "--layers 0-1", "--no-mtp", "--ranks 2"):
             error, _ = refused(2, option, folder, *rest.split())
-            assert f"{option} takes the output folder alone" in error
+            assert f"{option} takes only the output folder" in error
         error, remedy = refused(2, option, folder, "--verify", "full")
         assert f"{option} with --verify full needs the source" in error
         assert f"`dsv4 convert {option} OUT --against SRC --verify full`" in remedy
         error, _ = refused(2, option, folder, "--verify", "off", "--against", small)
-        assert f"{option} with --verify off is no comparison" in error
-    assert "takes the output folder alone" in refused(2, "--finish", folder, "--check", folder)[0]
+        assert f"{option} with --verify off compares nothing" in error
+    assert "takes only the output folder" in refused(2, "--finish", folder, "--check", folder)[0]
     assert "--against belongs to --finish and --check" in refused(2, small, folder, *BF16, "--against", small)[0]
     assert files(folder) == before
 
@@ -285,7 +285,7 @@ def test_fp8_is_refused_where_the_scales_of_a_block_are_too_far_apart(source, tm
     assert f"{EXPERT}.weight cannot become fp8 without loss" in error
     # of its block
     assert "at row 128, column 0" in error
-    assert "--to bf16 has a place for every value" in remedy
+    assert "--to bf16 can hold every value" in remedy
     assert left(tmp_path / "out") == []
     assert state(source) == before
 
@@ -299,7 +299,7 @@ def test_nvfp4_is_refused_where_the_scales_of_a_matrix_are_too_far_apart(source,
     error, remedy = refused(1, source, tmp_path / "out", "--to", "nvfp4")
     assert f"{EXPERT}.weight cannot become nvfp4 without loss" in error
     assert "at row 200, column 32" in error
-    assert "--to bf16 has a place for every value" in remedy
+    assert "--to bf16 can hold every value" in remedy
     assert left(tmp_path / "out") == []
     assert state(source) == before
 

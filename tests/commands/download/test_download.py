@@ -219,7 +219,7 @@ def test_a_part_that_is_not_the_model_it_says_is_told(hub, dsv4, tmp_path):
     hub.add("org/name", {path.name: path.read_bytes() for path in folder.iterdir()})
     done = dsv4("download", "org/name", "--layers", "0-1", "--no-mtp")
     assert (done.code, "the part is not sound\n" in done.out) == (3, True)
-    assert "layers.0.attn.wkv.scale is missing, its weight is there" in done.out
+    assert "layers.0.attn.wkv.scale is missing, but its weight is there" in done.out
     assert dsv4("download", "org/name", "--layers", "2-3", "--no-mtp").code == 0
 
 
@@ -437,10 +437,10 @@ def test_who_may_read(hub, dsv4, tmp_path, options, token, words):
         (("flash", "--only", "config", "--layers", "0"), 2, "--only leaves out"),
         (("org/plain", "--layers", "0"), 2, "cannot be taken in part"),
         (("org/plain", "--only", "weights"), 2, "has no files of the kind weights"),
-        (("random:tiny",), 2, "is no repository on the hub"),
-        (("./flash",), 2, "is no repository on the hub"),
-        (("org/a--b",), 2, "is no name of a repository"),
-        (("flash@one", "--revision", "two"), 2, "is no repository on the hub"),
+        (("random:tiny",), 2, "is not a repository on the hub"),
+        (("./flash",), 2, "is not a repository on the hub"),
+        (("org/a--b",), 2, "is not the name of a repository"),
+        (("flash@one", "--revision", "two"), 2, "is not a repository on the hub"),
         (("org/name@one", "--revision", "two"), 2, "name two revisions"),
         (("org/evil",), 6, "a dangerous name: '../evil.txt'"),
         (("flash", "--local-dir", "/dev/null/model"), 2, "cannot be written"),
@@ -473,7 +473,7 @@ def test_an_index_that_is_none_is_named_by_its_repository(hub, dsv4):
     hub.add(REPOSITORY, FLASH | {damage.INDEX: b"{"})
     done = dsv4("download", "flash", "--layers", "0")
     assert done.code == 1
-    assert done.err.startswith(f"error: {REPOSITORY}/{damage.INDEX} is no safetensors index: ")
+    assert done.err.startswith(f"error: {REPOSITORY}/{damage.INDEX} is not a safetensors index: ")
     assert done.err.endswith(f"→ name another revision, as in {REPOSITORY}@REVISION\n")
 
 

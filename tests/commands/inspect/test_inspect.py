@@ -228,7 +228,7 @@ def test_a_name_with_control_characters_does_not_reach_the_terminal(tmp_path):
     path = folder / damage.SHARD
     damage.write_shard(path, damage.read_shard(path) | {"a\x1b[31m[bold]b": damage.Stored("U8", [1], b"x")})
     stdout = inside("inspect", str(folder)).stdout
-    assert r"a\x1b[31m[bold]b is no tensor of this model" in stdout
+    assert r"a\x1b[31m[bold]b is not a tensor of this model" in stdout
 
 
 def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_path):
@@ -253,7 +253,7 @@ def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_p
         (["inspekt", FLASH], 2, "inspect"),
         (["inspect", "random:huge"], 2, "error: random:huge: there is no preset 'huge'\n→ "),
         (["inspect", "./nothing", "--json"], 1, "error: there is no folder ./nothing\n→ "),
-        (["inspect", "nothing"], 2, "error: 'nothing' is no folder and no model name\n→ "),
+        (["inspect", "nothing"], 2, "error: 'nothing' is neither a folder nor a known model\n→ "),
     ],
 )
 def test_a_wrong_call_is_told_on_stderr(arguments, code, words):

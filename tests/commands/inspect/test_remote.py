@@ -122,7 +122,7 @@ def test_an_export_that_convert_reads_is_recognised(hub, tmp_path):
         (damage.header_length_absurd, (damage.SHARD, "header")),
         (damage.header_not_json, (damage.SHARD, "not JSON")),
         (damage.folder_empty, ("no safetensors file",)),
-        (damage.index_not_json, (f"{NAME}/{damage.INDEX} is no safetensors index",)),
+        (damage.index_not_json, (f"{NAME}/{damage.INDEX} is not a safetensors index",)),
         (damage.index_leaves_the_folder, (f"{NAME}/{damage.INDEX} names",)),
         (damage.config_missing, (NAME, "no config.json")),
     ],

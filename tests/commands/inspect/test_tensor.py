@@ -47,7 +47,7 @@ def test_a_tensor_in_the_terminal():
         "weight  F8_E4M3 [128, 256]",
         f"        {damage.SHARD}, bytes 1,513,768 to 1,546,536",
     ]
-    assert "values  32,768, of them 0 zero" in lines
+    assert "values  32,768, 0 of them zero" in lines
     assert "first   0.0234375 0.0117188 0.015625 -0.03125 -0.140625 -0.0273438 0.0390625" in lines
     assert lines[-1] == "  2^-10  ████████████████████████████████████████  2"
     assert max(map(len, lines)) <= 80
@@ -133,7 +133,7 @@ def test_a_tensor_that_the_model_does_not_have(tmp_path):
     damage.tensor_extra(folder)
     done = inside(str(folder), "--tensor", "layers.3.attn.bias")
     assert done.exit_code == 3
-    assert "layers.3.attn.bias is no tensor of this model" in done.stdout
+    assert "layers.3.attn.bias is not a tensor of this model" in done.stdout
     assert "the model has no such tensor" in done.stdout
     missing = damage.copy_checkpoint(tmp_path / "other")
     damage.drop_tensor(missing, SCALE)
@@ -149,7 +149,7 @@ def test_a_file_without_a_configuration_has_headers(tmp_path):
     with pytest.raises(UsageError, match="has no tensor 'wq'"):
         raise inside(str(path), "--tensor", "wq").exception
     for option in (("--layer", "3"), ("--tree",), ("--values", "full")):
-        with pytest.raises(UsageError, match="nothing says of which model"):
+        with pytest.raises(UsageError, match="no file says which model"):
             raise inside(str(path), *option).exception
 
 

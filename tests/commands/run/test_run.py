@@ -56,9 +56,9 @@ def test_the_same_answer_in_little_memory(dsv4):
     assert few.out == enough.out == "17 + 25 = 42.\n"
     loaded, division, _, traffic, _ = few.err.splitlines()
     assert loaded.startswith("nano on cpu: ")
-    lie = r"of each layer's 8 experts \d lie on the GPU at a time; \d stay in host memory, \d\.\d\d MB in all"
+    lie = r"of each layer's 8 experts \d are on the GPU at a time; \d stay in host memory, \d\.\d\d MB in all"
     assert re.fullmatch(lie, division)
-    words = r"[1-9]\d\.\d % of the experts lay on the GPU; \d+\.\d\d kB a token came from host memory"
+    words = r"[1-9]\d\.\d % of the experts were on the GPU; \d+\.\d\d kB a token came from host memory"
     assert re.fullmatch(words, traffic)
     assert "host memory" not in enough.err
 

@@ -101,7 +101,7 @@ def test_dspark_reads_the_layers_that_it_always_read():
 
 @pytest.mark.parametrize(("layers", "lost"), [(range(4), 40), (range(41, 43), 40), (range(42), 42)])
 def test_a_cut_that_dspark_does_not_survive_is_refused(layers, lost):
-    with pytest.raises(UsageError, match=rf"takes away layer {lost}, whose output the DSpark drafter reads") as caught:
+    with pytest.raises(UsageError, match=rf"removes layer {lost}, whose output the DSpark drafter reads") as caught:
         select(DSPARK, LayerSelection(layers))
     assert "--no-mtp" in caught.value.remedy
     cut, _ = select(DSPARK, LayerSelection(layers, drafter=False))

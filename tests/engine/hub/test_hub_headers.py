@@ -141,7 +141,7 @@ def test_faults_on_the_way(hub, folder, monkeypatch, fault):
         ("org/none", HubError, "no repository org/none"),
         ("org/name@none", HubError, "no revision none"),
         ("org/plain", CheckpointError, "org/plain holds no safetensors file"),
-        ("a/b/c", UsageError, "is no repository on the hub"),
+        ("a/b/c", UsageError, "is not a repository on the hub"),
     ],
 )
 def test_refusals(hub, folder, text, error, words):

@@ -390,7 +390,7 @@ def test_a_tensor_that_is_not_the_model_s(tmp_path, consumer, loads):
     damage.tensor_extra(folder)
     found = verdict(folder, consumer)
     assert found.loads is loads
-    assert any("layers.3.attn.bias is no tensor" in text for text in (*found.reasons, *found.notes))
+    assert any("layers.3.attn.bias is not a tensor" in text for text in (*found.reasons, *found.notes))
 
 
 @pytest.mark.parametrize("harm", [damage.index_lacks_tensor, damage.index_names_other_shard])
@@ -427,7 +427,7 @@ def test_of_foreign_models_nothing_is_known(tmp_path, harm):
 
 def test_only_a_folder_or_a_repository_is_judged():
     for model in ("random:tiny", f"{GOLDEN}/tiny-flash/model-00001-of-00003.safetensors"):
-        with pytest.raises(UsageError, match="no whole checkpoint"):
+        with pytest.raises(UsageError, match="not a whole checkpoint"):
             judge(inspect_model(resolve_inspectable(model)), "vllm")
 
 

@@ -558,7 +558,7 @@ def test_experts_in_host_memory_are_shown(capsys):
     assert f"{model} fits cuda:0 (GPU of 15GB) with experts in host memory\n" in text
     assert re.search(r"in host memory +\d+\.\d\d GB +0 B\n", text)
     assert re.search(
-        r"On cuda:0 lie \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
+        r"On cuda:0 are \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
     )
     assert "On cuda:0 the drafter is left out, which no command uses." in words
     document = json.loads(shown(capsys, model, "15GB", ram="24GB", as_json=True)[1])

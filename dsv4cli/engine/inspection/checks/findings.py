@@ -145,7 +145,7 @@ def _scales(found: Measurement) -> Iterator[ValueFinding]:
     for role, number in found.numbers.items():
         if not (math.isfinite(number) and number > 0):
             name = found.matrix.parts[role].name
-            yield ValueFinding(name, "wrong", "scale", f"{name} is {number:g}, no scale")
+            yield ValueFinding(name, "wrong", "scale", f"{name} is {number:g}, not a scale")
     scale = found.block_scale
     if scale is None:
         return

@@ -42,7 +42,7 @@ def unknown_tensors(reaction: str, *, fatal: bool) -> Rule:
     """Tensors that are not the model's. reaction: what the consumer does about them."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-        names = [f"{name} is no tensor of this model" for name in checkpoint.coverage.unexpected]
+        names = [f"{name} is not a tensor of this model" for name in checkpoint.coverage.unexpected]
         if names:
             yield Finding("no" if fatal else "note", f"{and_more(names)}; {reaction}")
 

@@ -21,7 +21,7 @@ def judge(
     Raises UsageError for what no other program could load: a single file, random weights.
     """
     if not isinstance(result.source, FolderSource | RemoteSource):
-        raise UsageError(f"{result.source.name} is no whole checkpoint", "name a folder or a repository")
+        raise UsageError(f"{result.source.name} is not a whole checkpoint", "name a folder or a repository")
     checkpoint = subject_of(result, folder, files)
     if checkpoint is None:
         assert result.problem is not None

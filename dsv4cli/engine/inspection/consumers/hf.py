@@ -96,7 +96,7 @@ def needs(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     common.damage("transformers fills what is missing with random numbers, and says so"),
     common.root_config(architecture=False),
-    common.unknown_tensors("transformers reports it and goes on", fatal=False),
+    common.unknown_tensors("transformers reports it and continues", fatal=False),
     files,
     ratios,
     quantization,

@@ -31,8 +31,8 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         # configs/deepseek_v4.py, try_detect_fp4_experts: packed types and F8_E4M3 only, else the default, FP4
         yield Finding(
             "not known",
-            f"the experts are {form.upper()}, which SGLang's probe does not know: it goes on as for FP4 unless "
-            "SGLANG_DSV4_FP4_EXPERTS=0; what comes of it has not been seen",
+            f"the experts are {form.upper()}, which SGLang's probe does not know: it continues as for FP4 unless "
+            "SGLANG_DSV4_FP4_EXPERTS=0; the result has not been tested",
         )
     elif form == "nvfp4" and not nvfp4:
         yield Finding(
@@ -54,7 +54,7 @@ def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
             "no", f"wo_a is {output.upper()}: SGLang wants FP8 or SGLANG_OPT_FP8_WO_A_GEMM=0 in its environment"
         )
     elif checkpoint.spares_layers:
-        yield Finding("not known", "whether ignored_layers spares every matrix that is not FP8 is not checked")
+        yield Finding("not known", "ignored_layers is not checked: it must spare every matrix that is not FP8")
     else:
         yield Finding("no", "some matrices outside the experts are not FP8 and no ignored_layers says so")
 
@@ -72,7 +72,7 @@ RULES: tuple[Rule, ...] = (
     common.damage("SGLang only warns, and computes with whatever the memory holds"),
     common.root_config(architecture=True),
     common.official_names("SGLang only warns about each name it does not know, and loads nothing of it"),
-    common.unknown_tensors("SGLang warns and goes on", fatal=False),
+    common.unknown_tensors("SGLang warns and continues", fatal=False),
     dialect,
     # layers/quantization/fp8.py, Fp8Config.from_config
     common.fp8_config("SGLang"),

@@ -46,7 +46,7 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 def _wide_experts(checkpoint: InspectedCheckpoint, given: str) -> Iterator[Finding]:
     if checkpoint.spares_layers:
-        yield Finding("not known", "whether ignored_layers spares the experts, which are not quantised, is not checked")
+        yield Finding("not known", "ignored_layers is not checked: it must spare the experts, which are not quantised")
     else:
         yield Finding(
             "no", f"the experts are {checkpoint.formats.experts.upper()} and vLLM takes them for {given.upper()}"
@@ -58,7 +58,7 @@ def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     if checkpoint.quantization is None or {checkpoint.formats.linear, checkpoint.formats.output} == {"fp8"}:
         return
     if checkpoint.quantised and checkpoint.spares_layers:
-        yield Finding("not known", "whether ignored_layers spares every matrix that is not FP8 is not checked")
+        yield Finding("not known", "ignored_layers is not checked: it must spare every matrix that is not FP8")
     elif checkpoint.quantised:
         yield Finding("no", "some matrices outside the experts are not FP8 and no ignored_layers says so")
 
