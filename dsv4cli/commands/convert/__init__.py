@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.conversion.job import Conversion
     from dsv4cli.engine.conversion.manifest import Manifest
     from dsv4cli.engine.conversion.verify import Verification
-    from dsv4cli.engine.conversion.work import FileDone
+    from dsv4cli.engine.conversion.write import FileDone
 
 SCHEMA = "dsv4.convert/1"
 SOURCE_HELP = "The checkpoint: a folder in any of the layouts, or flash, pro, org/name in the Hugging Face cache."
@@ -118,14 +118,14 @@ def _begin(
     from dsv4cli.engine.conversion.convert import finished
     from dsv4cli.engine.conversion.options import ConversionOptions, prepare
 
-    conversion, threads, place = prepare(source, output, ConversionOptions(*typed))
+    conversion, threads, device = prepare(source, output, ConversionOptions(*typed))
     done = finished(conversion)
     if done is not None:
         _done(out, conversion, done, source, threads, "off" if dry_run else check)
     elif dry_run:
-        _plan(out, conversion, place, threads)
+        _plan(out, conversion, device, threads)
     else:
-        _convert(out, conversion, place, threads, check)
+        _convert(out, conversion, device, threads, check)
 
 
 def _done(
@@ -166,7 +166,7 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
     """Shows what would be done, checked as the doing checks it."""
     from dsv4cli.engine.conversion.convert import trial
     from dsv4cli.engine.conversion.room import free_bytes
-    from dsv4cli.engine.conversion.work import memory_bytes
+    from dsv4cli.engine.conversion.write import memory_bytes
 
     conversion.check_source()
     conversion.check_output()

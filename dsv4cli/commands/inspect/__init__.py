@@ -130,7 +130,7 @@ def _ask(out: Output, result: "Inspection", asked: Mapping[str, _Question]) -> t
     """Reports, then puts the questions one after another: whether the answer is yes, and their sections of the
     document."""
     began = _begin(out, result, asked.keys())
-    # another program's verdict stands in the place of ours, and two models may be the same in any layout
+    # another program's verdict replaces ours, and two models may be the same in any layout
     answer = result.problem is None or "verdict" in asked or ("diff" in asked and not _is_unknown(result))
     sections: dict[str, Any] = {}
     for name, question in asked.items():

@@ -47,8 +47,8 @@ def report_tensor(out: Output, view: "TensorView") -> None:
     rows = [("format", f"{view.form}, values {list(view.shape)}")]
     for part in view.parts:
         whole = f"{part.dtype} {list(part.shape)}" + (f", {part.note}" if part.note else "")
-        place = f"{part.file.name}, bytes {part.begin:,} to {part.end:,}"
-        rows += [(part.role.replace("_", " "), whole), ("", place)]
+        extent = f"{part.file.name}, bytes {part.begin:,} to {part.end:,}"
+        rows += [(part.role.replace("_", " "), whole), ("", extent)]
         if part.name not in (view.name, f"{view.name.removesuffix('.weight')}.{part.role}"):
             rows.append(("", f"as {part.name}"))
     if view.holds:

@@ -96,19 +96,19 @@ def kernels(
     from dsv4cli.engine.runtime.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
-    out, counts, place = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
-    chosen, old = resolve_backend(backend, place), _baseline(baseline, "kernels")
+    out, counts, torch_device = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
+    chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "kernels")
     if plot is not None:
         check_plot(plot)
     shapes = read_shapes(model, tp)
     check_context(shapes, counts, length)
-    measured = profile_kernels(shapes, counts, length, only or (), place, chosen)
-    out.status(f"measuring on {place}; this takes a while at the shapes of a large model")
-    document = kernels_document(model, chosen, tp, place, measure_ceilings(place), measured)
+    measured = profile_kernels(shapes, counts, length, only or (), torch_device, chosen)
+    out.status(f"measuring on {torch_device}; this takes a while at the shapes of a large model")
+    document = kernels_document(model, chosen, tp, torch_device, measure_ceilings(torch_device), measured)
     again = _again(document, old, as_json)
     if again:
         out.status(f"timing {counted(len(again), 'operation')} once more: a difference between two passes is noise")
-        time_again(shapes, again, place, chosen)
+        time_again(shapes, again, torch_device, chosen)
     if plot is not None:
         draw_roofline(document, plot)
     _report(out, document, old)
@@ -152,15 +152,15 @@ def step(
     from dsv4cli.engine.runtime.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
-    out, source, place = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
-    chosen, old = resolve_backend(backend, place), _baseline(baseline, "step")
+    out, source, torch_device = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
+    chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "step")
     if trace is not None and not trace.parent.is_dir():
         raise UsageError(f"--trace: there is no folder {trace.parent}", "make it, or name another")
     load = choose_load(source.identity.config, tokens, before, batch)
-    ceilings = measure_ceilings(place)
-    transformer = _load(out, source, place)
-    found = profile_step(transformer, load, place, chosen, trace)
-    document = step_document(model, chosen, place, load, ceilings, found)
+    ceilings = measure_ceilings(torch_device)
+    transformer = _load(out, source, torch_device)
+    found = profile_step(transformer, load, torch_device, chosen, trace)
+    document = step_document(model, chosen, torch_device, load, ceilings, found)
     _report(out, document, old)
     if trace is not None:
         out.hint(f"open {trace} in https://ui.perfetto.dev")

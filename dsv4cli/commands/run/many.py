@@ -17,7 +17,7 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, ReaderGone, counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.chat.answer_file import AnswerFile, Place
+    from dsv4cli.engine.chat.answer_file import AnswerFile, AnswerKey
     from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.settings import Sampling
     from dsv4cli.engine.text.inputs import BadLine, ScoreItem
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
     digest: str
 
     @property
-    def place(self) -> "Place":
+    def key(self) -> "AnswerKey":
         """Where its answer belongs."""
         return self.question.index, self.sample or 0
 
@@ -144,7 +144,7 @@ def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usu
     from dsv4cli.engine.text.questions import sample_of
 
     own = {one.index for one in questions if one.seed is None}
-    known = next((place for place in file.records if place[0] in own), None)
+    known = next((key for key in file.records if key[0] in own), None)
     if source.seed is not None or known is None:
         return usual
     offset = sample_of(usual.chosen(None, None, 0), known[1]).seed + known[0]
@@ -153,16 +153,16 @@ def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usu
 
 def _missing(file: "AnswerFile", asked: list[Asked]) -> list[Asked]:
     """What the file has no answer to. Raises UsageError where it has answers to something else."""
-    wanted = {one.place: one for one in asked}
-    for place, record in file.records.items():
-        one = wanted.get(place)
+    wanted = {one.key: one for one in asked}
+    for key, record in file.records.items():
+        one = wanted.get(key)
         if one is None or (record["request"], record["seed"]) != (one.digest, one.request.sampling.seed):
-            what = f"the answer with index {place[0]}"
+            what = f"the answer with index {key[0]}"
             raise UsageError(
                 f"{file.path} belongs to another command: {what} is to another prompt, or drawn with other options",
                 "name another file for --out, or remove this one",
             )
-    return [one for one in asked if one.place not in file.records]
+    return [one for one in asked if one.key not in file.records]
 
 
 def answer_many(job: Job, many: Many) -> None:
@@ -202,9 +202,9 @@ def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
 def _sink(job: Job, many: Many) -> Iterator[Take]:
     """Where finished answers go, whatever ends this."""
     if many.out is None:
-        lines = InOrder(job.out, [one.place for one in many.asked])
+        lines = InOrder(job.out, [one.key for one in many.asked])
         try:
-            yield lambda one, record: lines.add(one.place, record)
+            yield lambda one, record: lines.add(one.key, record)
         except ReaderGone:
             raise
         except BaseException:
@@ -230,24 +230,24 @@ def _sink(job: Job, many: Many) -> Iterator[Take]:
 
 @dataclass
 class InOrder:
-    """Prints records in the order of their places, each as soon as those before it are there."""
+    """Prints records in the order of their keys, each as soon as those before it are there."""
 
     out: Output
-    places: "Sequence[Place]"
-    waiting: "dict[Place, dict[str, Any]]" = field(default_factory=dict)
+    keys: "Sequence[AnswerKey]"
+    waiting: "dict[AnswerKey, dict[str, Any]]" = field(default_factory=dict)
     shown: int = 0
 
-    def add(self, place: "Place", record: dict[str, Any]) -> None:
+    def add(self, key: "AnswerKey", record: dict[str, Any]) -> None:
         """Takes a record, and prints all that can be."""
-        self.waiting[place] = record
-        while self.shown < len(self.places) and self.places[self.shown] in self.waiting:
-            self.out.record(self.waiting.pop(self.places[self.shown]))
+        self.waiting[key] = record
+        while self.shown < len(self.keys) and self.keys[self.shown] in self.waiting:
+            self.out.record(self.waiting.pop(self.keys[self.shown]))
             self.shown += 1
 
     def rest(self) -> None:
         """Prints what still waits for others, in order."""
-        for place in sorted(self.waiting):
-            self.out.record(self.waiting.pop(place))
+        for key in sorted(self.waiting):
+            self.out.record(self.waiting.pop(key))
 
 
 def show_prompts(job: Job, source: Source) -> None:
@@ -277,7 +277,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
         from dsv4cli.engine.weights.offload import offload_of
 
         start, lines = perf_counter(), InOrder(job.out, [(number, 0) for number in range(len(items))])
-        for one in score(model, sequences, job.limits, job.place, job.followers):
+        for one in score(model, sequences, job.limits, job.device, job.followers):
             top = {"top": one.top} if job.limits.logprobs else {}
             record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
             lines.add((one.number, 0), record | top)

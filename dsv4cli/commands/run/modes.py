@@ -44,7 +44,7 @@ def drawn(
 
     clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(
-        model, job.dialogue, requests, job.place, waits=waits, followers=job.followers
+        model, job.dialogue, requests, job.device, waits=waits, followers=job.followers
     ):
         clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces

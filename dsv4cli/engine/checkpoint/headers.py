@@ -1,4 +1,4 @@
-"""Safetensors files by their index and headers: name, dtype, shape, file and place of every tensor; no torch.
+"""Safetensors files by their index and headers: name, dtype, shape, file and offset of every tensor; no torch.
 
 Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes without a gap (safetensors README).
 """
@@ -59,7 +59,7 @@ class TensorInfo:
 class Checkpoint:
     """All tensors of a folder.
 
-    tensors: by name, at the place where they really are. files: in the order of their names. index: file name that the
+    tensors: by name, where they really are. files: in the order of their names. index: file name that the
     index gives for each tensor, empty without an index. index_problems: for each tensor that index and files disagree
     on, a sentence that says how. missing_files: names of files that the index gives and the folder lacks. stamps: of
     the files on a disk, from before their headers were read.

@@ -78,7 +78,7 @@ class FolderIdentity(Identity):
         specs = expected_tensors(self.config, self.formats)
         if isinstance(self.naming, TransformersNaming):
             for name, spec in specs.items():
-                found = self.checkpoint.tensors.get(self.naming.places(spec)[0].name)
+                found = self.checkpoint.tensors.get(self.naming.locations(spec)[0].name)
                 if not spec.columns and found is not None and {found.dtype, spec.dtype} == {"BF16", "F32"}:
                     specs[name] = replace(spec, dtype=found.dtype)
         return specs

@@ -76,7 +76,11 @@ def stored_matrices(model: StoredModel) -> Iterator[tuple[str, MatrixReader]]:
     stored = model.identity.checkpoint.tensors
     for name, parts in model.matrices().items():
         found = MatrixReader(model, _as_stored(model, parts))
-        if all(place.name in stored for spec in found.parts.values() for place in model.identity.naming.places(spec)):
+        if all(
+            location.name in stored
+            for spec in found.parts.values()
+            for location in model.identity.naming.locations(spec)
+        ):
             yield name, found
 
 
@@ -88,7 +92,7 @@ def keep_freed_memory() -> None:
 
 def _as_stored(model: StoredModel, parts: Mapping[Role, TensorSpec]) -> Mapping[Role, TensorSpec]:
     weight = parts["weight"]
-    info = model.identity.checkpoint.tensors.get(model.identity.naming.places(weight)[0].name)
+    info = model.identity.checkpoint.tensors.get(model.identity.naming.locations(weight)[0].name)
     if info is None or info.dtype == weight.dtype or info.dtype not in WIDE or weight.dtype == "I64":
         return parts
     shape = (*weight.shape[:-1], weight.columns or weight.shape[-1])

@@ -123,10 +123,10 @@ def resolve_repository(text: str) -> FolderSource:
     except HFValidationError:
         raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN) from None
     except LocalEntryNotFoundError:
-        place = f"{repository} at {revision}" if revision else repository
+        snapshot = f"{repository} at {revision}" if revision else repository
         other = "" if text in ALIASES else f" and there is no folder {text}"
         raise ModelNotFound(
-            f"{place} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {shell_word(text)}`"
+            f"{snapshot} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {shell_word(text)}`"
         ) from None
     return FolderSource(text, Path(folder))
 

@@ -23,7 +23,7 @@ from dsv4cli.engine.conversion.recode import Recoder
 from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
-from dsv4cli.engine.conversion.work import FileDone, carry_out, step_bytes, write_rows
+from dsv4cli.engine.conversion.write import FileDone, carry_out, step_bytes, write_rows
 from dsv4cli.errors import CheckpointError, UnsoundResult
 from dsv4cli.harmless import shell_word
 

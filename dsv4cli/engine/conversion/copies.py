@@ -23,7 +23,7 @@ class Copy:
 
     @property
     def is_done(self) -> bool:
-        """Whether something as long has its place: a copy gets its name when it is complete."""
+        """Whether something as long has its name: a copy gets its name when it is complete."""
         return self.target.is_file() and self.target.stat().st_size == self.nbytes
 
     def carry_out(self, workshop: Path, report: Callable[[int], None]) -> None:

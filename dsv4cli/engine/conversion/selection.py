@@ -72,7 +72,7 @@ def stored_part(model: FolderIdentity) -> str:
     lacking = {
         spec.name.split(".")[0] if not (match := LAYER.match(spec.name)) else int(match[1])
         for spec in expected_tensors(config, model.formats).values()
-        if not all(place.name in checkpoint.tensors for place in model.naming.places(spec))
+        if not all(location.name in checkpoint.tensors for location in model.naming.locations(spec))
     }
     here = [layer for layer in range(config.num_hidden_layers) if layer not in lacking]
     outside = {name for name in lacking if isinstance(name, str)} - {"mtp"}

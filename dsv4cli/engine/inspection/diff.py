@@ -24,7 +24,7 @@ SCHEMA = "dsv4.diff/1"
 # unreadable: the values of one of the two cannot be read, or the shapes differ
 MatrixVerdict = Literal["identical", "equal", "zero_signs", "different", "unreadable"]
 Progress = Callable[[int, int], None]
-# matrices whose places a converter may mix up
+# matrices that a converter may mix up
 TWINS = {".w1": ".w3", ".w3": ".w1"}
 
 

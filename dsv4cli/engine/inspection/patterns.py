@@ -149,10 +149,10 @@ def _factor(first: Values, second: Values) -> Pattern | None:
     if first.size < FEW:
         return None
     finite = np.where(np.isfinite(first) & np.isfinite(second), np.abs(first), 0)
-    place = np.unravel_index(int(finite.argmax()), finite.shape)
-    if not finite[place] or not second[place]:
+    largest = np.unravel_index(int(finite.argmax()), finite.shape)
+    if not finite[largest] or not second[largest]:
         return None
-    factor = np.float32(second[place] / first[place])
+    factor = np.float32(second[largest] / first[largest])
     if abs(factor - 1) < 2.0**-6:
         return None
     mantissa, exponent = np.frexp(factor)

@@ -14,7 +14,7 @@ from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
 from dsv4cli.engine.checkpoint.matrix import MatrixReader, stored_matrices
-from dsv4cli.engine.checkpoint.naming import Place
+from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFinding, judge
@@ -122,13 +122,15 @@ def _owners(identity: FolderIdentity, specs: Mapping[str, TensorSpec], name: str
             return [specs[known]]
     if name not in identity.checkpoint.tensors:
         return []
-    return [spec for spec in specs.values() if any(place.name == name for place in identity.naming.places(spec))]
+    return [
+        spec for spec in specs.values() if any(location.name == name for location in identity.naming.locations(spec))
+    ]
 
 
 def _stored_names(identity: FolderIdentity, model: StoredModel, spec: TensorSpec) -> Iterator[str]:
     """Where the parts of a matrix should be."""
     for part in model.matrices()[spec.matrix].values():
-        yield from (place.name for place in identity.naming.places(part))
+        yield from (location.name for location in identity.naming.locations(part))
 
 
 def _header_only(info: TensorInfo, owners: Collection[TensorSpec]) -> TensorView:
@@ -139,19 +141,23 @@ def _header_only(info: TensorInfo, owners: Collection[TensorSpec]) -> TensorView
 
 def _parts(identity: FolderIdentity, matrix: MatrixReader) -> Iterator[StoredPart]:
     for role, spec in matrix.parts.items():
-        for place in identity.naming.places(spec):
-            info = identity.checkpoint.tensors[place.name]
-            begin, end, note = _extent(info, place, spec)
+        for location in identity.naming.locations(spec):
+            info = identity.checkpoint.tensors[location.name]
+            begin, end, note = _extent(info, location, spec)
             yield StoredPart(info.name, role, info.dtype, info.shape, info.file, begin, end, note)
 
 
-def _extent(info: TensorInfo, place: Place, spec: TensorSpec) -> tuple[int, int, str]:
-    if place.cut:
-        return info.begin, info.end, f"part {place.cut.part + 1} of {place.cut.parts} along dimension {place.cut.dim}"
+def _extent(info: TensorInfo, location: Location, spec: TensorSpec) -> tuple[int, int, str]:
+    if location.cut:
+        return (
+            info.begin,
+            info.end,
+            f"part {location.cut.part + 1} of {location.cut.parts} along dimension {location.cut.dim}",
+        )
     if info.shape == spec.shape or info.dtype == "F4":
         return info.begin, info.end, ""
     step = info.nbytes // int(np.prod(info.shape, dtype=np.int64))
-    begin = info.begin + place.begin * step
+    begin = info.begin + location.begin * step
     return begin, begin + int(np.prod(spec.shape, dtype=np.int64)) * step, f"inside {list(info.shape)}"
 
 

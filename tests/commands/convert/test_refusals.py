@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import constants
 
 from dsv4cli.engine.conversion import convert as conversion
-from dsv4cli.engine.conversion import work
+from dsv4cli.engine.conversion import write
 from dsv4cli.output import size_text
 from tests.support import damage, synthetic
 from tests.support.conversions import convert, files, run
@@ -331,7 +331,7 @@ def test_nvfp4_needs_one_scale_for_gate_and_up(source, tmp_path):
     ],
 )
 def test_a_value_that_has_no_place_is_named(source, tmp_path, monkeypatch, tensor, byte, options, place):
-    monkeypatch.setattr(work, "CPU_STEP", 1)  # not in the first step
+    monkeypatch.setattr(write, "CPU_STEP", 1)  # not in the first step
     set_byte(source, tensor, -1, byte)
     error, remedy = refused(1, source, tmp_path / "out", "--to", *options.split())
     assert f"{tensor.rpartition('.')[0]}.weight cannot become " in error

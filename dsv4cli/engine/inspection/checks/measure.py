@@ -19,7 +19,7 @@ Raw = NDArray[Any]
 # values of a chunk: FP4 is looked up in its bytes, the others are decoded, which takes eight times the memory
 CHUNK = {"fp4": 1 << 22, "nvfp4": 1 << 22}
 DECODED_CHUNK = 1 << 18
-# a sample is three places of this many values
+# a sample is three runs of this many values
 SAMPLE = 1 << 17
 # distinct values that are enough to judge by
 ENOUGH = 8

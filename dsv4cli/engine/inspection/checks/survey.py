@@ -57,7 +57,7 @@ class ValueReport:
 
 
 def check_values(identity: FolderIdentity, depth: Depth, progress: Progress) -> ValueReport:
-    """Reads every tensor, or three places of each, and judges them; one that cannot be read is a finding.
+    """Reads every tensor, or three samples of each, and judges them; one that cannot be read is a finding.
 
     progress is given bytes read and bytes to read. A tensor that is not there is not looked at: see coverage.
     """
@@ -85,7 +85,7 @@ class _Survey:
 
     def __init__(self, matrices: list[MatrixReader], depth: Depth, experts: int, progress: Progress) -> None:
         self.rows, self.experts, self.progress = ROWS[depth], experts, progress
-        self.order = sorted(range(len(matrices)), key=lambda number: _place(matrices[number]))
+        self.order = sorted(range(len(matrices)), key=lambda number: _offset(matrices[number]))
         self.matrices = matrices
         self.total = sum(_share(matrix, self.rows) for matrix in matrices)
         self.unreadable: list[ValueFinding] = []
@@ -137,10 +137,10 @@ class _Survey:
                 self.progress(self.done, self.total)
 
 
-def _place(matrix: MatrixReader) -> tuple[str, int]:
+def _offset(matrix: MatrixReader) -> tuple[str, int]:
     """Where its weight begins on the disk."""
     model = matrix.model
-    info = model.identity.checkpoint.tensors[model.identity.naming.places(matrix.parts["weight"])[0].name]
+    info = model.identity.checkpoint.tensors[model.identity.naming.locations(matrix.parts["weight"])[0].name]
     return str(info.file), info.begin
 
 

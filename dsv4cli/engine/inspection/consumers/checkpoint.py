@@ -135,8 +135,8 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 def listed(folder: Path) -> list[str]:
     """The files of a folder that a consumer may look for, by their paths below it."""
-    places = (*folder.glob("*"), *folder.glob("inference/*"))
-    return [path.relative_to(folder).as_posix() for path in places if path.is_file()]
+    paths = (*folder.glob("*"), *folder.glob("inference/*"))
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def is_drafter(name: str) -> bool:
