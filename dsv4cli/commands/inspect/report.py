@@ -127,7 +127,7 @@ def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
 def _bytes(out: Output, sizes: "Sizes") -> None:
     """The bytes by family, their sum, the part of the drafter, and the same bytes by dtype."""
     out.line(f"bytes as stored ({UNIT_NOTE})")
-    _shares(out, {**sizes.by_family, "total": sizes.nbytes, "the part under mtp.": sizes.drafter_bytes}, sizes.nbytes)
+    _shares(out, {**sizes.by_family, "total": sizes.nbytes, "under mtp.": sizes.drafter_bytes}, sizes.nbytes)
     out.line()
     out.line("bytes by dtype")
     _shares(out, sizes.by_dtype, sizes.nbytes)
