@@ -112,8 +112,8 @@ def _report(out: Output, folder: Path, checked: "Checked", against: str | None) 
     problems += [f"{name} has changed: its sha256 differs" for name in checked.changed]
     problems += [f"{name} differs from the source's" for name in wrong]
     if problems:
-        as_written = "is not as it was written" if not wrong else f"differs from {against}"
-        out.line(f"{folder} {as_written}", strong=True)
+        what = "has changed since it was written" if not wrong else f"differs from {against}"
+        out.line(f"{folder} {what}", strong=True)
         for problem in problems[:SHOWN]:
             out.line(f"  {problem}")
         if len(problems) > SHOWN:
@@ -123,7 +123,7 @@ def _report(out: Output, folder: Path, checked: "Checked", against: str | None) 
         return
     if checked.files:
         size = f"{counted(checked.files, 'file')}, {size_text(checked.nbytes)}"
-        out.line(f"{folder} is as it was written: {size}, each with its sha256", strong=True)
+        out.line(f"{folder} is unchanged: {size}, every sha256 matches", strong=True)
     if checked.found is not None:
         out.line(verdict(checked.found))
 

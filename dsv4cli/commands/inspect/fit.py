@@ -119,7 +119,7 @@ def _rows(shares: "list[Share]") -> list[list[str]]:
 def _notes(fit: "Fit", shares: "list[Share]") -> "Iterator[str]":
     if any(share.ranks > 1 for share in shares):
         parts = ", ".join(f"{family} {size_text(size)}" for family, size in list(fit.whole.items())[:SHOWN])
-        yield f"Whole on every GPU: the cache, and of the weights {parts}."
+        yield f"Whole on every GPU: the cache, and these weights: {parts}."
     best = fit.best or shares[0]
     yield (
         f"Workspace: the most that the tensors of a step take, with prompts in chunks of {best.chunk:,} tokens. "
@@ -140,7 +140,7 @@ def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
             f"stay in host memory, {size_text(best.host * best.ranks)} in all."
         )
     if not placement.drafter:
-        yield f"{where} the drafter is left out, which no command uses."
+        yield f"{where} the drafter is left out; no command uses it."
     batch = "this batch" if fit.batch > 1 else "one sequence"
     longest, most = fit.largest_context, fit.largest_batch
     yield f"{where} the largest context of {batch} is {longest:,} tokens, and this context fits {most} sequences."

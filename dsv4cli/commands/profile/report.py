@@ -108,7 +108,7 @@ def _warn_of_rates(out: Output, shown: list[Document]) -> None:
         names = ", ".join(f"{line['name']} x{line['tokens']}" for line in over[:3])
         more = f" and {len(over) - 3} more" if len(over) > 3 else ""
         out.warning(
-            f"over {IMPOSSIBLE:.0%} of what was measured as the most: {names}{more}; something else ran while that was "
+            f"over {IMPOSSIBLE:.0%} of the measured maximum: {names}{more}; something else ran while that was "
             "measured, or the inputs were in the cache"
         )
 

@@ -80,7 +80,7 @@ def verify_files(
     bad = journal.verdict is not None and not journal.verdict.sound
     if check == "off":
         if bad:
-            raise _unsound(conversion, f"{conversion.output} differs from the source: a comparison has found it")
+            raise _unsound(conversion, f"{conversion.output} differs from the source, as a comparison found")
         return None
     check = "full" if bad else check
     found = _compared(conversion, full=check == "full", workers=workers, progress=progress)
@@ -157,7 +157,7 @@ def finished(conversion: Conversion) -> Manifest | None:
     for name in manifest.hashes:
         path = conversion.output / name
         if not path.is_file() or path.stat().st_size != sizes.get(name, path.stat().st_size):
-            problem = "is not as it was written" if path.is_file() else "is missing"
+            problem = "has changed since it was written" if path.is_file() else "is missing"
             raise CheckpointError(
                 f"{path} {problem}, though this conversion has been finished",
                 f"remove the output with `rm -r {shell_word(conversion.output)}`, then convert again",

@@ -219,7 +219,7 @@ def test_more_than_the_most_is_said(dsv4, monkeypatch):
     monkeypatch.setattr(ceilings, "measure_ceilings", lambda device: ceilings.Ceilings(1.0, 1.0, {"fp32": 1.0}))
     done = dsv4("profile", "kernels", "--only", "rms_norm", "--tokens", "1", "--model", "tiny")
     assert done.code == 0
-    assert "over 105% of what was measured as the most: rms_norm x1;" in " ".join(done.err.split())
+    assert "over 105% of the measured maximum: rms_norm x1;" in " ".join(done.err.split())
 
 
 def test_what_only_one_of_two_documents_has(dsv4):

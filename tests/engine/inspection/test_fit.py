@@ -536,7 +536,7 @@ def test_the_answer_of_the_command(capsys):
     assert f"{SHORT} fits 2 GPUs together\nfor 8,192 tokens\n" in text
     assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 2 " in text
     assert re.search(r"fits +no +yes", text)
-    assert "Whole on every GPU: the cache, and of the weights" in text
+    assert "Whole on every GPU: the cache, and these weights:" in text
     answer, text = shown(capsys, SHORT, "1x1GB")
     assert answer is False
     assert re.search(rf"{SHORT} does not fit one GPU: cuda:0 lacks \d\.\d\d GB\n", text)
@@ -560,7 +560,7 @@ def test_experts_in_host_memory_are_shown(capsys):
     assert re.search(
         r"On cuda:0 are \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
     )
-    assert "On cuda:0 the drafter is left out, which no command uses." in words
+    assert "On cuda:0 the drafter is left out; no command uses it." in words
     document = json.loads(shown(capsys, model, "15GB", ram="24GB", as_json=True)[1])
     best = document["shares"][document["best"]]
     assert best["host"] == best["placement"]["host"] > 0
