@@ -103,7 +103,7 @@ def compiler_refusal(error: Exception) -> UnsupportedHardware | None:
     reason = lines[-1] if hasattr(error, "node") else lines[0]
     return UnsupportedHardware(
         f"the Triton kernel {name} does not run on {_card()}: {reason[:200]}",
-        "use --backend torch, which is slower; DSV4_DEBUG=1 shows all that the compiler says",
+        "use --backend torch, which is slower; DSV4_DEBUG=1 shows the compiler's whole message",
     )
 
 

@@ -22,27 +22,29 @@ MODEL_HELP = (
 )
 
 ModelOpt = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-DeviceOpt = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes a GPU where there is one.")]
+DeviceOpt = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto uses a GPU if there is one.")]
 BackendOpt = Annotated[
     Literal["auto", "triton", "torch"],
-    typer.Option(help="Which kernels compute: auto takes Triton on a GPU and plain PyTorch elsewhere."),
+    typer.Option(help="Which kernels to use: auto is Triton on a GPU and plain PyTorch elsewhere."),
 ]
 TpOpt = Annotated[
     int | None,
     typer.Option(
-        "--tp", min=1, help="Processes that share the model, one GPU each; torchrun starts them elsewhere too."
+        "--tp",
+        min=1,
+        help="Processes that share the model, one GPU each; torchrun can start them on other machines too.",
     ),
 ]
 # set in the processes that torchrun starts
 TorchrunOpt = Annotated[str | None, typer.Option(envvar="TORCHELASTIC_RUN_ID", hidden=True)]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
 
-QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")]
+QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors to stderr.")]
 SpecialTokensOpt = Annotated[
     bool,
     typer.Option(
         "--special-tokens",
-        help="Read special tokens that messages, files and tool results spell as these, not as text.",
+        help="Read special tokens in messages, files and tool results as tokens, not as text.",
     ),
 ]
 
@@ -51,49 +53,54 @@ ThinkOpt = Annotated[
     Literal["off", "low", "high", "max"],
     typer.Option(help="How hard to reason first: off, high or max; releases from 0731 on also low."),
 ]
-MaxTokensOpt = Annotated[int, typer.Option(help="The most tokens of an answer.")]
+MaxTokensOpt = Annotated[int, typer.Option(help="The most tokens in an answer.")]
 TemperatureOpt = Annotated[
-    float | None, typer.Option(help="0 takes the likeliest token; what the model asks for if absent, or 1.")
+    float | None, typer.Option(help="0 takes the likeliest token. If absent, the model's own value, or 1.")
 ]
 TopPOpt = Annotated[
     float | None,
-    typer.Option(help="Draw from the likeliest tokens of this total probability; the model's own if absent, or 1."),
+    typer.Option(
+        help="Draw from the likeliest tokens with this total probability. If absent, the model's own value, or 1."
+    ),
 ]
 SeedOpt = Annotated[int | None, typer.Option(help="Makes the draws repeatable; without it each run differs.")]
-StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")]
+StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
 PrefillChunkOpt = Annotated[
     int,
-    typer.Option(help="The most tokens of a prompt in one step: more are faster and take more memory; 1 is decoding."),
+    typer.Option(
+        help="The most prompt tokens in one step: more is faster and takes more memory; 1 computes as decoding does."
+    ),
 ]
 MaxContextOpt = Annotated[
-    int | None, typer.Option(help="The most tokens of prompt and answer together; the model's own limit if absent.")
+    int | None, typer.Option(help="The most tokens of prompt and answer together. If absent, the model's own limit.")
 ]
 DtypeOpt = Annotated[
     Literal["auto", "bfloat16", "float32"],
-    typer.Option(help="auto rounds as the official code does; a dtype computes in it, without quantisation."),
+    typer.Option(help="auto rounds as the official code does; the others compute in that type, without quantisation."),
 ]
 
 GpuMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most GPU memory for weights, as in 120GB; what is free but 7 GB if absent. Experts beyond it stay in "
-        "host memory.",
+        help="The most GPU memory for weights, as in 120GB. If absent, the free memory less 7 GB. Experts beyond it "
+        "stay in host memory.",
     ),
 ]
 HostMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most host memory for experts, for all ranks of a machine together; 7/8 of what is free if absent. "
-        "Name it where the system tells of less than there is.",
+        help="The most host memory for experts, for all ranks of a machine together. If absent, 7/8 of the free "
+        "memory. Give it where the system reports less than there is.",
     ),
 ]
 
 LayersOpt = Annotated[
-    str | None, typer.Option(metavar="A-B", help="Only these main layers, as in 0-3, with all outside the layers.")
+    str | None,
+    typer.Option(metavar="A-B", help="Only these main layers, as in 0-3, and everything outside the layers."),
 ]
-NoMtpOpt = Annotated[bool, typer.Option("--no-mtp", help="Leave out the drafter, all under mtp.")]
+NoMtpOpt = Annotated[bool, typer.Option("--no-mtp", help="Leave out the drafter: all tensors under mtp.")]
 RevisionOpt = Annotated[
     str | None, typer.Option(metavar="REV", help="Branch, tag or commit of the repository on the hub; main by default.")
 ]

@@ -100,7 +100,7 @@ class Output:
             self._piece(sys.stdout, harmless(text) if sys.stdout.isatty() else text)
 
     def rendered(self, lines: Sequence[str]) -> None:
-        """Lines for this terminal, with escape codes, that `commands/chat/show.py` has made of harmless text."""
+        """Lines for this terminal, with escape codes, that `commands/chat/renderer.py` has made of harmless text."""
         self.end_line()
         for line in lines:
             _write(sys.stdout, line)
@@ -109,7 +109,7 @@ class Output:
         """Asks the terminal to put a text on the clipboard: OSC 52, which works through ssh too."""
         _write(sys.stdout, f"\x1b]52;c;{base64.b64encode(text.encode(errors='replace')).decode()}\x07", end="")
 
-    def aside(self, text: str) -> None:
+    def reasoning(self, text: str) -> None:
         """A piece of the model's reasoning as it arrives: on stderr, dimmed; nothing where stderr is silent."""
         if not self.silent:
             self._piece(sys.stderr, harmless(text), DIM if self.colours.stderr else "")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,8 @@ ENGINE = (
 TERMINAL = {"typer", "click", "rich"}
 SLOW = {"torch", "triton", "transformers", "huggingface_hub", "numpy", "safetensors", "tokenizers", "rich"}
 REFERENCE_MAY_IMPORT = r"(torch|math|functools|dataclasses|typing|collections\.abc|dsv4cli\.kernels)(\.|$)"
+# classes that mean the same in two layers: what the engine asks of followers, and what those are
+SAME_NAME = {"Followers"}
 MAX_FILE, MAX_FUNCTION, MAX_MODEL = 300, 50, 1100
 # files and functions for Triton's compiler: an algorithm is not cut in two, and arguments stand line by line
 MAX_KERNEL_FILE, MAX_KERNEL = 400, 120
@@ -206,6 +209,11 @@ def test_files_and_functions_are_short():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= longest(node)
     ]
     assert long_files + long_functions == []
+
+
+def test_a_class_name_means_one_thing():
+    names = Counter(node.name for tree in trees().values() for node in tree.body if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} == SAME_NAME
 
 
 def test_nothing_is_left_for_later():

@@ -13,12 +13,12 @@ from dsv4cli.output import UNIT_NOTE, Output, duration_text, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from dsv4cli.engine.hub.choose import Wish
     from dsv4cli.engine.hub.fetch import Outcome
     from dsv4cli.engine.hub.files import RemoteFile
-    from dsv4cli.engine.hub.job import Plan
-    from dsv4cli.engine.hub.patience import Patience
-    from dsv4cli.engine.inspection.download import Verdict
+    from dsv4cli.engine.hub.job import DownloadPlan
+    from dsv4cli.engine.hub.retry import RetryPolicy
+    from dsv4cli.engine.hub.selection import Selection
+    from dsv4cli.engine.inspection.download import DownloadVerdict
 
 SCHEMA = "dsv4.download/1"
 RepositoryArg = Annotated[
@@ -31,8 +31,10 @@ OnlyOpt = Annotated[
 LocalDirOpt = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Put the files into this folder instead of the Hugging Face cache.")
 ]
-WorkersOpt = Annotated[int, typer.Option("--max-workers", min=1, max=64, help="Files that come at the same time.")]
-DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show what would come and whether it fits; fetch nothing.")]
+WorkersOpt = Annotated[int, typer.Option("--max-workers", min=1, max=64, help="Files to fetch at the same time.")]
+DryRunOpt = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be fetched and whether it fits; fetch nothing.")
+]
 
 
 def download(
@@ -64,11 +66,11 @@ def download(
     The cache, the login (`hf auth login`), the endpoint and the proxies are those of huggingface_hub: HF_HOME,
     HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.
     """
-    from dsv4cli.engine.hub import job, patience
+    from dsv4cli.engine.hub import job, retry
 
     out, started = Output(context.obj, as_json), time.monotonic()
-    patient = patience.Patience(tell=patience.Notices(out.status))
-    plan = job.plan(model, revision, _wish(layers, no_mtp, only), local_dir, patient)
+    policy = retry.RetryPolicy(report=retry.Notices(out.status))
+    plan = job.plan(model, revision, _selection(layers, no_mtp, only), local_dir, policy)
     if plan.listing.cached:
         what = f"{plan.listing.repository} at commit {plan.listing.commit}"
         out.status(f"huggingface_hub is offline: checking what the cache holds of {what}")
@@ -77,10 +79,10 @@ def download(
         _show_plan(out, plan)
     plan.raise_if_it_does_not_fit()
     if not dry_run:
-        _carry_out(out, plan, max_workers, patient, started)
+        _carry_out(out, plan, max_workers, policy, started)
 
 
-def _carry_out(out: Output, plan: "Plan", workers: int, patient: "Patience", started: float) -> None:
+def _carry_out(out: Output, plan: "DownloadPlan", workers: int, policy: "RetryPolicy", started: float) -> None:
     """Fetches, judges and reports. started: by the monotonic clock."""
     from dsv4cli.engine.hub import job
     from dsv4cli.engine.inspection.download import judge
@@ -88,7 +90,7 @@ def _carry_out(out: Output, plan: "Plan", workers: int, patient: "Patience", sta
     out.status(f"{len(plan.wanted)} files, {size_text(plan.missing)} of {size_text(plan.nbytes)} to fetch")
     try:
         with out.progress(f"downloading {plan.name}") as report:
-            outcomes = job.carry_out(plan, workers, patient, report)
+            outcomes = job.carry_out(plan, workers, policy, report)
     except KeyboardInterrupt:
         out.hint("the same command continues where it stopped")
         raise
@@ -99,16 +101,16 @@ def _carry_out(out: Output, plan: "Plan", workers: int, patient: "Patience", sta
         raise typer.Exit(3)
 
 
-def _wish(layers: str | None, no_mtp: bool, only: str | None) -> "Wish":
+def _selection(layers: str | None, no_mtp: bool, only: str | None) -> "Selection":
     from dsv4cli.engine.conversion.selection import parse_layers
-    from dsv4cli.engine.hub.choose import Wish, parse_kinds
+    from dsv4cli.engine.hub.selection import Selection, parse_kinds
 
     kinds = {} if only is None else {"kinds": parse_kinds(only)}
-    return Wish(None if layers is None else parse_layers(layers), not no_mtp, **kinds)
+    return Selection(None if layers is None else parse_layers(layers), not no_mtp, **kinds)
 
 
-def _show_plan(out: Output, plan: "Plan") -> None:
-    from dsv4cli.engine.hub.choose import KINDS, kind_of
+def _show_plan(out: Output, plan: "DownloadPlan") -> None:
+    from dsv4cli.engine.hub.selection import KINDS, kind_of
 
     out.line(f"{plan.listing.repository} at commit {plan.listing.commit}", strong=True)
     rows = [("", "files", "bytes", "there", "to fetch")]
@@ -119,30 +121,32 @@ def _show_plan(out: Output, plan: "Plan") -> None:
     out.table(rows, numbers=True)
     _show_left_out(out, plan)
     out.line(f"{size_text(plan.free)} are free: it {'fits' if plan.fits else 'does not fit'} ({UNIT_NOTE})")
-    out.line(f"folder: {plan.place.folder}")
+    out.line(f"folder: {plan.destination.folder}")
 
 
-def _row(plan: "Plan", name: str, files: "Iterable[RemoteFile]") -> tuple[str, str, str, str, str]:
+def _row(plan: "DownloadPlan", name: str, files: "Iterable[RemoteFile]") -> tuple[str, str, str, str, str]:
     files = list(files)
     size, held = sum(file.size for file in files), sum(plan.held[file.name] for file in files)
     return name, f"{len(files)}", size_text(size), size_text(held), size_text(size - held)
 
 
-def _show_left_out(out: Output, plan: "Plan") -> None:
+def _show_left_out(out: Output, plan: "DownloadPlan") -> None:
     if plan.left_out:
         size = size_text(sum(file.size for file in plan.left_out))
         out.line(f"left out on purpose: {len(plan.left_out)} of {len(plan.listing.files)} files, {size}")
 
 
-def _show_end(out: Output, plan: "Plan", outcomes: "Mapping[str, Outcome]", verdict: "Verdict", seconds: float) -> None:
+def _show_end(
+    out: Output, plan: "DownloadPlan", outcomes: "Mapping[str, Outcome]", verdict: "DownloadVerdict", seconds: float
+) -> None:
     counts = {word: list(outcomes.values()).count(word) for word in ("fetched", "repaired", "there")}
-    what = plan.name if plan.wish.is_whole else f"the part of {plan.name}"
+    what = plan.name if plan.selection.is_whole else f"the part of {plan.name}"
     out.line(f"{what} is complete: {len(outcomes)} files, {size_text(plan.nbytes)}, every byte verified", strong=True)
     out.table(
         [
             ("  files", ", ".join(f"{count} {word}" for word, count in counts.items() if count)),
             ("  commit", plan.listing.commit),
-            ("  folder", str(plan.place.folder)),
+            ("  folder", str(plan.destination.folder)),
             ("  time", duration_text(seconds)),
         ]
     )
@@ -151,44 +155,46 @@ def _show_end(out: Output, plan: "Plan", outcomes: "Mapping[str, Outcome]", verd
     if verdict.problem:
         out.line(f"  {brief_line(verdict.problem.message)}")
         out.line(f"→ {verdict.problem.remedy}")
-    elif plan.wish.is_whole and verdict.tensors:
+    elif plan.selection.is_whole and verdict.tensors:
         out.hint(f"dsv4 inspect {_as_model(plan)}")
-    elif plan.wish.layers and verdict.tensors:
-        only = f"{plan.wish.layers.start}-{plan.wish.layers.stop - 1}" + ("" if plan.wish.mtp else " --no-mtp")
+    elif plan.selection.layers and verdict.tensors:
+        only = f"{plan.selection.layers.start}-{plan.selection.layers.stop - 1}" + (
+            "" if plan.selection.mtp else " --no-mtp"
+        )
         out.hint(f"make a model of these layers: dsv4 convert {_as_model(plan)} OUT --to official --layers {only}")
 
 
-def _as_model(plan: "Plan") -> str:
+def _as_model(plan: "DownloadPlan") -> str:
     """What names the download as MODEL, for a shell."""
     at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"
-    return shell_word(plan.place.folder if plan.is_folder else plan.name + at)
+    return shell_word(plan.destination.folder if plan.is_folder else plan.name + at)
 
 
 def _document(
-    plan: "Plan",
+    plan: "DownloadPlan",
     outcomes: "Mapping[str, Outcome] | None" = None,
-    verdict: "Verdict | None" = None,
+    verdict: "DownloadVerdict | None" = None,
     seconds: float | None = None,
     *,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    from dsv4cli.engine.hub.choose import KINDS, kind_of
+    from dsv4cli.engine.hub.selection import KINDS, kind_of
 
-    wish, problem = plan.wish, verdict and verdict.problem
+    selection, problem = plan.selection, verdict and verdict.problem
     return {
         "schema": SCHEMA,
         "model": plan.name,
         "repository": plan.listing.repository,
         "revision": plan.listing.revision,
         "commit": plan.listing.commit,
-        "folder": str(plan.place.folder),
+        "folder": str(plan.destination.folder),
         "dry_run": dry_run,
         "offline": plan.listing.cached,
         "complete": outcomes is not None,
         "part": {
-            "layers": None if wish.layers is None else [wish.layers.start, wish.layers.stop - 1],
-            "mtp": wish.mtp,
-            "kinds": [kind for kind in KINDS if kind in wish.kinds],
+            "layers": None if selection.layers is None else [selection.layers.start, selection.layers.stop - 1],
+            "mtp": selection.mtp,
+            "kinds": [kind for kind in KINDS if kind in selection.kinds],
         },
         "files": [
             {

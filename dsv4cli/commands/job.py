@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every mode needs; `device`, `dtype` and `backend` are the options' words, memory what it may take; world and
-    followers are None in one process; loaded is called once the model is there."""
+    """What every mode needs. device_name, dtype, backend: the options' words. memory: what the model may take. world,
+    followers: None in one process. loaded: called once the model is there."""
 
     out: Output
     source: "FolderSource | RandomSource"
     think: str
-    device: str
+    device_name: str
     dtype: str
     backend: "Backend"
     limits: "Limits"
@@ -53,18 +53,18 @@ class Job:
         return open_dialogue(self.source, self.think, self.special_tokens)
 
     @cached_property
-    def place(self) -> "torch.device":
+    def device(self) -> "torch.device":
         """The device that the option names."""
         from dsv4cli.engine.system.device import resolve_device
 
-        return resolve_device(self.device)
+        return resolve_device(self.device_name)
 
     @cached_property
     def kernels(self) -> 'Literal["triton", "torch"]':
         """The backend that computes there."""
         from dsv4cli.engine.runtime.backend import resolve_backend
 
-        return resolve_backend(self.backend, self.place)
+        return resolve_backend(self.backend, self.device)
 
     @contextmanager
     def model(self) -> "Iterator[Transformer]":
@@ -85,7 +85,7 @@ class Job:
         from dsv4cli.engine.weights.load import load_model
         from dsv4cli.engine.weights.offload import offload_of
 
-        device, world = self.place, self.world or SINGLE
+        device, world = self.device, self.world or SINGLE
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
         start = perf_counter()
         with self.out.progress("loading") as progress:
@@ -117,7 +117,7 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
         out=out,
         source=source,
         think=options.think,
-        device=options.device,
+        device_name=options.device,
         dtype=options.dtype,
         backend=options.backend,
         limits=limits,
@@ -127,7 +127,9 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
     )
 
 
-def tell_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
+def report_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
     """Says what could have been meant as special tokens, and is not."""
     if lookalikes:
-        out.warning(f"{' '.join(lookalikes)} in a message is text, no special token; --special-tokens reads it as one")
+        out.warning(
+            f"{' '.join(lookalikes)} in a message is text, not a special token; --special-tokens reads it as one"
+        )

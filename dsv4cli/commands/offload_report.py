@@ -23,14 +23,16 @@ def division_sentence(experts: "ExpertOffload") -> str:
     """How many lie where."""
     plan, division = experts.plan, experts.plan.division
     return (
-        f"of each layer's {division.experts} experts {division.rows} lie on the GPU at a time; {division.offloaded} "
+        f"of each layer's {division.experts} experts {division.rows} are on the GPU at a time; {division.offloaded} "
         f"stay in host memory, {size_text(plan.host_bytes)} in all"
     )
 
 
-def tell_traffic(out: Output, experts: "ExpertOffload | None") -> None:
+def report_traffic(out: Output, experts: "ExpertOffload | None") -> None:
     """Says how often experts lay on the GPU, and what came from host memory; nothing where all fit."""
     if experts is not None:
         traffic = experts.traffic()
         rate, each = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)
-        out.status(f"{100 * rate:.1f} % of the experts lay on the GPU; {size_text(each)} a token came from host memory")
+        out.status(
+            f"{100 * rate:.1f} % of the experts were on the GPU; {size_text(each)} a token came from host memory"
+        )

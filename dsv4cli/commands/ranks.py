@@ -34,13 +34,13 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
     from dsv4cli.engine.parallel.followers import leading
     from dsv4cli.engine.parallel.processes import check_devices
 
-    check_devices(size, job.place)
-    command = ["follow", str(os.getpid()), str(job.place)]
-    with leading(size, command, job.place, _tell_loss(job.out), remedy) as (world, place, followers):
+    check_devices(size, job.device)
+    command = ["follow", str(os.getpid()), str(job.device)]
+    with leading(size, command, job.device, _tell_loss(job.out), remedy) as (world, device, followers):
         job.out.status(f"{size} ranks; small sums go through {world.reduce_backend}")
         world.broadcast_object(shared(job))
         try:
-            yield replace(job, device=str(place), world=world, followers=followers)
+            yield replace(job, device_name=str(device), world=world, followers=followers)
         except ReaderGone:
             os._exit(0)  # the others end with this process
 
@@ -78,12 +78,12 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
 
     from dsv4cli.engine.parallel.processes import Seat, joined
 
-    with joined(torch.device(device), Seat(port, rank, size)) as (world, place):
-        follow_leader(world, place, Output(context.obj))
+    with joined(torch.device(device), Seat(port, rank, size)) as (world, own):
+        follow_leader(world, own, Output(context.obj))
 
 
 def follow_leader(
-    world: "World", place: "torch.device", out: Output, loaded: Callable[[], None] = lambda: None
+    world: "World", device: "torch.device", out: Output, loaded: Callable[[], None] = lambda: None
 ) -> None:
     """Loads this rank's part of the leader's model and runs what the leader's engine runs, in silence."""
     from dsv4cli.engine.runtime.follower import follow
@@ -91,9 +91,9 @@ def follow_leader(
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         given = world.broadcast_object(None)
         assert given is not None
-        job = Job(out=out, device=str(place), world=world, loaded=loaded, **given)
+        job = Job(out=out, device_name=str(device), world=world, loaded=loaded, **given)
         with job.model() as model:
-            follow(model, place, world.hear)
+            follow(model, device, world.hear)
 
 
 def shared(job: Job) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def parse_size(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*([kmgt]i?b)", text.strip().lower(), re.ASCII)
     size = round(float(match[1]) * UNITS[match[2]]) if match else 0
     if not size:
-        raise UsageError(f"{option} {text!r} is no size", "give a number and kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+        raise UsageError(f"{option} {text!r} is not a size", "give a number and kB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return size
 
 
@@ -46,7 +46,7 @@ class Sampling:
     def __post_init__(self) -> None:
         warm = math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE
         greedy = self.temperature == 0
-        remedy = f"use 0 for the likeliest token, or a number from {MIN_TEMPERATURE:f} on"
+        remedy = f"use 0 for the likeliest token, or at least {MIN_TEMPERATURE:f}"
         require(greedy or warm, "--temperature", self.temperature, remedy)
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"use a whole number from 0 to {MAX_SEED}")
@@ -80,5 +80,5 @@ class Limits:
         require(self.max_tokens > 0, "--max-tokens", self.max_tokens, "use at least 1")
         require(self.max_context is None or self.max_context > 1, "--max-context", self.max_context, "use at least 2")
         require(self.prefill_chunk > 0, "--prefill-chunk", self.prefill_chunk, "use at least 1")
-        require(self.logprobs >= 0, "--logprobs", self.logprobs, "use 0 or more; the vocabulary is the most there are")
+        require(self.logprobs >= 0, "--logprobs", self.logprobs, "use a number from 0 to the size of the vocabulary")
         require(all(self.stops), "--stop", "an empty text", "give the text that ends an answer")

@@ -95,7 +95,7 @@ def decode(model: Transformer, world: World, device: torch.device, context: int,
     chosen, found, nbytes = (after - first for after, first in zip(traffic(model), before, strict=True))
     if chosen:
         each = nbytes / len(wall) / batch
-        say(world, f"{100 * found / chosen:.1f} % of the experts lay on the GPU; {each / 1e6:.0f} MB a token came")
+        say(world, f"{100 * found / chosen:.1f} % of the experts were on the GPU; {each / 1e6:.0f} MB a token came")
     if trace:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(TRACED):

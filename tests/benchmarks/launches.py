@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import torch
 
+from dsv4cli.engine.profiling import inputs as inputs
 from dsv4cli.engine.profiling import kernels as profiled
-from dsv4cli.engine.profiling import scene as scenes
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.kernels import expert_cache, experts, gemm, hyper_connections, indexer, routing
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, all_reduce, buffer_shape
@@ -53,13 +53,13 @@ def prompt() -> Iterator[Operation]:
 
 
 def every() -> Iterator[Operation]:
-    """What `dsv4 profile kernels` measures, in these scenes, and what it does not: sums over ranks, experts in host
+    """What `dsv4 profile kernels` measures, at these shapes, and what it does not: sums over ranks, experts in host
     memory, weights in other formats, keys in bf16."""
-    shapes = {ranks: profiled.read_shapes("flash", ranks) for ranks in {scene[0] for scene in SCENES}}
+    shapes = {ranks: profiled.read_shapes("flash", ranks) for ranks in {bench[0] for bench in SCENES}}
     for ranks, tokens, context in SCENES:
-        scene = _Scene(shapes[ranks], tokens, context, torch.device("cuda", 0))
-        for case in (case for family in profiled.FAMILIES for case in family(scene)):
-            work = case.build(scene)
+        bench = _Scene(shapes[ranks], tokens, context, torch.device("cuda", 0))
+        for case in (case for family in profiled.FAMILIES for case in family(bench)):
+            work = case.build(bench)
             yield partial(work.run, *work.arguments)
     for ranks in (2, 4):
         buffers = tuple(_make(*buffer_shape(ranks), dtype=INT32) for _ in range(ranks))
@@ -93,7 +93,7 @@ def _fp4(count: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tenso
     return _make(count, rows, columns // 2, dtype=CODES), _make(count, rows, columns // 32, dtype=E8M0)
 
 
-class _Scene(scenes.Scene):
+class _Scene(inputs.BenchmarkInputs):
     """The same tensors without values."""
 
     def weight(self, name: str) -> torch.Tensor:
@@ -103,7 +103,7 @@ class _Scene(scenes.Scene):
     def _stacked(self, first: torch.Tensor) -> torch.Tensor:
         return _make(self.config.n_routed_experts, *first.shape, dtype=first.dtype)
 
-    def randn(self, *shape: int, dtype: torch.dtype = scenes.DTYPE) -> torch.Tensor:
+    def randn(self, *shape: int, dtype: torch.dtype = inputs.DTYPE) -> torch.Tensor:
         return _make(*shape, dtype=dtype)
 
 

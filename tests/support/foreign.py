@@ -1,6 +1,6 @@
 """Copies of a golden checkpoint that look like what the engine does not run: other models, exports, other layouts.
 
-RELATIVES lists them with words that the refusal must contain, for every command that opens a checkpoint.
+FOREIGN lists them with words that the refusal must contain, for every command that opens a checkpoint.
 """
 
 import json
@@ -98,7 +98,7 @@ def is_gguf(folder: Path) -> None:
     (folder / "DeepSeek-V4-Flash-Q4.gguf").write_bytes(b"GGUF")
 
 
-RELATIVES: dict[Damage, tuple[str, ...]] = {
+FOREIGN: dict[Damage, tuple[str, ...]] = {
     is_v41: ("DeepSeek-V4.1", "deepseek_v41"),
     is_v3: ("DeepSeek-V3", "deepseek_v3"),
     is_another_model: ("another model", "llama"),

@@ -1,4 +1,4 @@
-"""The golden checkpoints in other clothes: other formats, other names, cut for ranks; slow and plain.
+"""The golden checkpoints stored differently: other formats, other names, cut for ranks; slow and plain.
 
 It shares no line with `dsv4 convert`: what it writes is an independent opinion.
 """
@@ -11,7 +11,7 @@ import torch
 
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.checkpoint.naming import Naming, OfficialNaming, Place
+from dsv4cli.engine.checkpoint.naming import Location, Naming, OfficialNaming
 from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.checkpoint.values import decode, e4m3_values, form_of
 from dsv4cli.engine.config.storage import Formats
@@ -49,7 +49,7 @@ def recoded(name: str, old: str, raw: Arrays, new: str) -> Arrays:
     return {"weight": e4m3_codes(unscaled.astype(np.float32)), "scale": (scale + 127).astype(np.uint8)}
 
 
-def dress(
+def write_variant(
     target: Path,
     formats: Formats = OFFICIAL,
     naming: Naming | None = None,
@@ -80,19 +80,19 @@ def e4m3_codes(values: np.ndarray) -> np.ndarray:
 
 def lay_out(folder: Path, naming: Naming, specs: Collection[TensorSpec], tensors: Arrays) -> None:
     """Writes tensors, raw arrays by official name, where a naming puts them."""
-    stored: dict[str, tuple[Place, np.ndarray]] = {}
+    stored: dict[str, tuple[Location, np.ndarray]] = {}
     for spec in specs:
-        for place in naming.places(spec):
+        for location in naming.locations(spec):
             part = tensors[spec.name]
-            if place.cut:
-                part = np.take(part, range(part.shape[place.cut.dim])[place.cut.of(part.shape)], place.cut.dim)
-            shape = (*place.shape[:-1], place.shape[-1] // 2) if place.dtype == "F4" else place.shape
-            _, whole = stored.setdefault(place.name, (place, np.zeros(shape, part.dtype)))
-            whole.reshape(-1)[place.begin : place.begin + part.size] = part.reshape(-1)
+            if location.cut:
+                part = np.take(part, range(part.shape[location.cut.dim])[location.cut.of(part.shape)], location.cut.dim)
+            shape = (*location.shape[:-1], location.shape[-1] // 2) if location.dtype == "F4" else location.shape
+            _, whole = stored.setdefault(location.name, (location, np.zeros(shape, part.dtype)))
+            whole.reshape(-1)[location.begin : location.begin + part.size] = part.reshape(-1)
     files: dict[str, dict[str, damage.Stored]] = {}
-    for key, (place, array) in stored.items():
+    for key, (location, array) in stored.items():
         file, _, name = key.rpartition("/")
-        entry = damage.Stored(place.dtype, list(place.shape), array.tobytes())
+        entry = damage.Stored(location.dtype, list(location.shape), array.tobytes())
         files.setdefault(file or "model", {})[name] = entry
     for file, entries in files.items():
         damage.write_shard(folder / f"{file}.safetensors", entries)

@@ -11,7 +11,7 @@ import typer
 
 from dsv4cli.commands.chat.begin import Beginning, begin_session, given_choices
 from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline
-from dsv4cli.commands.chat.journal import Choices, state_folder
+from dsv4cli.commands.chat.journal import SessionChoices, state_folder
 from dsv4cli.commands.chat.loop import converse, greet
 from dsv4cli.commands.chat.model import Models, find_model, model_name
 from dsv4cli.commands.chat.session import Session
@@ -27,38 +27,44 @@ from dsv4cli.output import Output
 
 QuestionArg = Annotated[
     str | None,
-    typer.Argument(help="Asked first; the conversation goes on after it on a terminal, and ends elsewhere."),
+    typer.Argument(help="A question to ask first. On a terminal the conversation goes on after it, elsewhere it ends."),
 ]
-ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Go on with the session that was last.")]
+ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Continue the last session.")]
 ResumeOpt = Annotated[
     str | None,
-    typer.Option("--resume", "-r", metavar="WHICH", help="Go on with a session of --sessions: its number or name."),
+    typer.Option("--resume", "-r", metavar="WHICH", help="Continue a session of --sessions, by its number or name."),
 ]
-SessionsOpt = Annotated[bool, typer.Option("--sessions", help="List the sessions, the last first, and exit.")]
+SessionsOpt = Annotated[bool, typer.Option("--sessions", help="List the sessions, the newest first, and exit.")]
 SessionOpt = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.json", help="Go on with the messages of this file, if it is there, and keep it up to date."
+        metavar="FILE.json", help="Continue with the messages of this file, if it exists, and keep it up to date."
     ),
 ]
 ThinkBudgetOpt = Annotated[
-    int | None, typer.Option(help="The most tokens of thinking; then the model has to answer. Without it: its limit.")
+    int | None,
+    typer.Option(
+        help="The most tokens of thinking; then the model must answer. If absent, only the answer's limits count."
+    ),
 ]
 ToolsOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Tools to offer, as in the OpenAI API; you give the results.")
+    Path | None, typer.Option(metavar="FILE.json", help="Tools to offer, as in the OpenAI API; you type the results.")
 ]
 ToolExecOpt = Annotated[
     str | None,
-    typer.Option(metavar="COMMAND", help="Carries out calls: gets {name, arguments} as JSON, prints text or JSON."),
+    typer.Option(
+        metavar="COMMAND",
+        help="A program that carries out calls: it reads {name, arguments} as JSON and prints text or JSON.",
+    ),
 ]
-ToolTimeoutOpt = Annotated[float, typer.Option(help="The most seconds of a call.")]
+ToolTimeoutOpt = Annotated[float, typer.Option(help="The most seconds that a call may take.")]
 YesOpt = Annotated[bool, typer.Option("--yes", help="Run --tool-exec without asking.")]
 MaxRoundsOpt = Annotated[
-    int, typer.Option(min=1, help="Rounds of calls in a turn after which --yes asks all the same, or ends the answer.")
+    int, typer.Option(min=1, help="Rounds of calls in a turn; after them --yes asks nevertheless, or ends the answer.")
 ]
 ShowThinkingOpt = Annotated[bool, typer.Option("--show-thinking", help="Show reasoning as it comes, not in one line.")]
 NoMarkdownOpt = Annotated[
-    bool, typer.Option("--no-markdown", help="Show answers as they are written, also on a terminal.")
+    bool, typer.Option("--no-markdown", help="Show answers as the model writes them, on a terminal too.")
 ]
 NoHistoryOpt = Annotated[bool, typer.Option("--no-history", help="Keep no history of inputs.")]
 ChatTpOpt = Annotated[
@@ -95,15 +101,16 @@ def chat(
     """Conversation with the model, as long as you like.
 
     On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
-    answer, twice it quits. Piped lines are questions; the exit code is the last error's. --continue goes on later.
+    answer, twice it quits. Piped lines are questions; the exit code is that of the last error. Later,
+    --continue continues the session.
     """
     out, state = Output(context.obj), state_folder(state_home)
     _check(options.device, torchrun, question)
-    given = given_choices(context, Choices(options.model, options.think, options.temperature, options.top_p))
+    given = given_choices(context, SessionChoices(options.model, options.think, options.temperature, options.top_p))
     begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
     job = _job(out, begun, "model" in given, options)
-    wishes = Wishes(check_budget(think_budget), show_thinking, not no_markdown, term, question)
-    _start(job, tp or 1, begun, wishes, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
+    display = Display(check_budget(think_budget), show_thinking, not no_markdown, term, question)
+    _start(job, tp or 1, begun, display, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
 
 
 def _history(state: Path, none: bool) -> Path | None:
@@ -128,7 +135,7 @@ def _job(out: Output, session: Session, named: bool, options: ModelOptions) -> J
     return job
 
 
-class Wishes(NamedTuple):
+class Display(NamedTuple):
     """How a conversation is led and shown."""
 
     think_budget: int | None
@@ -138,7 +145,7 @@ class Wishes(NamedTuple):
     question: str | None
 
 
-class Calls(NamedTuple):
+class CallOptions(NamedTuple):
     """How calls are carried out."""
 
     command: list[str]
@@ -147,7 +154,7 @@ class Calls(NamedTuple):
     rounds: int
 
 
-def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls, history: Path | None) -> None:
+def _start(job: Job, ranks: int, session: Session, display: Display, calls: CallOptions, history: Path | None) -> None:
     """Loads the model and talks."""
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     with Models(job, ranks) as models:
@@ -155,27 +162,27 @@ def _start(job: Job, ranks: int, session: Session, wishes: Wishes, calls: Calls,
             talk = models.open()
             chat = Chat(job.out, job.source.name, talk, session, job.sampling, Interrupts(), on_terminal=terminal)
             del talk  # the chat has it alone, for /model to free
-            chat.think_budget, chat.show_thinking = wishes.think_budget, wishes.show_thinking
-            chat.markdown = wishes.markdown and sys.stdout.isatty() and wishes.term != "dumb"
-            chat.copies = terminal and wishes.term != "dumb"
+            chat.think_budget, chat.show_thinking = display.think_budget, display.show_thinking
+            chat.markdown = display.markdown and sys.stdout.isatty() and display.term != "dumb"
+            chat.copies = terminal and display.term != "dumb"
             chat.change_model = partial(models.change, chat)
-            source = _input(chat, wishes.term, history)
+            source = _input(chat, display.term, history)
             chat.edits = source.edits
             chat.run_calls = Tools(job.out, source, *calls).run
             greet(chat)
-        converse(chat, source, wishes.question)
+        converse(chat, source, display.question)
 
 
-def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> Calls:
+def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> CallOptions:
     """How calls are carried out. Raises UsageError, also where it needs a word of consent and nobody can give it."""
     from dsv4cli.engine.settings import require
 
     require(0 < seconds < math.inf, "--tool-timeout", seconds, "use more than 0 seconds")
     if tool_exec is None:
-        return Calls([], seconds, not yes, rounds)
+        return CallOptions([], seconds, not yes, rounds)
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
         raise UsageError("--tool-exec asks before each call, and there is no terminal", "add --yes")
-    return Calls(split_command(tool_exec), seconds, not yes, rounds)
+    return CallOptions(split_command(tool_exec), seconds, not yes, rounds)
 
 
 def _input(chat: Chat, term: str, history: Path | None) -> Input:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import typer
 
-from dsv4cli.commands.chat.journal import Choices, Journal, find_journal, session_rows
+from dsv4cli.commands.chat.journal import SessionChoices, SessionJournal, find_journal, session_rows
 from dsv4cli.commands.chat.session import Session
 from dsv4cli.commands.chat.tools import read_tools
 from dsv4cli.errors import UsageError
@@ -33,7 +33,7 @@ def begin_session(
     names = [name for name, chosen in ways.items() if chosen]
     if len(names) > 1:
         raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
-    session, file = Session(Journal(begin.folder), begin.file), begin.file
+    session, file = Session(SessionJournal(begin.folder), begin.file), begin.file
     if begin.go_on or begin.resume is not None:
         session.take_up(find_journal(begin.folder, "1" if begin.resume is None else begin.resume))
     elif file is not None and file.exists():
@@ -48,7 +48,7 @@ def begin_session(
     return session
 
 
-def given_choices(context: typer.Context, choices: Choices) -> dict[str, Any]:
+def given_choices(context: typer.Context, choices: SessionChoices) -> dict[str, Any]:
     """Those of the choices that stand on the command line."""
     return {
         name: value
@@ -62,7 +62,7 @@ def _list_sessions(out: Output, folder: Path) -> NoReturn:
     rows = session_rows(folder)
     if rows:
         out.table(rows)
-        out.hint("dsv4 chat --resume NUMBER goes on with one")
+        out.hint("dsv4 chat --resume NUMBER continues one")
     else:
-        out.status(f"no session has been kept in {folder} yet")
+        out.status(f"there are no sessions in {folder} yet")
     raise typer.Exit

@@ -3,7 +3,7 @@
 import json
 
 from dsv4cli.commands.chat.turn import Chat
-from dsv4cli.commands.offload_report import tell_traffic
+from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
@@ -16,7 +16,7 @@ def show_history(chat: Chat, _: str) -> None:
     from dsv4cli.engine.text.turns import text_of
 
     if not chat.session.messages:
-        chat.out.status("nothing has been said yet")
+        chat.out.status("the conversation is empty")
     for message in chat.session.messages:
         role, text = message["role"], text_of(message.get("content"))
         if text:
@@ -41,11 +41,11 @@ def show_stats(chat: Chat, _: str) -> None:
     chat.out.table(rows)
     from dsv4cli.engine.weights.offload import offload_of
 
-    tell_traffic(chat.out, offload_of(chat.talk.model))
+    report_traffic(chat.out, offload_of(chat.talk.model))
 
 
 def show_tokens(chat: Chat, text: str) -> None:
-    """The tokens of a text, or of each message."""
+    """Shows the tokens of a text, or of each message."""
     if text:
         ids = chat.talk.dialogue.text_ids(text)
         chat.out.line(f"{counted(len(ids), 'token')}: {' '.join(map(str, ids))}")
@@ -60,7 +60,7 @@ def show_tokens(chat: Chat, text: str) -> None:
 
 
 def show_context(chat: Chat, _: str) -> None:
-    """How full the context is."""
+    """Shows how full the context is."""
     used, room = chat.talk.tokens(chat.prompt()) if chat.session.messages else 0, chat.talk.context
     chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
     if chat.left_out:
@@ -70,7 +70,7 @@ def show_context(chat: Chat, _: str) -> None:
 def copy(chat: Chat, _: str) -> None:
     """Fills the clipboard with the last answer. Raises UsageError."""
     if not chat.copies:
-        raise UsageError("there is no terminal that could copy", "use /save FILE or /json")
+        raise UsageError("this terminal cannot copy", "use /save FILE or /json")
     text = str(chat.session.last_answer().get("content") or "")
     chat.out.clipboard(text)
     chat.out.status(f"{counted(len(text), 'character')} sent to the terminal's clipboard")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEMA = "dsv4.chat/1"
 # how much of the first question a journal's name has
 NAME_LENGTH = 40
-START = "start one: dsv4 chat; it is kept from its first answer on"
+START = "start one: dsv4 chat; its first answer saves it"
 
 
 def state_folder(state_home: Path | None) -> Path:
@@ -29,7 +29,7 @@ def state_folder(state_home: Path | None) -> Path:
 
 
 @dataclass(frozen=True)
-class Choices:
+class SessionChoices:
     """What a session is led with beside its messages; temperature and top_p are None for what the model asks for."""
 
     model: str = "nano"
@@ -38,14 +38,14 @@ class Choices:
     top_p: float | None = None
 
 
-def _check_choices(value: Any) -> Choices:
+def _check_choices(value: Any) -> SessionChoices:
     """The choices that a journal has noted. Raises UsageError, ValueError and TypeError for something else."""
     from dsv4cli.engine.settings import Sampling
 
-    one = Choices(**value)
+    one = SessionChoices(**value)
     Sampling().chosen(one.temperature, one.top_p, 0)
     if not (isinstance(one.model, str) and isinstance(one.think, str)):
-        raise ValueError("the model or the thinking level is no text")
+        raise ValueError("the model or the thinking level is not a text")
     return one
 
 
@@ -55,11 +55,11 @@ class Kept:
 
     messages: "list[Message]"
     tools: "list[Tool]"
-    choices: Choices | None
+    choices: SessionChoices | None
 
 
 @dataclass
-class Journal:
+class SessionJournal:
     """A file of JSON lines that say how the conversation became what it is: keep so many messages, add these.
 
     It is made with the first line, in a folder that nobody else can read, and is named after the time and the first
@@ -72,9 +72,9 @@ class Journal:
     _path: Path | None = None
     _messages: "list[Message]" = field(default_factory=list)
     _tools: "list[Tool]" = field(default_factory=list)
-    _choices: Choices | None = None
+    _choices: SessionChoices | None = None
 
-    def write(self, messages: "Sequence[Message]", tools: "Sequence[Tool]", choices: Choices) -> None:
+    def write(self, messages: "Sequence[Message]", tools: "Sequence[Tool]", choices: SessionChoices) -> None:
         """Notes what has changed since the last line; a session without messages begins no journal. Raises OSError."""
         messages, tools = list(messages), list(tools)
         if (messages, tools, choices) == (self._messages, self._tools, self._choices):
@@ -176,7 +176,8 @@ def read_journal(path: Path) -> Kept:
         return Kept(check_messages(messages) if messages else [], check_tools(tools), checked)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UsageError) as error:
         raise UsageError(
-            f"{path} is no journal that can be continued: {error}", "move it away, or load a saved file with --session"
+            f"{path} is not a journal that can be continued: {error}",
+            "move it away, or load a saved file with --session",
         ) from None
 
 

@@ -3,7 +3,7 @@
 import typer
 
 from dsv4cli.commands.chat.input import Input
-from dsv4cli.commands.chat.slash import obey
+from dsv4cli.commands.chat.slash import run_slash_command
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import Dsv4Error, RankLost
 from dsv4cli.output import counted
@@ -43,7 +43,7 @@ def converse(chat: Chat, source: Input, question: str | None) -> None:
 def greet(chat: Chat) -> None:
     """What a conversation begins with on a terminal."""
     if chat.session.messages:
-        chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}; /history shows them")
+        chat.out.status(f"continuing after {counted(len(chat.session.messages), 'message')}; /history shows them")
     if chat.on_terminal:
         chat.out.status("/help lists the commands; Ctrl-D quits")
 
@@ -53,7 +53,7 @@ def _take(chat: Chat, line: str, edited: bool) -> None:
     before = list(chat.session.messages)
     question: str | None = line
     if line.startswith("/"):
-        question = obey(chat, line)
+        question = run_slash_command(chat, line)
     if question is not None and question.strip():
         if edited:
             chat.session.take_back()

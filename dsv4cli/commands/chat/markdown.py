@@ -38,7 +38,7 @@ class Laid(NamedTuple):
     certain: int
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """Lines of the source that belong together, without `end`. kind: "as is", "text", "table", or a heading's level."""
 
     begin: int
@@ -70,14 +70,14 @@ def _laid(source: list[str], first: int, columns: int, colours: bool) -> Laid:
     return Laid(lines, len(lines) if certain is None else certain)
 
 
-def _may_become_a_table(source: list[str], part: Part) -> bool:
+def _may_become_a_table(source: list[str], part: SourcePart) -> bool:
     """Whether the next line can make a table of this paragraph's last one."""
     return part.kind == "table" or (
         part.end >= len(source) - 1 and any("|" in line[:DECIDED] for line in source[part.begin :])
     )
 
 
-def _part_lines(source: list[str], part: Part, columns: int) -> tuple[list[list[Run]], int]:
+def _part_lines(source: list[str], part: SourcePart, columns: int) -> tuple[list[list[Run]], int]:
     """The lines of a part, and how many of them are certain."""
     lines = source[part.begin : part.end]
     if part.kind == "table":
@@ -95,7 +95,7 @@ def _as_is(line: str, columns: int) -> list[list[Run]]:
     return as_written(line, columns)
 
 
-def _paragraph(lines: list[str], part: Part, columns: int) -> tuple[list[list[Run]], int]:
+def _paragraph(lines: list[str], part: SourcePart, columns: int) -> tuple[list[list[Run]], int]:
     prefixes, texts = _margins(lines, part)
     style = "" if part.kind == "text" else HEADINGS.get(int(part.kind), EMPHASIS)
     laid = inline("\n".join(texts), style)
@@ -113,7 +113,7 @@ def _paragraph(lines: list[str], part: Part, columns: int) -> tuple[list[list[Ru
     return shown, sure
 
 
-def _margins(lines: list[str], part: Part) -> tuple[list[str], list[str]]:
+def _margins(lines: list[str], part: SourcePart) -> tuple[list[str], list[str]]:
     """What stands before the text of each line, and the text; a heading's marks are in neither."""
     prefixes, texts = [], []
     contents = [part.content] if part.kind != "text" else part.content.split("\n")
@@ -132,21 +132,21 @@ def _margins(lines: list[str], part: Part) -> tuple[list[str], list[str]]:
     return prefixes, texts
 
 
-def _parts(source: list[str], first: int) -> Iterator[Part]:
+def _parts(source: list[str], first: int) -> Iterator[SourcePart]:
     """The source from line `first` on, in parts."""
     at = first
     for part in _found(source):
         if part.begin < first:
             continue
         if at < part.begin:
-            yield Part(at, part.begin, "as is")
+            yield SourcePart(at, part.begin, "as is")
         yield part
         at = part.end
     if at < len(source):
-        yield Part(at, len(source), "as is")
+        yield SourcePart(at, len(source), "as is")
 
 
-def _found(source: list[str]) -> Iterator[Part]:
+def _found(source: list[str]) -> Iterator[SourcePart]:
     """Paragraphs, headings and tables."""
     until = 0
     tokens = _parser().parse("\n".join(source))
@@ -158,13 +158,13 @@ def _found(source: list[str]) -> Iterator[Part]:
             rows = begin
             if BAR.search(source[begin], 0, DECIDED):
                 rows = next((at for at in range(begin, end) if not BAR.search(source[at])), end)
-                yield Part(begin, rows, "table")
+                yield SourcePart(begin, rows, "table")
             if rows < end:
-                yield Part(rows, end, "text", "\n".join(line.strip() for line in source[rows:end]))
+                yield SourcePart(rows, end, "text", "\n".join(line.strip() for line in source[rows:end]))
             until = end
         elif following is not None and token.type in ("paragraph_open", "heading_open"):
             kind = "text" if token.type == "paragraph_open" else token.tag[1:]
-            yield Part(begin, end, kind, following.content)
+            yield SourcePart(begin, end, kind, following.content)
             until = end
 
 

@@ -18,7 +18,7 @@ def open_talk(job: Job, size: int) -> "Iterator[Conversation]":
 
     dialogue = job.dialogue  # refused before the model is loaded
     if size == 1:
-        with job.model() as model, Conversation(model, dialogue, job.limits, job.place) as talk:
+        with job.model() as model, Conversation(model, dialogue, job.limits, job.device) as talk:
             yield talk
         return
     from dsv4cli.engine.system.ending import ends_soon
@@ -29,6 +29,6 @@ def open_talk(job: Job, size: int) -> "Iterator[Conversation]":
         starting.enter_context(ends_soon(left_by(job.out)))
         led = stack.enter_context(leading_ranks(job, size, GO_ON))
         model = stack.enter_context(led.model())
-        talk = stack.enter_context(Conversation(model, dialogue, job.limits, led.place, led.followers))
+        talk = stack.enter_context(Conversation(model, dialogue, job.limits, led.device, led.followers))
         starting.close()
         yield talk

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4cli.commands.chat.journal import Choices, Journal, read_journal
+from dsv4cli.commands.chat.journal import SessionChoices, SessionJournal, read_journal
 from dsv4cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class FileChanged(UsageError):
 
     def __init__(self, file: Path) -> None:
         super().__init__(
-            f"{file} has been changed by another chat or program since it was read here",
-            f"/load {file} takes what it has now; /save {file} replaces that with this conversation",
+            f"another chat or program has changed {file} since it was read here",
+            f"/load {file} reads it again; /save {file} overwrites it with this conversation",
         )
 
 
@@ -30,11 +30,11 @@ class FileChanged(UsageError):
 class Session:
     """The messages so far, without the tools, which join them in the prompt; `file` follows every saved change."""
 
-    journal: Journal
+    journal: SessionJournal
     file: Path | None = None
     messages: "list[Message]" = field(default_factory=list)
     tools: "list[Tool]" = field(default_factory=list)
-    choices: Choices = field(default_factory=Choices)
+    choices: SessionChoices = field(default_factory=SessionChoices)
     _seen: str = ""  # what the file held when it was read or written here
 
     def save(self) -> None:
@@ -96,12 +96,12 @@ class Session:
         kept = read_journal(path)
         self.messages, self.tools, self.file = kept.messages, kept.tools, None
         self.choices = kept.choices or self.choices
-        self.journal = Journal(self.journal.folder, path.stem)
+        self.journal = SessionJournal(self.journal.folder, path.stem)
 
     def begin_anew(self) -> None:
         """Begins another session with the same system message; this one stays as it is, in its journal and its file."""
         self.clear()
-        self.journal, self.file = Journal(self.journal.folder), None
+        self.journal, self.file = SessionJournal(self.journal.folder), None
 
     def prompt(self) -> "list[Message]":
         """What the model is asked: the messages, with the tools in the system message."""
@@ -142,7 +142,7 @@ class Session:
         for message in reversed(self.messages):
             if message["role"] == "user":
                 return text_of(message["content"])
-        raise UsageError("nothing has been asked yet", "write a question, or /help")
+        raise UsageError("you have not asked anything yet", "write a question, or /help")
 
     def last_answer(self) -> "Message":
         """The assistant's last message. Raises UsageError when there is none."""

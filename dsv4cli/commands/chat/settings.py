@@ -47,7 +47,7 @@ def show_thinking(chat: Chat, word: str) -> None:
     """Shows the last thoughts, or sets whether they are shown as they come. Raises UsageError."""
     if not word:
         thought = chat.session.last_answer().get("reasoning_content")
-        chat.out.aside(f"{thought or 'there was no thinking'}\n")
+        chat.out.reasoning(f"{thought or 'the last answer has no thinking'}\n")
         return
     if word not in ("on", "off"):
         raise UsageError(f"/show-thinking cannot be {word}", "write on, off, or nothing to see the last thoughts")

@@ -27,7 +27,7 @@ class Slash(NamedTuple):
     other_names: tuple[str, ...] = ()
 
 
-def obey(chat: Chat, line: str) -> str | None:
+def run_slash_command(chat: Chat, line: str) -> str | None:
     """Carries out a line that begins with a slash; what is to be asked, if it is anything: `//` stands for one slash
     of a question. Raises UsageError, and EOFError to leave."""
     if line.startswith("//"):
@@ -36,7 +36,7 @@ def obey(chat: Chat, line: str) -> str | None:
     argument = "".join(rest).strip()
     command = _command(name)
     if argument and not command.arguments:
-        raise UsageError(f"/{name} takes nothing behind it", f"write /{name}")
+        raise UsageError(f"/{name} takes no argument", f"write /{name}")
     return command.function(chat, argument)
 
 
@@ -81,19 +81,19 @@ def _new(chat: Chat, _: str) -> None:
 def _sessions(chat: Chat, _: str) -> None:
     rows = session_rows(chat.session.journal.folder, MOST_SESSIONS)
     if not rows:
-        chat.out.status("no session has been kept yet")
+        chat.out.status("there are no sessions yet")
         return
     chat.out.table(rows)
-    chat.out.status("/resume NUMBER goes on with one")
+    chat.out.status("/resume NUMBER continues one")
 
 
 def _resume(chat: Chat, which: str) -> None:
     if not which:
-        raise UsageError("there is no session's number", "/sessions lists them")
+        raise UsageError("/resume needs the number of a session", "/sessions lists them")
     choices = chat.session.choices
     chat.session.take_up(find_journal(chat.session.journal.folder, which))
     chat.session.choices, chat.left_out = choices, 0  # it is led as this one
-    chat.out.status(f"going on after {counted(len(chat.session.messages), 'message')}; /history shows them")
+    chat.out.status(f"continuing after {counted(len(chat.session.messages), 'message')}; /history shows them")
 
 
 def _exit(chat: Chat, _: str) -> None:
@@ -103,13 +103,13 @@ def _exit(chat: Chat, _: str) -> None:
 def _clear(chat: Chat, _: str) -> None:
     chat.session.clear()
     chat.save()
-    chat.out.status("the conversation begins anew" + ("; the system message stays" if chat.session.system else ""))
+    chat.out.status("the conversation starts again" + ("; the system message stays" if chat.session.system else ""))
 
 
 def _undo(chat: Chat, _: str) -> None:
     question = chat.session.take_back()
     chat.save()
-    chat.out.status(f"taken back: {facts.excerpt(question)}")
+    chat.out.status(f"removed: {facts.excerpt(question)}")
 
 
 def _retry(chat: Chat, _: str) -> str:
@@ -123,7 +123,7 @@ def _edit(chat: Chat, text: str) -> str | None:
         question = chat.session.last_question()
         chat.draft = f"/{question}" if question.startswith("/") else question
     else:
-        raise UsageError("there is no line editor here", "write the new text behind /edit")
+        raise UsageError("there is no line editor here", "write the new text after /edit")
     return text or None
 
 
@@ -160,35 +160,35 @@ EDITOR_KEYS = ("Ctrl-R searches the history, Tab completes a command, Ctrl-X Ctr
 
 def _path(name: str) -> Path:
     if not name:
-        raise UsageError("there is no file name", "write one behind the command")
+        raise UsageError("the file name is missing", "write it after the command")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:  # ~somebody who is not there
-        raise UsageError(f"{name} is no path: {error}", "write it in full") from None
+        raise UsageError(f"{name} is not a path: {error}", "write it in full") from None
 
 
 COMMANDS: Mapping[str, Slash] = {
-    "help": Slash("[COMMAND]", "This list, or a line of it.", _help),
-    "undo": Slash("", "Take back the last question and its answer.", _undo),
+    "help": Slash("[COMMAND]", "Show this list, or one line of it.", _help),
+    "undo": Slash("", "Remove the last question and its answer.", _undo),
     "retry": Slash("", "Ask the last question again.", _retry, ("regenerate",)),
     "edit": Slash("[TEXT]", "Change the last question, to TEXT or in the next input.", _edit),
     "clear": Slash("", "Forget the conversation; the system message stays.", _clear),
-    "new": Slash("", "Begin another session; this one is kept.", _new),
+    "new": Slash("", "Start another session; this one is kept.", _new),
     "sessions": Slash("", f"List the sessions, at most the last {MOST_SESSIONS}.", _sessions),
-    "resume": Slash("NUMBER", "Go on with a session of that list.", _resume),
+    "resume": Slash("NUMBER", "Continue a session of that list.", _resume),
     "history": Slash("", "Show the conversation.", facts.show_history),
-    "model": Slash("[MODEL]", "Show the model, or load another in its place.", settings.model),
+    "model": Slash("[MODEL]", "Show the model, or load another one instead.", settings.model),
     "system": Slash("[TEXT]", "Show or set the system message.", settings.system),
     "think": Slash("[LEVEL]", "Show or set how hard to reason: off, low, high, max.", settings.think),
     "show-thinking": Slash("[on|off]", "Show reasoning as it comes, or the last one now.", settings.show_thinking),
     "set": Slash("[NAME=VALUE]", f"Show or set {', '.join(settings.SETTINGS)}.", settings.set_value),
-    "read": Slash("FILE [QUESTION]", "Ask with the text of a file below the question.", _read),
+    "read": Slash("FILE [QUESTION]", "Ask a question, with the text of a file below it.", _read),
     "save": Slash("FILE", "Write the conversation as JSON messages.", _save),
-    "load": Slash("FILE", "Take the conversation of such a file instead.", _load),
+    "load": Slash("FILE", "Load the conversation of such a file instead.", _load),
     "json": Slash("", "Print the conversation as JSON messages.", facts.show_json),
     "copy": Slash("", "Copy the last answer to the clipboard, through the terminal.", facts.copy),
-    "stats": Slash("", "What this session has cost.", facts.show_stats),
-    "tokens": Slash("[TEXT]", "The tokens of a text, or of each message.", facts.show_tokens),
-    "context": Slash("", "How full the context is.", facts.show_context),
-    "exit": Slash("", "Leave; the session is kept, --continue takes it up.", _exit, ("quit", "bye")),
+    "stats": Slash("", "Show what this session has cost.", facts.show_stats),
+    "tokens": Slash("[TEXT]", "Show the tokens of a text, or of each message.", facts.show_tokens),
+    "context": Slash("", "Show how full the context is.", facts.show_context),
+    "exit": Slash("", "Leave; --continue continues the session later.", _exit, ("quit", "bye")),
 }

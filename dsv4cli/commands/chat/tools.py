@@ -96,7 +96,7 @@ class Tools:
         done = f"{counted(number - 1, 'round')} of calls in this turn"
         if sys.stdin is not None and sys.stdin.isatty():
             return self._agreed(f"{done}: go on?")
-        self.out.warning(f"{done}, and nobody to ask: the answer ends here; --max-rounds allows more")
+        self.out.warning(f"{done}, and there is no terminal to ask on: the answer ends here; --max-rounds allows more")
         return False
 
     def _agreed(self, question: str) -> bool:
@@ -112,7 +112,7 @@ class Tools:
     def _result(self, function: dict[str, Any], now: Round) -> str | None:
         self.out.line(f"{function['name']}({function['arguments']})")
         if not self.command:
-            self.out.status(f"what does {function['name']} give? (Ctrl-D: nothing, the answer ends here)")
+            self.out.status(f"what does {function['name']} return? (Ctrl-D: nothing; the answer ends here)")
             text = self.source.read("")
             return self._cut(text, now)
         if self.ask_first and not self._agreed(f"run {shlex.join(self.command)}?"):
@@ -152,7 +152,7 @@ class Tools:
     def _show_errors(self, ended: Ended) -> None:
         if ended.last_err:
             cut = f"(the end of {size_text(ended.err_bytes)})\n" if ended.err_bytes > LAST_WORDS else ""
-            self.out.aside(f"{cut}{ended.last_err[-LAST_WORDS:]}\n")
+            self.out.reasoning(f"{cut}{ended.last_err[-LAST_WORDS:]}\n")
 
     def _cut(self, text: str, now: Round, size: int = 0) -> str:
         """The text as far as a result may go, with a word at its end where something is missing; size: its bytes, where

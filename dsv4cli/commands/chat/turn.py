@@ -8,12 +8,12 @@ from time import monotonic, perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dsv4cli.commands.chat.journal import Choices
+from dsv4cli.commands.chat.journal import SessionChoices
+from dsv4cli.commands.chat.renderer import Renderer
 from dsv4cli.commands.chat.session import FileChanged, Session
-from dsv4cli.commands.chat.show import Show
 from dsv4cli.commands.chat.tools import Round
 from dsv4cli.commands.clock import Clock
-from dsv4cli.commands.job import tell_lookalikes
+from dsv4cli.commands.job import report_lookalikes
 from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.output import Output, counted
@@ -128,7 +128,7 @@ class Chat:
         except OSError as error:
             self.out.warning(f"the session is not saved: {error}; /save FILE puts it elsewhere")
 
-    def choose(self, choices: Choices) -> None:
+    def choose(self, choices: SessionChoices) -> None:
         """Notes what the session is led with from now on, for who goes on with it."""
         self.session.choices = choices
         if self.session.messages:
@@ -141,11 +141,11 @@ class Chat:
 
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
         steps = self.talk.reply(self.prompt(), self.sampling, think_budget=self.think_budget)
-        tell_lookalikes(self.out, [text for text in self.talk.lookalikes if text not in self.lookalikes])
+        report_lookalikes(self.out, [text for text in self.talk.lookalikes if text not in self.lookalikes])
         self.lookalikes.update(self.talk.lookalikes)
         answer = self._follow(steps)
         if answer is None:
-            self.out.status("stopped before the first word")
+            self.out.status("stopped; no answer yet")
             return False
         message, repairs = answer.message()
         for repair in repairs if not self.stopped else ():
@@ -179,7 +179,7 @@ class Chat:
 
     def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer | None":
         """Shows an answer as it comes, to its end or until Ctrl-C; None where that came before its first token."""
-        show = Show(self.out, self.markdown, self.show_thinking)
+        renderer = Renderer(self.out, self.markdown, self.show_thinking)
         self.last = clock = Clock()
         clock.start = perf_counter()
         if self.stopped:  # before there was a reply to stop
@@ -195,12 +195,12 @@ class Chat:
                     if len(answer.tokens) > clock.tokens:
                         clock.tick(answer.tokens[-1].prepared)
                     for kind, text in pieces:
-                        show.push(kind, text)
+                        renderer.push(kind, text)
         except KeyboardInterrupt:
             return None
         finally:
             self._breakable = False
-            show.end()
+            renderer.end()
         return answer if answer is not None and answer.tokens else None
 
     def _announce(self, tokens: int) -> None:
@@ -246,7 +246,7 @@ class Chat:
             self.left_out += surplus
             left = counted(self.left_out, "message")
             self.out.warning(
-                f"the oldest {left} are left out of the prompt to keep room for an answer; not of the session"
+                f"the oldest {left} are left out of the prompt to keep room for an answer; the session keeps them"
             )
         return messages[:start] + messages[start + self.left_out :]
 
@@ -265,4 +265,4 @@ class Chat:
         self.out.status(f"{self.model} · {used:,} of {talk.context:,} tokens{rate}{first}{ended}")
         if used > NEARLY_FULL * talk.context:
             left = counted(max(talk.context - used, 0), "token")
-            self.out.warning(f"{left} are left; soon the oldest questions and answers are left out of the prompt")
+            self.out.warning(f"{left} left; the oldest questions and answers will soon be left out of the prompt")

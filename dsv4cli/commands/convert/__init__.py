@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsv4cli.commands.convert.join import Comparison, facts, join, next_step, pasted, verdict
+from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, pasted, verdict
 from dsv4cli.errors import UsageError
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt
 from dsv4cli.output import Output, counted, duration_text, size_text
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.conversion.job import Conversion
     from dsv4cli.engine.conversion.manifest import Manifest
     from dsv4cli.engine.conversion.verify import Verification
-    from dsv4cli.engine.conversion.work import FileDone
+    from dsv4cli.engine.conversion.write import FileDone
 
 SCHEMA = "dsv4.convert/1"
 SOURCE_HELP = "The checkpoint: a folder in any of the layouts, or flash, pro, org/name in the Hugging Face cache."
@@ -26,7 +26,7 @@ SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP
 OutputArg = Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write: new, empty or unfinished.")]
 ToOpt = Annotated[
     Literal["official", "bf16", "fp8", "nvfp4", "mp", "transformers"] | None,
-    typer.Option("--to", help="The layout to make, see above."),
+    typer.Option("--to", help="The layout to make; see above."),
 ]
 RanksOpt = Annotated[int | None, typer.Option(min=1, help="For --to mp: cut for this many GPUs.")]
 ExpertsOpt = Annotated[
@@ -95,7 +95,7 @@ def convert(
     out = Output(context.obj, as_json)
     if finish is not None or look is not None:
         given = [source, output, to, ranks, layers, experts, attention, shard, no_mtp or None, dry_run or None]
-        join(out, finish, look, Comparison(against, check, workers), given)
+        join(out, finish, look, ComparisonOptions(against, check, workers), given)
         return
     if against is not None:
         raise UsageError("--against belongs to --finish and --check", "a conversion is compared with its SRC")
@@ -116,16 +116,16 @@ def _begin(
 ) -> None:
     """A conversion: what is done already, what would be done, or the doing; typed: the fields of Choices."""
     from dsv4cli.engine.conversion.convert import finished
-    from dsv4cli.engine.conversion.options import Choices, prepare
+    from dsv4cli.engine.conversion.options import ConversionOptions, prepare
 
-    conversion, threads, place = prepare(source, output, Choices(*typed))
+    conversion, threads, device = prepare(source, output, ConversionOptions(*typed))
     done = finished(conversion)
     if done is not None:
         _done(out, conversion, done, source, threads, "off" if dry_run else check)
     elif dry_run:
-        _plan(out, conversion, place, threads)
+        _plan(out, conversion, device, threads)
     else:
-        _convert(out, conversion, place, threads, check)
+        _convert(out, conversion, device, threads, check)
 
 
 def _done(
@@ -157,7 +157,7 @@ def _done(
         out.line(verdict(found))
         return
     if compared == "off":
-        out.warning("not all of it has been compared with the source")
+        out.warning("a part of it has not been compared with the source")
     command = ("convert", "--check", folder, "--against", source)
     out.hint(f"compare it with the source: `{pasted(*command)}`")
 
@@ -166,7 +166,7 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
     """Shows what would be done, checked as the doing checks it."""
     from dsv4cli.engine.conversion.convert import trial
     from dsv4cli.engine.conversion.room import free_bytes
-    from dsv4cli.engine.conversion.work import memory_bytes
+    from dsv4cli.engine.conversion.write import memory_bytes
 
     conversion.check_source()
     conversion.check_output()

@@ -23,7 +23,7 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonOptions:
     """The options of a comparison as typed: the source, how much, and the threads."""
 
     against: str | None
@@ -31,18 +31,18 @@ class Comparison:
     workers: int | None
 
 
-def join(out: Output, finish: Path | None, look: Path | None, comparison: Comparison, others: list[Any]) -> None:
+def join(out: Output, finish: Path | None, look: Path | None, comparison: ComparisonOptions, others: list[Any]) -> None:
     """Carries out `--finish DST` or `--check DST`; others: the options that neither takes, None where left out."""
     option, folder = ("--finish", finish) if finish is not None else ("--check", look)
     assert folder is not None
     others = [*others, look if finish is not None else None]
     if any(other is not None for other in others):
         raise UsageError(
-            f"{option} takes the output folder alone, and what it is compared with",
+            f"{option} takes only the output folder and the source to compare it with",
             f"as in `dsv4 convert {option} OUT --against SRC`",
         )
     if comparison.check == "off" or (comparison.check == "full" and comparison.against is None):
-        reason = "is no comparison" if comparison.check == "off" else "needs the source to compare with"
+        reason = "compares nothing" if comparison.check == "off" else "needs the source to compare with"
         raise UsageError(
             f"{option} with --verify {comparison.check} {reason}",
             f"as in `dsv4 convert {option} OUT --against SRC --verify full`",
@@ -51,7 +51,7 @@ def join(out: Output, finish: Path | None, look: Path | None, comparison: Compar
 
 
 @contextmanager
-def _checking(out: Output, comparison: Comparison) -> Iterator[tuple["Against | None", int, "Progress"]]:
+def _checking(out: Output, comparison: ComparisonOptions) -> Iterator[tuple["Against | None", int, "Progress"]]:
     """A bar on the terminal, and with it what to compare with, and the threads."""
     from dsv4cli.engine.conversion.options import default_workers, prepare_comparison
 
@@ -64,7 +64,7 @@ def _checking(out: Output, comparison: Comparison) -> Iterator[tuple["Against | 
         yield against, workers, progress
 
 
-def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
+def _finish(out: Output, folder: Path, comparison: ComparisonOptions) -> None:
     from dsv4cli.engine.conversion.finish import finish, joined_before
 
     if joined_before(folder):
@@ -89,7 +89,7 @@ def _finish(out: Output, folder: Path, comparison: Comparison) -> None:
     out.hint(next_step(folder, done.to))
 
 
-def _check(out: Output, folder: Path, comparison: Comparison) -> None:
+def _check(out: Output, folder: Path, comparison: ComparisonOptions) -> None:
     from dsv4cli.engine.conversion.check import check
 
     with _checking(out, comparison) as how:
@@ -109,11 +109,11 @@ def _report(out: Output, folder: Path, checked: "Checked", against: str | None) 
         }
     )  # fmt: skip
     problems = [f"{name} is missing" for name in checked.missing]
-    problems += [f"{name} has changed: its sha256 is another" for name in checked.changed]
-    problems += [f"{name} is not the source's" for name in wrong]
+    problems += [f"{name} has changed: its sha256 differs" for name in checked.changed]
+    problems += [f"{name} differs from the source's" for name in wrong]
     if problems:
-        as_written = "is not as it was written" if not wrong else f"differs from {against}"
-        out.line(f"{folder} {as_written}", strong=True)
+        what = "has changed since it was written" if not wrong else f"differs from {against}"
+        out.line(f"{folder} {what}", strong=True)
         for problem in problems[:SHOWN]:
             out.line(f"  {problem}")
         if len(problems) > SHOWN:
@@ -123,7 +123,7 @@ def _report(out: Output, folder: Path, checked: "Checked", against: str | None) 
         return
     if checked.files:
         size = f"{counted(checked.files, 'file')}, {size_text(checked.nbytes)}"
-        out.line(f"{folder} is as it was written: {size}, each with its sha256", strong=True)
+        out.line(f"{folder} is unchanged: {size}, every sha256 matches", strong=True)
     if checked.found is not None:
         out.line(verdict(checked.found))
 

@@ -40,13 +40,13 @@ ValuesOpt = Annotated[
     ),
 ]
 TensorOpt = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Show one tensor: place, format, scales, statistics, histogram.")
+    str | None, typer.Option(metavar="NAME", help="Show one tensor: file, format, scales, statistics, histogram.")
 ]
 LayerOpt = Annotated[str | None, typer.Option(metavar="N", help="Show the tensors of layer N, or of mtp.N.")]
 TreeOpt = Annotated[bool, typer.Option("--tree", help="Show the whole model as a tree, equal layers folded.")]
 ForOpt = Annotated[
     Literal["vllm", "sglang", "transformers", "official", "dsv4"] | None,
-    typer.Option("--for", help="Would this program load it? Its verdict is the answer then."),
+    typer.Option("--for", help="Would this program load it? Its verdict is then the answer."),
 ]
 FitOpt = Annotated[bool, typer.Option("--fit", help="Does it run here, or on --gpus? With bytes and a command.")]
 GpusOpt = Annotated[
@@ -54,7 +54,7 @@ GpusOpt = Annotated[
 ]
 RamOpt = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="For --fit: so much RAM, as in 192GB; with --gpus that of their machine."),
+    typer.Option(metavar="SIZE", help="For --fit: the RAM, as in 192GB; with --gpus the RAM of their machine."),
 ]
 ContextOpt = Annotated[int, typer.Option("--context", min=1, help="For --fit: tokens of a sequence.")]
 BatchOpt = Annotated[int, typer.Option(min=1, help="For --fit: sequences at once.")]
@@ -130,7 +130,7 @@ def _ask(out: Output, result: "Inspection", asked: Mapping[str, _Question]) -> t
     """Reports, then puts the questions one after another: whether the answer is yes, and their sections of the
     document."""
     began = _begin(out, result, asked.keys())
-    # another program's verdict stands in the place of ours, and two models may be the same in any layout
+    # another program's verdict replaces ours, and two models may be the same in any layout
     answer = result.problem is None or "verdict" in asked or ("diff" in asked and not _is_unknown(result))
     sections: dict[str, Any] = {}
     for name, question in asked.items():
@@ -211,11 +211,13 @@ def _ask_values(out: Output, result: "Inspection", depth: "Depth") -> bool:
         fetch = f"dsv4 download {shell_word(result.source.repository)}"
         raise UsageError(f"the weights of {name} are not here", f"fetch them with `{fetch}`")
     if not isinstance(identity, FolderIdentity):
-        raise UsageError(f"{name} has no files whose values could be read", "leave --values out")
+        raise UsageError(f"{name} has no files to read values from", "leave --values out")
     return show_values(out, identity, depth)
 
 
 def _known(result: "Inspection") -> "Identity":
     if result.identity is None:
-        raise UsageError(f"nothing says of which model {result.source.name} is", "put its config.json beside the file")
+        raise UsageError(
+            f"no file says which model {result.source.name} belongs to", "put its config.json beside the file"
+        )
     return result.identity

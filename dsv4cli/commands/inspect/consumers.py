@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from dsv4cli.engine.inspection.consumers.judge import Consumer, Verdict
+    from dsv4cli.engine.inspection.consumers.judge import Consumer, ConsumerVerdict
     from dsv4cli.engine.inspection.report import Inspection
 
 ANSWERS = {True: "would load", False: "would not load", None: "may or may not load"}
@@ -36,7 +36,7 @@ def show_verdict(
     return found.loads is True
 
 
-def _report(out: Output, name: str, found: "Verdict") -> None:
+def _report(out: Output, name: str, found: "ConsumerVerdict") -> None:
     """The answer, the reasons, what else to know, and the command."""
     out.line(f"{found.version} {ANSWERS[found.loads]} {name}", strong=True)
     for reason in found.reasons:

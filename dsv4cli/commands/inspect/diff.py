@@ -1,4 +1,4 @@
-"""`dsv4 inspect A --diff B`: whether two checkpoints are the same model in other clothes, and where not."""
+"""`dsv4 inspect A --diff B`: whether two checkpoints hold the same model stored differently, and where they differ."""
 
 from collections import Counter
 from dataclasses import replace

@@ -8,7 +8,7 @@ from dsv4cli.output import UNIT_NOTE, Output, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dsv4cli.engine.inspection.fit.answer import Answer
+    from dsv4cli.engine.inspection.fit.answer import FitAnswer
     from dsv4cli.engine.inspection.fit.plan import Fit
     from dsv4cli.engine.inspection.fit.share import Share
     from dsv4cli.engine.inspection.report import Inspection
@@ -42,7 +42,7 @@ def show_fit(
     return answer.runs
 
 
-def _report(out: Output, answer: "Answer") -> None:
+def _report(out: Output, answer: "FitAnswer") -> None:
     """The answer, the bytes of each way to use the machine, the limits, and what to do."""
     fit = answer.fit
     shares = _shown(fit)
@@ -62,7 +62,7 @@ def _report(out: Output, answer: "Answer") -> None:
         out.line(f"→ {step.command}")
 
 
-def _answer(answer: "Answer") -> str:
+def _answer(answer: "FitAnswer") -> str:
     fit, best = answer.fit, answer.fit.best
     machine = "this machine" if fit.machine.is_here else "that machine"
     if best is None:
@@ -119,7 +119,7 @@ def _rows(shares: "list[Share]") -> list[list[str]]:
 def _notes(fit: "Fit", shares: "list[Share]") -> "Iterator[str]":
     if any(share.ranks > 1 for share in shares):
         parts = ", ".join(f"{family} {size_text(size)}" for family, size in list(fit.whole.items())[:SHOWN])
-        yield f"Whole on every GPU: the cache, and of the weights {parts}."
+        yield f"Whole on every GPU: the cache, and these weights: {parts}."
     best = fit.best or shares[0]
     yield (
         f"Workspace: the most that the tensors of a step take, with prompts in chunks of {best.chunk:,} tokens. "
@@ -136,11 +136,11 @@ def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
     if placement.division is not None:
         division = placement.division
         yield (
-            f"{where} lie {division.rows} of each layer's {division.experts} experts at a time; {division.offloaded} "
+            f"{where} are {division.rows} of each layer's {division.experts} experts at a time; {division.offloaded} "
             f"stay in host memory, {size_text(best.host * best.ranks)} in all."
         )
     if not placement.drafter:
-        yield f"{where} the drafter is left out, which no command uses."
+        yield f"{where} the drafter is left out; no command uses it."
     batch = "this batch" if fit.batch > 1 else "one sequence"
     longest, most = fit.largest_context, fit.largest_batch
     yield f"{where} the largest context of {batch} is {longest:,} tokens, and this context fits {most} sequences."

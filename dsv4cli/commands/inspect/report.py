@@ -46,7 +46,7 @@ def show_problem(out: Output, result: "Inspection") -> None:
             out.line(f"  and {coverage.count - SHOWN:,} more; --json lists them all")
         out.line(f"→ {problem.remedy}")
     elif contents:
-        known = ", all as the model needs them" if coverage else "; no config.json says of which model"
+        known = ", all as the model needs them" if coverage else "; there is no config.json that names its model"
         out.line(f"{name} is sound: {contents.tensors:,} tensors{known}", strong=True)
     elif coverage:
         out.line(f"{name} would load: all {coverage.expected:,} tensors are there and as expected", strong=True)
@@ -127,7 +127,7 @@ def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
 def _bytes(out: Output, sizes: "Sizes") -> None:
     """The bytes by family, their sum, the part of the drafter, and the same bytes by dtype."""
     out.line(f"bytes as stored ({UNIT_NOTE})")
-    _shares(out, {**sizes.by_family, "total": sizes.nbytes, "of it under mtp.": sizes.drafter_bytes}, sizes.nbytes)
+    _shares(out, {**sizes.by_family, "total": sizes.nbytes, "under mtp.": sizes.drafter_bytes}, sizes.nbytes)
     out.line()
     out.line("bytes by dtype")
     _shares(out, sizes.by_dtype, sizes.nbytes)
@@ -139,7 +139,7 @@ def _contents(out: Output, contents: "Contents") -> None:
     if any(contents.by_family):
         out.line()
         out.line("bytes by family")
-        families = {name or "not of this model": nbytes for name, nbytes in contents.by_family.items()}
+        families = {name or "not part of this model": nbytes for name, nbytes in contents.by_family.items()}
         _shares(out, families, contents.nbytes)
 
 

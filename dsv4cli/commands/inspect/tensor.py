@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.checkpoint.identify import Identity
     from dsv4cli.engine.inspection.sources import Inspectable
     from dsv4cli.engine.inspection.tensor_tree import Entry, Layers, Tree
-    from dsv4cli.engine.inspection.tensor_view import TensorView, Values
+    from dsv4cli.engine.inspection.tensor_view import MatrixValues, TensorView
 
 # columns of the longest bar of a histogram, and of what is right of a label
 BAR, VALUE_WIDTH = 40, 68
@@ -47,8 +47,8 @@ def report_tensor(out: Output, view: "TensorView") -> None:
     rows = [("format", f"{view.form}, values {list(view.shape)}")]
     for part in view.parts:
         whole = f"{part.dtype} {list(part.shape)}" + (f", {part.note}" if part.note else "")
-        place = f"{part.file.name}, bytes {part.begin:,} to {part.end:,}"
-        rows += [(part.role.replace("_", " "), whole), ("", place)]
+        extent = f"{part.file.name}, bytes {part.begin:,} to {part.end:,}"
+        rows += [(part.role.replace("_", " "), whole), ("", extent)]
         if part.name not in (view.name, f"{view.name.removesuffix('.weight')}.{part.role}"):
             rows.append(("", f"as {part.name}"))
     if view.holds:
@@ -67,9 +67,9 @@ def report_tensor(out: Output, view: "TensorView") -> None:
             out.paragraph(f"{finding.severity}: {finding.message}", strong=finding.severity == "wrong")
 
 
-def _values(values: "Values") -> "Iterator[tuple[str, str]]":
+def _values(values: "MatrixValues") -> "Iterator[tuple[str, str]]":
     found = values.statistics
-    yield "values", f"{found.count:,}, of them {found.zeros:,} zero"
+    yield "values", f"{found.count:,}, {found.zeros:,} of them zero"
     if found.not_finite:
         yield "", f"{found.not_finite:,} NaN or infinite"
     if found.finite:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dsv4cli.engine.checkpoint.identify import FolderIdentity
-    from dsv4cli.engine.inspection.checks.findings import Finding
+    from dsv4cli.engine.inspection.checks.findings import ValueFinding
     from dsv4cli.engine.inspection.checks.survey import Depth, ValueReport
 
 # findings of one rule that a person reads at once; --json has all
@@ -45,7 +45,7 @@ def report_values(out: Output, report: "ValueReport") -> None:
 
 
 def _findings(out: Output, report: "ValueReport") -> None:
-    groups: dict[tuple[str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str], list[ValueFinding]] = {}
     for finding in report.findings:
         groups.setdefault((finding.severity, finding.check), []).append(finding)
     if not groups:

@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 ShapesOpt = Annotated[
     str,
-    typer.Option("--model", "-m", help="Whose shapes: flash, pro, flash-0731, tiny (no files needed), or any model."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="The model whose shapes to use: flash, pro, flash-0731, tiny (no files needed), or any other.",
+    ),
 ]
 CasesOpt = Annotated[
-    str, typer.Option(metavar="N,N", help="Tokens of a step: up to 64 are of as many sequences, more of one prompt.")
+    str,
+    typer.Option(metavar="N,N", help="Tokens of a step: up to 64 come from as many sequences, more from one prompt."),
 ]
 ContextOpt = Annotated[int, typer.Option("--context", help="Tokens of each sequence, the step's own included.")]
-RanksOpt = Annotated[int, typer.Option(min=1, help="Shapes of one rank of so many.")]
+RanksOpt = Annotated[int, typer.Option(min=1, help="Use the shapes of one of this many ranks.")]
 OnlyOpt = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="This operation or family only; may be given again.")
+    list[str] | None, typer.Option(metavar="NAME", help="Only this operation or family; may be repeated.")
 ]
 BaselineOpt = Annotated[
-    Path | None, typer.Option(metavar="OLD.json", help="What --json printed before: show what has changed.")
+    Path | None, typer.Option(metavar="OLD.json", help="An earlier output of --json: show what has changed.")
 ]
 PlotOpt = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a .png or .svg file; needs dsv4[plot].")
@@ -91,19 +96,19 @@ def kernels(
     from dsv4cli.engine.runtime.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
-    out, counts, place = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
-    chosen, old = resolve_backend(backend, place), _baseline(baseline, "kernels")
+    out, counts, torch_device = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
+    chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "kernels")
     if plot is not None:
         check_plot(plot)
     shapes = read_shapes(model, tp)
     check_context(shapes, counts, length)
-    measured = profile_kernels(shapes, counts, length, only or (), place, chosen)
-    out.status(f"measuring on {place}; this takes a while at the shapes of a large model")
-    document = kernels_document(model, chosen, tp, place, measure_ceilings(place), measured)
+    measured = profile_kernels(shapes, counts, length, only or (), torch_device, chosen)
+    out.status(f"measuring on {torch_device}; this takes a while at the shapes of a large model")
+    document = kernels_document(model, chosen, tp, torch_device, measure_ceilings(torch_device), measured)
     again = _again(document, old, as_json)
     if again:
-        out.status(f"timing {counted(len(again), 'operation')} once more: what two passes differ by is noise")
-        time_again(shapes, again, place, chosen)
+        out.status(f"timing {counted(len(again), 'operation')} once more: a difference between two passes is noise")
+        time_again(shapes, again, torch_device, chosen)
     if plot is not None:
         draw_roofline(document, plot)
     _report(out, document, old)
@@ -147,15 +152,15 @@ def step(
     from dsv4cli.engine.runtime.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
-    out, source, place = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
-    chosen, old = resolve_backend(backend, place), _baseline(baseline, "step")
+    out, source, torch_device = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
+    chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "step")
     if trace is not None and not trace.parent.is_dir():
         raise UsageError(f"--trace: there is no folder {trace.parent}", "make it, or name another")
     load = choose_load(source.identity.config, tokens, before, batch)
-    ceilings = measure_ceilings(place)
-    transformer = _load(out, source, place)
-    found = profile_step(transformer, load, place, chosen, trace)
-    document = step_document(model, chosen, place, load, ceilings, found)
+    ceilings = measure_ceilings(torch_device)
+    transformer = _load(out, source, torch_device)
+    found = profile_step(transformer, load, torch_device, chosen, trace)
+    document = step_document(model, chosen, torch_device, load, ceilings, found)
     _report(out, document, old)
     if trace is not None:
         out.hint(f"open {trace} in https://ui.perfetto.dev")

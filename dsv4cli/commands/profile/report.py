@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.profiling.compare import Comparison
+    from dsv4cli.engine.profiling.compare import BaselineComparison
 
 Document = dict[str, Any]
 KERNELS = ("operation", "tokens", "time", "spread", "GB/s", "of max", "TFLOP/s", "of max")
@@ -67,7 +67,7 @@ def show_step(out: Output, document: Document) -> None:
     _warn_of_spreads(out, [whole])
 
 
-def show_changes(out: Output, comparison: "Comparison") -> None:
+def show_changes(out: Output, comparison: "BaselineComparison") -> None:
     """Before, now, their ratio and whether it means anything, after what differs beside the times."""
     out.line()
     if not comparison.same_device:
@@ -108,7 +108,7 @@ def _warn_of_rates(out: Output, shown: list[Document]) -> None:
         names = ", ".join(f"{line['name']} x{line['tokens']}" for line in over[:3])
         more = f" and {len(over) - 3} more" if len(over) > 3 else ""
         out.warning(
-            f"over {IMPOSSIBLE:.0%} of what was measured as the most: {names}{more}; something else ran while that was "
+            f"over {IMPOSSIBLE:.0%} of the measured maximum: {names}{more}; something else ran while that was "
             "measured, or the inputs were in the cache"
         )
 

@@ -16,7 +16,7 @@ from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, Torchrun
 from dsv4cli.output import Output
 
 PromptArg = Annotated[
-    str | None, typer.Argument(help="What to ask. Text piped in is added below it; - stands for that text alone.")
+    str | None, typer.Argument(help="What to ask. Text piped in is added below it; - means that text alone.")
 ]
 MessagesOpt = Annotated[
     Path | None,
@@ -35,18 +35,18 @@ ScoreOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help='Log-probabilities of given texts, no answer: lines {"ids": […]}, {"text": …} or {"messages": […]}.',
+        help='Print log-probabilities of texts, no answers: lines {"ids": […]}, {"text": …} or {"messages": […]}.',
     ),
 ]
 FileOpt = Annotated[
     list[Path] | None,
-    typer.Option("--file", "-f", metavar="FILE", help="Text to put below the prompt; may be given again; - is stdin."),
+    typer.Option("--file", "-f", metavar="FILE", help="Text to put below the prompt; may be repeated; - is stdin."),
 ]
 OutOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help="Where the answers of --prompts go, each as it ends; the same command goes on with the others.",
+        help="Write each answer of --prompts to this file as it ends; the same command continues with the others.",
     ),
 ]
 SkipBadOpt = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines of --prompts that cannot be answered.")]
@@ -130,7 +130,7 @@ def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs:
     if only_show:
         _apart("--show-prompt", {"--score": given.score, "--samples": given.samples > 1 or None, "--out": given.out})
     if logprobs and not (as_json or given.score or given.prompts):
-        raise UsageError("--logprobs shows in JSON output only", "add --json")
+        raise UsageError("--logprobs needs JSON output", "add --json")
 
 
 def _check_modes(given: Inputs) -> None:
@@ -146,7 +146,9 @@ def _check_modes(given: Inputs) -> None:
     if given.score is not None:
         _apart("--score", {"--samples": given.samples > 1 or None})
     if given.prompts is None and (given.out is not None or given.skip_bad):
-        raise UsageError(f"{'--out' if given.out else '--skip-bad'} is about many prompts", "give them with --prompts")
+        raise UsageError(
+            f"{'--out' if given.out else '--skip-bad'} works with --prompts only", "add --prompts FILE.jsonl"
+        )
 
 
 def _apart(option: str, others: Mapping[str, object]) -> None:

@@ -10,14 +10,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
-from dsv4cli.commands.job import Job, tell_lookalikes
-from dsv4cli.commands.offload_report import tell_traffic
+from dsv4cli.commands.job import Job, report_lookalikes
+from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.commands.run.modes import drawn, record_of
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, ReaderGone, counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.chat.answer_file import AnswerFile, Place
+    from dsv4cli.engine.chat.answer_file import AnswerFile, AnswerKey
     from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.settings import Sampling
     from dsv4cli.engine.text.inputs import BadLine, ScoreItem
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
     digest: str
 
     @property
-    def place(self) -> "Place":
+    def key(self) -> "AnswerKey":
         """Where its answer belongs."""
         return self.question.index, self.sample or 0
 
@@ -77,7 +77,7 @@ def read_many(job: Job, source: Source) -> Many:
     questions, prompts = _prompts(job, source)
     named = sorted({one.model for one in questions if one.model is not None})
     if named:
-        job.out.status(f"lines name {', '.join(named)} as their model; {job.source.name} answers")
+        job.out.status(f"some lines name {', '.join(named)} as their model; {job.source.name} answers them")
     if source.out is None:
         asked = _asked(job, source, questions, prompts, job.sampling)
         return Many(asked, len(asked), job.sampling.seed, None)
@@ -109,14 +109,14 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
         prompts.append(prompt.ids)
         lookalikes.update(dict.fromkeys(prompt.lookalikes))
     if source.skip_bad and good:
-        _tell_bad(job.out, source.path, bad)
+        _report_bad(job.out, source.path, bad)
     else:
         refuse(source.path, bad, "" if source.skip_bad else ", or leave them out with --skip-bad")
-    tell_lookalikes(job.out, list(lookalikes))
+    report_lookalikes(job.out, list(lookalikes))
     return good, prompts
 
 
-def _tell_bad(out: Output, path: Path, bad: "list[BadLine]") -> None:
+def _report_bad(out: Output, path: Path, bad: "list[BadLine]") -> None:
     for one in sorted(bad, key=lambda one: one.number):
         out.warning(f"{path}, line {one.number} is left out: {one.error.message}")
 
@@ -144,7 +144,7 @@ def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usu
     from dsv4cli.engine.text.questions import sample_of
 
     own = {one.index for one in questions if one.seed is None}
-    known = next((place for place in file.records if place[0] in own), None)
+    known = next((key for key in file.records if key[0] in own), None)
     if source.seed is not None or known is None:
         return usual
     offset = sample_of(usual.chosen(None, None, 0), known[1]).seed + known[0]
@@ -153,16 +153,16 @@ def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usu
 
 def _missing(file: "AnswerFile", asked: list[Asked]) -> list[Asked]:
     """What the file has no answer to. Raises UsageError where it has answers to something else."""
-    wanted = {one.place: one for one in asked}
-    for place, record in file.records.items():
-        one = wanted.get(place)
+    wanted = {one.key: one for one in asked}
+    for key, record in file.records.items():
+        one = wanted.get(key)
         if one is None or (record["request"], record["seed"]) != (one.digest, one.request.sampling.seed):
-            what = f"the answer with index {place[0]}"
+            what = f"the answer with index {key[0]}"
             raise UsageError(
-                f"{file.path} belongs to another command: {what} is to another prompt, or was drawn in another way",
+                f"{file.path} belongs to another command: {what} is to another prompt, or drawn with other options",
                 "name another file for --out, or remove this one",
             )
-    return [one for one in asked if one.place not in file.records]
+    return [one for one in asked if one.key not in file.records]
 
 
 def answer_many(job: Job, many: Many) -> None:
@@ -173,12 +173,12 @@ def answer_many(job: Job, many: Many) -> None:
         if many.asked:
             _answer(job, many, clock, take)
     if not many.asked:
-        job.out.status(f"{many.out} has {counted(many.total, 'answer')} already: all that are asked for")
+        job.out.status(f"{many.out} has {counted(many.total, 'answer')} already; none is missing")
         return
-    tell_traffic(job.out, clock.experts)
+    report_traffic(job.out, clock.experts)
     job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {many.seed}")
     if before:
-        job.out.status(f"{counted(before, 'answer')} had been in {many.out} before")
+        job.out.status(f"{many.out} already had {counted(before, 'answer')}")
 
 
 def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
@@ -202,9 +202,9 @@ def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
 def _sink(job: Job, many: Many) -> Iterator[Take]:
     """Where finished answers go, whatever ends this."""
     if many.out is None:
-        lines = InOrder(job.out, [one.place for one in many.asked])
+        lines = InOrder(job.out, [one.key for one in many.asked])
         try:
-            yield lambda one, record: lines.add(one.place, record)
+            yield lambda one, record: lines.add(one.key, record)
         except ReaderGone:
             raise
         except BaseException:
@@ -222,7 +222,7 @@ def _sink(job: Job, many: Many) -> Iterator[Take]:
         file.order()
     except BaseException:
         there = f"{len(file.records):,} of {counted(many.total, 'answer')}"
-        job.out.status(f"{there} {'is' if many.total == 1 else 'are'} in {many.out}; the same command goes on")
+        job.out.status(f"{there} {'is' if many.total == 1 else 'are'} in {many.out}; the same command continues")
         raise
     finally:
         file.close()
@@ -230,24 +230,24 @@ def _sink(job: Job, many: Many) -> Iterator[Take]:
 
 @dataclass
 class InOrder:
-    """Prints records in the order of their places, each as soon as those before it are there."""
+    """Prints records in the order of their keys, each as soon as those before it are there."""
 
     out: Output
-    places: "Sequence[Place]"
-    waiting: "dict[Place, dict[str, Any]]" = field(default_factory=dict)
+    keys: "Sequence[AnswerKey]"
+    waiting: "dict[AnswerKey, dict[str, Any]]" = field(default_factory=dict)
     shown: int = 0
 
-    def add(self, place: "Place", record: dict[str, Any]) -> None:
+    def add(self, key: "AnswerKey", record: dict[str, Any]) -> None:
         """Takes a record, and prints all that can be."""
-        self.waiting[place] = record
-        while self.shown < len(self.places) and self.places[self.shown] in self.waiting:
-            self.out.record(self.waiting.pop(self.places[self.shown]))
+        self.waiting[key] = record
+        while self.shown < len(self.keys) and self.keys[self.shown] in self.waiting:
+            self.out.record(self.waiting.pop(self.keys[self.shown]))
             self.shown += 1
 
     def rest(self) -> None:
         """Prints what still waits for others, in order."""
-        for place in sorted(self.waiting):
-            self.out.record(self.waiting.pop(place))
+        for key in sorted(self.waiting):
+            self.out.record(self.waiting.pop(key))
 
 
 def show_prompts(job: Job, source: Source) -> None:
@@ -257,12 +257,12 @@ def show_prompts(job: Job, source: Source) -> None:
 
     questions, bad = read_questions(source.path, source.system)
     if source.skip_bad:
-        _tell_bad(job.out, source.path, bad)
+        _report_bad(job.out, source.path, bad)
     else:
         refuse(source.path, bad)
     for question in questions:
         prompt = job.dialogue.prompt(question.messages)
-        tell_lookalikes(job.out, prompt.lookalikes)
+        report_lookalikes(job.out, prompt.lookalikes)
         job.out.record({"text": prompt.text, "ids": prompt.ids} | question.labels)
 
 
@@ -277,11 +277,11 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
         from dsv4cli.engine.weights.offload import offload_of
 
         start, lines = perf_counter(), InOrder(job.out, [(number, 0) for number in range(len(items))])
-        for one in score(model, sequences, job.limits, job.place, job.followers):
+        for one in score(model, sequences, job.limits, job.device, job.followers):
             top = {"top": one.top} if job.limits.logprobs else {}
             record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
             lines.add((one.number, 0), record | top)
-        tell_traffic(job.out, offload_of(model))
+        report_traffic(job.out, offload_of(model))
     seconds, tokens = perf_counter() - start, sum(map(len, sequences))
     what = f"{counted(len(items), 'text')}, {counted(tokens, 'token')}"
     job.out.status(f"{what} in {seconds:.2f} s: {tokens / seconds:,.1f} tokens/s")

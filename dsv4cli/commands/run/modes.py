@@ -5,8 +5,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
-from dsv4cli.commands.job import Job, tell_lookalikes
-from dsv4cli.commands.offload_report import tell_traffic
+from dsv4cli.commands.job import Job, report_lookalikes
+from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from dsv4cli.engine.text.prompt import Message
 
 
-def show_prompt(job: Job, talk: "list[Message]") -> None:
+def show_prompt(job: Job, messages: "list[Message]") -> None:
     """Prints the exact text and ids of a prompt."""
-    prompt = job.dialogue.prompt(talk)
-    tell_lookalikes(job.out, prompt.lookalikes)
+    prompt = job.dialogue.prompt(messages)
+    report_lookalikes(job.out, prompt.lookalikes)
     job.out.document({"text": prompt.text, "ids": prompt.ids})
     job.out.stream(f"{prompt.text}\n")
     job.out.line(" ".join(map(str, prompt.ids)))
@@ -44,33 +44,33 @@ def drawn(
 
     clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(
-        model, job.dialogue, requests, job.place, waits=waits, followers=job.followers
+        model, job.dialogue, requests, job.device, waits=waits, followers=job.followers
     ):
         clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces
 
 
-def prompt_ids(job: Job, talk: "list[Message]") -> list[int]:
+def prompt_ids(job: Job, messages: "list[Message]") -> list[int]:
     """The tokens of a prompt, which leave room for an answer. Raises UsageError."""
     from dsv4cli.engine.runtime.limits import max_new_tokens
 
-    prompt = job.dialogue.prompt(talk)
+    prompt = job.dialogue.prompt(messages)
     max_new_tokens(prompt.ids, job.dialogue.config, job.limits)
-    tell_lookalikes(job.out, prompt.lookalikes)
+    report_lookalikes(job.out, prompt.lookalikes)
     return prompt.ids
 
 
-def answer_one(job: Job, talk: "list[Message]") -> None:
+def answer_one(job: Job, messages: "list[Message]") -> None:
     """Streams the answer to one conversation, or prints it as one document."""
     from dsv4cli.engine.runtime.request import Request
 
-    clock, request = Clock(), Request(prompt_ids(job, talk), job.sampling, job.limits)
+    clock, request = Clock(), Request(prompt_ids(job, messages), job.sampling, job.limits)
     answer = _stream_answer(job, answers(job, [request], clock, job.out.compiling))
     if answer.complaint:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
         job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
-    tell_traffic(job.out, clock.experts)
+    report_traffic(job.out, clock.experts)
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
     job.out.document(
         {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels}
@@ -82,7 +82,7 @@ def answer_one(job: Job, talk: "list[Message]") -> None:
 class Samples(NamedTuple):
     """A conversation, and how many answers to it are wanted."""
 
-    talk: "list[Message]"
+    messages: "list[Message]"
     wanted: int
 
 
@@ -91,7 +91,7 @@ def answer_samples(job: Job, samples: Samples) -> None:
     from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.text.questions import sample_of
 
-    ids, clock = prompt_ids(job, samples.talk), Clock()
+    ids, clock = prompt_ids(job, samples.messages), Clock()
     requests = [Request(ids, sample_of(job.sampling, nth), job.limits) for nth in range(samples.wanted)]
     done: dict[int, Answer] = {}
     shown = 0
@@ -104,7 +104,7 @@ def answer_samples(job: Job, samples: Samples) -> None:
             job.out.status(f"answer {shown + 1} of {samples.wanted}, seed {requests[shown].sampling.seed}")
             _show_answer(job, done[shown])
             shown += 1
-    tell_traffic(job.out, clock.experts)
+    report_traffic(job.out, clock.experts)
     job.out.status(f"{counted(samples.wanted, 'answer')}, {clock.sentence()}")
     records = [record_of(job, done[n], one) | {"seed": one.sampling.seed} for n, one in enumerate(requests)]
     job.out.document(
@@ -115,7 +115,7 @@ def answer_samples(job: Job, samples: Samples) -> None:
 
 def _show_answer(job: Job, answer: "Answer") -> None:
     record = answer.record()
-    job.out.aside(record["reasoning_content"])
+    job.out.reasoning(record["reasoning_content"])
     job.out.end_line()
     job.out.stream(record["content"])
     job.out.end_line()
@@ -139,7 +139,7 @@ def _stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "
                 if kind == "content":
                     job.out.stream(text)
                 elif kind == "reasoning":
-                    job.out.aside(text)
+                    job.out.reasoning(text)
                 else:
                     calls += text
         assert answer is not None

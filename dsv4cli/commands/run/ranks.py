@@ -49,18 +49,18 @@ def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
     from dsv4cli.engine.parallel.followers import Followers
     from dsv4cli.engine.parallel.processes import interruptible, joined
 
-    with joined(job.place) as (world, place):
+    with joined(job.device) as (world, device):
         if size not in (None, world.size):
             raise UsageError(f"--tp {size}, and torchrun has started {counted(world.size, 'rank')}", "leave out --tp")
         check_shares(job, world.size)
         if world.rank > 0:
-            follow_leader(world, place, job.out, interruptible)
+            follow_leader(world, device, job.out, interruptible)
             return
         work = read()
         world.broadcast_object(shared(job))
         job.out.status(f"{world.size} ranks; small sums go through {world.reduce_backend}")
         followers = Followers(world)
-        led = replace(job, device=str(place), world=world, followers=followers, loaded=interruptible)
+        led = replace(job, device_name=str(device), world=world, followers=followers, loaded=interruptible)
         try:
             _carry_out(led, work)
         except ReaderGone:

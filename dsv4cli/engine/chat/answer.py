@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from dsv4cli.engine.chat.thinking import Closed
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
-from dsv4cli.engine.text.repair import mend_reply
-from dsv4cli.engine.text.reply import Kind, MalformedReply, Reply, ReplyStream, parse_reply, split_reply
+from dsv4cli.engine.text.repair import repair_reply
+from dsv4cli.engine.text.reply import Kind, MalformedReply, ParsedReply, ReplyStream, parse_reply, split_reply
 from dsv4cli.engine.text.tokenizer import StreamDecoder, Tokenizer
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Answer:
         self._stream = ReplyStream(self.thinking)
         self._text = ""  # everything decoded but the end token, cut at a stop string
         self._sent = 0  # characters of it that went into the stream
-        self._reply = Reply("")
+        self._reply = ParsedReply("")
 
     def push(self, token: "Token") -> list[tuple[Kind, str]]:
         """Adds a token; sets `finish` when the answer ends with it."""
@@ -66,10 +66,10 @@ class Answer:
         return pieces
 
     def message(self) -> tuple[Message, list[str]]:
-        """An answer that has ended or was cut as a message, and what had to be mended for that, in words."""
+        """An answer that has ended or was cut as a message, and what had to be repaired for that, in words."""
         ended = bool(self.tokens) and self.tokens[-1].finish == "stop"
-        reply, mended = mend_reply(self._text + (tokens.EOS if ended else ""), thinking=self.thinking)
-        return reply.as_message(), mended
+        reply, repairs = repair_reply(self._text + (tokens.EOS if ended else ""), thinking=self.thinking)
+        return reply.as_message(), repairs
 
     def _cut_at_stop(self) -> bool:
         found = [place for stop in self.stops if (place := self._text.find(stop, self._sent)) >= 0]
@@ -90,7 +90,7 @@ class Answer:
             default=0,
         )
 
-    def _parse(self) -> Reply:
+    def _parse(self) -> ParsedReply:
         try:
             reply = parse_reply(self._text + tokens.EOS, thinking=self.thinking)
         except MalformedReply as error:

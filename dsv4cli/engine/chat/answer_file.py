@@ -12,15 +12,15 @@ from typing import Any
 from dsv4cli.engine.system.atomic import append, write_file
 from dsv4cli.errors import Dsv4Error, UsageError
 
-# an answer's place: the index of its prompt, and which of the answers to it
-Place = tuple[int, int]
+# an answer's key: the index of its prompt, and which of the answers to it
+AnswerKey = tuple[int, int]
 
 
 class CannotWrite(Dsv4Error):
     """The file of answers cannot be written."""
 
 
-def place_of(record: Mapping[str, Any]) -> Place:
+def key_of(record: Mapping[str, Any]) -> AnswerKey:
     """Where an answer belongs."""
     return record["index"], record.get("sample", 0)
 
@@ -32,7 +32,7 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError for a path that is no file of answers, or that another process holds."""
+        """Raises UsageError for a path that is not a file of answers, or that another process holds."""
         self.path = path.resolve()  # a link stays a link
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
@@ -40,7 +40,7 @@ class AnswerFile:
             raise UsageError(f"--out {path} cannot be written: {error.strerror}", "name another file") from None
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
-                raise UsageError(f"--out {path} is no file", "leave out --out, and answers go to stdout")
+                raise UsageError(f"--out {path} is not a file", "leave out --out, and answers go to stdout")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.records = self._read()
         except BlockingIOError:
@@ -54,11 +54,11 @@ class AnswerFile:
         """Lets others have the file."""
         os.close(self._file)
 
-    def _read(self) -> dict[Place, dict[str, Any]]:
+    def _read(self) -> dict[AnswerKey, dict[str, Any]]:
         """The answers that are there; a last line that a kill has cut off is removed."""
         content = self.path.read_bytes()
         whole = content.rfind(b"\n") + 1
-        found: dict[Place, dict[str, Any]] = {}
+        found: dict[AnswerKey, dict[str, Any]] = {}
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
             try:
                 record = json.loads(line)
@@ -66,10 +66,10 @@ class AnswerFile:
                 str(record["request"]), int(record["seed"])
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise UsageError(
-                    f"{self.path}, line {number}: no answer that --out has written", "name another file"
+                    f"{self.path}, line {number}: not an answer that --out has written", "name another file"
                 ) from None
         if content[whole:] and not found and not content[whole:].startswith(b'{"index": '):
-            raise UsageError(f"{self.path} is no file of answers", "name another file")
+            raise UsageError(f"{self.path} is not a file of answers", "name another file")
         os.ftruncate(self._file, whole)
         return found
 
@@ -77,11 +77,11 @@ class AnswerFile:
         """Takes an answer; once this returns, it is on the disk. Raises CannotWrite."""
         with self._writing():
             append(self._file, _line(record))
-        self.records[place_of(record)] = record
+        self.records[key_of(record)] = record
 
     def order(self) -> None:
         """Gives the file the order of the prompts: it has the old one or the new one, whatever happens."""
-        lines = b"".join(_line(self.records[place]) for place in sorted(self.records))
+        lines = b"".join(_line(self.records[key]) for key in sorted(self.records))
         if lines != self.path.read_bytes():
             beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             try:

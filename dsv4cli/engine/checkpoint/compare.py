@@ -79,23 +79,23 @@ class Comparison:
         if differs.any():
             self._add_different(first, second, row0, np.flatnonzero(differs))
 
-    def _add_different(self, first: Values, second: Values, row0: int, places: NDArray[np.intp]) -> None:
-        """places: flat indices of the values whose bits differ."""
-        ours, theirs = (array.reshape(-1)[places].astype(np.float64) for array in (first, second))
+    def _add_different(self, first: Values, second: Values, row0: int, indices: NDArray[np.intp]) -> None:
+        """indices: flat indices of the values whose bits differ."""
+        ours, theirs = (array.reshape(-1)[indices].astype(np.float64) for array in (first, second))
         if first.dtype == np.float32:
             signs = (ours == 0) & (theirs == 0)
             self.zero_signs += int(np.count_nonzero(signs))
             wanted = ~signs & ~(np.isnan(ours) & np.isnan(theirs))
-            places, ours, theirs = places[wanted], ours[wanted], theirs[wanted]
-        if not places.size:
+            indices, ours, theirs = indices[wanted], ours[wanted], theirs[wanted]
+        if not indices.size:
             return
-        self.different += places.size
+        self.different += indices.size
         with np.errstate(over="ignore"):
             error = np.abs(ours - theirs)
         error[np.isnan(error)] = inf
         self.largest = max(self.largest, float(error.max()))
         self._squared_error += float(np.einsum("i,i->", error, error))
-        row, column = divmod(int(places[0]), first.shape[1])
+        row, column = divmod(int(indices[0]), first.shape[1])
         if self.first is None or row0 + row < self.first.row:
             self.first = FirstDifference(row0 + row, column, float(ours[0]), float(theirs[0]))
 

@@ -55,10 +55,10 @@ class Coverage:
         weights = set(self.missing)
         for name in self.unpaired_scales:
             is_orphan = _weight(name) in weights
-            yield f"{name} is there without its weight" if is_orphan else f"{name} is missing, its weight is there"
+            yield f"{name} is there without its weight" if is_orphan else f"{name} is missing, but its weight is there"
         yield from (f"{item.name} has shape {item.found} instead of {item.expected}" for item in self.misshapen)
         yield from (f"{item.name} is {item.found} instead of {item.expected}" for item in self.mistyped)
-        yield from (f"{name} is no tensor of this model" for name in self.unexpected)
+        yield from (f"{name} is not a tensor of this model" for name in self.unexpected)
         yield from self.index_problems
 
     def problem(self) -> CheckpointError | None:

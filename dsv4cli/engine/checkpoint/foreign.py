@@ -25,7 +25,7 @@ class Foreign:
 GGUF = Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL)
 MP = Foreign("a checkpoint cut for one number of GPUs by the official convert.py", FOR + "official`" + BACK, True)
 NVFP4 = Foreign("an NVFP4 export", FOR + "vllm`" + BACK, True)
-# what only the weights of a conversion or of a relative have, by a pattern of tensor names; the first match counts
+# what only the weights of a conversion or of a foreign model have, by a pattern of tensor names; the first match counts
 FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
     r"(^|\.)engram|\.bias_vl$": Foreign("a DeepSeek-V4.1 or vision model", "run it with vLLM or SGLang"),

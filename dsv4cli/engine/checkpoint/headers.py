@@ -1,4 +1,4 @@
-"""Safetensors files by their index and headers: name, dtype, shape, file and place of every tensor; no torch.
+"""Safetensors files by their index and headers: name, dtype, shape, file and offset of every tensor; no torch.
 
 Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes without a gap (safetensors README).
 """
@@ -59,7 +59,7 @@ class TensorInfo:
 class Checkpoint:
     """All tensors of a folder.
 
-    tensors: by name, at the place where they really are. files: in the order of their names. index: file name that the
+    tensors: by name, where they really are. files: in the order of their names. index: file name that the
     index gives for each tensor, empty without an index. index_problems: for each tensor that index and files disagree
     on, a sentence that says how. missing_files: names of files that the index gives and the folder lacks. stamps: of
     the files on a disk, from before their headers were read.
@@ -169,12 +169,12 @@ def read_index(path: Path) -> dict[str, str]:
         index = json.loads(read_bytes(path).decode(), object_pairs_hook=partial(_unique, path))
         weight_map = index["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no safetensors index: {type(error).__name__}: {error}", remedy) from None
+        raise CheckpointError(f"{path} is not a safetensors index: {type(error).__name__}: {error}", remedy) from None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} is no safetensors index: its weight_map is empty or no object", remedy)
+        raise CheckpointError(f"{path} is not a safetensors index: its weight_map is empty or not an object", remedy)
     for name in set(map(str, weight_map.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{path} names {name!r}, which is no safetensors file of this folder", remedy)
+            raise CheckpointError(f"{path} names {name!r}, which is not a safetensors file of this folder", remedy)
     return weight_map
 
 
@@ -237,10 +237,12 @@ def parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
     except (ValueError, RecursionError):
         raise _damaged(path, "has a corrupt header: not JSON") from None
     if not isinstance(header, dict):
-        raise _damaged(path, "has a corrupt header: no JSON object")
+        raise _damaged(path, "has a corrupt header: not a JSON object")
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not (isinstance(metadata, dict) and all(type(v) is str for v in metadata.values())):
-        raise _damaged(path, f"has a corrupt header: __metadata__ is {reprlib.repr(metadata)}, no object of strings")
+        raise _damaged(
+            path, f"has a corrupt header: __metadata__ is {reprlib.repr(metadata)}, not an object of strings"
+        )
     prefix = f"{path.stem}/" if MP_FILE.fullmatch(path.name) else ""
     infos = [_tensor(path, prefix + name, entry, data) for name, entry in header.items()]
     infos.sort(key=lambda info: (info.begin, info.end))
@@ -263,7 +265,7 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:

@@ -78,7 +78,7 @@ class FolderIdentity(Identity):
         specs = expected_tensors(self.config, self.formats)
         if isinstance(self.naming, TransformersNaming):
             for name, spec in specs.items():
-                found = self.checkpoint.tensors.get(self.naming.places(spec)[0].name)
+                found = self.checkpoint.tensors.get(self.naming.locations(spec)[0].name)
                 if not spec.columns and found is not None and {found.dtype, spec.dtype} == {"BF16", "F32"}:
                     specs[name] = replace(spec, dtype=found.dtype)
         return specs
@@ -103,10 +103,10 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     """Opens a checkpoint folder that the engine runs and tells what it holds.
 
     read: gives the headers that belong to the folder's configuration, wherever they are. Raises UnsupportedCheckpoint,
-    naming what it is, for a relative or an export that the engine does not run, before any complaint about details that
-    follow from that; CheckpointError for a folder that is damaged or contradicts itself.
+    naming what it is, for a foreign model or an export that the engine does not run, before any complaint about details
+    that follow from it; CheckpointError for a folder that is damaged or contradicts itself.
     """
-    _refuse_relatives(folder)
+    _refuse_foreign(folder)
     _refuse_exports(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=True)
@@ -120,18 +120,18 @@ def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint
 
     read: as for `identify`. Raises as `identify` does, but for exports that can be converted.
     """
-    _refuse_relatives(folder)
+    _refuse_foreign(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint, exports_too=False)
     return identity_of(checkpoint, read_any_config(folder, _has_drafter(checkpoint)), _root_config(folder))
 
 
-def identity_of(checkpoint: Checkpoint, config: ModelConfig, said: Mapping[str, Any]) -> FolderIdentity:
-    """What headers and a configuration that belong together are; said: what config.json says. Raises what `recognise`
+def identity_of(checkpoint: Checkpoint, config: ModelConfig, given: Mapping[str, Any]) -> FolderIdentity:
+    """What headers and a configuration that belong together are; given: what config.json says. Raises what `recognise`
     raises of the two."""
     _check_drafter(checkpoint, config)
     formats, naming = _formats(checkpoint), _naming(checkpoint, config)
-    notes = tuple(contradictions(said, formats))
+    notes = tuple(contradictions(given, formats))
     return FolderIdentity(_size(config), config, formats, checkpoint, naming, notes)
 
 
@@ -154,10 +154,10 @@ def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)
 
 
-def _refuse_relatives(folder: Path) -> None:
+def _refuse_foreign(folder: Path) -> None:
     """Refuses other models and other tools' exports by file names and the root config.json."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder", "name the folder that holds config.json and the weights")
+        raise CheckpointError(f"{folder} is not a folder", "name the folder that holds config.json and the weights")
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:

@@ -18,7 +18,7 @@ LARGE_BLOCK = 31 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixRows:
     """Some rows of a matrix. raw: the arrays of its parts as stored. values: float32 or int64 [rows, columns]."""
 
     rows: slice
@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class StoredMatrix:
+class MatrixReader:
     """A weight with its scales, or a tensor that is no matrix; a vector counts as one row."""
 
     model: StoredModel
@@ -62,21 +62,25 @@ class StoredMatrix:
                 raw[role] = whole if spec.is_scale else whole.reshape(1, -1)
         return raw
 
-    def piece(self, rows: slice) -> Piece:
+    def piece(self, rows: slice) -> MatrixRows:
         """The rows with their values. Raises as `read`."""
         raw = self.read(rows)
-        return Piece(rows, self.form, raw, raw["weight"] if self.form == "i64" else decode(self.form, raw))
+        return MatrixRows(rows, self.form, raw, raw["weight"] if self.form == "i64" else decode(self.form, raw))
 
 
-def stored_matrices(model: StoredModel) -> Iterator[tuple[str, StoredMatrix]]:
+def stored_matrices(model: StoredModel) -> Iterator[tuple[str, MatrixReader]]:
     """Every matrix of the table that the files hold with all its parts, by its official name.
 
     A tensor that is stored in BF16 or F32 against the format of the others is taken as it is.
     """
     stored = model.identity.checkpoint.tensors
     for name, parts in model.matrices().items():
-        found = StoredMatrix(model, _as_stored(model, parts))
-        if all(place.name in stored for spec in found.parts.values() for place in model.identity.naming.places(spec)):
+        found = MatrixReader(model, _as_stored(model, parts))
+        if all(
+            location.name in stored
+            for spec in found.parts.values()
+            for location in model.identity.naming.locations(spec)
+        ):
             yield name, found
 
 
@@ -88,7 +92,7 @@ def keep_freed_memory() -> None:
 
 def _as_stored(model: StoredModel, parts: Mapping[Role, TensorSpec]) -> Mapping[Role, TensorSpec]:
     weight = parts["weight"]
-    info = model.identity.checkpoint.tensors.get(model.identity.naming.places(weight)[0].name)
+    info = model.identity.checkpoint.tensors.get(model.identity.naming.locations(weight)[0].name)
     if info is None or info.dtype == weight.dtype or info.dtype not in WIDE or weight.dtype == "I64":
         return parts
     shape = (*weight.shape[:-1], weight.columns or weight.shape[-1])

@@ -82,7 +82,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A tensor of the table, or the part `cut` of it, inside a stored tensor.
 
     name: key of the stored tensor. dtype, shape: as stored. begin: values of the stored tensor before the first of this
@@ -99,7 +99,7 @@ class Place:
 class Naming(Protocol):
     """One way to store the tensors of the table."""
 
-    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """Every stored tensor that holds the tensor or a part of it; whole ones are copies of each other."""
 
 
@@ -107,9 +107,9 @@ class Naming(Protocol):
 class OfficialNaming:
     """The names of the official repositories: the table's own."""
 
-    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The tensor itself."""
-        return (Place(spec.name, spec.dtype, spec.shape),)
+        return (Location(spec.name, spec.dtype, spec.shape),)
 
 
 @dataclass(frozen=True)
@@ -118,30 +118,30 @@ class TransformersNaming:
 
     config: ModelConfig
 
-    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The parameter, or this expert's part of the stacked one: gate_up_proj [E, 2I, D], down_proj [E, D, I]."""
         if spec.name.startswith("mtp."):
-            return (Place(spec.name, spec.dtype, spec.shape),)
+            return (Location(spec.name, spec.dtype, spec.shape),)
         match = EXPERT.fullmatch(spec.name)
         if match is None:
-            return (Place(transformers_name(spec.name), spec.dtype, spec.shape),)
+            return (Location(transformers_name(spec.name), spec.dtype, spec.shape),)
         layer, expert, matrix = match.groups()
         count, (rows, columns) = self.config.n_routed_experts, spec.shape
         prefix = f"model.{layer}.mlp.experts."
         if matrix == "2":
             begin = int(expert) * rows * columns
-            return (Place(prefix + "down_proj", spec.dtype, (count, rows, columns), begin),)
+            return (Location(prefix + "down_proj", spec.dtype, (count, rows, columns), begin),)
         begin = (2 * int(expert) + (matrix == "3")) * rows * columns
-        return (Place(prefix + "gate_up_proj", spec.dtype, (count, 2 * rows, columns), begin),)
+        return (Location(prefix + "gate_up_proj", spec.dtype, (count, 2 * rows, columns), begin),)
 
 
 @dataclass(frozen=True)
 class SavedNaming(TransformersNaming):
     """What transformers' save_pretrained writes unless it is told save_original_format=False: experts one by one."""
 
-    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The tensor itself, under a name between the official one and that of the parameter."""
-        return (Place(_renamed(spec.name, SAVED_NAMES), spec.dtype, spec.shape),)
+        return (Location(_renamed(spec.name, SAVED_NAMES), spec.dtype, spec.shape),)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class MpNaming:
     ranks: int
     experts: int
 
-    def places(self, spec: TensorSpec) -> tuple[Place, ...]:
+    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """One part for each rank, the one rank of an expert, or a copy on each. Raises UsageError where it does not
         divide."""
         dtype, shape = spec.dtype, spec.shape
@@ -164,14 +164,15 @@ class MpNaming:
         if spec.expert is not None:
             self._check(spec, self.experts, 1)
             rank = spec.expert // (self.experts // self.ranks)
-            return (Place(self._key(rank, spec), dtype, shape),)
+            return (Location(self._key(rank, spec), dtype, shape),)
         dim = MP_CUTS.get(spec.matrix.removesuffix(".weight").rpartition(".")[2])
         if dim is None:
-            return tuple(Place(self._key(rank, spec), dtype, shape) for rank in range(self.ranks))
+            return tuple(Location(self._key(rank, spec), dtype, shape) for rank in range(self.ranks))
         self._check(spec, shape[dim], FP8_BLOCK if dtype == "F8_E4M3" else 1)
         cut_shape = (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return tuple(
-            Place(self._key(rank, spec), dtype, cut_shape, cut=Cut(dim, rank, self.ranks)) for rank in range(self.ranks)
+            Location(self._key(rank, spec), dtype, cut_shape, cut=Cut(dim, rank, self.ranks))
+            for rank in range(self.ranks)
         )
 
     def _key(self, rank: int, spec: TensorSpec) -> str:
@@ -202,10 +203,10 @@ def stored_table(naming: Naming, specs: Collection[TensorSpec]) -> dict[str, Ten
     """
     table: dict[str, TensorSpec] = {}
     for spec in specs:
-        for place in naming.places(spec):
-            if place.name not in table:
-                count = prod(place.shape) if spec.count else 0
-                table[place.name] = replace(
-                    spec, name=place.name, dtype=place.dtype, shape=place.shape, count=count, parameter=""
+        for location in naming.locations(spec):
+            if location.name not in table:
+                count = prod(location.shape) if spec.count else 0
+                table[location.name] = replace(
+                    spec, name=location.name, dtype=location.dtype, shape=location.shape, count=count, parameter=""
                 )
     return table

@@ -8,10 +8,10 @@ from dsv4cli.harmless import brief_line, shell_word
 def download_again(folder: Path, name: str) -> str:
     """How to get a file of a checkpoint folder again: a command where it is a snapshot of the Hugging Face cache, which
     names its repository (models--org--name/snapshots/<commit>). name: '' for all of them."""
-    place = folder.absolute().parts[-3:]
-    if len(place) == 3 and place[0].startswith("models--") and place[1] == "snapshots":
-        repository = place[0].removeprefix("models--").replace("--", "/")
-        return f"repair it with `dsv4 download {shell_word(f'{repository}@{place[2]}')}`"
+    parts = folder.absolute().parts[-3:]
+    if len(parts) == 3 and parts[0].startswith("models--") and parts[1] == "snapshots":
+        repository = parts[0].removeprefix("models--").replace("--", "/")
+        return f"repair it with `dsv4 download {shell_word(f'{repository}@{parts[2]}')}`"
     return f"download {brief_line(name) or 'the checkpoint'} again"
 
 

@@ -33,7 +33,9 @@ def check_dimensions(config: ModelConfig, ranks: int) -> None:
     for name, count in dimensions.items():
         if count % ranks:
             numbers = ", ".join(str(number) for number in range(1, most + 1) if most % number == 0)
-            raise UsageError(f"{name} = {count} is not divisible by {ranks} ranks", f"numbers that divide: {numbers}")
+            raise UsageError(
+                f"{name} = {count} is not divisible by {ranks} ranks", f"use one of these numbers: {numbers}"
+            )
 
 
 def check_ranks(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, *, rounds: bool) -> None:

@@ -96,7 +96,7 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
         return resolve_repository(text)
     if "/" in text or text.startswith(("~", ".")):
         raise ModelNotFound(f"there is no folder {text}", "check the path, or name a model: " + KNOWN)
-    raise UsageError(f"{text!r} is no folder and no model name", "known names: " + KNOWN)
+    raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN)
 
 
 def _no_folder(text: str, path: Path) -> Dsv4Error:
@@ -106,7 +106,7 @@ def _no_folder(text: str, path: Path) -> Dsv4Error:
             "run it with llama.cpp or ds4, or use the official checkpoint: `dsv4 download flash`",
         )
     remedy = f"name the folder of the checkpoint: {shell_word(path.parent)}"
-    return UsageError(f"{text} is a file, a model is a folder", remedy)
+    return UsageError(f"{text} is a file; a model is a folder", remedy)
 
 
 def resolve_repository(text: str) -> FolderSource:
@@ -121,12 +121,12 @@ def resolve_repository(text: str) -> FolderSource:
     try:
         folder = snapshot_download(repository, revision=revision or None, local_files_only=True)
     except HFValidationError:
-        raise UsageError(f"{text!r} is no folder and no model name", "known names: " + KNOWN) from None
+        raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN) from None
     except LocalEntryNotFoundError:
-        place = f"{repository} at {revision}" if revision else repository
+        snapshot = f"{repository} at {revision}" if revision else repository
         other = "" if text in ALIASES else f" and there is no folder {text}"
         raise ModelNotFound(
-            f"{place} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {shell_word(text)}`"
+            f"{snapshot} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {shell_word(text)}`"
         ) from None
     return FolderSource(text, Path(folder))
 
@@ -134,12 +134,12 @@ def resolve_repository(text: str) -> FolderSource:
 def _random(text: str) -> RandomSource:
     preset, *parts = text.removeprefix("random:").split(",")
     if preset not in PRESETS:
-        raise UsageError(f"{text}: there is no preset {preset!r}", "allowed is " + RANDOM_FORM)
+        raise UsageError(f"{text}: there is no preset {preset!r}", "use " + RANDOM_FORM)
     numbers: dict[str, int] = {}
     for part in parts:
         key, _, value = part.partition("=")
         if key not in RANDOM_OPTIONS or key in numbers or not re.fullmatch(r"\d{1,19}", value, re.ASCII):
-            raise UsageError(f"{text}: cannot use the part {part!r}", "allowed is " + RANDOM_FORM)
+            raise UsageError(f"{text}: cannot use the part {part!r}", "use " + RANDOM_FORM)
         numbers[key] = int(value)
     values = PRESETS[preset]
     _check_range(text, numbers, values)
@@ -156,4 +156,4 @@ def _check_range(text: str, numbers: Mapping[str, int], values: Mapping[str, int
     for key, number in numbers.items():
         low, high = limits[key]
         if not low <= number <= high:
-            raise UsageError(f"{text}: {key}={number} is out of range", f"{key} is from {low} to {high}")
+            raise UsageError(f"{text}: {key}={number} is out of range", f"use {key} from {low} to {high}")

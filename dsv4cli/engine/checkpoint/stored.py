@@ -12,7 +12,7 @@ from dsv4cli.engine.checkpoint.files import Files
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS, TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
-from dsv4cli.engine.checkpoint.naming import Place
+from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.errors import CheckpointError
 
@@ -43,48 +43,50 @@ class StoredModel:
 
     def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:
         """The rows of a tensor in its stored format; `rows` counts along the first dimension, without a step, `copy`
-        the places of a tensor that several ranks have whole.
+        the locations of a tensor that several ranks have whole.
 
         Returns an array of the shape in the table with FP8, e8m0 and packed FP4 as uint8, BF16 as uint16 (the bit
         pattern), F32 as float32, I64 as int64. Raises CheckpointError for a tensor that is not there, has another dtype
         or shape, or ends before its last byte.
         """
-        places = self.identity.naming.places(spec)
-        cut = places[0].cut
+        locations = self.identity.naming.locations(spec)
+        cut = locations[0].cut
         if cut is None:
-            return self._rows(spec, places[copy], rows)
+            return self._rows(spec, locations[copy], rows)
         if cut.dim:
-            return np.concatenate([self._rows(spec, place, rows) for place in places], axis=cut.dim)
-        return np.concatenate([self._rows(spec, place, part) for place, part in _parts(places, spec.shape[0], rows)])
+            return np.concatenate([self._rows(spec, location, rows) for location in locations], axis=cut.dim)
+        return np.concatenate(
+            [self._rows(spec, location, part) for location, part in _parts(locations, spec.shape[0], rows)]
+        )
 
-    def _rows(self, spec: TensorSpec, place: Place, rows: slice) -> Raw:
-        info = self._info(place)
-        shape = place.shape if place.cut else spec.shape
-        if place.cut and place.dtype == "F4":
+    def _rows(self, spec: TensorSpec, location: Location, rows: slice) -> Raw:
+        info = self._info(location)
+        shape = location.shape if location.cut else spec.shape
+        if location.cut and location.dtype == "F4":
             shape = (*shape[:-1], shape[-1] // 2)
         start, stop, _ = rows.indices(shape[0]) if shape else (0, 1, 1)
         row = prod(shape[1:])
-        kind = np.dtype(NUMPY_DTYPES.get(place.dtype, np.uint8))
+        kind = np.dtype(NUMPY_DTYPES.get(location.dtype, np.uint8))
         wanted = np.empty((stop - start, *shape[1:]) if shape else (), kind)
-        begin = place.begin * DTYPE_BITS[place.dtype] // 8 + start * row * kind.itemsize
+        begin = location.begin * DTYPE_BITS[location.dtype] // 8 + start * row * kind.itemsize
         self._files.read(info, begin, wanted.reshape(-1).view(np.uint8).data)
         return wanted
 
-    def _info(self, place: Place) -> TensorInfo:
-        info = self.identity.checkpoint.tensors.get(place.name)
+    def _info(self, location: Location) -> TensorInfo:
+        info = self.identity.checkpoint.tensors.get(location.name)
         folder = self.identity.checkpoint.folder
         if info is None:
-            raise CheckpointError(f"{folder}: tensor {place.name} is missing", f"{look(folder)} shows why")
-        if (info.dtype, info.shape) != (place.dtype, place.shape):
-            found, expected = f"{info.dtype} {list(info.shape)}", f"{place.dtype} {list(place.shape)}"
-            raise CheckpointError(f"{folder}: {place.name} is {found} instead of {expected}")
+            raise CheckpointError(f"{folder}: tensor {location.name} is missing", f"{look(folder)} shows why")
+        if (info.dtype, info.shape) != (location.dtype, location.shape):
+            found, expected = f"{info.dtype} {list(info.shape)}", f"{location.dtype} {list(location.shape)}"
+            raise CheckpointError(f"{folder}: {location.name} is {found} instead of {expected}")
         return info
 
 
-def _parts(places: tuple[Place, ...], count: int, rows: slice) -> Iterator[tuple[Place, slice]]:
-    """The places along the first dimension, each with its own of the rows, counted from its first; it may have none."""
+def _parts(locations: tuple[Location, ...], count: int, rows: slice) -> Iterator[tuple[Location, slice]]:
+    """The locations along the first dimension, each with its own rows, counted from its first; it may have none."""
     start, stop, _ = rows.indices(count)
-    size = places[0].shape[0]
-    for part, place in enumerate(places):
+    size = locations[0].shape[0]
+    for part, location in enumerate(locations):
         low, high = (min(max(row - part * size, 0), size) for row in (start, stop))
-        yield place, slice(low, high)
+        yield location, slice(low, high)

@@ -22,10 +22,10 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "sliding_window": (1, 8192, "a step lists the window of each of its tokens"),
     "hc_sinkhorn_iters": (1, 1000, "the weights of streams settle in 20"),
     "routed_scaling_factor": (2**-20, 2**20, "the routed experts are weighted with it"),
-    "hc_eps": (0, 1, "it only keeps sums from 0"),
-    "rms_norm_eps": (0, 1, "it only keeps sums from 0"),
+    "hc_eps": (0, 1, "it only keeps sums away from 0"),
+    "rms_norm_eps": (0, 1, "it only keeps sums away from 0"),
     "dspark_markov_rank": (1, MAX_NUMBER, "the drafter's head is as wide"),
-    "dspark_block_size": (1, ROLLBACK, "so many tokens can be taken back at once"),
+    "dspark_block_size": (1, ROLLBACK, "this many tokens can be removed at once"),
 }
 
 
@@ -36,10 +36,11 @@ def number(values: Mapping[str, Any], key: str, kind: type, where: str, inside: 
         raise CheckpointError(f"{where} lacks the key {key!r}", REMEDY)
     value = values[key]
     if type(value) not in (int, float) or not (key in POSITIVE) <= value <= MAX_NUMBER or value != kind(value):
-        raise CheckpointError(f"{where}: {name} is {value!r}, which it cannot be", REMEDY)
+        raise CheckpointError(f"{where}: {name} is {value!r}, which is not allowed", REMEDY)
     least, most, why = LIMITS.get(name, (0, MAX_NUMBER, ""))
     if not least <= value <= most:
-        raise CheckpointError(f"{where}: {name} is {value!r}, which is not from {least:,} to {most:,}: {why}", REMEDY)
+        bounds = f"between {least:,} and {most:,}: {why}"
+        raise CheckpointError(f"{where}: {name} is {value!r}, which is not {bounds}", REMEDY)
     return kind(value)
 
 
@@ -68,13 +69,13 @@ def _of_layers(config: "ModelConfig", nextn: int) -> dict[str, bool]:
         f"compress_ratios of the draft stages are {config.compress_ratios[layers:]}, expected zeros": not any(
             config.compress_ratios[layers:]
         ),
-        f"num_experts_per_tok is {config.num_experts_per_tok}, of n_routed_experts {config.n_routed_experts}": (
+        f"num_experts_per_tok is {config.num_experts_per_tok}, more than n_routed_experts {config.n_routed_experts}": (
             config.num_experts_per_tok <= config.n_routed_experts
         ),
         f"dspark_target_layer_ids is {[*targets]}, which names a layer that does not exist": all(
             0 <= layer < layers for layer in targets
         ),
-        f"dspark_target_layer_ids is {[*targets]}: it names at least one layer, and none twice": (
+        f"dspark_target_layer_ids is {[*targets]}: it must name at least one layer, and none twice": (
             0 < len(targets) == len({*targets})
         ),
     }
@@ -83,7 +84,7 @@ def _of_layers(config: "ModelConfig", nextn: int) -> dict[str, bool]:
 def _of_widths(config: "ModelConfig") -> dict[str, bool]:
     head, rope, index = config.head_dim, config.qk_rope_head_dim, config.index_head_dim
     return {
-        f"o_groups is {config.o_groups}, which does not divide num_attention_heads {config.num_attention_heads}": (
+        f"num_attention_heads = {config.num_attention_heads} is not divisible by o_groups = {config.o_groups}": (
             config.num_attention_heads % config.o_groups == 0
         ),
         f"qk_rope_head_dim is {rope}, which is odd or larger than head_dim {head} or index_head_dim {index}": (
@@ -91,7 +92,7 @@ def _of_widths(config: "ModelConfig") -> dict[str, bool]:
         ),
         f"head_dim is {head} and qk_rope_head_dim {rope}: the {head - rope} values between them are rounded in blocks "
         f"of {KV_BLOCK}": head > rope and (head - rope) % KV_BLOCK == 0,
-        f"index_head_dim is {index}: no power of two from {FP4_BLOCK} on, which its rotation and rounding take": (
+        f"index_head_dim is {index}: its rotation and rounding need a power of two from {FP4_BLOCK} on": (
             index >= FP4_BLOCK and index & (index - 1) == 0
         ),
     }

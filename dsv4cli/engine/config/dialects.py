@@ -106,7 +106,9 @@ def _spoken(values: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(values: Mapping[str, Any], where: str) -> Iterator[Fact]:
     """What transformers' keys say, in official keys."""
     if values.get("compress_rates", COMPRESS_RATES) != COMPRESS_RATES:
-        raise UnsupportedCheckpoint(f"{where}: compress_rates is {values['compress_rates']!r}, known are 4 and 128")
+        raise UnsupportedCheckpoint(
+            f"{where}: compress_rates is {values['compress_rates']!r}, known values are 4 and 128"
+        )
     if "layer_types" in values:
         yield "compress_ratios", _ratios(values, where), "layer_types"
     if "mlp_layer_types" in values:
@@ -127,7 +129,7 @@ def _types(values: Mapping[str, Any], key: str, known: Collection[str], where: s
         )
     strange = [name for name in types if name not in known]
     if strange:
-        raise UnsupportedCheckpoint(f"{where}: {key} holds {strange[0]!r}, known are {', '.join(known)}")
+        raise UnsupportedCheckpoint(f"{where}: {key} holds {strange[0]!r}, known values are {', '.join(known)}")
     return types
 
 
@@ -151,7 +153,7 @@ def _hash_layers(values: Mapping[str, Any], where: str) -> int:
     types = _types(values, "mlp_layer_types", (HASH_MLP, SCORE_MLP), where)
     count = types.count(HASH_MLP)
     if HASH_MLP in types[count:]:
-        raise UnsupportedCheckpoint(f"{where}: mlp_layer_types has {HASH_MLP!r} behind {SCORE_MLP!r}", REMEDY)
+        raise UnsupportedCheckpoint(f"{where}: mlp_layer_types has {HASH_MLP!r} after {SCORE_MLP!r}", REMEDY)
     given = values.get("num_hash_layers")
     # all of them, and the number may be larger
     return given if type(given) is int and given > count == len(types) else count

@@ -43,7 +43,7 @@ class Yarn:
 
 
 @dataclass(frozen=True)
-class DSpark:
+class DSparkConfig:
     """The drafter of the 0731 and 0813 releases (section 'DSpark' of the official model.py)."""
 
     block_size: int
@@ -87,7 +87,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     yarn: Yarn
     compress_ratios: tuple[int, ...]
-    dspark: DSpark | None
+    dspark: DSparkConfig | None
 
     @cached_property
     def layer_ratios(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}", remedy) from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no JSON object", remedy)
+        raise CheckpointError(f"{path} does not hold a JSON object", remedy)
     inner: list[Any] = [values]
     for _ in range(MAX_DEPTH):
         parts = [value.values() if isinstance(value, dict) else value for value in inner]
@@ -236,7 +236,7 @@ def _end_tokens(given: Any, where: str) -> tuple[int, ...]:
         return (EOS_TOKEN_ID,)
     several = given if isinstance(given, list) else [given]
     if not several:
-        raise CheckpointError(f"{where}: eos_token_id is [], and then no answer ends", REMEDY)
+        raise CheckpointError(f"{where}: eos_token_id is []: no answer would end", REMEDY)
     return tuple(dict.fromkeys(number({"eos_token_id": one}, "eos_token_id", int, where) for one in several))
 
 
@@ -261,15 +261,15 @@ def _ratios(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
         raise CheckpointError(f"{where} lacks the list 'compress_ratios'", REMEDY)
     strange = [ratio for ratio in ratios if type(ratio) is not int or ratio not in RATIOS]
     if strange:
-        raise UnsupportedCheckpoint(f"{where}: compress_ratios holds {strange[0]!r}, known are 0, 4 and 128")
+        raise UnsupportedCheckpoint(f"{where}: compress_ratios holds {strange[0]!r}, known values are 0, 4 and 128")
     return tuple(ratios)
 
 
-def _dspark(values: Mapping[str, Any], where: str) -> DSpark | None:
+def _dspark(values: Mapping[str, Any], where: str) -> DSparkConfig | None:
     if not any(key in values for key in DSPARK_KEYS):
         return None
     block, noise, rank = (number(values, key, int, where) for key in (*DSPARK_KEYS[:2], DSPARK_KEYS[3]))
     targets = values.get("dspark_target_layer_ids")
     if not isinstance(targets, list) or not all(type(layer) is int for layer in targets):
         raise CheckpointError(f"{where}: dspark_target_layer_ids is {targets!r}, expected a list of layers", REMEDY)
-    return DSpark(block, noise, tuple(targets), rank)
+    return DSparkConfig(block, noise, tuple(targets), rank)

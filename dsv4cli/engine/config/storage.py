@@ -58,7 +58,7 @@ def check_known_storage(values: Mapping[str, Any], where: str) -> None:
     if len(set(stated.values())) > 1:
         raise CheckpointError(
             f"{where}: {' and '.join(stated)} contradict each other: {' and '.join(map(repr, stated.values()))}",
-            "say in both what the tensors are",
+            "correct both: they must say what the tensors are",
         )
 
 
@@ -67,7 +67,9 @@ def _check_experts(values: Mapping[str, Any], quantization: Mapping[str, Any], w
     for key, value in stated.items():
         if not isinstance(value, str) or value not in EXPERT_DTYPES:
             known = ", ".join(EXPERT_DTYPES)
-            raise CheckpointError(f"{where}: {key} is {value!r}, known are {known}", "say what the tensors are")
+            raise CheckpointError(
+                f"{where}: {key} is {value!r}, known values are {known}", "correct it: it must say what the tensors are"
+            )
     return stated
 
 
@@ -78,9 +80,9 @@ def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[st
     """
     quantization = values.get("quantization_config")
     found = quantization if isinstance(quantization, Mapping) else {}
-    for key, said in _expert_dtypes(values, found).items():
-        if said != ("fp4" if formats.experts == "nvfp4" else formats.experts):
-            yield f"config.json says {key} {said!r}, and the experts are {formats.experts}"
+    for key, given in _expert_dtypes(values, found).items():
+        if given != ("fp4" if formats.experts == "nvfp4" else formats.experts):
+            yield f"config.json says {key} {given!r}, and the experts are {formats.experts}"
     if not found:
         return
     matrices = {formats.linear, formats.output}

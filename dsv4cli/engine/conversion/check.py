@@ -35,16 +35,16 @@ def check(output: Path, against: Against | None, workers: int, progress: Progres
     """
     if not output.is_dir():
         raise UsageError(f"there is no folder {output}", "name the DST of a finished `dsv4 convert`")
-    place = shell_word(output)
+    folder = shell_word(output)
     if (output / UNFINISHED).exists():
         raise UsageError(
             f"{output} is not finished",
-            f"run its `dsv4 convert` again, or `dsv4 convert --finish {place}` where all parts are there",
+            f"run its `dsv4 convert` again, or `dsv4 convert --finish {folder}` where all parts are there",
         )
     manifest = read_manifest(output)
     if against is None and not (manifest and manifest.hashes):
         why = f"{output} has no {MANIFEST}" if manifest is None else f"{output / MANIFEST} lists no file"
-        raise UsageError(why, f"compare it with its source: `dsv4 convert --check {place} --against SRC`")
+        raise UsageError(why, f"compare it with its source: `dsv4 convert --check {folder} --against SRC`")
     checked = _hashed(output, manifest or Manifest({}, None), workers, progress)
     if against is None or not checked.sound:
         return checked

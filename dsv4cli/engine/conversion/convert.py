@@ -23,7 +23,7 @@ from dsv4cli.engine.conversion.recode import Recoder
 from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
-from dsv4cli.engine.conversion.work import FileDone, carry_out, step_bytes, write_rows
+from dsv4cli.engine.conversion.write import FileDone, carry_out, step_bytes, write_rows
 from dsv4cli.errors import CheckpointError, UnsoundResult
 from dsv4cli.harmless import shell_word
 
@@ -80,7 +80,7 @@ def verify_files(
     bad = journal.verdict is not None and not journal.verdict.sound
     if check == "off":
         if bad:
-            raise _unsound(conversion, f"{conversion.output} differs from the source: a comparison has found it")
+            raise _unsound(conversion, f"{conversion.output} differs from the source, as a comparison found")
         return None
     check = "full" if bad else check
     found = _compared(conversion, full=check == "full", workers=workers, progress=progress)
@@ -121,7 +121,7 @@ def copy_files(conversion: Conversion, progress: Progress | None = None) -> None
     """Copies the tokenizer and whatever else of the source is neither weights nor configuration."""
     done, total = 0, sum(copy.nbytes for copy in conversion.copies)
 
-    def told(nbytes: int) -> None:
+    def report(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress is not None:
@@ -129,7 +129,7 @@ def copy_files(conversion: Conversion, progress: Progress | None = None) -> None
 
     with _disk(conversion):
         for copy in conversion.copies:
-            copy.carry_out(conversion.output / UNFINISHED, told)
+            copy.carry_out(conversion.output / UNFINISHED, report)
 
 
 def finish_alone(conversion: Conversion, journal: Journal) -> None:
@@ -157,7 +157,7 @@ def finished(conversion: Conversion) -> Manifest | None:
     for name in manifest.hashes:
         path = conversion.output / name
         if not path.is_file() or path.stat().st_size != sizes.get(name, path.stat().st_size):
-            problem = "is not as it was written" if path.is_file() else "is missing"
+            problem = "has changed since it was written" if path.is_file() else "is missing"
             raise CheckpointError(
                 f"{path} {problem}, though this conversion has been finished",
                 f"remove the output with `rm -r {shell_word(conversion.output)}`, then convert again",

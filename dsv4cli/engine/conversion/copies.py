@@ -23,33 +23,33 @@ class Copy:
 
     @property
     def is_done(self) -> bool:
-        """Whether something as long has its place: a copy gets its name when it is complete."""
+        """Whether something as long has its name: a copy gets its name when it is complete."""
         return self.target.is_file() and self.target.stat().st_size == self.nbytes
 
-    def carry_out(self, workshop: Path, told: Callable[[int], None]) -> None:
-        """Writes the copy, which appears complete or not at all; `told` gets the bytes of each piece. Raises
+    def carry_out(self, workshop: Path, report: Callable[[int], None]) -> None:
+        """Writes the copy, which appears complete or not at all; `report` gets the bytes of each piece. Raises
         CheckpointError for a source that cannot be read, OSError for a target that cannot be written."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_name(self.target, workshop)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            with _Reader(self.source) as reader:
+            with _SourceReader(self.source) as reader:
                 while piece := reader.read():
                     atomic.write(descriptor, piece)
-                    told(len(piece))
+                    report(len(piece))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
         atomic.publish(temporary, self.target)
 
 
-class _Reader:
+class _SourceReader:
     """Pieces of a file; what the system says against reading it is not mistaken for an error of the output."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __enter__(self) -> "_Reader":
+    def __enter__(self) -> "_SourceReader":
         try:
             self._descriptor = open_file(self.path)
         except OSError as error:

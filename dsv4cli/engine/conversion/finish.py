@@ -105,7 +105,7 @@ def _check_verdicts(output: Path, journals: Sequence[Journal]) -> None:
             )
         if not journal.verdict.sound:
             raise UnsoundResult(
-                f"{output}: {name} differs from the source: its comparison has found it",
+                f"{output}: {name} differs from the source, as its comparison found",
                 f"convert that part again into an empty folder; or compare all again: {command} --verify full`",
             )
 

@@ -62,7 +62,7 @@ class HashedFile:
         self._pieces.clear()
 
     def write(self, content: memoryview, offset: int) -> int:
-        """Writes bytes, which must not change any more, to their place, then hashes what is next in the file, unless
+        """Writes bytes, which must not change any more, to their offset, then hashes what is next in the file, unless
         another thread is hashing; returns their number."""
         write_all(self.descriptor, content, offset)
         if content:
@@ -117,7 +117,7 @@ class HashedFile:
 
 
 def write_all(descriptor: int, content: memoryview, offset: int) -> int:
-    """Writes all bytes at a place of a file; returns their number."""
+    """Writes all bytes at an offset of a file; returns their number."""
     done = 0
     while done < len(content):
         done += os.pwrite(descriptor, content[done:], offset + done)

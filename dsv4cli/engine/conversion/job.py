@@ -1,4 +1,4 @@
-"""A conversion: what it takes and makes, whether it can be done, and how its plan is told from another's; no torch."""
+"""A conversion: what it takes and makes, whether it can be done, and how its plan differs from another's; no torch."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from dsv4cli.engine.conversion.journal import Part, Times
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
 from dsv4cli.engine.conversion.plan import ORDER, FilePlan, plan_files, stored_bytes
 from dsv4cli.engine.conversion.room import free_bytes, told_apart
-from dsv4cli.engine.conversion.selection import Selection, select, stored_part
+from dsv4cli.engine.conversion.selection import LayerSelection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
 from dsv4cli.engine.system.regular_files import Stamp
 from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
@@ -38,7 +38,7 @@ class Conversion:
     source: FolderIdentity
     output: Path
     target: Target
-    selection: Selection
+    selection: LayerSelection
     max_file: int
     part: Part = Part()  # noqa: RUF009 - frozen
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Conversion:
 
     def _remedy(self, usual: str) -> str:
         """What to do about a source that is not complete."""
-        part = stored_part(self.source) if self.selection == Selection() else ""
+        part = stored_part(self.source) if self.selection == LayerSelection() else ""
         if part:
             return f"repeat the command with `{part}`, which are there; or {usual}"
         if isinstance(self.source.naming, TransformersNaming):
@@ -136,10 +136,10 @@ class Conversion:
         """Raises UsageError for an output that is the source, inside it, or holds something else than this job."""
         source, output = self.source.checkpoint.folder.resolve(), self.output.resolve()
         if output == source or source in output.parents or output in source.parents:
-            raise UsageError(f"{self.output} and the source lie in each other", "name a folder outside the source")
-        place = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
-        if not place.is_dir():
-            raise UsageError(f"{place} is a file", "name a folder that is empty or does not exist yet")
+            raise UsageError(f"{self.output} and the source overlap", "name a folder outside the source")
+        existing = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise UsageError(f"{existing} is a file", "name a folder that is empty or does not exist yet")
         if self.output.is_dir() and any(self.output.iterdir()) and not (self.output / UNFINISHED).is_dir():
             raise UsageError(
                 f"{self.output} is not empty and holds no conversion with these options of this source",
@@ -148,12 +148,12 @@ class Conversion:
 
     def check_writable(self) -> None:
         """Raises UsageError where the system says that nothing can be made in the output's folder."""
-        place = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
-        if not os.access(place, os.W_OK | os.X_OK):
+        existing = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
+        if not os.access(existing, os.W_OK | os.X_OK):
             reason = "Permission denied"
             with suppress(AttributeError, OSError):
-                reason = "Read-only file system" if os.statvfs(place).f_flag & os.ST_RDONLY else reason
-            raise UsageError(f"{place} cannot be written to: {reason}", "name a folder where you may write")
+                reason = "Read-only file system" if os.statvfs(existing).f_flag & os.ST_RDONLY else reason
+            raise UsageError(f"{existing} cannot be written to: {reason}", "name a folder where you may write")
 
     def check_room(self) -> None:
         """Raises NotEnoughDisk unless what is still to be written fits."""
@@ -215,10 +215,10 @@ class Conversion:
         }
 
     def _fingerprint(self) -> str:
-        """What tells the source from another: every tensor that is needed, with its place."""
+        """What distinguishes the source from another: every needed tensor, with its offset."""
         tensors = self.source.checkpoint.tensors
-        places = [(key, tensors[key].dtype, tensors[key].file.name, tensors[key].begin) for key in sorted(self.needed)]
-        return hashlib.sha256(json.dumps([asdict(self.source.config), places]).encode()).hexdigest()
+        headers = [(key, tensors[key].dtype, tensors[key].file.name, tensors[key].begin) for key in sorted(self.needed)]
+        return hashlib.sha256(json.dumps([asdict(self.source.config), headers]).encode()).hexdigest()
 
     @cached_property
     def _stamps(self) -> dict[Path, Stamp]:
@@ -242,7 +242,7 @@ class Conversion:
 
     @property
     def job(self) -> str:
-        """What tells this conversion from another, whatever its parts: of its plan and its source."""
+        """What distinguishes this conversion from another, whatever its parts: of its plan and its source."""
         return job_of(self.description, self.source_times())
 
 
@@ -259,10 +259,14 @@ def whole_copies(
     cut."""
     found: dict[str, list[int]] = {}
     for matrix, roles in matrices.items():
-        places = [naming.places(spec) for spec in roles.values()]
-        # a cut tensor needs all of its parts, of one that is whole every place is a copy
-        copies = [[place for part in places for place in part]] if places[0][0].cut else zip(*places, strict=True)
-        here = [number for number, copy in enumerate(copies) if all(is_here(place.name) for place in copy)]
+        locations = [naming.locations(spec) for spec in roles.values()]
+        # a cut tensor needs all of its parts, of one that is whole every location is a copy
+        copies = (
+            [[location for part in locations for location in part]]
+            if locations[0][0].cut
+            else zip(*locations, strict=True)
+        )
+        here = [number for number, copy in enumerate(copies) if all(is_here(location.name) for location in copy)]
         if here:
             found[matrix] = here
     return found

@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     entries = [line for line in lines if line and not line.startswith("#")]
     strange = [line for line in entries if len(line.lstrip("\\").partition("  ")[0]) != 64]
     if strange:
-        raise CheckpointError(f"{path} is no list of sha256sum: {strange[0][:80]!r}", "check the file")
+        raise CheckpointError(f"{path} is not a list of sha256sum: {strange[0][:80]!r}", "check the file")
     return Manifest(dict(map(_entry, entries)), origin)
 
 
@@ -96,8 +96,8 @@ def _entry(line: str) -> tuple[str, str]:
 def changed(path: Path) -> UnsoundResult:
     """What is said of a file of an unfinished output whose bytes are not those that were written."""
     return UnsoundResult(
-        f"{path} has changed since it was written: its sha256 is another",
-        f"check the disk, then `rm {shell_word(path)}` and convert again, which writes this file anew",
+        f"{path} has changed since it was written: its sha256 differs",
+        f"check the disk, then `rm {shell_word(path)}` and convert again: that writes this file again",
     )
 
 

@@ -13,7 +13,7 @@ from dsv4cli.engine.config.storage import ExpertFormat, LinearFormat
 from dsv4cli.engine.conversion.finish import Against, Progress
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Part
-from dsv4cli.engine.conversion.selection import Selection, parse_layers, select
+from dsv4cli.engine.conversion.selection import LayerSelection, parse_layers, select
 from dsv4cli.engine.conversion.sources import source_identity
 from dsv4cli.engine.conversion.target import TargetName, choose_target
 from dsv4cli.engine.settings import parse_size
@@ -26,7 +26,7 @@ MAX_WORKERS = 16
 
 
 @dataclass(frozen=True)
-class Choices:
+class ConversionOptions:
     """The options of `dsv4 convert` as typed; None where they were left out."""
 
     to: TargetName
@@ -41,13 +41,13 @@ class Choices:
     device: str
 
 
-def prepare(source: str, output: Path, choices: Choices) -> tuple[Conversion, int, torch.device]:
+def prepare(source: str, output: Path, choices: ConversionOptions) -> tuple[Conversion, int, torch.device]:
     """The conversion, the number of threads and the device. Raises what naming a source or a choice wrongly raises."""
     model = resolve_model(source)
     identity = source_identity(model)
     texts = {"tokenizer.json": Tokenizer.byte_level().text()} if isinstance(model, RandomSource) else {}
     layers = None if choices.layers is None else parse_layers(choices.layers)
-    selection = Selection(layers, choices.drafter)
+    selection = LayerSelection(layers, choices.drafter)
     target = choose_target(
         choices.to,
         select(identity.config, selection)[0],
@@ -76,5 +76,5 @@ def parse_part(text: str) -> Part:
     match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
     part = Part(int(match[1]), int(match[2])) if match else Part(0, 0)
     if not 1 <= part.index <= part.count:
-        raise UsageError(f"--shard {text!r} is no part of a job", "give I/N with I from 1 to N, as in 2/8")
+        raise UsageError(f"--shard {text!r} is not a part of a job", "give I/N with I from 1 to N, as in 2/8")
     return part

@@ -8,7 +8,7 @@ from math import prod
 
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
-from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, Place, stored_table
+from dsv4cli.engine.checkpoint.naming import Location, MpNaming, Naming, stored_table
 from dsv4cli.kernels.formats import FP8_BLOCK
 
 # output bytes between two lines of the journal, which are synced while the next are written: what an interruption costs
@@ -20,11 +20,11 @@ ORDER = "by offset, 256 MiB"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One stored part of a matrix: which role of it, its place, where its first byte lies in the file, and how many
+    """One stored part of a matrix: which role of it, its location, where its first byte lies in the file, and how many
     rows of the weight one row of it stands for."""
 
     role: Role
-    place: Place
+    location: Location
     offset: int
     rows_each: int
 
@@ -88,7 +88,9 @@ def _by_size(
     keys: list[str] = []
     size, seen = 0, set[str]()
     for roles in parts.values():
-        new = [place.name for spec in roles.values() for place in naming.places(spec) if place.name not in seen]
+        new = [
+            location.name for spec in roles.values() for location in naming.locations(spec) if location.name not in seen
+        ]
         nbytes = sum(stored_bytes(stored[key]) for key in new)
         if keys and size + nbytes > max_file:
             yield "", keys
@@ -131,18 +133,22 @@ class _Writer:
     def _item(self, naming: Naming, matrix: str, roles: Mapping[Role, TensorSpec]) -> Item | None:
         slots, nbytes = [], 0
         for role, spec in roles.items():
-            for place in naming.places(spec):
-                if place.name in self.offsets:
-                    begin = len(self.header) + self.offsets[place.name] + place.begin * DTYPE_BITS[place.dtype] // 8
+            for location in naming.locations(spec):
+                if location.name in self.offsets:
+                    begin = (
+                        len(self.header)
+                        + self.offsets[location.name]
+                        + location.begin * DTYPE_BITS[location.dtype] // 8
+                    )
                     blocks = role == "scale" and roles["weight"].dtype == "F8_E4M3"
-                    slots.append(Slot(role, place, begin, FP8_BLOCK if blocks else 1))
-                    shape = place.shape if place.cut else spec.shape
-                    bits = DTYPE_BITS[place.dtype if place.cut else spec.dtype]
+                    slots.append(Slot(role, location, begin, FP8_BLOCK if blocks else 1))
+                    shape = location.shape if location.cut else spec.shape
+                    bits = DTYPE_BITS[location.dtype if location.cut else spec.dtype]
                     nbytes += prod(shape) * bits // 8
         if not slots:
             return None
         weight = roles["weight"]
-        cut = slots[0].place.cut
+        cut = slots[0].location.cut
         along = cut.of(weight.shape) if cut and cut.dim == 0 else slice(None)
         start, stop, _ = along.indices(weight.shape[0])
         return Item(matrix, (start, stop), tuple(slots), nbytes)

@@ -83,7 +83,7 @@ class Recipe:
         """The parts of the target for rows [begin, end) of the weight, as stored; a scale that the whole matrix shares
         comes with every piece.
 
-        Raises CheckpointError, naming tensor, row and column, for a value that the target has no place for.
+        Raises CheckpointError, naming tensor, row and column, for a value that the target cannot hold.
         """
         first = begin - begin % FP8_BLOCK
         arrays = self._read(slice(first, end))
@@ -118,17 +118,17 @@ class Recipe:
 
     @contextmanager
     def _refusing(self, row0: int) -> Iterator[None]:
-        """Names the tensor that a value without a place is in; row0: the row of it from which the problem counts."""
+        """Names the tensor with a value that the target cannot hold; row0: its row from which the problem counts."""
         try:
             yield
         except recode.NotRepresentable as problem:
             folder, name = self.recoder.source.identity.checkpoint.folder, self.parts["weight"].name
-            place = f"row {row0 + problem.row}, column {problem.column}"
-            remedy = "--to bf16 has a place for every value, --to official keeps the format"
+            where = f"row {row0 + problem.row}, column {problem.column}"
+            remedy = "--to bf16 can hold every value, --to official keeps the format"
             if "NaN" in problem.reason:
                 remedy = f"{look(folder, '--values')} shows how much is damaged; download it again"
             raise CheckpointError(
-                f"{folder}: {name} cannot become {self.target} without loss: {problem.reason} at {place}", remedy
+                f"{folder}: {name} cannot become {self.target} without loss: {problem.reason} at {where}", remedy
             ) from None
 
     @cached_property

@@ -19,8 +19,8 @@ AGAIN = "then run the same command again: it continues"
 
 def free_bytes(path: Path) -> int:
     """Bytes free on the disk of a folder, which need not exist yet."""
-    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
-    return shutil.disk_usage(place).free
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+    return shutil.disk_usage(existing).free
 
 
 def told_apart(*counts: int) -> list[str]:
@@ -45,19 +45,19 @@ def disk_errors(output: Path, missing: Callable[[], int]) -> Iterator[None]:
 
 
 def _sentence(error: OSError, output: Path, missing: Callable[[], int]) -> Dsv4Error:
-    place = error.filename or output
+    target = error.filename or output
     reason = error.strerror or type(error).__name__
     if error.errno in FORBIDDEN:
-        return UsageError(f"{place} cannot be written to: {reason}", "name a folder where you may write")
+        return UsageError(f"{target} cannot be written to: {reason}", "name a folder where you may write")
     if error.errno == errno.EFBIG:
         remedy = f"raise `ulimit -f`, {AGAIN}; or `rm -r {shell_word(output)}` and use a smaller --max-shard-size"
-        return NotEnoughDisk(f"{place}: {reason}: its disk or `ulimit -f` takes no file of that size", remedy)
+        return NotEnoughDisk(f"{target}: {reason}: its disk or `ulimit -f` takes no file of that size", remedy)
     try:
         need, free = missing(), free_bytes(output)
     except OSError:
-        return DiskError(f"{place}: {reason}", f"check the disk, {AGAIN}")
+        return DiskError(f"{target}: {reason}", f"check the disk, {AGAIN}")
     texts = told_apart(need, free)
     room = f"{texts[0]} still to be written, {texts[1]} free"
     if error.errno in FULL:
         return NotEnoughDisk(f"{output}: {FULL[error.errno]}: {room}", f"free some space, {AGAIN}")
-    return DiskError(f"{place}: {reason}: {room}", f"check the disk, {AGAIN}")
+    return DiskError(f"{target}: {reason}: {room}", f"check the disk, {AGAIN}")

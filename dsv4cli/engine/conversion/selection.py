@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.config.model_config import DSpark, ModelConfig
+from dsv4cli.engine.config.model_config import DSparkConfig, ModelConfig
 from dsv4cli.errors import UsageError
 
 LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Selection:
+class LayerSelection:
     """The main layers to keep, all where `layers` is None, and whether to keep the drafter."""
 
     layers: range | None = None
@@ -36,7 +36,7 @@ def parse_layers(text: str) -> range:
     return range(first, last + 1)
 
 
-def select(config: ModelConfig, selection: Selection) -> tuple[ModelConfig, Callable[[str], str]]:
+def select(config: ModelConfig, selection: LayerSelection) -> tuple[ModelConfig, Callable[[str], str]]:
     """The model of the selected layers, numbered from 0, and the name in the whole model of each of its tensors.
 
     The draft stages are kept or left out as a whole. Raises UsageError for layers that the model does not have, and
@@ -72,7 +72,7 @@ def stored_part(model: FolderIdentity) -> str:
     lacking = {
         spec.name.split(".")[0] if not (match := LAYER.match(spec.name)) else int(match[1])
         for spec in expected_tensors(config, model.formats).values()
-        if not all(place.name in checkpoint.tensors for place in model.naming.places(spec))
+        if not all(location.name in checkpoint.tensors for location in model.naming.locations(spec))
     }
     here = [layer for layer in range(config.num_hidden_layers) if layer not in lacking]
     outside = {name for name in lacking if isinstance(name, str)} - {"mtp"}
@@ -84,11 +84,11 @@ def stored_part(model: FolderIdentity) -> str:
     return options + (" --no-mtp" if lost or "mtp" in lacking else "")
 
 
-def _moved(dspark: DSpark, layers: range) -> DSpark:
+def _moved(dspark: DSparkConfig, layers: range) -> DSparkConfig:
     lost = [layer for layer in dspark.target_layer_ids if layer not in layers]
     if lost:
         raise UsageError(
-            f"--layers {_text(layers)} takes away layer {lost[0]}, whose output the DSpark drafter reads",
+            f"--layers {_text(layers)} removes layer {lost[0]}, whose output the DSpark drafter reads",
             "leave the drafter out with --no-mtp, or keep layers " + ", ".join(map(str, dspark.target_layer_ids)),
         )
     return replace(dspark, target_layer_ids=tuple(layer - layers.start for layer in dspark.target_layer_ids))

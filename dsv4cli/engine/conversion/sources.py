@@ -24,10 +24,10 @@ def source_identity(source: FolderSource | RandomSource) -> FolderIdentity:
     """What a source holds. Raises what `recognise` raises."""
     if isinstance(source, FolderSource):
         return recognise(source.folder)
-    identity, place = source.identity, Path(source.name)
+    identity, path = source.identity, Path(source.name)
     specs = expected_tensors(identity.config, identity.formats).values()
-    tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, place, 0, 0) for spec in specs}
-    checkpoint = Checkpoint(place, tensors, (), {}, {})
+    tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, path, 0, 0) for spec in specs}
+    checkpoint = Checkpoint(path, tensors, (), {}, {})
     return RandomIdentity(
         identity.size, identity.config, identity.formats, checkpoint, OfficialNaming(), seed=source.seed
     )

@@ -47,7 +47,7 @@ def verify(
     """Compares matrices of the output, under their official names, with the source; the pieces of a sample are spread
     over the rows of each, and other for each matrix.
 
-    copies: the matrices, and which of the places of each are compared; 0 alone where the output has it once.
+    copies: the matrices, and which of the locations of each are compared; 0 alone where the output has it once.
 
     progress: gets the bytes of the output that have been read, and all that will be. Raises what reading raises.
     """

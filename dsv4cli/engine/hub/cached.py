@@ -19,7 +19,7 @@ def cached_listing(repository: str, revision: str | None) -> Listing:
     try:
         folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except HFValidationError:
-        raise UsageError(f"{repository!r} is no name of a repository", "name it as org/name") from None
+        raise UsageError(f"{repository!r} is not the name of a repository", "name it as org/name") from None
     except LocalEntryNotFoundError:
         where = f"{repository} at {revision}" if revision else repository
         raise HubError(f"huggingface_hub is in offline mode, and {where} is not in its cache", ONLINE) from None
@@ -34,7 +34,7 @@ def _file(name: str, path: Path) -> RemoteFile:
         return RemoteFile(name, path.stat().st_size, "", etag)
     if SHA1.fullmatch(etag):
         return RemoteFile(name, path.stat().st_size, etag)
-    raise HubError(f"{path} is no link to a blob: without the hub nothing tells its hash", ONLINE)
+    raise HubError(f"{path} is not a link to a blob: without the hub its hash is unknown", ONLINE)
 
 
 def check_cache(listing: Listing, needed: set[str]) -> None:

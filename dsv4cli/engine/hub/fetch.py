@@ -14,9 +14,9 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined] # public, but 
 
 from dsv4cli.engine.hub import xet
 from dsv4cli.engine.hub.cached import ONLINE
-from dsv4cli.engine.hub.errand import Errand
+from dsv4cli.engine.hub.context import DownloadContext
 from dsv4cli.engine.hub.files import LIBRARY, READ_SIZE, Digest, RemoteFile
-from dsv4cli.engine.hub.patience import HTTP_ERROR, BadConnection, Stopped, is_local
+from dsv4cli.engine.hub.retry import HTTP_ERROR, BadConnection, DownloadStopped, is_local
 from dsv4cli.errors import HubError
 
 # how often a file that came with wrong bytes is fetched again
@@ -27,48 +27,48 @@ REPAIRS = 2
 Outcome = Literal["there", "fetched", "repaired", "broken"]
 
 
-def settle(errand: Errand, file: RemoteFile) -> Outcome:
+def settle(context: DownloadContext, file: RemoteFile) -> Outcome:
     """Sees to it that the file is there with the size and hash of the listing; what is there already is read too.
 
     Raises HubError when the hub does not serve it, or is offline and the file wrong, OSError when the disk does not
-    take it, UsageError for another file that no download has put there, Stopped when called off.
+    take it, UsageError for another file that no download has put there, DownloadStopped when called off.
     """
-    found = errand.place.find(file)
-    if found is not None and errand.is_intact(found, file):
-        errand.place.show(file)
+    found = context.destination.find(file)
+    if found is not None and context.is_intact(found, file):
+        context.destination.show(file)
         return "there"
     is_wrong = found is not None
     if is_wrong:
-        errand.place.guard(file)
-        if errand.listing.cached:
-            raise HubError(f"{found} is damaged: its hash is another, and huggingface_hub is offline", ONLINE)
+        context.destination.guard(file)
+        if context.listing.cached:
+            raise HubError(f"{found} is damaged: its hash differs, and huggingface_hub is offline", ONLINE)
     for _ in range(1 + REPAIRS):
-        if _bring(errand, file, is_wrong):
+        if _bring(context, file, is_wrong):
             return "repaired" if is_wrong else "fetched"
         is_wrong = True
     return "broken"
 
 
-def _bring(errand: Errand, file: RemoteFile, anew: bool) -> bool:
+def _bring(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
     """Fetches the file once; whether the bytes that came are right. anew: what is there is wrong."""
-    part, lock = errand.place.part(file), errand.place.lock(file)
+    part, lock = context.destination.part(file), context.destination.lock(file)
     for path in (part, lock):
         path.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if not _is_begun(part):
-            xet.adopt(errand.place, file)
-        found = errand.place.find(file)
-        if found is not None and not anew and errand.is_intact(found, file):
-            errand.place.show(file)  # another process was faster
+            xet.adopt(context.destination, file)
+        found = context.destination.find(file)
+        if found is not None and not anew and context.is_intact(found, file):
+            context.destination.show(file)  # another process was faster
             return True
-        if not _is_begun(part) and xet.fetch(errand, file, anew):
-            found = errand.place.find(file)
-            return found is not None and errand.is_intact(found, file)
-        with _Part(part, errand, file) as content:
-            _gather(errand, file, content, None if anew else errand.place.copy_of(file))
+        if not _is_begun(part) and xet.fetch(context, file, anew):
+            found = context.destination.find(file)
+            return found is not None and context.is_intact(found, file)
+        with _Part(part, context, file) as content:
+            _gather(context, file, content, None if anew else context.destination.copy_of(file))
             is_right = content.is_right()
         if is_right:
-            errand.place.put(file)
+            context.destination.put(file)
         else:
             part.unlink()
     return is_right
@@ -81,9 +81,9 @@ def _is_begun(part: Path) -> bool:
 class _Part:
     """The content of a file as far as it has come, with its hash; what an earlier run left is read first."""
 
-    def __init__(self, path: Path, errand: Errand, file: RemoteFile) -> None:
+    def __init__(self, path: Path, context: DownloadContext, file: RemoteFile) -> None:
         self.file = file
-        self.errand = errand
+        self.context = context
         self.size = 0
         self.digest: Digest = file.digest()
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
@@ -99,11 +99,11 @@ class _Part:
         os.close(self._handle)
 
     def _count(self, piece: bytes) -> None:
-        if self.errand.stop.is_set():
-            raise Stopped
+        if self.context.stop.is_set():
+            raise DownloadStopped
         self.digest.update(piece)
         self.size += len(piece)
-        self.errand.meter.at(self.file.name, min(self.size, self.file.size))
+        self.context.meter.at(self.file.name, min(self.size, self.file.size))
 
     def append(self, piece: bytes) -> None:
         """Adds what has come, but nothing beyond the size of the listing."""
@@ -119,7 +119,7 @@ class _Part:
         os.truncate(self._handle, 0)
         self.size = 0
         self.digest = self.file.digest()
-        self.errand.meter.at(self.file.name, 0)
+        self.context.meter.at(self.file.name, 0)
 
     def is_right(self) -> bool:
         """Whether the content is complete and has the hash of the listing; then it is on the disk, too."""
@@ -129,35 +129,35 @@ class _Part:
         return True
 
 
-def _gather(errand: Errand, file: RemoteFile, part: _Part, copy: Path | None) -> None:
+def _gather(context: DownloadContext, file: RemoteFile, part: _Part, copy: Path | None) -> None:
     """Fills the part, from a copy of the file on this machine or in as many requests as it takes."""
     if copy is not None and part.size == 0 and copy.stat().st_size == file.size:
         with copy.open("rb", buffering=0) as stream:
             while piece := stream.read(READ_SIZE):
                 part.append(piece)
         return
-    tries, furthest = errand.listing.tries(errand.patience, errand.stop), part.size
+    retrier, furthest = context.listing.retrier(context.policy, context.stop), part.size
     while part.size < file.size:
         try:
-            _request(errand, file, part)
+            _request(context, file, part)
         except (HTTP_ERROR, OSError, BadConnection) as error:
             if is_local(error):
                 raise
             # a server that ignores ranges and always cuts must not keep us for ever
             if part.size > furthest:
                 furthest = part.size
-                tries.advanced()
-            tries.failed(error)
+                retrier.advanced()
+            retrier.failed(error)
 
 
-def _request(errand: Errand, file: RemoteFile, part: _Part) -> None:
+def _request(context: DownloadContext, file: RemoteFile, part: _Part) -> None:
     """Asks for what is missing and appends what comes, until all is there or the connection ends."""
     # compressed content would have other offsets
     headers = build_hf_headers(**LIBRARY) | {"Accept-Encoding": "identity"}
     if part.size:
         headers["Range"] = f"bytes={part.size}-"
-    options: dict[str, Any] = {"headers": headers, "timeout": errand.timeout, "follow_redirects": True}
-    with get_session().stream("GET", errand.url(file), **options) as response:
+    options: dict[str, Any] = {"headers": headers, "timeout": context.timeout, "follow_redirects": True}
+    with get_session().stream("GET", context.url(file), **options) as response:
         begin_at = f"bytes {part.size}-"
         if response.status_code == 416:
             part.restart()
@@ -170,8 +170,8 @@ def _request(errand: Errand, file: RemoteFile, part: _Part) -> None:
             part.append(piece)
             if part.size == file.size:
                 return
-            if time.monotonic() - window > errand.patience.stall:
-                if part.size - mark < errand.patience.slowest * errand.patience.stall:
-                    raise BadConnection(f"fewer than {errand.patience.slowest} bytes a second", response.url)
+            if time.monotonic() - window > context.policy.stall:
+                if part.size - mark < context.policy.slowest * context.policy.stall:
+                    raise BadConnection(f"fewer than {context.policy.slowest} bytes a second", response.url)
                 window, mark = time.monotonic(), part.size
     raise BadConnection(f"{file.name} ended after {part.size} of {file.size} bytes", response.url)

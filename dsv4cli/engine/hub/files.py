@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HFValidationError
 
 from dsv4cli import __version__
-from dsv4cli.engine.hub.patience import Patience, Stopped, Tries, explain
+from dsv4cli.engine.hub.retry import DownloadStopped, Retrier, RetryPolicy, explain
 from dsv4cli.errors import HubError, UsageError
 
 # who asks, as the hub counts it
@@ -73,12 +73,12 @@ class Listing:
         """The files by name."""
         return {file.name: file for file in self.files}
 
-    def tries(self, patience: Patience, stop: threading.Event) -> Tries:
+    def retrier(self, policy: RetryPolicy, stop: threading.Event) -> Retrier:
         """The failures of one request for something of this listing."""
-        return Tries(patience, stop, partial(explain, repository=self.repository, revision=self.revision))
+        return Retrier(policy, stop, partial(explain, repository=self.repository, revision=self.revision))
 
 
-def list_files(repository: str, revision: str | None, patience: Patience) -> Listing:
+def list_files(repository: str, revision: str | None, policy: RetryPolicy) -> Listing:
     """Asks the hub for the commit of a revision (branch, tag or commit) and its files.
 
     Raises HubError: not reachable, not there, not allowed, or an answer that no hub gives; UsageError for a name that
@@ -86,15 +86,15 @@ def list_files(repository: str, revision: str | None, patience: Patience) -> Lis
     """
     api = HfApi(**LIBRARY)
     # who has no connection should not wait half a minute to hear so
-    patience = replace(patience, tries=min(patience.tries, 4))
-    tries = Tries(patience, threading.Event(), partial(explain, repository=repository, revision=revision))
-    timeout = min(float(constants.HF_HUB_ETAG_TIMEOUT), patience.stall)
+    policy = replace(policy, attempts=min(policy.attempts, 4))
+    retrier = Retrier(policy, threading.Event(), partial(explain, repository=repository, revision=revision))
+    timeout = min(float(constants.HF_HUB_ETAG_TIMEOUT), policy.stall)
     request = partial(api.model_info, repository, revision=revision, files_metadata=True, timeout=timeout)
     try:
-        info: Any = tries.call(request)
+        info: Any = retrier.call(request)
         files = [_file(entry) for entry in info.siblings]
     except HFValidationError:
-        raise UsageError(f"{repository!r} is no name of a repository", "name it as org/name") from None
+        raise UsageError(f"{repository!r} is not the name of a repository", "name it as org/name") from None
     except (ValueError, KeyError, TypeError) as error:
         raise explain(error, repository, revision) from error
     if not SHA1.fullmatch(str(info.sha)):
@@ -117,14 +117,14 @@ def _file(entry: Any) -> RemoteFile:
 def is_intact(path: Path, file: RemoteFile, at: Callable[[int], None], stop: threading.Event) -> bool:
     """Whether a local file has the size and the hash of the hub's; `at` hears how many bytes are read.
 
-    Raises Stopped when the work is called off meanwhile.
+    Raises DownloadStopped when the work is called off meanwhile.
     """
     if path.stat().st_size != file.size:
         return False
     digest, position = file.digest(), 0
     for piece in _pieces(path):
         if stop.is_set():
-            raise Stopped
+            raise DownloadStopped
         digest.update(piece)
         position += len(piece)
         at(position)

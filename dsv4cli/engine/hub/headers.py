@@ -23,12 +23,12 @@ from dsv4cli.engine.checkpoint.headers import (
     parse_header,
 )
 from dsv4cli.engine.checkpoint.identify import refusal
-from dsv4cli.engine.hub.choose import kind_of
-from dsv4cli.engine.hub.errand import Errand
+from dsv4cli.engine.hub.context import DownloadContext
+from dsv4cli.engine.hub.destination import FolderDestination
 from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile, list_files
 from dsv4cli.engine.hub.job import another, fetch_small, index_in, quiet, repository_of
-from dsv4cli.engine.hub.patience import BadConnection, Patience
-from dsv4cli.engine.hub.place import FolderPlace
+from dsv4cli.engine.hub.retry import BadConnection, RetryPolicy
+from dsv4cli.engine.hub.selection import kind_of
 from dsv4cli.engine.system.threads import Meter, do_all
 from dsv4cli.errors import CheckpointError
 
@@ -52,18 +52,18 @@ class RemoteHeaders:
     checkpoint: Checkpoint
 
 
-def remote_headers(text: str, patience: Patience) -> RemoteHeaders:
+def remote_headers(text: str, policy: RetryPolicy) -> RemoteHeaders:
     """Reads headers and small files of the repository that `text` names; the weights are not downloaded.
 
     Raises UsageError for what is no repository, HubError when the hub does not serve it, UnsupportedCheckpoint for GGUF
     files alone, CheckpointError, naming the file, for what `open_checkpoint` refuses.
     """
-    listing = list_files(*repository_of(text, None), patience)
+    listing = list_files(*repository_of(text, None), policy)
     small = [file for file in listing.files if kind_of(file.name) in ("config", "index") and file.size <= MAX_SMALL]
     folder = Path(tempfile.mkdtemp(prefix="dsv4-"))
     try:
-        fetch_small(listing, small, folder, patience)
-        source = RemoteHeaders(listing, folder, read_remote(listing, index_in(folder, listing), patience))
+        fetch_small(listing, small, folder, policy)
+        source = RemoteHeaders(listing, folder, read_remote(listing, index_in(folder, listing), policy))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -71,7 +71,7 @@ def remote_headers(text: str, patience: Patience) -> RemoteHeaders:
     return source
 
 
-def read_remote(listing: Listing, index: dict[str, str], patience: Patience) -> Checkpoint:
+def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) -> Checkpoint:
     """The headers of the weights at the hub, checked as those of files here are, sizes included.
 
     index: file of each tensor, empty where the repository has none.
@@ -84,8 +84,10 @@ def read_remote(listing: Listing, index: dict[str, str], patience: Patience) -> 
             raise refusal(folder, GGUF, gguf)
         raise CheckpointError(f"{folder} holds no safetensors file", "name another repository or revision")
     stop = threading.Event()
-    errand = Errand(listing, FolderPlace(listing, folder), patience, Meter(0, lambda done, total: None), stop)
-    jobs = {file.name: partial(_read_header, errand, file, folder / file.name) for file in files}
+    context = DownloadContext(
+        listing, FolderDestination(listing, folder), policy, Meter(0, lambda done, total: None), stop
+    )
+    jobs = {file.name: partial(_read_header, context, file, folder / file.name) for file in files}
     with quiet():
         headers = do_all(jobs, WORKERS, stop)
     tensors: dict[str, TensorInfo] = {}
@@ -116,33 +118,33 @@ def _files(listing: Listing, index: dict[str, str]) -> tuple[list[RemoteFile], t
     return shards or list(here.values()), ()
 
 
-def _read_header(errand: Errand, file: RemoteFile, path: Path) -> list[TensorInfo]:
-    start = _range(errand, file, 0, min(FIRST, file.size))
+def _read_header(context: DownloadContext, file: RemoteFile, path: Path) -> list[TensorInfo]:
+    start = _range(context, file, 0, min(FIRST, file.size))
     if start.startswith(LFS_POINTER):
-        raise CheckpointError(f"{path} is a git-lfs pointer, not the weights", another(errand.listing))
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the weights", another(context.listing))
     length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
     if not 2 <= length <= min(MAX_HEADER, file.size - 8):
         sentence = f"{path} is truncated or corrupt: its header claims {length} bytes, the file has {file.size}"
-        raise CheckpointError(sentence, another(errand.listing))
+        raise CheckpointError(sentence, another(context.listing))
     end = 8 + length
-    text = start[8:end] if end <= len(start) else start[8:] + _range(errand, file, len(start), end)
+    text = start[8:end] if end <= len(start) else start[8:] + _range(context, file, len(start), end)
     try:
         infos = parse_header(path, text, end)
     except CheckpointError as error:
-        raise CheckpointError(error.message, another(errand.listing)) from None
+        raise CheckpointError(error.message, another(context.listing)) from None
     last = infos[-1].end if infos else end
     if last != file.size:
-        raise CheckpointError(f"{path} has {file.size} bytes instead of {last}", another(errand.listing))
+        raise CheckpointError(f"{path} has {file.size} bytes instead of {last}", another(context.listing))
     return infos
 
 
-def _range(errand: Errand, file: RemoteFile, begin: int, end: int) -> bytes:
+def _range(context: DownloadContext, file: RemoteFile, begin: int, end: int) -> bytes:
     """The bytes [begin, end) of a file at the hub."""
 
     def request() -> bytes:
         headers = build_hf_headers(**LIBRARY) | {"Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}
-        options: dict[str, Any] = {"headers": headers, "timeout": errand.timeout, "follow_redirects": True}
-        with get_session().stream("GET", errand.url(file), **options) as response:
+        options: dict[str, Any] = {"headers": headers, "timeout": context.timeout, "follow_redirects": True}
+        with get_session().stream("GET", context.url(file), **options) as response:
             hf_raise_for_status(response)
             skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {begin}-") else begin
             got = bytearray()
@@ -152,4 +154,4 @@ def _range(errand: Errand, file: RemoteFile, begin: int, end: int) -> bytes:
                     return bytes(got[skip : skip + end - begin])
         raise BadConnection(f"{file.name} ended after {len(got)} bytes", response.url)
 
-    return errand.listing.tries(errand.patience, errand.stop).call(request) if end > begin else b""
+    return context.listing.retrier(context.policy, context.stop).call(request) if end > begin else b""

@@ -15,12 +15,12 @@ from huggingface_hub import constants
 from dsv4cli.engine.checkpoint.headers import INDEX, read_index
 from dsv4cli.engine.checkpoint.source import ALIASES, REPOSITORY
 from dsv4cli.engine.hub.cached import cached_listing
-from dsv4cli.engine.hub.choose import Wish, choose
-from dsv4cli.engine.hub.errand import Errand
+from dsv4cli.engine.hub.context import DownloadContext
+from dsv4cli.engine.hub.destination import CacheDestination, Destination, FolderDestination, free_bytes
 from dsv4cli.engine.hub.fetch import REPAIRS, Outcome, settle
 from dsv4cli.engine.hub.files import Listing, RemoteFile, list_files
-from dsv4cli.engine.hub.patience import AGAIN, Patience
-from dsv4cli.engine.hub.place import CachePlace, FolderPlace, Place, free_bytes
+from dsv4cli.engine.hub.retry import AGAIN, RetryPolicy
+from dsv4cli.engine.hub.selection import Selection, select_files
 from dsv4cli.engine.hub.xet import written
 from dsv4cli.engine.system.threads import Meter, do_all
 from dsv4cli.errors import CheckpointError, Dsv4Error, HubError, NotEnoughDisk, UsageError
@@ -29,14 +29,14 @@ Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class DownloadPlan:
     """A download before it begins. name: what the user called the model. held: bytes of each wanted file that are there
     by size and need not come."""
 
     name: str
     listing: Listing
-    wish: Wish
-    place: Place
+    selection: Selection
+    destination: Destination
     wanted: tuple[RemoteFile, ...]
     held: Mapping[str, int]
     free: int
@@ -50,7 +50,7 @@ class Plan:
     @property
     def is_folder(self) -> bool:
         """Whether the files go into a folder of the user's, not into the cache."""
-        return isinstance(self.place, FolderPlace)
+        return isinstance(self.destination, FolderDestination)
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class Plan:
         """Raises NotEnoughDisk with the numbers."""
         if not self.fits:
             raise NotEnoughDisk(
-                f"{self.name} needs {_size(self.missing)} more at {self.place.folder}, "
+                f"{self.name} needs {_size(self.missing)} more at {self.destination.folder}, "
                 f"and {_size(self.free)} are free there",
                 f"free {_size(self.missing - self.free)} (`hf cache prune` removes unfinished downloads), "
                 "name another disk with --local-dir or HF_HOME, or take a part with --layers",
@@ -83,14 +83,16 @@ def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
     match = REPOSITORY.fullmatch(ALIASES.get(text, text))
     if match is None:
         raise UsageError(
-            f"{text!r} is no repository on the hub", f"name it as org/name[@revision], or {', '.join(ALIASES)}"
+            f"{text!r} is not a repository on the hub", f"name it as org/name[@revision], or {', '.join(ALIASES)}"
         )
     if revision and match["revision"] and revision != match["revision"]:
         raise UsageError(f"{text} and --revision {revision} name two revisions", "name one")
     return match["name"], revision or match["revision"]
 
 
-def plan(text: str, revision: str | None, wish: Wish, local_dir: Path | None, patience: Patience) -> Plan:
+def plan(
+    text: str, revision: str | None, selection: Selection, local_dir: Path | None, policy: RetryPolicy
+) -> DownloadPlan:
     """Lists the repository, chooses by its index, and looks at what is there; downloads the index at most. Where
     huggingface_hub is offline, what its cache holds is the repository.
 
@@ -98,17 +100,17 @@ def plan(text: str, revision: str | None, wish: Wish, local_dir: Path | None, pa
     index that is none.
     """
     repository = repository_of(text, revision)
-    listing = cached_listing(*repository) if constants.HF_HUB_OFFLINE else list_files(*repository, patience)
+    listing = cached_listing(*repository) if constants.HF_HUB_OFFLINE else list_files(*repository, policy)
     index: Mapping[str, str] = {}
     file = listing.by_name.get(INDEX)
-    if file is not None and (listing.cached or not wish.is_all_weights):
+    if file is not None and (listing.cached or not selection.is_all_weights):
         with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
-            fetch_small(listing, [file], Path(folder), patience)
+            fetch_small(listing, [file], Path(folder), policy)
             index = index_in(Path(folder), listing)
-    wanted = choose(listing, wish, index)
-    place = CachePlace(listing) if local_dir is None else FolderPlace(listing, local_dir.expanduser())
-    held = {file.name: _held(place, file) for file in wanted}
-    return Plan(text, listing, wish, place, wanted, held, free_bytes(place))
+    wanted = select_files(listing, selection, index)
+    destination = CacheDestination(listing) if local_dir is None else FolderDestination(listing, local_dir.expanduser())
+    held = {file.name: _held(destination, file) for file in wanted}
+    return DownloadPlan(text, listing, selection, destination, wanted, held, free_bytes(destination))
 
 
 def index_in(folder: Path, listing: Listing) -> dict[str, str]:
@@ -127,22 +129,22 @@ def another(listing: Listing) -> str:
     return f"name another revision, as in {listing.repository}@REVISION"
 
 
-def _held(place: Place, file: RemoteFile) -> int:
-    found, part = place.find(file), place.part(file)
+def _held(destination: Destination, file: RemoteFile) -> int:
+    found, part = destination.find(file), destination.part(file)
     if found is not None and found.stat().st_size == file.size:
         return file.size
     if found is not None:
-        place.guard(file)
-    begun = part.stat().st_size if part.is_file() else max(map(written, place.leftovers(file)), default=0)
+        destination.guard(file)
+    begun = part.stat().st_size if part.is_file() else max(map(written, destination.leftovers(file)), default=0)
     return min(begun, file.size)
 
 
-def fetch_small(listing: Listing, files: Collection[RemoteFile], folder: Path, patience: Patience) -> None:
+def fetch_small(listing: Listing, files: Collection[RemoteFile], folder: Path, policy: RetryPolicy) -> None:
     """Fetches a few files into a folder, verified; what the cache holds is copied."""
-    _fetch(listing, FolderPlace(listing, folder), files, len(files), patience, lambda done, total: None)
+    _fetch(listing, FolderDestination(listing, folder), files, len(files), policy, lambda done, total: None)
 
 
-def carry_out(job: Plan, workers: int, patience: Patience, report: Report) -> dict[str, Outcome]:
+def carry_out(job: DownloadPlan, workers: int, policy: RetryPolicy, report: Report) -> dict[str, Outcome]:
     """Fetches and verifies every wanted file, also those that are there, and tells for each how it came.
 
     When it returns, every wanted file lies in the place with the size and the hash of the listing. Raises HubError,
@@ -150,7 +152,7 @@ def carry_out(job: Plan, workers: int, patience: Patience, report: Report) -> di
     """
     # the small files first: a refusal shows at once
     files = sorted(job.wanted, key=lambda file: (file.size, file.name))
-    outcomes = _fetch(job.listing, job.place, files, workers, patience, report)
+    outcomes = _fetch(job.listing, job.destination, files, workers, policy, report)
     broken = sorted(name for name, outcome in outcomes.items() if outcome == "broken")
     if broken:
         others = f" and {len(broken) - 1} more" if broken[1:] else ""
@@ -158,22 +160,27 @@ def carry_out(job: Plan, workers: int, patience: Patience, report: Report) -> di
             f"{broken[0]}{others} came with wrong bytes {1 + REPAIRS} times; the other files are complete",
             f"the hub or a proxy damages them: {AGAIN}",
         )
-    job.place.close()
+    job.destination.close()
     return outcomes
 
 
 def _fetch(
-    listing: Listing, place: Place, files: Collection[RemoteFile], workers: int, patience: Patience, report: Report
+    listing: Listing,
+    destination: Destination,
+    files: Collection[RemoteFile],
+    workers: int,
+    policy: RetryPolicy,
+    report: Report,
 ) -> dict[str, Outcome]:
     stop = threading.Event()
     meter = Meter(sum(file.size for file in files), report)
-    errand = Errand(listing, place, patience, meter, stop)
-    jobs = {file.name: partial(settle, errand, file) for file in files}
+    context = DownloadContext(listing, destination, policy, meter, stop)
+    jobs = {file.name: partial(settle, context, file) for file in files}
     try:
         with quiet():
             return do_all(jobs, workers, stop)
     except OSError as error:
-        raise _told(error, place) from error
+        raise _explained(error, destination) from error
 
 
 @contextmanager
@@ -189,11 +196,11 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _told(error: OSError, place: Place) -> Dsv4Error:
+def _explained(error: OSError, destination: Destination) -> Dsv4Error:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NotEnoughDisk(f"the disk of {place.folder} is full", f"free some space, then {AGAIN}")
+        return NotEnoughDisk(f"the disk of {destination.folder} is full", f"free some space, then {AGAIN}")
     reason = error.strerror or str(error)
-    return UsageError(f"{error.filename or place.folder} cannot be written: {reason}", "name another --local-dir")
+    return UsageError(f"{error.filename or destination.folder} cannot be written: {reason}", "name another --local-dir")
 
 
 def _size(nbytes: int) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 from huggingface_hub import constants, get_hf_file_metadata
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined] # public, but not marked so
 
-from dsv4cli.engine.hub.errand import Errand
+from dsv4cli.engine.hub.context import DownloadContext
+from dsv4cli.engine.hub.destination import Destination
 from dsv4cli.engine.hub.files import LIBRARY, RemoteFile
-from dsv4cli.engine.hub.patience import HTTP_ERROR, Stopped
-from dsv4cli.engine.hub.place import Place
+from dsv4cli.engine.hub.retry import HTTP_ERROR, DownloadStopped
 from dsv4cli.engine.system.threads import begin
 
 # seconds between two looks at a download that huggingface_hub does
@@ -30,48 +30,48 @@ LOCK_WAIT = 0.2
 PAGE = 1 << 16
 
 
-def fetch(errand: Errand, file: RemoteFile, anew: bool) -> bool:
+def fetch(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
     """Lets huggingface_hub fetch a file of the xet storage; False where it cannot, or fails, and nothing is there.
 
-    anew: what is there is wrong. Raises HubError when the hub refuses the file, Stopped when the work is called off.
+    anew: what is there is wrong. Raises HubError when the hub refuses the file, DownloadStopped when called off.
     """
-    place = errand.place
-    if not file.sha256 or errand.listing.cached or constants.HF_HUB_DISABLE_XET or not find_spec("hf_xet"):
+    destination = context.destination
+    if not file.sha256 or context.listing.cached or constants.HF_HUB_DISABLE_XET or not find_spec("hf_xet"):
         return False
-    tries, timeout = errand.listing.tries(errand.patience, errand.stop), constants.HF_HUB_ETAG_TIMEOUT
-    seen = tries.call(lambda: get_hf_file_metadata(errand.url(file), timeout=timeout, **LIBRARY))
+    retrier, timeout = context.listing.retrier(context.policy, context.stop), constants.HF_HUB_ETAG_TIMEOUT
+    seen = retrier.call(lambda: get_hf_file_metadata(context.url(file), timeout=timeout, **LIBRARY))
     if seen.xet_file_data is None:
         return False
-    bar = _bar(errand, file)
-    before = place.leftovers(file)
-    arrival = begin(lambda: place.fetch(file, force_download=anew, tqdm_class=bar))
+    bar = _bar(context, file)
+    before = destination.leftovers(file)
+    arrival = begin(lambda: destination.fetch(file, force_download=anew, tqdm_class=bar))
     while True:
         try:
             arrival.result(timeout=LOOK)
             return True
         except NotYet:
-            if errand.stop.is_set():
-                raise Stopped from None
-            if time.monotonic() - bar.moved > errand.patience.stall:
+            if context.stop.is_set():
+                raise DownloadStopped from None
+            if time.monotonic() - bar.moved > context.policy.stall:
                 # its thread may still write: take a copy
-                for path in place.leftovers(file) - before:
-                    _keep(path, place.part(file), shutil.copyfile)
+                for path in destination.leftovers(file) - before:
+                    _keep(path, destination.part(file), shutil.copyfile)
                     path.unlink(missing_ok=True)
                 return False
         except (HTTP_ERROR, OSError, RuntimeError, ValueError):  # what hf_xet and huggingface_hub raise
             return False
 
 
-def adopt(place: Place, file: RemoteFile) -> None:
+def adopt(destination: Destination, file: RemoteFile) -> None:
     """Makes an unfinished file of a huggingface_hub that no longer runs the part, and removes the others."""
-    leftovers = sorted(place.leftovers(file), key=written)
+    leftovers = sorted(destination.leftovers(file), key=written)
     if leftovers:
-        lock = place.hub_lock(file)
+        lock = destination.hub_lock(file)
         lock.parent.mkdir(parents=True, exist_ok=True)
         try:
             with WeakFileLock(lock, timeout=LOCK_WAIT):
                 if written(leftovers[-1]):
-                    _keep(leftovers.pop(), place.part(file), os.replace)
+                    _keep(leftovers.pop(), destination.part(file), os.replace)
                 for path in leftovers:
                     path.unlink(missing_ok=True)
         except TimeoutError:  # it is still running
@@ -94,7 +94,7 @@ def written(path: Path) -> int:
     return end if hole == end else max(0, hole - PAGE)
 
 
-def _bar(errand: Errand, file: RemoteFile) -> Any:
+def _bar(context: DownloadContext, file: RemoteFile) -> Any:
     """A class that huggingface_hub takes for tqdm: it counts into the meter and notes when bytes last moved."""
 
     class Bar:
@@ -112,7 +112,7 @@ def _bar(errand: Errand, file: RemoteFile) -> Any:
 
         def update(self, size: float | None = 1) -> None:
             Bar.position += int(size or 0)
-            errand.meter.at(file.name, max(0, min(Bar.position, file.size)))
+            context.meter.at(file.name, max(0, min(Bar.position, file.size)))
             self.update_transfer()
 
         def update_transfer(self, size: float | None = 1) -> None:

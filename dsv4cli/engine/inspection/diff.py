@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dsv4cli.engine.checkpoint.compare import Comparison, FirstDifference, row_chunks
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.matrix import StoredMatrix, keep_freed_memory, stored_matrices
+from dsv4cli.engine.checkpoint.matrix import MatrixReader, keep_freed_memory, stored_matrices
 from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.inspection.patterns import explain
@@ -22,9 +22,9 @@ from dsv4cli.errors import CheckpointError
 SCHEMA = "dsv4.diff/1"
 # identical: the same bytes. equal: the same values in other bytes. zero_signs: the same but for the sign of zeros.
 # unreadable: the values of one of the two cannot be read, or the shapes differ
-Verdict = Literal["identical", "equal", "zero_signs", "different", "unreadable"]
+MatrixVerdict = Literal["identical", "equal", "zero_signs", "different", "unreadable"]
 Progress = Callable[[int, int], None]
-# matrices whose places a converter may mix up
+# matrices that a converter may mix up
 TWINS = {".w1": ".w3", ".w3": ".w1"}
 
 
@@ -38,7 +38,7 @@ class MatrixDiff:
 
     name: str
     forms: tuple[str, str]
-    verdict: Verdict
+    verdict: MatrixVerdict
     values: int = 0
     different: int = 0
     zero_signs: int = 0
@@ -85,10 +85,10 @@ class Diff:
         return sorted(found, key=lambda matrix: (matrix.verdict == "different", -matrix.relative_error))
 
     @property
-    def counts(self) -> dict[Verdict, int]:
+    def counts(self) -> dict[MatrixVerdict, int]:
         """Matrices by verdict."""
         census = Counter(matrix.verdict for matrix in self.matrices)
-        order: tuple[Verdict, ...] = ("identical", "equal", "zero_signs", "different", "unreadable")
+        order: tuple[MatrixVerdict, ...] = ("identical", "equal", "zero_signs", "different", "unreadable")
         return {verdict: census[verdict] for verdict in order}
 
 
@@ -120,7 +120,7 @@ def diff_models(
 
 
 def _compare_all(
-    pairs: dict[str, tuple[StoredMatrix, StoredMatrix]], progress: Callable[[int], None]
+    pairs: dict[str, tuple[MatrixReader, MatrixReader]], progress: Callable[[int], None]
 ) -> dict[str, MatrixDiff]:
     found: dict[str, MatrixDiff] = {}
     done = 0
@@ -139,12 +139,12 @@ def _compare_all(
     return found
 
 
-def _twin(name: str, pairs: dict[str, tuple[StoredMatrix, StoredMatrix]]) -> StoredMatrix | None:
+def _twin(name: str, pairs: dict[str, tuple[MatrixReader, MatrixReader]]) -> MatrixReader | None:
     pair = pairs.get(name[:-3] + TWINS[name[-3:]]) if name[-3:] in TWINS else None
     return pair and pair[0]
 
 
-def diff_matrices(name: str, a: StoredMatrix, b: StoredMatrix, twin: StoredMatrix | None = None) -> MatrixDiff:
+def diff_matrices(name: str, a: MatrixReader, b: MatrixReader, twin: MatrixReader | None = None) -> MatrixDiff:
     """Compares one matrix of two checkpoints. twin: the matrix of A that may stand in its place in B."""
     forms = (a.form, b.form)
     if a.shape != b.shape:
@@ -170,11 +170,11 @@ def diff_matrices(name: str, a: StoredMatrix, b: StoredMatrix, twin: StoredMatri
     )
 
 
-def _shape(matrix: StoredMatrix) -> list[int]:
+def _shape(matrix: MatrixReader) -> list[int]:
     return list(matrix.shape[-len(matrix.parts["weight"].shape) :])
 
 
-def compare_matrices(a: StoredMatrix, b: StoredMatrix) -> Comparison:
+def compare_matrices(a: MatrixReader, b: MatrixReader) -> Comparison:
     """Every value of two matrices of one shape, a few rows at a time; A is the reference."""
     found = Comparison()
     for rows in row_chunks(*a.shape):
@@ -182,7 +182,7 @@ def compare_matrices(a: StoredMatrix, b: StoredMatrix) -> Comparison:
     return found
 
 
-def _same_bytes(a: StoredMatrix, b: StoredMatrix, rows: slice) -> bool:
+def _same_bytes(a: MatrixReader, b: MatrixReader, rows: slice) -> bool:
     ours, theirs = a.read(rows), b.read(rows)
     return all(np.array_equal(_bytes(ours[role]), _bytes(theirs[role])) for role in ours)
 

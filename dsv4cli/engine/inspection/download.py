@@ -8,14 +8,14 @@ from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.naming import stored_table
 from dsv4cli.engine.checkpoint.source import FolderSource
-from dsv4cli.engine.hub.choose import Wish, kind_of
-from dsv4cli.engine.hub.job import Plan
+from dsv4cli.engine.hub.job import DownloadPlan
+from dsv4cli.engine.hub.selection import Selection, kind_of
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DownloadVerdict:
     """What the headers say. tensors: how many the model, or the part of it, must hold, 0 where nothing was compared.
 
     problem: the first thing that is wrong.
@@ -26,29 +26,29 @@ class Verdict:
     problem: Dsv4Error | None = None
 
 
-def judge(plan: Plan) -> Verdict:
+def judge(plan: DownloadPlan) -> DownloadVerdict:
     """Compares the headers of a finished download with the table of the model, as far as they were wanted."""
-    folder = plan.place.folder
-    if plan.wish.is_whole:
+    folder = plan.destination.folder
+    if plan.selection.is_whole:
         return _judge_whole(FolderSource(plan.name, folder))
     if not any(kind_of(file.name) == "weights" for file in plan.wanted):
-        return Verdict("no weights are wanted, so there are no tensors to check")
+        return DownloadVerdict("no weights were asked for, so there are no tensors to check")
     if not any((folder / name).is_file() for name in ("config.json", "inference/config.json")):
-        return Verdict("the tensors are not checked: there is no config.json to compare them with")
-    return check_part(folder, plan.wish)
+        return DownloadVerdict("the tensors are not checked: there is no config.json to compare them with")
+    return check_part(folder, plan.selection)
 
 
-def _judge_whole(source: FolderSource) -> Verdict:
+def _judge_whole(source: FolderSource) -> DownloadVerdict:
     result = inspect_model(source)
     tensors = result.coverage.expected if result.coverage else 0
     if result.runs_elsewhere:
-        return Verdict(f"{source.name} is complete, and dsv4 does not run its layout", tensors, result.problem)
+        return DownloadVerdict(f"{source.name} is complete, and dsv4 does not run its layout", tensors, result.problem)
     if result.problem:
-        return Verdict(f"{source.name} would not load", tensors, result.problem)
-    return Verdict(f"{source.name} would load: all {tensors:,} tensors are there and as expected", tensors)
+        return DownloadVerdict(f"{source.name} would not load", tensors, result.problem)
+    return DownloadVerdict(f"{source.name} would load: all {tensors:,} tensors are there and as expected", tensors)
 
 
-def check_part(folder: Path, wish: Wish) -> Verdict:
+def check_part(folder: Path, selection: Selection) -> DownloadVerdict:
     """Compares the headers in a folder, of which files may be missing, with the table of the wanted layers.
 
     Tensors of other layers, which come along in shared files, are right when the table of the whole model has them.
@@ -56,9 +56,9 @@ def check_part(folder: Path, wish: Wish) -> Verdict:
     try:
         found = recognise(folder)
     except (CheckpointError, UnsupportedCheckpoint) as error:
-        return Verdict("the part is not sound", problem=error)
+        return DownloadVerdict("the part is not sound", problem=error)
     table = stored_table(found.naming, expected_tensors(found.config, found.formats).values())
-    wanted = {name: spec for name, spec in table.items() if wish.takes(name)}
+    wanted = {name: spec for name, spec in table.items() if selection.takes(name)}
     others = table.keys() - wanted.keys()
     checkpoint = replace(
         found.checkpoint,
@@ -67,5 +67,5 @@ def check_part(folder: Path, wish: Wish) -> Verdict:
     )
     problem = check_coverage(checkpoint, wanted).problem()
     if problem:
-        return Verdict("the part is not sound", len(wanted), problem)
-    return Verdict(f"all {len(wanted):,} tensors of the part are there and as expected", len(wanted))
+        return DownloadVerdict("the part is not sound", len(wanted), problem)
+    return DownloadVerdict(f"all {len(wanted):,} tensors of the part are there and as expected", len(wanted))

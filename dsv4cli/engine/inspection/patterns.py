@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsv4cli.engine.checkpoint.compare import row_chunks
-from dsv4cli.engine.checkpoint.matrix import Piece, StoredMatrix
+from dsv4cli.engine.checkpoint.matrix import MatrixReader, MatrixRows
 from dsv4cli.engine.checkpoint.values import Values, decode
 from dsv4cli.kernels.formats import E8M0_BIAS, FP4_BLOCK, FP8_BLOCK
 
-Fits = Callable[[Piece, Piece], bool]
+Fits = Callable[[MatrixRows, MatrixRows], bool]
 # e4m3 code of 1
 E4M3_ONE = 0x38
 # half the smallest step of e4m3: what a value below its normal range may lose
@@ -32,7 +32,7 @@ class Pattern:
     fits: Fits
 
 
-def explain(a: StoredMatrix, b: StoredMatrix, row: int, twin: StoredMatrix | None = None) -> str:
+def explain(a: MatrixReader, b: MatrixReader, row: int, twin: MatrixReader | None = None) -> str:
     """The known mistake that explains every difference of two matrices of one shape, as a sentence; '' for none.
 
     row: where they differ. twin: a matrix of A whose place in B may have been mixed up with this one.
@@ -52,7 +52,7 @@ def explain(a: StoredMatrix, b: StoredMatrix, row: int, twin: StoredMatrix | Non
     return live[0].words if live else ""
 
 
-def _candidates(first: Piece, second: Piece, twin: StoredMatrix | None) -> Iterator[Pattern]:
+def _candidates(first: MatrixRows, second: MatrixRows, twin: MatrixReader | None) -> Iterator[Pattern]:
     """What says more comes first."""
     yield Pattern("columns 2j and 2j+1 are exchanged: nibbles in the wrong order", _pairs_exchanged)
     for words, fits in ONE_SIDED.items():
@@ -74,13 +74,13 @@ def _same(first: Values, second: Values) -> bool:
     return np.array_equal(first, second, equal_nan=True)
 
 
-def _pairs_exchanged(a: Piece, b: Piece) -> bool:
+def _pairs_exchanged(a: MatrixRows, b: MatrixRows) -> bool:
     if a.values.shape[1] % 2:
         return False
     return _same(a.values[:, 0::2], b.values[:, 1::2]) and _same(a.values[:, 1::2], b.values[:, 0::2])
 
 
-def _rounded_to_bf16(source: Piece, harmed: Piece) -> bool:
+def _rounded_to_bf16(source: MatrixRows, harmed: MatrixRows) -> bool:
     return _same(_bf16(source.values), harmed.values)
 
 
@@ -91,7 +91,7 @@ def _bf16(values: Values) -> Values:
     return np.where(np.isnan(values), values, rounded.view(np.float32))
 
 
-def _codes(piece: Piece) -> Values | None:
+def _codes(piece: MatrixRows) -> Values | None:
     """The values that the codes have without their scale; None for a format without scales."""
     raw = dict(piece.raw)
     if piece.form in ("fp4", "fp8"):
@@ -102,12 +102,12 @@ def _codes(piece: Piece) -> Values | None:
     return None
 
 
-def _without_scale(source: Piece, harmed: Piece) -> bool:
+def _without_scale(source: MatrixRows, harmed: MatrixRows) -> bool:
     codes = _codes(source)
     return codes is not None and _same(codes, harmed.values)
 
 
-def _scale_bytes_as_numbers(source: Piece, harmed: Piece) -> bool:
+def _scale_bytes_as_numbers(source: MatrixRows, harmed: MatrixRows) -> bool:
     codes = _codes(source) if "scale" in source.raw else None
     if codes is None:
         return False
@@ -115,7 +115,7 @@ def _scale_bytes_as_numbers(source: Piece, harmed: Piece) -> bool:
     return _same(misread, harmed.values) or _same(_bf16(misread), harmed.values)
 
 
-def _per_value(piece: Piece, scale: Values) -> Values:
+def _per_value(piece: MatrixRows, scale: Values) -> Values:
     """A block scale, of fp4 or fp8, repeated for every value."""
     rows, columns = piece.values.shape
     if piece.form == "fp4":
@@ -123,11 +123,11 @@ def _per_value(piece: Piece, scale: Values) -> Values:
     return scale.repeat(FP8_BLOCK, axis=0)[:rows].repeat(FP8_BLOCK, axis=1)[:, :columns]
 
 
-def _vanished(source: Piece, harmed: Piece) -> bool:
+def _vanished(source: MatrixRows, harmed: MatrixRows) -> bool:
     return bool(np.all(np.abs(harmed.values) <= NEARLY_ZERO) and np.any(np.abs(source.values) > SOUND))
 
 
-def _below_fp8(source: Piece, harmed: Piece) -> bool:
+def _below_fp8(source: MatrixRows, harmed: MatrixRows) -> bool:
     if harmed.form != "fp8":
         return False
     one = decode("fp8", {**harmed.raw, "weight": np.full_like(harmed.raw["weight"], E4M3_ONE)})
@@ -149,10 +149,10 @@ def _factor(first: Values, second: Values) -> Pattern | None:
     if first.size < FEW:
         return None
     finite = np.where(np.isfinite(first) & np.isfinite(second), np.abs(first), 0)
-    place = np.unravel_index(int(finite.argmax()), finite.shape)
-    if not finite[place] or not second[place]:
+    largest = np.unravel_index(int(finite.argmax()), finite.shape)
+    if not finite[largest] or not second[largest]:
         return None
-    factor = np.float32(second[place] / first[place])
+    factor = np.float32(second[largest] / first[largest])
     if abs(factor - 1) < 2.0**-6:
         return None
     mantissa, exponent = np.frexp(factor)

@@ -80,10 +80,10 @@ class RemoteSource:
 
         Raises CheckpointError for headers that are damaged, and HubError.
         """
-        from dsv4cli.engine.hub import patience
+        from dsv4cli.engine.hub import retry
         from dsv4cli.engine.hub.headers import remote_headers
 
-        return remote_headers(self.repository, patience.Patience(tell=patience.Notices(self.say)))
+        return remote_headers(self.repository, retry.RetryPolicy(report=retry.Notices(self.say)))
 
     def _told(self, find: "Callable[[RemoteHeaders], FolderIdentity]") -> FolderIdentity:
         remote = self.headers
@@ -111,7 +111,7 @@ def resolve_inspectable(text: str, say: "Callable[[str], None]" = _silent) -> In
     name = text.removeprefix(SCHEME)
     is_repository = REPOSITORY.fullmatch(ALIASES.get(name, name)) is not None
     if name != text and not is_repository:
-        raise UsageError(f"{name!r} is no repository on the hub", "known names: " + KNOWN)
+        raise UsageError(f"{name!r} is not a repository on the hub", "known names: " + KNOWN)
     try:
         return resolve_model(text) if name == text else resolve_repository(name)
     except ModelNotFound:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
-from dsv4cli.engine.checkpoint.matrix import StoredMatrix, stored_matrices
-from dsv4cli.engine.checkpoint.naming import Place
+from dsv4cli.engine.checkpoint.matrix import MatrixReader, stored_matrices
+from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import StoredModel
-from dsv4cli.engine.inspection.checks.findings import Finding, Measured, judge
+from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFinding, judge
 from dsv4cli.engine.inspection.checks.measure import Measurement, whole_rows
 from dsv4cli.engine.inspection.checks.statistics import Statistics, of_values
 from dsv4cli.engine.inspection.checks.survey import statistics_section
@@ -48,7 +48,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
-class Values:
+class MatrixValues:
     """What a matrix holds. exponents: how often its power-of-two scales have each. first: of the first row.
 
     histogram: [low, high, count] of equal steps; the outer ones count what lies beyond, too.
@@ -58,7 +58,7 @@ class Values:
     exponents: dict[int, int]
     histogram: tuple[tuple[float, float, int], ...]
     first: tuple[float, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ValueFinding, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class TensorView:
     shape: tuple[int, ...]
     parts: tuple[StoredPart, ...]
     holds: tuple[str, ...] = ()
-    values: Values | None = None
+    values: MatrixValues | None = None
 
 
 def view_tensor(identity: FolderIdentity, name: str, progress: Progress | None) -> TensorView:
@@ -122,13 +122,15 @@ def _owners(identity: FolderIdentity, specs: Mapping[str, TensorSpec], name: str
             return [specs[known]]
     if name not in identity.checkpoint.tensors:
         return []
-    return [spec for spec in specs.values() if any(place.name == name for place in identity.naming.places(spec))]
+    return [
+        spec for spec in specs.values() if any(location.name == name for location in identity.naming.locations(spec))
+    ]
 
 
 def _stored_names(identity: FolderIdentity, model: StoredModel, spec: TensorSpec) -> Iterator[str]:
     """Where the parts of a matrix should be."""
     for part in model.matrices()[spec.matrix].values():
-        yield from (place.name for place in identity.naming.places(part))
+        yield from (location.name for location in identity.naming.locations(part))
 
 
 def _header_only(info: TensorInfo, owners: Collection[TensorSpec]) -> TensorView:
@@ -137,25 +139,29 @@ def _header_only(info: TensorInfo, owners: Collection[TensorSpec]) -> TensorView
     return TensorView(info.name, family, info.dtype, info.shape, (part,), tuple(spec.name for spec in owners))
 
 
-def _parts(identity: FolderIdentity, matrix: StoredMatrix) -> Iterator[StoredPart]:
+def _parts(identity: FolderIdentity, matrix: MatrixReader) -> Iterator[StoredPart]:
     for role, spec in matrix.parts.items():
-        for place in identity.naming.places(spec):
-            info = identity.checkpoint.tensors[place.name]
-            begin, end, note = _extent(info, place, spec)
+        for location in identity.naming.locations(spec):
+            info = identity.checkpoint.tensors[location.name]
+            begin, end, note = _extent(info, location, spec)
             yield StoredPart(info.name, role, info.dtype, info.shape, info.file, begin, end, note)
 
 
-def _extent(info: TensorInfo, place: Place, spec: TensorSpec) -> tuple[int, int, str]:
-    if place.cut:
-        return info.begin, info.end, f"part {place.cut.part + 1} of {place.cut.parts} along dimension {place.cut.dim}"
+def _extent(info: TensorInfo, location: Location, spec: TensorSpec) -> tuple[int, int, str]:
+    if location.cut:
+        return (
+            info.begin,
+            info.end,
+            f"part {location.cut.part + 1} of {location.cut.parts} along dimension {location.cut.dim}",
+        )
     if info.shape == spec.shape or info.dtype == "F4":
         return info.begin, info.end, ""
     step = info.nbytes // int(np.prod(info.shape, dtype=np.int64))
-    begin = info.begin + place.begin * step
+    begin = info.begin + location.begin * step
     return begin, begin + int(np.prod(spec.shape, dtype=np.int64)) * step, f"inside {list(info.shape)}"
 
 
-def _look(matrix: StoredMatrix, experts: int, progress: Progress) -> Values:
+def _look(matrix: MatrixReader, experts: int, progress: Progress) -> MatrixValues:
     """Two passes: the statistics, then the histogram between bounds that come from them."""
     measurement = Measurement(matrix, experts)
     table, total, done = Statistics(), 2 * matrix.nbytes, 0
@@ -178,7 +184,7 @@ def _look(matrix: StoredMatrix, experts: int, progress: Progress) -> Values:
         done += matrix.nbytes * (rows.stop - rows.start) // matrix.shape[0]
         progress(done, total)
     bins = zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
-    return Values(statistics, _exponents(measurement, measured), tuple(bins), first, measured.findings)
+    return MatrixValues(statistics, _exponents(measurement, measured), tuple(bins), first, measured.findings)
 
 
 def _edges(statistics: Statistics, *, whole: bool) -> NDArray[np.float64]:
@@ -193,7 +199,7 @@ def _edges(statistics: Statistics, *, whole: bool) -> NDArray[np.float64]:
     return np.linspace(low, high, BINS + 1) if low < high else np.array([low, low + abs(low) + 1.0])
 
 
-def _exponents(measurement: Measurement, measured: Measured) -> dict[int, int]:
+def _exponents(measurement: Measurement, measured: MeasuredMatrix) -> dict[int, int]:
     if measured.exponents is None:
         return {}
     low, high = measured.exponents

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4cli.engine.profiling.bounds import Bound
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 
 Tensors = tuple[torch.Tensor, ...]
 Operation = Callable[..., Any]  # a tensor, or a tuple of tensors and None
@@ -15,7 +15,7 @@ FORMATS = {"F8_E4M3": "fp8", "I8": "fp4", "BF16": "bf16", "F32": "fp32"}
 
 
 @dataclass(frozen=True)
-class Rival:
+class Competitor:
     """A library's own operator for the same work; prepare makes its inputs of the operation's arguments, untimed."""
 
     name: str
@@ -40,7 +40,7 @@ class Work:
     read: int | None = None
     written: int | None = None
     compared: Callable[[Tensors], Tensors] = field(default=lambda outputs: outputs)
-    rival: Rival | None = None
+    rival: Competitor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,6 @@ class Case:
     needs: int
     cost: int
     bound: Bound
-    build: Callable[[Scene], Work]
+    build: Callable[[BenchmarkInputs], Work]
     quantised: bool = False
     exact: bool = False

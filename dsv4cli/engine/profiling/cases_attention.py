@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from dsv4cli.engine.profiling.bounds import ATTENTION, EXACT, SCORES
-from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
+from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 from dsv4cli.kernels import attention, indexer
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
@@ -15,20 +15,20 @@ from dsv4cli.kernels.indexer import IndexEntries, IndexKeys, IndexQueries, Windo
 from dsv4cli.kernels.indexer import ref as indexer_ref
 
 
-def index(scene: Scene) -> Iterator[Case]:
-    if scene.shapes.layer(ratio=4) is None or not scene.visible(4):
+def index(bench: BenchmarkInputs) -> Iterator[Case]:
+    if bench.shapes.layer(ratio=4) is None or not bench.visible(4):
         return
-    yield _scores(scene)
-    tokens, entries, topk = scene.tokens, scene.visible(4), scene.config.index_topk
+    yield _scores(bench)
+    tokens, entries, topk = bench.tokens, bench.visible(4), bench.config.index_topk
     words, needs = f"{min(topk, entries)} of {entries}", 2 * tokens * entries
     yield Case("top_entries", "indexer", words, needs, tokens * entries, EXACT, _choice, exact=True)
-    words = f"{words}, after {scene.config.sliding_window} rows"
+    words = f"{words}, after {bench.config.sliding_window} rows"
     yield Case("choose_entries", "indexer", words, needs, tokens * entries, EXACT, _choice_as_lists, exact=True)
-    yield _best(scene)
+    yield _best(bench)
 
 
-def _scores(scene: Scene) -> Case:
-    config, tokens, entries = scene.config, scene.tokens, scene.visible(4)
+def _scores(bench: BenchmarkInputs) -> Case:
+    config, tokens, entries = bench.config, bench.tokens, bench.visible(4)
     heads, width = config.index_n_heads, config.index_head_dim
     flops = 2 * tokens * heads * width * entries
     factor = (width * heads) ** -0.5
@@ -38,23 +38,23 @@ def _scores(scene: Scene) -> Case:
             IndexQueries(q, weights, factor), IndexKeys(keys, scale), IndexEntries(*entries)
         )
 
-    def build(scene: Scene) -> Work:
-        q, *stored = _queries_and_keys(scene)
-        inputs = (q, scene.randn(tokens, heads), *stored)
+    def build(bench: BenchmarkInputs) -> Work:
+        q, *stored = _queries_and_keys(bench)
+        inputs = (q, bench.randn(tokens, heads), *stored)
         return Work(inputs, through(indexer.index_scores), through(indexer_ref.index_scores), flops, compared=_finite)
 
-    return Case("index_scores", "indexer", f"{heads} heads x {entries} entries", _keys(scene), flops, SCORES, build)
+    return Case("index_scores", "indexer", f"{heads} heads x {entries} entries", _keys(bench), flops, SCORES, build)
 
 
-def _best(scene: Scene) -> Case:
+def _best(bench: BenchmarkInputs) -> Case:
     """Scores and lists of the best, as the model asks for them."""
-    config, tokens, entries = scene.config, scene.tokens, scene.visible(4)
+    config, tokens, entries = bench.config, bench.tokens, bench.visible(4)
     heads, topk = config.index_n_heads, config.index_topk
     flops = 2 * tokens * heads * config.index_head_dim * entries
 
-    def build(scene: Scene) -> Work:
-        batch = scene.batch
-        q, *stored = _queries_and_keys(scene)
+    def build(bench: BenchmarkInputs) -> Work:
+        batch = bench.batch
+        q, *stored = _queries_and_keys(bench)
         # a sum of FP4 values' products does not depend on its order
         inputs = (q, torch.ones_like(q[..., 0]), *stored, batch.window_index, batch.window_columns)
 
@@ -67,46 +67,46 @@ def _best(scene: Scene) -> Case:
         return Work(inputs, through(indexer.best_entries), through(indexer_ref.best_entries), flops, compared=_in_order)
 
     words = f"{heads} heads, {min(topk, entries)} of {entries}, after {config.sliding_window} rows"
-    return Case("best_entries", "indexer", words, _keys(scene), flops, EXACT, build, exact=True)
+    return Case("best_entries", "indexer", words, _keys(bench), flops, EXACT, build, exact=True)
 
 
-def _keys(scene: Scene) -> int:
+def _keys(bench: BenchmarkInputs) -> int:
     """Bytes of the keys of all entries."""
-    width = scene.config.index_head_dim
-    return scene.cells(4) * (width // 2 + width // FP4_BLOCK)
+    width = bench.config.index_head_dim
+    return bench.cells(4) * (width // 2 + width // FP4_BLOCK)
 
 
-def _queries_and_keys(scene: Scene) -> Tensors:
+def _queries_and_keys(bench: BenchmarkInputs) -> Tensors:
     """Queries and keys as the model has them, both rounded to FP4, and where the keys lie."""
-    step, heads, width = scene.batch.entries[4], scene.config.index_n_heads, scene.config.index_head_dim
-    q = block_scale_ref.fp4_round(scene.randn(scene.tokens, heads, width), FP4_BLOCK)
-    keys, scale = block_scale_ref.fp4_codes(scene.randn(scene.cells(4), width), FP4_BLOCK)
-    return q, keys, scale, step.table, scene.batch.sequence, step.visible
+    step, heads, width = bench.batch.entries[4], bench.config.index_n_heads, bench.config.index_head_dim
+    q = block_scale_ref.fp4_round(bench.randn(bench.tokens, heads, width), FP4_BLOCK)
+    keys, scale = block_scale_ref.fp4_codes(bench.randn(bench.cells(4), width), FP4_BLOCK)
+    return q, keys, scale, step.table, bench.batch.sequence, step.visible
 
 
-def _choice(scene: Scene) -> Work:
+def _choice(bench: BenchmarkInputs) -> Work:
     """The numbers of the best entries, which is what torch.topk finds."""
-    k = min(scene.config.index_topk, scene.visible(4))
+    k = min(bench.config.index_topk, bench.visible(4))
 
     def through(choose: Operation) -> Operation:
         return lambda scores, visible: choose(scores, visible, k)
 
     return Work(
-        (scene.randn(scene.tokens, scene.visible(4)), scene.batch.entries[4].visible),
+        (bench.randn(bench.tokens, bench.visible(4)), bench.batch.entries[4].visible),
         through(indexer.top_entries),
         through(indexer_ref.top_entries),
         0,
         compared=_in_order,
-        rival=Rival("torch.topk", lambda scores, visible: (scores, k), torch.topk),
+        rival=Competitor("torch.topk", lambda scores, visible: (scores, k), torch.topk),
     )
 
 
-def _choice_as_lists(scene: Scene) -> Work:
+def _choice_as_lists(bench: BenchmarkInputs) -> Work:
     """The cells of the best entries behind the window's rows, as the model chooses them."""
-    topk, rows = scene.config.index_topk, scene.batch.window_rows
-    scores, visible, *listing = _to_choose_from(scene)
+    topk, rows = bench.config.index_topk, bench.batch.window_rows
+    scores, visible, *listing = _to_choose_from(bench)
     # of the table, one cell for each entry that is listed
-    found = scene.tokens * min(topk, scene.visible(4)) * listing[0].element_size()
+    found = bench.tokens * min(topk, bench.visible(4)) * listing[0].element_size()
     read = sum(tensor.nbytes for tensor in (scores, visible, *listing[1:])) + found
 
     def through(choose: Operation) -> Operation:
@@ -118,10 +118,10 @@ def _choice_as_lists(scene: Scene) -> Work:
     return Work((scores, visible, *listing), run, reference, 0, read, compared=_in_order)
 
 
-def _to_choose_from(scene: Scene) -> Tensors:
+def _to_choose_from(bench: BenchmarkInputs) -> Tensors:
     """Random scores, and where entries and the window's rows lie: what `choose_entries` takes, but for its numbers."""
-    batch, step = scene.batch, scene.batch.entries[4]
-    scores = scene.randn(scene.tokens, step.table.shape[1])
+    batch, step = bench.batch, bench.batch.entries[4]
+    scores = bench.randn(bench.tokens, step.table.shape[1])
     return scores, step.visible, step.table, batch.sequence, batch.window_index, batch.window_columns
 
 
@@ -135,32 +135,32 @@ def _finite(outputs: Tensors) -> Tensors:
     return tuple(scores.masked_fill(scores == float("-inf"), 0.0) for scores in outputs)
 
 
-def attentions(scene: Scene) -> Iterator[Case]:
-    config, tokens = scene.config, scene.tokens
+def attentions(bench: BenchmarkInputs) -> Iterator[Case]:
+    config, tokens = bench.config, bench.tokens
     for ratio, name in ((0, "attention_sliding"), (4, "attention_csa"), (128, "attention_hca")):
-        if scene.shapes.layer(ratio=ratio) is None:
+        if bench.shapes.layer(ratio=ratio) is None:
             continue
-        entries = scene.visible(ratio) if ratio else 0
+        entries = bench.visible(ratio) if ratio else 0
         entries = min(entries, config.index_topk) if ratio == 4 else entries
         rows = config.sliding_window + entries
         flops = 4 * tokens * config.num_attention_heads * config.head_dim * rows
-        needs = 2 * config.head_dim * (2 * tokens * config.num_attention_heads + (scene.cells(ratio) if ratio else 0))
-        needs += 2 * tokens * scene.visible(4) if ratio == 4 else 0  # the scores that its lists are chosen by
+        needs = 2 * config.head_dim * (2 * tokens * config.num_attention_heads + (bench.cells(ratio) if ratio else 0))
+        needs += 2 * tokens * bench.visible(4) if ratio == 4 else 0  # the scores that its lists are chosen by
 
-        def build(scene: Scene, ratio: int = ratio) -> Work:
-            return _attend(scene, ratio)
+        def build(bench: BenchmarkInputs, ratio: int = ratio) -> Work:
+            return _attend(bench, ratio)
 
         words = f"{config.num_attention_heads} heads, {config.sliding_window} + {entries} rows"
         yield Case(name, "attention", words, needs, flops, ATTENTION, build)
 
 
-def _attend(scene: Scene, ratio: int) -> Work:
-    config, batch = scene.config, scene.batch
+def _attend(bench: BenchmarkInputs, ratio: int) -> Work:
+    config, batch = bench.config, bench.batch
     heads, width, scale = config.num_attention_heads, config.head_dim, config.head_dim**-0.5
-    q = scene.randn(scene.tokens, heads, width)
-    window = scene.randn(batch.window_rows, width)
-    pool = scene.randn(scene.cells(ratio) if ratio else 0, width)
-    index = {0: lambda: batch.window_index, 4: lambda: _chosen(scene), 128: lambda: batch.every_entry}[ratio]()
+    q = bench.randn(bench.tokens, heads, width)
+    window = bench.randn(batch.window_rows, width)
+    pool = bench.randn(bench.cells(ratio) if ratio else 0, width)
+    index = {0: lambda: batch.window_index, 4: lambda: _chosen(bench), 128: lambda: batch.every_entry}[ratio]()
     listed = index[index >= 0]
     read = listed.unique().numel() * width * q.element_size() + q.nbytes + index.nbytes
 
@@ -168,7 +168,7 @@ def _attend(scene: Scene, ratio: int) -> Work:
         return lambda *inputs: operation(*inputs[:-1], scale, inputs[-1])
 
     return Work(
-        (q, window, pool, index, scene.randn(heads, dtype=torch.float32), batch.rotations[ratio]),
+        (q, window, pool, index, bench.randn(heads, dtype=torch.float32), batch.rotations[ratio]),
         with_scale(attention.sparse_attention),
         with_scale(attention_ref.sparse_attention),
         4 * heads * width * listed.numel(),
@@ -176,9 +176,9 @@ def _attend(scene: Scene, ratio: int) -> Work:
     )
 
 
-def _chosen(scene: Scene) -> torch.Tensor:
+def _chosen(bench: BenchmarkInputs) -> torch.Tensor:
     """The lists of a CSA layer whose indexer has chosen entries at random."""
-    scores, visible, table, sequence, index, columns = _to_choose_from(scene)
-    topk, rows = scene.config.index_topk, scene.batch.window_rows
+    scores, visible, table, sequence, index, columns = _to_choose_from(bench)
+    topk, rows = bench.config.index_topk, bench.batch.window_rows
     entries, window = IndexEntries(table, sequence, visible), WindowList(index, columns, rows)
     return indexer_ref.choose_entries(scores, topk, entries, window)

@@ -6,7 +6,7 @@ import torch
 
 from dsv4cli.engine.profiling.bounds import EXPERTS, FP32
 from dsv4cli.engine.profiling.case import FORMATS, Case, Operation, Work
-from dsv4cli.engine.profiling.scene import DTYPE, Scene
+from dsv4cli.engine.profiling.inputs import DTYPE, BenchmarkInputs
 from dsv4cli.kernels import experts, routing
 from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.experts import ref as experts_ref
@@ -15,30 +15,30 @@ from dsv4cli.kernels.routing import ref as routing_ref
 MATRICES = ("w1", "w2", "w3")
 
 
-def mixture(scene: Scene) -> Iterator[Case]:
+def mixture(bench: BenchmarkInputs) -> Iterator[Case]:
     """Both kinds of router, the routed experts and the shared one."""
-    scored, hashed = scene.shapes.layer(hashed=False), scene.shapes.layer(hashed=True)
+    scored, hashed = bench.shapes.layer(hashed=False), bench.shapes.layer(hashed=True)
     if scored:
-        yield _router(scene, f"{scored}ffn.gate.")
+        yield _router(bench, f"{scored}ffn.gate.")
     if hashed:
-        yield _hash_router(scene, f"{hashed}ffn.gate.")
-    routed, shared = _routed(scene), _shared(scene)
-    yield from (routed, shared, _both(scene, routed, shared))
+        yield _hash_router(bench, f"{hashed}ffn.gate.")
+    routed, shared = _routed(bench), _shared(bench)
+    yield from (routed, shared, _both(bench, routed, shared))
 
 
-def _router(scene: Scene, prefix: str) -> Case:
-    config, tokens = scene.config, scene.tokens
+def _router(bench: BenchmarkInputs, prefix: str) -> Case:
+    config, tokens = bench.config, bench.tokens
     count, k, scale = config.n_routed_experts, config.num_experts_per_tok, config.routed_scaling_factor
     flops = 2 * tokens * count * config.hidden_size
 
     def through(route: Operation) -> Operation:
         return lambda x, weight, bias: route(x, weight, bias, k, scale)
 
-    def build(scene: Scene) -> Work:
+    def build(bench: BenchmarkInputs) -> Work:
         inputs = (
-            scene.randn(tokens, config.hidden_size),
-            scene.weight(prefix + "weight"),
-            scene.weight(prefix + "bias"),
+            bench.randn(tokens, config.hidden_size),
+            bench.weight(prefix + "weight"),
+            bench.weight(prefix + "bias"),
         )
         # experts whose biased scores differ in the last bit may change places: their weights then agree all the same
         return Work(
@@ -49,37 +49,37 @@ def _router(scene: Scene, prefix: str) -> Case:
             compared=lambda outputs: (outputs[1].sort(-1).values,),
         )
 
-    needs = scene.shapes.nbytes([prefix + "weight"])
+    needs = bench.shapes.nbytes([prefix + "weight"])
     return Case("router", "routing", f"{k} of {count}, by score", needs, flops, FP32, build)
 
 
-def _hash_router(scene: Scene, prefix: str) -> Case:
-    config, tokens = scene.config, scene.tokens
+def _hash_router(bench: BenchmarkInputs, prefix: str) -> Case:
+    config, tokens = bench.config, bench.tokens
     count, k, scale = config.n_routed_experts, config.num_experts_per_tok, config.routed_scaling_factor
     flops = 2 * tokens * k * config.hidden_size
 
     def through(route: Operation) -> Operation:
         return lambda x, weight, table, ids: route(x, weight, table, ids, scale)
 
-    def build(scene: Scene) -> Work:
-        weight, table = scene.weight(prefix + "weight"), scene.weight(prefix + "tid2eid")
-        ids = torch.arange(tokens, device=scene.device) % table.shape[0]
-        x = scene.randn(tokens, config.hidden_size)
+    def build(bench: BenchmarkInputs) -> Work:
+        weight, table = bench.weight(prefix + "weight"), bench.weight(prefix + "tid2eid")
+        ids = torch.arange(tokens, device=bench.device) % table.shape[0]
+        x = bench.randn(tokens, config.hidden_size)
         rows = table[ids].unique().numel()
         read = x.nbytes + rows * weight[0].nbytes + ids.nbytes + tokens * table[0].nbytes
         return Work(
             (x, weight, table, ids), through(routing.route_by_id), through(routing_ref.route_by_id), flops, read
         )
 
-    needs = scene.shapes.nbytes([prefix + "weight", prefix + "tid2eid"])
+    needs = bench.shapes.nbytes([prefix + "weight", prefix + "tid2eid"])
     return Case("router_hash", "routing", f"{k} of {count}, by token id", needs, flops, FP32, build)
 
 
-def _routed(scene: Scene) -> Case:
-    config, tokens = scene.config, scene.tokens
+def _routed(bench: BenchmarkInputs) -> Case:
+    config, tokens = bench.config, bench.tokens
     prefix = "layers.0.ffn.experts.0."
-    parts = [scene.shapes.parts(prefix + name) for name in MATRICES]
-    one = scene.shapes.nbytes(name for pair in parts for name in pair if name)
+    parts = [bench.shapes.parts(prefix + name) for name in MATRICES]
+    one = bench.shapes.nbytes(name for pair in parts for name in pair if name)
     quantised = parts[0][1] is not None
     inner, k = config.moe_intermediate_size, config.num_experts_per_tok
     flops = 6 * tokens * k * inner * config.hidden_size
@@ -90,42 +90,42 @@ def _routed(scene: Scene) -> Case:
 
         return call
 
-    def build(scene: Scene) -> Work:
-        x, (chosen, weights) = scene.randn(tokens, config.hidden_size), scene.routes()
-        matrices = [tensor for name in MATRICES for tensor in scene.experts(prefix + name)]
+    def build(bench: BenchmarkInputs) -> Work:
+        x, (chosen, weights) = bench.randn(tokens, config.hidden_size), bench.routes()
+        matrices = [tensor for name in MATRICES for tensor in bench.experts(prefix + name)]
         read = x.nbytes + chosen.nbytes + weights.nbytes + chosen.unique().numel() * one
         run, reference = through(experts.routed_experts), through(experts_ref.routed_experts)
         return Work((x, chosen, weights, *matrices), run, reference, flops, read)
 
-    form = FORMATS[scene.shapes.spec(parts[0][0]).dtype]
+    form = FORMATS[bench.shapes.spec(parts[0][0]).dtype]
     words = f"{k} of {config.n_routed_experts}, {config.hidden_size}-{inner} {form}"
     needs = config.n_routed_experts * one
     return Case("routed_experts", "experts", words, needs, flops, EXPERTS, build, quantised, exact=True)
 
 
-def _shared(scene: Scene) -> Case:
-    config, tokens, prefix = scene.config, scene.tokens, "layers.0.ffn.shared_experts."
-    parts = [scene.shapes.parts(prefix + name) for name in MATRICES]
-    spec, quantised, limit = scene.shapes.spec(parts[0][0]), parts[0][1] is not None, config.swiglu_limit
+def _shared(bench: BenchmarkInputs) -> Case:
+    config, tokens, prefix = bench.config, bench.tokens, "layers.0.ffn.shared_experts."
+    parts = [bench.shapes.parts(prefix + name) for name in MATRICES]
+    spec, quantised, limit = bench.shapes.spec(parts[0][0]), parts[0][1] is not None, config.swiglu_limit
     inner = spec.shape[0]
     flops = 6 * tokens * inner * config.hidden_size
 
     def through(expert: Operation) -> Operation:
         return lambda x, *matrices: expert(x, ExpertWeights(*matrices), limit, True)
 
-    def build(scene: Scene) -> Work:
-        matrices = [tensor for name in MATRICES for tensor in scene.matrix(prefix + name)]
-        inputs = (scene.randn(tokens, config.hidden_size), *matrices)
+    def build(bench: BenchmarkInputs) -> Work:
+        matrices = [tensor for name in MATRICES for tensor in bench.matrix(prefix + name)]
+        inputs = (bench.randn(tokens, config.hidden_size), *matrices)
         return Work(inputs, through(experts.shared_expert), through(experts_ref.shared_expert), flops)
 
     words = f"{config.hidden_size}-{inner} {FORMATS[spec.dtype]}"
-    needs = scene.shapes.nbytes(name for pair in parts for name in pair if name)
+    needs = bench.shapes.nbytes(name for pair in parts for name in pair if name)
     return Case("shared_expert", "experts", words, needs, flops, EXPERTS, build, quantised, exact=True)
 
 
-def _both(scene: Scene, routed: Case, shared: Case) -> Case:
+def _both(bench: BenchmarkInputs, routed: Case, shared: Case) -> Case:
     """The routed experts and the shared one; one rank of several does not round what these add up."""
-    limit, dtype = scene.config.swiglu_limit, DTYPE if scene.shapes.tp == 1 else torch.float32
+    limit, dtype = bench.config.swiglu_limit, DTYPE if bench.shapes.tp == 1 else torch.float32
 
     def through(mixture: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
@@ -134,8 +134,8 @@ def _both(scene: Scene, routed: Case, shared: Case) -> Case:
 
         return call
 
-    def build(scene: Scene) -> Work:
-        many, one = routed.build(scene), shared.build(scene)
+    def build(bench: BenchmarkInputs) -> Work:
+        many, one = routed.build(bench), shared.build(bench)
         own = one.arguments[1:]
         read = (many.read or 0) + sum(tensor.nbytes for tensor in own if tensor is not None)
         run, reference = through(experts.mixture), through(experts_ref.mixture)

@@ -9,7 +9,7 @@ import torch
 from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.profiling.bounds import ENTRIES, FOUR_ROUNDINGS
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 from dsv4cli.kernels import compressor
 from dsv4cli.kernels import qk_norm_rope as prepared
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
@@ -23,32 +23,32 @@ from dsv4cli.kernels.qk_norm_rope import ref as prepared_ref
 ARGUMENTS, OUTPUTS = 8, 4
 
 
-def keys(scene: Scene) -> Iterator[Case]:
+def keys(bench: BenchmarkInputs) -> Iterator[Case]:
     """Queries and keys of a sliding layer, or of the first kind that the model has, and of a CSA layer."""
-    config, tokens = scene.config, scene.tokens
+    config, tokens = bench.config, bench.tokens
     heads, width = config.num_attention_heads, config.head_dim
     index_heads, index_width = config.index_n_heads, config.index_head_dim
     words, needs = f"{heads} queries and a key of {width}", 2 * tokens * (heads + 1) * width
 
-    def plain(scene: Scene) -> Work:
-        return _prepare(scene, min(scene.batch.rotations), (), prepared.queries_and_keys, prepared_ref.queries_and_keys)
+    def plain(bench: BenchmarkInputs) -> Work:
+        return _prepare(bench, min(bench.batch.rotations), (), prepared.queries_and_keys, prepared_ref.queries_and_keys)
 
-    def indexed(scene: Scene) -> Work:
-        queries = (scene.randn(tokens, index_heads, index_width),)
-        return _prepare(scene, 4, queries, prepared.queries_keys_and_index, prepared_ref.queries_keys_and_index)
+    def indexed(bench: BenchmarkInputs) -> Work:
+        queries = (bench.randn(tokens, index_heads, index_width),)
+        return _prepare(bench, 4, queries, prepared.queries_keys_and_index, prepared_ref.queries_keys_and_index)
 
     yield Case("queries_and_keys", "keys", words, needs, needs, FOUR_ROUNDINGS, plain, exact=True)
-    if scene.shapes.layer(ratio=4):
+    if bench.shapes.layer(ratio=4):
         words, needs = f"{words}, {index_heads} of {index_width}", needs + 2 * tokens * index_heads * index_width
         yield Case("queries_keys_index", "keys", words, needs, needs, ENTRIES, indexed, exact=True)
 
 
-def _prepare(scene: Scene, ratio: int, more: Tensors, run: Operation, reference: Operation) -> Work:
+def _prepare(bench: BenchmarkInputs, ratio: int, more: Tensors, run: Operation, reference: Operation) -> Work:
     """more: queries beside those of attention."""
-    config, batch = scene.config, scene.batch
-    q = scene.randn(scene.tokens, config.num_attention_heads, config.head_dim)
-    kv, weight = scene.randn(scene.tokens, config.head_dim), scene.weight("layers.0.attn.kv_norm.weight")
-    ring = scene.randn(scene.sequences * (config.sliding_window + ROLLBACK), config.head_dim)
+    config, batch = bench.config, bench.batch
+    q = bench.randn(bench.tokens, config.num_attention_heads, config.head_dim)
+    kv, weight = bench.randn(bench.tokens, config.head_dim), bench.weight("layers.0.attn.kv_norm.weight")
+    ring = bench.randn(bench.sequences * (config.sliding_window + ROLLBACK), config.head_dim)
     turns, cells = batch.rotations[ratio], batch.window_cells
     changed = sum(tensor.nbytes for tensor in (q, kv, *more))
     stored = int((cells >= 0).sum()) * ring[0].nbytes
@@ -71,7 +71,7 @@ def _prepare(scene: Scene, ratio: int, more: Tensors, run: Operation, reference:
 
 
 @dataclass(frozen=True)
-class Compressor:
+class CompressorCase:
     """prefix: of its weights; width: of its entries, which are stored in FP4 where packed."""
 
     prefix: str
@@ -90,28 +90,28 @@ class Compressor:
         return self.width * self.members // self.ratio
 
 
-def compressors(scene: Scene) -> Iterator[Case]:
+def compressors(bench: BenchmarkInputs) -> Iterator[Case]:
     """What a layer compresses. At a context that is a multiple of the ratio each sequence completes an entry."""
-    csa, hca = scene.shapes.layer(ratio=4), scene.shapes.layer(ratio=128)
-    wide, narrow = scene.config.head_dim, scene.config.index_head_dim
+    csa, hca = bench.shapes.layer(ratio=4), bench.shapes.layer(ratio=128)
+    wide, narrow = bench.config.head_dim, bench.config.index_head_dim
     if csa:
-        own = Compressor(f"{csa}attn.compressor.", 4, wide)
-        yield _compress(scene, "compress_both", own, Compressor(f"{csa}attn.indexer.compressor.", 4, narrow, True))
+        own = CompressorCase(f"{csa}attn.compressor.", 4, wide)
+        yield _compress(bench, "compress_both", own, CompressorCase(f"{csa}attn.indexer.compressor.", 4, narrow, True))
     if hca:
-        yield _compress(scene, "compress_hca", Compressor(f"{hca}attn.compressor.", 128, wide))
+        yield _compress(bench, "compress_hca", CompressorCase(f"{hca}attn.compressor.", 128, wide))
 
 
-def _compress(scene: Scene, name: str, *parts: Compressor) -> Case:
+def _compress(bench: BenchmarkInputs, name: str, *parts: CompressorCase) -> Case:
     """One compressor, or two with the same groups in one call."""
     ratio, members, channels = parts[0].ratio, parts[0].members, sum(part.channels for part in parts)
 
-    def build(scene: Scene) -> Work:
-        plan, eps = scene.opening.entry_plan(ratio), scene.config.rms_norm_eps
-        given = [_given(scene, part) for part in parts]
+    def build(bench: BenchmarkInputs) -> Work:
+        plan, eps = bench.opening.entry_plan(ratio), bench.config.rms_norm_eps
+        given = [_given(bench, part) for part in parts]
         emitted = int((plan.entries >= 0).sum())
         # raw rows, kv and score: those of completed groups that lie in the rings, and those that stay there
-        before = 0 if scene.tokens > scene.sequences else emitted * members
-        kept = min(scene.tokens, scene.sequences * (members + ROLLBACK))
+        before = 0 if bench.tokens > bench.sequences else emitted * members
+        kept = min(bench.tokens, bench.sequences * (members + ROLLBACK))
         read, written = before * 8 * channels, kept * 8 * channels
         for *inputs, _, _, entries, scale in given:
             read += sum(tensor.nbytes for tensor in inputs if tensor is not None)
@@ -120,20 +120,20 @@ def _compress(scene: Scene, name: str, *parts: Compressor) -> Case:
         return Work(sum(given, ()), run, reference, 0, read, written, _made(plan))
 
     # as many as the plan has: what the tokens of each sequence can complete
-    groups = scene.sequences * -(-scene.tokens // scene.sequences // ratio)
-    needs = 8 * scene.tokens * channels
+    groups = bench.sequences * -(-bench.tokens // bench.sequences // ratio)
+    needs = 8 * bench.tokens * channels
     words = f"{groups} groups of {members}x{'+'.join(str(part.channels) for part in parts)} fp32"
     return Case(name, "compressor", words, needs, needs, ENTRIES, build, exact=True)
 
 
-def _given(scene: Scene, part: Compressor) -> tuple[torch.Tensor | None, ...]:
+def _given(bench: BenchmarkInputs, part: CompressorCase) -> tuple[torch.Tensor | None, ...]:
     """A compressor's arguments: raw rows kv and score, ape, the norm's weight, two rings, entries and their scale."""
-    rows = (scene.randn(scene.tokens, part.channels, dtype=torch.float32) for _ in range(2))
-    ring = scene.sequences, part.members + ROLLBACK, part.channels
-    rings = (scene.randn(*ring, dtype=torch.float32) for _ in range(2))
-    entries = scene.randn(scene.cells(part.ratio), part.width)
+    rows = (bench.randn(bench.tokens, part.channels, dtype=torch.float32) for _ in range(2))
+    ring = bench.sequences, part.members + ROLLBACK, part.channels
+    rings = (bench.randn(*ring, dtype=torch.float32) for _ in range(2))
+    entries = bench.randn(bench.cells(part.ratio), part.width)
     codes = block_scale_ref.fp4_codes(entries, FP4_BLOCK) if part.packed else (entries, None)
-    return *rows, scene.weight(f"{part.prefix}ape"), scene.weight(f"{part.prefix}norm.weight"), *rings, *codes
+    return *rows, bench.weight(f"{part.prefix}ape"), bench.weight(f"{part.prefix}norm.weight"), *rings, *codes
 
 
 def _through(family: ModuleType, plan: EntryPlan, eps: float) -> Operation:

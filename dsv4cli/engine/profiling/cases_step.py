@@ -7,8 +7,8 @@ import torch
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.profiling.bounds import EXACT, NOISE, ROTATIONS
-from dsv4cli.engine.profiling.case import Case, Operation, Rival, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
+from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 from dsv4cli.engine.runtime.prepare import Extent, Numbers, place
 from dsv4cli.kernels import sampling
 from dsv4cli.kernels.dispatch import use
@@ -17,18 +17,18 @@ from dsv4cli.kernels.sampling import ref as sampling_ref
 TEMPERATURE, TOP_P = 1.0, 0.95
 
 
-def places(scene: Scene) -> Iterator[Case]:
+def places(bench: BenchmarkInputs) -> Iterator[Case]:
     """All that a decode step, or a prompt, knows of its tokens, from the numbers that lie on the device."""
-    tokens, sequences, count = scene.tokens, scene.sequences, scene.tokens // scene.sequences
-    columns = -(-scene.context // BLOCK_TOKENS)
+    tokens, sequences, count = bench.tokens, bench.sequences, bench.tokens // bench.sequences
+    columns = -(-bench.context // BLOCK_TOKENS)
     # tables as wide as the blocks, as Decoder.batch has them
-    extent = Extent.of(scene.config, [count] * sequences, columns * BLOCK_TOKENS)
+    extent = Extent.of(bench.config, [count] * sequences, columns * BLOCK_TOKENS)
 
-    def build(scene: Scene) -> Work:
-        cache, ids = scene.cache(), torch.zeros(tokens, dtype=torch.int64, device=scene.device)
-        slots = torch.arange(sequences, device=scene.device)
-        starts, counts = torch.full_like(slots, scene.context - count), torch.full_like(slots, count)
-        blocks = torch.arange(sequences * columns, device=scene.device).view(sequences, columns)
+    def build(bench: BenchmarkInputs) -> Work:
+        cache, ids = bench.cache(), torch.zeros(tokens, dtype=torch.int64, device=bench.device)
+        slots = torch.arange(sequences, device=bench.device)
+        starts, counts = torch.full_like(slots, bench.context - count), torch.full_like(slots, count)
+        blocks = torch.arange(sequences * columns, device=bench.device).view(sequences, columns)
 
         def run(slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, blocks: torch.Tensor) -> Tensors:
             return _tensors(place(cache, Numbers(slots, starts, counts, ids, blocks), extent))
@@ -39,9 +39,9 @@ def places(scene: Scene) -> Iterator[Case]:
 
         return Work((slots, starts, counts, blocks), run, reference, 0)
 
-    lists = 2 * scene.config.sliding_window + extent.entries.get(128, 0)
+    lists = 2 * bench.config.sliding_window + extent.entries.get(128, 0)
     needs = 8 * (tokens * lists + sequences * sum(extent.entries.values()))
-    words = f"{sequences} x {count} tokens, {scene.context} in all"
+    words = f"{sequences} x {count} tokens, {bench.context} in all"
     yield Case("places", "places", words, needs, needs, ROTATIONS, build, exact=True)
 
 
@@ -57,30 +57,30 @@ def _tensors(batch: Batch) -> Tensors:
     )  # fmt: skip
 
 
-def samplers(scene: Scene) -> Iterator[Case]:
+def samplers(bench: BenchmarkInputs) -> Iterator[Case]:
     """The likeliest token of each sequence, one drawn from a nucleus, and the noise for it."""
     # every rank has the logits of the whole vocabulary
-    rows, width = scene.sequences, scene.shapes.config.vocab_size
+    rows, width = bench.sequences, bench.shapes.config.vocab_size
     needs, words = 4 * rows * width, f"{rows} rows of {width}"
 
-    def greedy(scene: Scene) -> Work:
-        logits = scene.randn(rows, width, dtype=torch.float32)
-        rival = Rival("torch.argmax", lambda logits: (logits, -1), torch.argmax)
+    def greedy(bench: BenchmarkInputs) -> Work:
+        logits = bench.randn(rows, width, dtype=torch.float32)
+        rival = Competitor("torch.argmax", lambda logits: (logits, -1), torch.argmax)
         return Work((logits,), sampling.greedy, sampling_ref.greedy, 0, rival=rival)
 
-    def draw(scene: Scene) -> Work:
+    def draw(bench: BenchmarkInputs) -> Work:
         def through(operation: Operation) -> Operation:
             return lambda logits, noise: operation(logits, noise, TEMPERATURE, TOP_P)
 
-        logits, noise = (scene.randn(rows, width, dtype=torch.float32) for _ in range(2))
+        logits, noise = (bench.randn(rows, width, dtype=torch.float32) for _ in range(2))
         return Work((logits, noise.exp()), through(sampling.draw), through(sampling_ref.draw), 0)
 
-    def noise(scene: Scene) -> Work:
+    def noise(bench: BenchmarkInputs) -> Work:
         def through(operation: Operation) -> Operation:
             return lambda seeds, lengths: operation(seeds, lengths, width)
 
-        seeds = torch.arange(rows, device=scene.device)
-        lengths = torch.full_like(seeds, scene.context)
+        seeds = torch.arange(rows, device=bench.device)
+        lengths = torch.full_like(seeds, bench.context)
         return Work((seeds, lengths), through(sampling.noise), through(sampling_ref.noise), 0)
 
     yield Case("greedy", "sampling", words, needs, rows * width, EXACT, greedy)

@@ -8,7 +8,7 @@ import torch
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.profiling.bounds import EXACT, FOUR_ROUNDINGS, ONE_ROUNDING, Bound
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
-from dsv4cli.engine.profiling.scene import Scene
+from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 from dsv4cli.kernels import block_scale, hyper_connections, norm, rope
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
@@ -18,38 +18,38 @@ from dsv4cli.kernels.norm import ref as norm_ref
 from dsv4cli.kernels.rope import ref as rope_ref
 
 
-def roundings(scene: Scene) -> Iterator[Case]:
-    config, tokens = scene.config, scene.tokens
+def roundings(bench: BenchmarkInputs) -> Iterator[Case]:
+    config, tokens = bench.config, bench.tokens
     yield _simple(
-        scene, "fp8_round", "block_scale", (tokens, config.hidden_size), EXACT,
+        bench, "fp8_round", "block_scale", (tokens, config.hidden_size), EXACT,
         lambda x: block_scale.fp8_round(x, FP8_BLOCK), lambda x: block_scale_ref.fp8_round(x, FP8_BLOCK),
     )  # fmt: skip
-    if scene.shapes.layer(ratio=4):
+    if bench.shapes.layer(ratio=4):
         queries = (tokens, config.index_n_heads, config.index_head_dim)
         yield _simple(
-            scene, "fp4_round", "block_scale", queries, EXACT,
+            bench, "fp4_round", "block_scale", queries, EXACT,
             lambda x: block_scale.fp4_round(x, FP4_BLOCK), lambda x: block_scale_ref.fp4_round(x, FP4_BLOCK),
         )  # fmt: skip
         yield _simple(
-            scene, "hadamard", "block_scale", queries, ONE_ROUNDING, block_scale.hadamard, block_scale_ref.hadamard
+            bench, "hadamard", "block_scale", queries, ONE_ROUNDING, block_scale.hadamard, block_scale_ref.hadamard
         )
 
 
-def norms(scene: Scene) -> Iterator[Case]:
-    config, tokens = scene.config, scene.tokens
+def norms(bench: BenchmarkInputs) -> Iterator[Case]:
+    config, tokens = bench.config, bench.tokens
     eps, heads = config.rms_norm_eps, (tokens, config.num_attention_heads, config.head_dim)
     yield _simple(
-        scene, "rms_norm", "norm", (tokens, config.hidden_size), ONE_ROUNDING,
+        bench, "rms_norm", "norm", (tokens, config.hidden_size), ONE_ROUNDING,
         lambda x, w: norm.rms_norm(x, w, eps), lambda x, w: norm_ref.rms_norm(x, w, eps),
-        more=lambda scene: (scene.weight("norm.weight"),),
+        more=lambda bench: (bench.weight("norm.weight"),),
     )  # fmt: skip
     yield _simple(
-        scene, "head_norm", "norm", heads, FOUR_ROUNDINGS,
+        bench, "head_norm", "norm", heads, FOUR_ROUNDINGS,
         lambda q: norm.head_norm(q, eps), lambda q: norm_ref.head_norm(q, eps),
     )  # fmt: skip
     yield _simple(
-        scene, "rotate", "rope", heads, ONE_ROUNDING, rope.rotate, rope_ref.rotate,
-        more=lambda scene: (next(iter(scene.batch.rotations.values())),),
+        bench, "rotate", "rope", heads, ONE_ROUNDING, rope.rotate, rope_ref.rotate,
+        more=lambda bench: (next(iter(bench.batch.rotations.values())),),
     )  # fmt: skip
 
 
@@ -58,16 +58,16 @@ def _connection(config: ModelConfig, iterations: int, weights: Sequence[torch.Te
     return Connection(fn, scale, base, iterations, config.hc_eps, config.rms_norm_eps)
 
 
-def connections(scene: Scene) -> Iterator[Case]:
-    config, tokens = scene.config, scene.tokens
+def connections(bench: BenchmarkInputs) -> Iterator[Case]:
+    config, tokens = bench.config, bench.tokens
     streams, family = (tokens, config.hc_mult, config.hidden_size), "hyper_connections"
     width, mixes = config.hc_mult * config.hidden_size, (2 + config.hc_mult) * config.hc_mult
     connection, head = (partial(_connection, config, count) for count in (config.hc_sinkhorn_iters, 0))
 
-    def build(prefix: str, run: Operation, reference: Operation, rows: int) -> Callable[[Scene], Work]:
-        def built(scene: Scene) -> Work:
-            weights = (scene.weight(f"{prefix}_{name}") for name in ("fn", "scale", "base"))
-            return Work((scene.randn(*streams), *weights), run, reference, 2 * tokens * rows * width)
+    def build(prefix: str, run: Operation, reference: Operation, rows: int) -> Callable[[BenchmarkInputs], Work]:
+        def built(bench: BenchmarkInputs) -> Work:
+            weights = (bench.weight(f"{prefix}_{name}") for name in ("fn", "scale", "base"))
+            return Work((bench.randn(*streams), *weights), run, reference, 2 * tokens * rows * width)
 
         return built
 
@@ -81,17 +81,17 @@ def connections(scene: Scene) -> Iterator[Case]:
     )
     yield Case("connect_pre", family, words, needs, cost, ONE_ROUNDING, pre)
 
-    def post(scene: Scene) -> Work:
-        post, comb = (scene.randn(tokens, *([config.hc_mult] * n), dtype=torch.float32) for n in (1, 2))
-        inputs = (scene.randn(tokens, config.hidden_size), scene.randn(*streams), post, comb)
+    def post(bench: BenchmarkInputs) -> Work:
+        post, comb = (bench.randn(tokens, *([config.hc_mult] * n), dtype=torch.float32) for n in (1, 2))
+        inputs = (bench.randn(tokens, config.hidden_size), bench.randn(*streams), post, comb)
         return Work(inputs, hyper_connections.connect_post, hyper_connections_ref.connect_post, 0)
 
     yield Case("connect_post", family, words, needs, cost, ONE_ROUNDING, post)
 
-    def step(scene: Scene) -> Work:
-        outputs = post(scene).arguments
+    def step(bench: BenchmarkInputs) -> Work:
+        outputs = post(bench).arguments
         names = ("hc_ffn_fn", "hc_ffn_scale", "hc_ffn_base", "ffn_norm.weight")
-        weights = (scene.weight(f"layers.0.{name}") for name in names)
+        weights = (bench.weight(f"layers.0.{name}") for name in names)
 
         def through(operation: Operation) -> Operation:
             return lambda *given: operation(*given[:4], connection(given[4:7]), given[7])
@@ -111,20 +111,20 @@ def connections(scene: Scene) -> Iterator[Case]:
 
 
 def _simple(
-    scene: Scene,
+    bench: BenchmarkInputs,
     name: str,
     family: str,
     shape: tuple[int, ...],
     bound: Bound,
     run: Operation,
     reference: Operation,
-    more: Callable[[Scene], Tensors] = lambda scene: (),
+    more: Callable[[BenchmarkInputs], Tensors] = lambda bench: (),
 ) -> Case:
     """An operation on activations of one shape, and perhaps on some small tensors."""
     count = torch.Size(shape).numel()
 
-    def build(scene: Scene) -> Work:
-        return Work((scene.randn(*shape), *more(scene)), run, reference, 0)
+    def build(bench: BenchmarkInputs) -> Work:
+        return Work((bench.randn(*shape), *more(bench)), run, reference, 0)
 
     words = "x".join(map(str, shape))
     return Case(name, family, words, 2 * count, count, bound, build, exact=bound is EXACT)

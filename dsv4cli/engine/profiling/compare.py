@@ -17,7 +17,7 @@ RUNS_DIFFER, DRIFTED = 0.1, 1.25
 
 
 @dataclass(frozen=True)
-class Times:
+class MeasuredTimes:
     """Seconds of one line: the median, and the range of the measurements; of both passes where there were two.
 
     again: the median of the second pass, None where there was one.
@@ -45,8 +45,8 @@ class Change:
     moved between both, as a factor from 1 on."""
 
     name: str
-    before: Times | None
-    now: Times | None
+    before: MeasuredTimes | None
+    now: MeasuredTimes | None
     drift: float = 1.0
 
     @property
@@ -77,7 +77,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaselineComparison:
     """differences: parts of the machine or the software, and of what was measured, that differ: name to (before, now).
     drift: how far the device's own rates are apart, as a factor from 1 on."""
 
@@ -120,13 +120,13 @@ def read_baseline(path: Path, kind: str) -> dict[str, Any]:
     return dict(document)
 
 
-def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
+def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> BaselineComparison:
     """Line by line, in the order of the new document."""
     pairs = {name: (before["machine"].get(name), value) for name, value in now["machine"].items()}
     pairs |= {name: (before.get(name), now.get(name)) for name in SUBJECT}
     old, new = _times(before), _times(now)
     names, drift = dict.fromkeys([*new, *old]), _drift(_rates(before), _rates(now))
-    return Comparison(
+    return BaselineComparison(
         {name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
         [Change(name, old.get(name), new.get(name), drift) for name in names],
         drift,
@@ -152,22 +152,24 @@ def _sound(document: Mapping[str, Any]) -> bool:
     )
 
 
-def _times(document: Mapping[str, Any]) -> dict[str, Times]:
+def _times(document: Mapping[str, Any]) -> dict[str, MeasuredTimes]:
     """Each line that has a time, by its name and number of tokens; a part of a step has the range of the whole."""
-    found: dict[str, Times] = {}
-    whole = Times(1.0, 1.0, 1.0)
+    found: dict[str, MeasuredTimes] = {}
+    whole = MeasuredTimes(1.0, 1.0, 1.0)
     for line in document["results"]:
         timing = line.get("seconds")
         if isinstance(timing, dict) and isinstance(median := timing.get("median"), int | float):
-            times = Times(median, timing.get("low", median * whole.low), timing.get("high", median * whole.high))
+            times = MeasuredTimes(
+                median, timing.get("low", median * whole.low), timing.get("high", median * whole.high)
+            )
             if "low" in timing and median:
-                whole = Times(1.0, times.low / median, times.high / median)
+                whole = MeasuredTimes(1.0, times.low / median, times.high / median)
             again = line.get("second_pass")
             found[_label(line)] = _widened(times, again) if again else times
     return found
 
 
-def _widened(times: Times, again: Mapping[str, float]) -> Times:
+def _widened(times: MeasuredTimes, again: Mapping[str, float]) -> MeasuredTimes:
     low, high = min(times.low, again["low"]), max(times.high, again["high"])
     return replace(times, low=low, high=high, again=again["median"])
 

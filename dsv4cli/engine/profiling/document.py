@@ -7,13 +7,13 @@ import torch
 
 from dsv4cli.engine.profiling.ceilings import Ceilings
 from dsv4cli.engine.profiling.compare import SCHEMA
-from dsv4cli.engine.profiling.kernels import Measured
+from dsv4cli.engine.profiling.kernels import MeasuredOperation
 from dsv4cli.engine.profiling.machine import describe_machine
-from dsv4cli.engine.profiling.step import Load, StepProfile
+from dsv4cli.engine.profiling.step import StepProfile, StepShape
 
 
 def kernels_document(
-    model: str, backend: str, tp: int, device: torch.device, ceilings: Ceilings, measured: Iterable[Measured]
+    model: str, backend: str, tp: int, device: torch.device, ceilings: Ceilings, measured: Iterable[MeasuredOperation]
 ) -> dict[str, Any]:
     """Of `profile kernels`."""
     return {
@@ -25,7 +25,7 @@ def kernels_document(
 
 
 def step_document(
-    model: str, backend: str, device: torch.device, load: Load, ceilings: Ceilings, profile: StepProfile
+    model: str, backend: str, device: torch.device, load: StepShape, ceilings: Ceilings, profile: StepProfile
 ) -> dict[str, Any]:
     """Of `profile step`."""
     seconds, floor = profile.total.median, profile.weight_bytes / ceilings.bandwidth

@@ -15,7 +15,7 @@ from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.profiling.bounds import deviation
-from dsv4cli.engine.profiling.case import Case, Rival, Tensors, Work
+from dsv4cli.engine.profiling.case import Case, Competitor, Tensors, Work
 from dsv4cli.engine.profiling.cases_attention import attentions, index
 from dsv4cli.engine.profiling.cases_linear import linears
 from dsv4cli.engine.profiling.cases_moe import mixture
@@ -25,7 +25,7 @@ from dsv4cli.engine.profiling.cases_streams import connections, norms, roundings
 from dsv4cli.engine.profiling.ceilings import Ceilings
 from dsv4cli.engine.profiling.clock import Timing, cache_bytes, time_calls
 from dsv4cli.engine.profiling.compiling import nothing_compiles
-from dsv4cli.engine.profiling.scene import Scene, Shapes
+from dsv4cli.engine.profiling.inputs import BenchmarkInputs, Shapes
 from dsv4cli.engine.system.device import free_memory, step_memory
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import Backend, KernelUnsupported, use
@@ -42,7 +42,7 @@ SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredOperation:
     """One operation: its time, or why it has none.
 
     error: relative L2 against the reference, None before that; wrong: why its result is not to be trusted, or '';
@@ -132,9 +132,9 @@ def check_context(shapes: Shapes, tokens: Iterable[int], context: int) -> None:
         raise UsageError(f"--tokens {longest} is longer than the model's context", f"use at most {most}")
 
 
-def select_cases(scene: Scene, only: Sequence[str]) -> list[Case]:
+def select_cases(bench: BenchmarkInputs, only: Sequence[str]) -> list[Case]:
     """The cases with these names or of these families; all where none is given. Raises UsageError for another name."""
-    cases = [case for family in FAMILIES for case in family(scene)]
+    cases = [case for family in FAMILIES for case in family(bench)]
     known = dict.fromkeys([*(case.name for case in cases), *(case.family for case in cases)])
     unknown = [name for name in only if name not in known]
     if unknown:
@@ -144,7 +144,7 @@ def select_cases(scene: Scene, only: Sequence[str]) -> list[Case]:
 
 def profile_kernels(
     shapes: Shapes, tokens: Sequence[int], context: int, only: Sequence[str], device: torch.device, backend: Backend
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredOperation]:
     """Measures case by case; inputs of one case are on the device at a time.
 
     Raises UsageError as `select_cases`, before anything is measured, and UnsoundResult where a kernel is compiled while
@@ -152,23 +152,23 @@ def profile_kernels(
     """
     plans = []
     for count in tokens:
-        scene = Scene(shapes, count, context, device)
-        plans.append((scene, select_cases(scene, only)))
-    return (_one(case, scene, backend) for scene, cases in plans for case in cases)
+        bench = BenchmarkInputs(shapes, count, context, device)
+        plans.append((bench, select_cases(bench, only)))
+    return (_one(case, bench, backend) for bench, cases in plans for case in cases)
 
 
 @torch.no_grad()
 def time_again(shapes: Shapes, lines: Iterable[dict[str, Any]], device: torch.device, backend: Backend) -> None:
     """A second pass over lines of a document: each gets another time, taken on other inputs, as its "second_pass"."""
-    plans: dict[tuple[int, int], tuple[Scene, dict[str, Case]]] = {}
+    plans: dict[tuple[int, int], tuple[BenchmarkInputs, dict[str, Case]]] = {}
     for line in lines:
         place = line["tokens"], line["context"]
         if place not in plans:
-            scene = Scene(shapes, *place, device)
-            plans[place] = scene, {case.name: case for case in select_cases(scene, ())}
-        scene, cases = plans[place]
+            bench = BenchmarkInputs(shapes, *place, device)
+            plans[place] = bench, {case.name: case for case in select_cases(bench, ())}
+        bench, cases = plans[place]
         with _alone(device, backend):
-            work = cases[line["name"]].build(scene)
+            work = cases[line["name"]].build(bench)
             nbytes = _traffic(work, _once(work))
             line["second_pass"] = _timed(work, _copies(work, nbytes, device), device).record()
 
@@ -181,19 +181,19 @@ def _alone(device: torch.device, backend: Backend) -> Iterator[None]:
         yield
 
 
-def _one(case: Case, scene: Scene, backend: Backend) -> Measured:
-    with _alone(scene.device, backend):
-        return measure(case, scene, backend)
+def _one(case: Case, bench: BenchmarkInputs, backend: Backend) -> MeasuredOperation:
+    with _alone(bench.device, backend):
+        return measure(case, bench, backend)
 
 
 @torch.no_grad()
-def measure(case: Case, scene: Scene, backend: Backend) -> Measured:
+def measure(case: Case, bench: BenchmarkInputs, backend: Backend) -> MeasuredOperation:
     """One case: whether it fits, then whether it is right, then how long it takes, and its twin and its rival."""
-    refusal = _refusal(case, scene.device)
-    result = partial(Measured, case, scene.tokens, scene.context)
+    refusal = _refusal(case, bench.device)
+    result = partial(MeasuredOperation, case, bench.tokens, bench.context)
     if refusal:
         return result(skipped=refusal)
-    work = case.build(scene)
+    work = case.build(bench)
     try:
         outputs = _once(work)
     except KernelUnsupported as reason:
@@ -202,16 +202,16 @@ def measure(case: Case, scene: Scene, backend: Backend) -> Measured:
     if not error <= case.bound.limit:
         return result(error=error, wrong=_complaint(case, error))
     nbytes = _traffic(work, outputs)
-    sets = _copies(work, nbytes, scene.device)
-    timing = _timed(work, sets, scene.device)
-    cache = cache_bytes(scene.device)
+    sets = _copies(work, nbytes, bench.device)
+    timing = _timed(work, sets, bench.device)
+    cache = cache_bytes(bench.device)
     cold = bool(cache) and (timing.method == "events" or len(sets) * nbytes >= 2 * cache)
     result = partial(result, timing=timing, nbytes=nbytes, flops=work.flops, copies=len(sets), cold=cold, error=error)
     if backend == "triton":
-        reference = time_calls([partial(work.reference, *arguments) for arguments in sets], scene.device)
+        reference = time_calls([partial(work.reference, *arguments) for arguments in sets], bench.device)
         result = partial(result, reference=reference)
     if work.rival:
-        result = partial(result, rival=_time_rival(work.rival, sets, scene.device), rival_name=work.rival.name)
+        result = partial(result, rival=_time_rival(work.rival, sets, bench.device), rival_name=work.rival.name)
     return result()
 
 
@@ -230,7 +230,7 @@ def _timed(work: Work, sets: Sequence[tuple[torch.Tensor | None, ...]], device: 
         return time_calls([partial(work.run, *arguments) for arguments in sets], device)
 
 
-def _time_rival(rival: Rival, sets: Sequence[tuple[torch.Tensor | None, ...]], device: torch.device) -> Timing:
+def _time_rival(rival: Competitor, sets: Sequence[tuple[torch.Tensor | None, ...]], device: torch.device) -> Timing:
     calls = [partial(rival.run, *rival.prepare(*arguments)) for arguments in sets]
     calls[0]()
     return time_calls(calls, device)

@@ -35,7 +35,7 @@ CONTEXT = 4096
 
 
 @dataclass(frozen=True)
-class Load:
+class StepShape:
     """tokens: of each sequence in the step; context: how many it has before it; batch: sequences."""
 
     tokens: int
@@ -66,14 +66,14 @@ class StepProfile:
     weight_bytes: int
 
 
-def choose_load(config: ModelConfig, tokens: int, context: int | None, batch: int) -> Load:
+def choose_load(config: ModelConfig, tokens: int, context: int | None, batch: int) -> StepShape:
     """Prompts start at 0 and decoding at 4,096 tokens, or what the model has, unless a context is given.
 
     Raises UsageError for more than the model or a step takes.
     """
     most = config.max_position_embeddings
     default = 0 if tokens > 1 else min(CONTEXT, most - 1)
-    load = Load(tokens, default if context is None else context, batch)
+    load = StepShape(tokens, default if context is None else context, batch)
     if load.context + load.tokens > most:
         raise UsageError(
             f"--context {load.context} and --tokens {tokens} are longer than the model's context, {most} tokens",
@@ -88,7 +88,7 @@ def choose_load(config: ModelConfig, tokens: int, context: int | None, batch: in
 
 @torch.no_grad()
 def profile_step(
-    model: Transformer, load: Load, device: torch.device, backend: Backend = "auto", trace: Path | None = None
+    model: Transformer, load: StepShape, device: torch.device, backend: Backend = "auto", trace: Path | None = None
 ) -> StepProfile:
     """Runs the same step again and again: for its time, for the time of its parts, for what it launches.
 
@@ -121,7 +121,7 @@ def profile_step(
 class _Step:
     """One step over the same places, whenever it runs: lengths do not change."""
 
-    def __init__(self, model: Transformer, load: Load, device: torch.device) -> None:
+    def __init__(self, model: Transformer, load: StepShape, device: torch.device) -> None:
         self.model = model
         self.device = device
         decodes = load.tokens == 1 and captures(device)
@@ -235,7 +235,7 @@ def _count_experts(model: Transformer) -> Iterator[dict[MoE, int]]:
             handle.remove()
 
 
-def _weight_bytes(model: Transformer, hit: dict[MoE, int], load: Load) -> int:
+def _weight_bytes(model: Transformer, hit: dict[MoE, int], load: StepShape) -> int:
     """Bytes of the weights that a step reads: all of the main model but the rows of tables and the experts not used."""
     tables = {model.embed.weight, *(p for name, p in model.named_parameters() if name.endswith(".tid2eid"))}
     total = sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("mtp.") and p not in tables)

@@ -86,7 +86,7 @@ def read_scores(path: Path) -> list[ScoreItem]:
             return ScoreItem(text=_check_text(value, "text"))
         ids = value["ids"]
         if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            raise UsageError('"ids" is no list of whole numbers, or empty', "give at least one token id")
+            raise UsageError('"ids" is not a list of whole numbers, or is empty', "give at least one token id")
         return ScoreItem(ids=ids)
 
     items, bad = read_lines(path, convert)
@@ -124,7 +124,7 @@ def _check_key(value: dict[str, Any], allowed: Sequence[str], form: str) -> None
 def _check_text(value: dict[str, Any], key: str) -> str:
     text = value[key]
     if not isinstance(text, str) or not text:
-        raise UsageError(f'"{key}" is {"empty" if text == "" else "no text"}', "give a text")
+        raise UsageError(f'"{key}" is {"empty" if text == "" else "not a text"}', "give a text")
     return text
 
 
@@ -156,7 +156,7 @@ def refuse(path: Path, bad: Sequence[BadLine], otherwise: str = "") -> None:
         error = bad[0].error
         raise UsageError(f"{name_of(path)}, line {bad[0].number}: {error.message}", error.remedy + otherwise)
     listed = [f"line {one.number}: {one.error.message}" for one in bad]
-    raise UsageError(f"{name_of(path)} has {len(bad):,} bad lines", f"mend them{otherwise}", listed)
+    raise UsageError(f"{name_of(path)} has {len(bad):,} bad lines", f"correct them{otherwise}", listed)
 
 
 def _object(line: str) -> dict[str, Any]:

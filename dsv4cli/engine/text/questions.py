@@ -81,7 +81,7 @@ def _question(value: dict[str, Any], system: str | None) -> Question:
         rest = _body(rest)
     for key, neutral in _NEUTRAL.items():
         if rest.pop(key, None) not in (None, neutral):
-            raise UsageError(f'"{key}" cannot be followed here', "leave it out")
+            raise UsageError(f'"{key}" is not supported here', "leave it out")
     model = rest.get("model")
     rest = {key: item for key, item in rest.items() if key not in _IDLE}
     wishes = {name: wish(rest.pop(key)) for key, (name, wish) in _WISHES.items() if rest.get(key) is not None}
@@ -99,13 +99,13 @@ def _body(value: dict[str, Any]) -> dict[str, Any]:
         asked = f"{value.get('method', 'POST')} {value.get('url', _PATH)}"
         raise UsageError(f"{asked!r} cannot be answered", f"ask for POST {_PATH}")
     if not isinstance(value["body"], dict):
-        raise UsageError('"body" is no JSON object', "write the request as for the OpenAI chat API")
+        raise UsageError('"body" is not a JSON object', "write the request as for the OpenAI chat API")
     return value["body"]
 
 
 def _label(key: str, value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UsageError(f'"{key}" is no text and no number', "give one")
+        raise UsageError(f'"{key}" is neither a text nor a number', "give one")
     return value
 
 
@@ -114,7 +114,7 @@ def _number(key: str, check: Any) -> Any:
 
     def read(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f'"{key}" is no number', "give one")
+            raise UsageError(f'"{key}" is not a number', "give one")
         _try(key, value, lambda: check(float(value)))
         return float(value)
 
@@ -126,7 +126,7 @@ def _count(key: str, check: Any) -> Any:
 
     def read(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f'"{key}" is no whole number', "give one")
+            raise UsageError(f'"{key}" is not a whole number', "give one")
         _try(key, value, lambda: check(value))
         return value
 
@@ -144,7 +144,7 @@ def _try(key: str, value: object, check: Any) -> None:
 def _stops(value: object) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise UsageError('"stop" is no text and no list of texts', "give the texts that end an answer")
+        raise UsageError('"stop" is neither a text nor a list of texts', "give the texts that end an answer")
     return tuple(texts)
 
 

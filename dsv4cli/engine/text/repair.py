@@ -5,7 +5,7 @@ import re
 
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt_text import to_json
-from dsv4cli.engine.text.reply import MalformedReply, Reply, ToolCall, parse_reply
+from dsv4cli.engine.text.reply import MalformedReply, ParsedReply, ToolCall, parse_reply
 
 _MARKUP = re.compile(rf"\s*</?{tokens.DSML}|\s*{tokens.DSML}")
 _TAG = re.compile(rf"<?(/?){tokens.DSML}(tool_calls|invoke|parameter)\b([^<>]*)>?")
@@ -14,11 +14,11 @@ _TYPE = re.compile(r'string="(true|false)"')
 _SPECIAL = re.compile("|".join(map(re.escape, tokens.SPECIAL)))
 
 
-def mend_reply(text: str, *, thinking: bool) -> tuple[Reply, list[str]]:
-    """A reply as the strict parser reads it, or else as well as can be, and what was mended, in words.
+def repair_reply(text: str, *, thinking: bool) -> tuple[ParsedReply, list[str]]:
+    """A reply as the strict parser reads it, or else as well as can be, and what was repaired, in words.
 
     A text without EOS was cut off: a call that is still open there is left out. Content and reasoning have no special
-    tokens and no markup, mended calls no markup.
+    tokens and no markup, repaired calls no markup.
     """
     ended = tokens.EOS in text
     for whole in (text, text + tokens.EOS):
@@ -36,7 +36,7 @@ def mend_reply(text: str, *, thinking: bool) -> tuple[Reply, list[str]]:
     if markup:
         content, block = content[: markup.start()], content[markup.start() :]
         calls = _Calls(block, ended, words).read()
-    return Reply(_plain(content, "content", words), _plain(reasoning, "reasoning", words), calls), words
+    return ParsedReply(_plain(content, "content", words), _plain(reasoning, "reasoning", words), calls), words
 
 
 def _thoughts(text: str, words: list[str]) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def _plain(text: str, name: str, words: list[str]) -> str:
 
 
 class _Calls:
-    """Reads a block of calls tag by tag; `words` gets what is mended."""
+    """Reads a block of calls tag by tag; `words` gets what is repaired."""
 
     def __init__(self, block: str, ended: bool, words: list[str]) -> None:
         self._block = block

@@ -34,7 +34,7 @@ class MalformedReply(Dsv4Error):
 
 
 @dataclass(frozen=True)
-class Reply:
+class ParsedReply:
     """One assistant turn. The calls are in OpenAI shape, without ids; arguments are JSON text, perhaps invalid."""
 
     content: str
@@ -57,7 +57,7 @@ def name_calls(message: dict[str, Any], place: int) -> None:
         call.setdefault("id", f"call_{place}_{nth}")
 
 
-def parse_reply(text: str, *, thinking: bool) -> Reply:
+def parse_reply(text: str, *, thinking: bool) -> ParsedReply:
     """A finished generation, EOS included, as the official parser reads it; MalformedReply says what is wrong."""
     reader = _Reader(text)
     reasoning = ""
@@ -73,16 +73,16 @@ def parse_reply(text: str, *, thinking: bool) -> Reply:
         for token in _FORBIDDEN:
             if token in part:
                 raise MalformedReply(f"the {name} contains the token {token}")
-    return Reply(content, reasoning, calls)
+    return ParsedReply(content, reasoning, calls)
 
 
-def split_reply(text: str, *, thinking: bool) -> Reply:
+def split_reply(text: str, *, thinking: bool) -> ParsedReply:
     """A generation that was cut off: what comes before the first `</think>` is reasoning, calls stay in the content."""
     text = text.removesuffix(tokens.EOS)
     if not thinking:
-        return Reply(text)
+        return ParsedReply(text)
     reasoning, _, content = text.partition(tokens.THINK_END)
-    return Reply(content, reasoning)
+    return ParsedReply(content, reasoning)
 
 
 class ReplyStream:

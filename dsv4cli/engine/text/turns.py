@@ -13,7 +13,7 @@ _PRIMED_ROLES = ("assistant", "latest_reminder")  # what precedes one of these e
 
 
 @dataclass
-class Block:
+class TurnPart:
     """A part of a user turn: a text, or the result of the call `call_id`."""
 
     text: str
@@ -35,7 +35,7 @@ class Turn:
     role: str
     message: Mapping[str, Any]
     written: bool
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[TurnPart] = field(default_factory=list)
 
     @property
     def task(self) -> str | None:
@@ -105,9 +105,9 @@ def render(turns: Sequence[Turn], *, thinking: bool, keep: bool) -> list[str]:
     return parts
 
 
-def _block(message: Mapping[str, Any]) -> Block:
+def _block(message: Mapping[str, Any]) -> TurnPart:
     call_id = None if message["role"] == "user" else message.get("tool_call_id", "")
-    return Block(text_of(message.get("content")), call_id)
+    return TurnPart(text_of(message.get("content")), call_id)
 
 
 def _body(turn: Turn, *, reasoning: bool) -> list[str]:

@@ -52,7 +52,7 @@ def _copy(tensors: Iterable[tuple[TensorSpec, torch.Tensor]], places: Places) ->
     for spec, tensor in tensors:
         place = places.get(spec.name)
         if place is None:
-            raise CheckpointError(f"tensor {spec.name} is no tensor of this model")
+            raise CheckpointError(f"tensor {spec.name} is not a tensor of this model")
         if tensor.shape != place.shape or tensor.dtype != place.dtype:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise CheckpointError(f"{spec.name} is {found}, expected {place.dtype} {list(place.shape)}")

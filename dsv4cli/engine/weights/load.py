@@ -15,7 +15,7 @@ from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.weights.fill import Progress, Supply, fill, local_slice, made
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
-from dsv4cli.engine.weights.placement import MemoryLimits, Placement, Room, decide, measure
+from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits, Placement, decide, measure
 from dsv4cli.engine.weights.random_weights import random_tensors
 from dsv4cli.engine.weights.read import stored
 from dsv4cli.errors import NotEnoughMemory
@@ -78,12 +78,12 @@ class _Target:
     limits: MemoryLimits
     progress: Progress | None
 
-    def room(self) -> Room:
+    def room(self) -> FreeMemory:
         """What there is, as the ranks find it together: the same on each, so that all decide the same."""
         on_gpu = self.device.type == "cuda"
         found = [free_memory(self.device) if on_gpu else None, free_memory(torch.device("cpu"))]
         gpu, host = self.world.least(found)
-        return Room(gpu, host, self.world.ranks_here, self.limits)
+        return FreeMemory(gpu, host, self.world.ranks_here, self.limits)
 
 
 def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> Transformer:

@@ -28,7 +28,7 @@ PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scal
 
 
 @dataclass(frozen=True)
-class Plan:
+class OffloadPlan:
     """What of a model's weights lies in host memory. layers: the modules whose experts are divided, equal in form;
     parts: shape and dtype of an expert's matrices and scales, by name."""
 
@@ -47,16 +47,16 @@ def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     return sum(prod(shape) * dtype.itemsize for shape, dtype in parts.values())
 
 
-def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> Plan:
+def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> OffloadPlan:
     """The plan of a table whose experts are divided so."""
     layers, form = expert_layers(specs, ranks)
-    return Plan(layers, {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}, division)
+    return OffloadPlan(layers, {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}, division)
 
 
 class ExpertOffload:
     """The experts of all layers: stacks on the device, rows of the others in host memory."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: OffloadPlan, device: torch.device) -> None:
         """Raises NotEnoughMemory."""
         self.plan = plan
         division, layers = plan.division, len(plan.layers)

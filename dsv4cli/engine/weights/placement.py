@@ -22,7 +22,7 @@ Form = dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RankSizes:
     """Bytes of one rank's part of a model.
 
     total: all tensors. drafter: those of the drafter. layers: how many have `experts` routed experts of `expert` bytes
@@ -57,7 +57,7 @@ class MemoryLimits:
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """The memory that each rank finds, in bytes.
 
     gpu: free on its GPU once CUDA is there; None: the model lies in host memory. host: free on its machine, None where
@@ -133,7 +133,7 @@ def most_weights(free: int) -> int:
     return max(free - RESERVE, free // 2)
 
 
-def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> Sizes:
+def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
     """Adds up one rank's part of a table, of which a token takes `chosen` experts of a layer.
 
     Raises CheckpointError for a tensor that the ranks do not divide.
@@ -148,7 +148,7 @@ def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> Sizes:
         total += nbytes
         drafter += nbytes * drafts
     layers, form = expert_layers((spec for spec in table if not is_drafter(spec)), ranks)
-    return Sizes(
+    return RankSizes(
         total=total,
         drafter=drafter,
         layers=len(layers),
@@ -180,7 +180,7 @@ def expert_part(spec: TensorSpec) -> tuple[str, str]:
     return module, f"{matrix}.{role}"
 
 
-def decide(sizes: Sizes, room: Room) -> Placement:
+def decide(sizes: RankSizes, room: FreeMemory) -> Placement:
     """Where the weights of each rank lie: all on the device; else without the drafter; else with experts in host
     memory. Raises NotEnoughMemory."""
     most = room.device_weights
@@ -200,7 +200,7 @@ def decide(sizes: Sizes, room: Room) -> Placement:
     return found
 
 
-def _on_cpu(sizes: Sizes, room: Room) -> Placement:
+def _on_cpu(sizes: RankSizes, room: FreeMemory) -> Placement:
     """All of it in host memory, without the drafter where that is too much."""
     free = room.host_weights
     if free is None or sizes.total * room.ranks_here <= free:
@@ -209,7 +209,7 @@ def _on_cpu(sizes: Sizes, room: Room) -> Placement:
     return Placement(False, None, sizes.main)
 
 
-def _check_host(needed: int, room: Room) -> None:
+def _check_host(needed: int, room: FreeMemory) -> None:
     """Raises NotEnoughMemory where the ranks of a machine do not find `needed` bytes of it each."""
     free = room.host_weights
     if free is not None and needed * room.ranks_here > free:
@@ -220,7 +220,7 @@ def _check_host(needed: int, room: Room) -> None:
         )
 
 
-def _divided(sizes: Sizes, room: Room, most: int) -> Placement:
+def _divided(sizes: RankSizes, room: FreeMemory, most: int) -> Placement:
     rows = most_rows(sizes, most)
     if rows < sizes.chosen:
         raise NotEnoughMemory(
@@ -238,14 +238,14 @@ def _divided(sizes: Sizes, room: Room, most: int) -> Placement:
         raise NotEnoughMemory(
             f"experts need at least {each * room.ranks_here / 1e9:.4g} GB of host memory{ranks}, and may have "
             f"{limit / 1e9:.4g} GB of it",
-            "use more GPUs (--tp) or a machine with more memory; where the system tells of less than there is, "
-            "--host-memory SIZE names it",
+            "use more GPUs (--tp) or a machine with more memory; where the system reports less than there is, "
+            "give --host-memory SIZE",
         )
     division = Division(sizes.experts, rows, slots)
     return Placement(False, division, on_gpu(sizes, rows), sizes.layers * division.offloaded * sizes.expert)
 
 
-def most_rows(sizes: Sizes, most: int) -> int:
+def most_rows(sizes: RankSizes, most: int) -> int:
     """How many experts of a layer lie on a device that has room for `most` bytes of weights."""
     if sizes.layers < 2:
         return 0
@@ -253,16 +253,16 @@ def most_rows(sizes: Sizes, most: int) -> int:
     return min(((most - sizes.rest) // sizes.expert - sizes.experts) // (sizes.layers - 1), sizes.experts - 1)
 
 
-def on_gpu(sizes: Sizes, rows: int) -> int:
+def on_gpu(sizes: RankSizes, rows: int) -> int:
     """Bytes of weights on the device with so many experts of each layer there."""
     return sizes.rest + (sizes.layers * rows + sizes.experts - rows) * sizes.expert
 
 
-def least_on_gpu(sizes: Sizes) -> int:
+def least_on_gpu(sizes: RankSizes) -> int:
     """The fewest bytes of weights on the device with which the model runs."""
     return min(on_gpu(sizes, sizes.chosen), sizes.main)
 
 
-def least_in_host(sizes: Sizes, rows: int) -> int:
+def least_in_host(sizes: RankSizes, rows: int) -> int:
     """The fewest bytes of experts in host memory when so many of each layer lie on the device."""
     return sizes.layers * (sizes.experts - rows + sizes.chosen) * sizes.expert

@@ -36,7 +36,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorRows:
     """Rows of this rank's part of a tensor.
 
     first, count: rows of the part. width: bytes of a row of the part. stride: bytes of a row in the file. begin: byte
@@ -117,8 +117,8 @@ def is_far(place: torch.Tensor) -> bool:
 
 
 def _carry(
-    load: list[Piece], files: Files, places: Places, staging: Staging | None, stop: threading.Event
-) -> list[Piece]:
+    load: list[TensorRows], files: Files, places: Places, staging: Staging | None, stop: threading.Event
+) -> list[TensorRows]:
     """Takes pieces to their places, until it is called off; from a buffer they may still be on the way."""
     start = 0
     with nullcontext() if staging is None else staging.buffer() as buffer:
@@ -146,7 +146,7 @@ def _info(checkpoint: Checkpoint, spec: TensorSpec) -> TensorInfo:
     return info
 
 
-def _pieces(spec: TensorSpec, info: TensorInfo, world: World) -> Iterator[Piece]:
+def _pieces(spec: TensorSpec, info: TensorInfo, world: World) -> Iterator[TensorRows]:
     """This rank's part of a tensor, by rows that a buffer takes."""
     shape, size = part_shape(spec, world.size), TORCH_DTYPES[spec.dtype].itemsize
     outer = spec.shard or 1  # the dimensions that a row counts
@@ -157,12 +157,12 @@ def _pieces(spec: TensorSpec, info: TensorInfo, world: World) -> Iterator[Piece]
     at_once = PIECE // width
     assert at_once, spec.name
     for first in range(0, rows, at_once):
-        yield Piece(spec, info, first, min(at_once, rows - first), width, stride, begin)
+        yield TensorRows(spec, info, first, min(at_once, rows - first), width, stride, begin)
 
 
-def _loads(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _loads(pieces: Iterable[TensorRows]) -> Iterator[list[TensorRows]]:
     """Pieces that follow each other and together fit in a buffer."""
-    load: list[Piece] = []
+    load: list[TensorRows] = []
     taken = 0
     for piece in pieces:
         if taken + piece.nbytes > PIECE:

@@ -145,17 +145,17 @@ WRONG = (
     ("/hepl", "did you mean /help?"),
     ("/xyzzy", "there is no command /xyzzy"),
     ("/", "there is no command /"),
-    ("/undo 3", "/undo takes nothing"),
-    ("/undo", "nothing has been asked"),
-    ("/retry", "nothing has been asked"),
-    ("/copy", "no terminal"),
+    ("/undo 3", "/undo takes no argument"),
+    ("/undo", "you have not asked anything"),
+    ("/retry", "you have not asked anything"),
+    ("/copy", "this terminal cannot copy"),
     ("/set temperature=-1", "cannot be -1"),
     ("/set temperature=hot", "cannot be 'hot'"),
     ("/set colour=1", "there is no setting 'colour'"),
     ("/set think-budget=-1", "cannot be -1"),
     ("/think fast", 'no thinking level "fast"'),
     ("/read nothing.txt", "nothing.txt cannot be read"),
-    ("/load", "there is no file name"),
+    ("/load", "the file name is missing"),
     ("/save /nowhere/at/all.json", "cannot be written"),
     ("/show-thinking perhaps", "cannot be perhaps"),
 )
@@ -183,8 +183,10 @@ def test_settings_and_numbers(chat, tmp_path):
 def test_a_full_context_leaves_the_oldest_out_of_the_prompt_only(chat):
     lines = [f"{number} {'x' * 20}" for number in range(5)]
     done = chat(*lines, "/context", "/json", "/clear", "again", options=("--max-context", "105"))
-    near = "warning: 14 tokens are left; soon the oldest questions and answers are left out of the prompt"
-    full = "warning: the oldest 4 messages are left out of the prompt to keep room for an answer; not of the session"
+    near = "warning: 14 tokens left; the oldest questions and answers will soon be left out of the prompt"
+    full = (
+        "warning: the oldest 4 messages are left out of the prompt to keep room for an answer; the session keeps them"
+    )
     # what has gone stays away as long as the rest fits
     assert [line for line in done.err.splitlines() if line.startswith("warning")] == [near, full, near]
     answers, _, document = done.out.partition("{\n")
@@ -210,7 +212,7 @@ def test_ctrl_c_before_there_is_a_reply_counts(chat, dsv4):
     dsv4.patch.setattr(Conversation, "surplus", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0)
     done = chat("hello", "never")
     assert (done.code, done.out) == (130, "")
-    assert "stopped before the first word" in done.err
+    assert "stopped; no answer yet" in done.err
 
 
 def test_a_thinking_that_was_ended_is_reported(chat):

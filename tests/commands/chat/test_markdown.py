@@ -7,7 +7,7 @@ import pytest
 
 from dsv4cli.commands.chat.inline import inline
 from dsv4cli.commands.chat.layout import width_of
-from dsv4cli.commands.chat.show import Show
+from dsv4cli.commands.chat.renderer import Renderer
 from dsv4cli.harmless import harmless
 from dsv4cli.output import Colours, Output
 from tests.support.terminals import ESCAPES
@@ -21,8 +21,8 @@ def shown(capsys, monkeypatch):
     """What a terminal of so many columns gets of an answer, with its escape codes."""
 
     def show(text, columns=WIDE, size=0):
-        monkeypatch.setattr("dsv4cli.commands.chat.show.stdout_columns", lambda: columns)
-        one = Show(Output(Colours(stdout=True)), markdown=True, thinking=False)
+        monkeypatch.setattr("dsv4cli.commands.chat.renderer.stdout_columns", lambda: columns)
+        one = Renderer(Output(Colours(stdout=True)), markdown=True, thinking=False)
         for at in range(0, len(text), size or len(text)):
             one.push("content", text[at : at + (size or len(text))])
         one.end()
@@ -161,8 +161,8 @@ def test_chinese_fills_its_lines_and_no_comma_begins_one(shown):
 
 
 def test_without_colours_the_layout_stays(capsys, monkeypatch):
-    monkeypatch.setattr("dsv4cli.commands.chat.show.stdout_columns", lambda: 40)
-    one = Show(Output(Colours()), markdown=True, thinking=False)
+    monkeypatch.setattr("dsv4cli.commands.chat.renderer.stdout_columns", lambda: 40)
+    one = Renderer(Output(Colours()), markdown=True, thinking=False)
     one.push("content", "**bold** `code`\n```python\nx = 'y'\n```\n> a")
     one.end()
     assert capsys.readouterr().out == "bold code\n\npython\nx = 'y'\n\n> a\n"

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from dsv4cli.commands.chat.journal import Choices, Journal, session_rows
+from dsv4cli.commands.chat.journal import SessionChoices, SessionJournal, session_rows
 from dsv4cli.commands.chat.model import Models, model_name
 from dsv4cli.commands.chat.session import FileChanged, Session
 from dsv4cli.engine.checkpoint.source import resolve_model
@@ -24,7 +24,7 @@ OTHER = "random:tiny,layers=1,seed=5"
 
 
 def session(folder):
-    return Session(Journal(folder / "sessions"), folder / "talk.json")
+    return Session(SessionJournal(folder / "sessions"), folder / "talk.json")
 
 
 def test_the_last_writer_of_a_file_does_not_win_in_silence(tmp_path):
@@ -32,7 +32,7 @@ def test_the_last_writer_of_a_file_does_not_win_in_silence(tmp_path):
     first.messages = [user("one"), assistant("1")]
     first.save()
     second.messages = [user("two"), assistant("2")]
-    with pytest.raises(FileChanged, match=r"talk\.json has been changed"):
+    with pytest.raises(FileChanged, match=r"has changed .*talk\.json since"):
         second.save()
     assert conversation(tmp_path / "talk.json") == first.messages
     second.load_file(tmp_path / "talk.json")
@@ -63,7 +63,7 @@ def test_a_chat_whose_file_somebody_writes_says_so_and_keeps_the_turn(chat, dsv4
     warning, *errors = [line for line in done.err.splitlines() if line.startswith(("error", "warning"))]
     assert warning.startswith("warning: the session is not in its file: ")
     assert [error.endswith("since it was read here") for error in errors] == [True, True]
-    assert f"→ /load {file} takes what it has now; /save {file} replaces" in done.err
+    assert f"→ /load {file} reads it again; /save {file} overwrites" in done.err
     shown = json.JSONDecoder().raw_decode(done.out[done.out.index("{") :])[0]
     assert shown["messages"] == [user("one"), assistant("Yes.")]
     assert conversation(file) == [user("theirs"), assistant("5"), user("three"), assistant("Yes.")]
@@ -105,7 +105,7 @@ def test_other_words_for_commands(chat):
     assert done.out.splitlines() == [
         *("1", "2"),
         "/retry  Ask the last question again. Also /regenerate.",
-        "/exit  Leave; the session is kept, --continue takes it up. Also /quit, /bye.",
+        "/exit  Leave; --continue continues the session later. Also /quit, /bye.",
         *("> one", "2"),
     ]  # fmt: skip
     assert "there is no command /x" in chat("/help x").err
@@ -123,7 +123,7 @@ def listed(done):
 
 
 def test_sessions_are_listed_and_chosen(chat, tmp_path):
-    assert "no session has been kept" in chat(options=("--sessions",)).err
+    assert "there are no sessions in" in chat(options=("--sessions",)).err
     chat("What is, ünïcode?", answers=("1",))
     chat("second", "/new", "third", "/sessions", answers=("2", "3"))
     done = chat("never", options=("--sessions",))
@@ -158,13 +158,13 @@ def test_a_full_disk_leaves_no_empty_session(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic, "append", full)
-    journal = Journal(tmp_path)
+    journal = SessionJournal(tmp_path)
     for _ in range(2):
         with pytest.raises(OSError, match="No space"):
-            journal.write([user("one")], [], Choices())
+            journal.write([user("one")], [], SessionChoices())
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    journal.write([user("one")], [], Choices())
+    journal.write([user("one")], [], SessionChoices())
     assert [row[2:] for row in session_rows(tmp_path)] == [["1", "nano", "one"]]
 
 
@@ -206,11 +206,11 @@ def test_continue_keeps_model_thinking_and_temperature(chat, dsv4):
 
 
 def test_a_model_that_is_gone_is_named_with_a_way_on(chat, dsv4, tmp_path):
-    journal = Journal(tmp_path / "state" / "dsv4" / "sessions")
-    journal.write([user("one"), assistant("1")], [], Choices(str(tmp_path / "gone")))
+    journal = SessionJournal(tmp_path / "state" / "dsv4" / "sessions")
+    journal.write([user("one"), assistant("1")], [], SessionChoices(str(tmp_path / "gone")))
     done = dsv4("chat", "--continue", stdin=b"two\n")
     assert (done.code, done.out) == (1, "")
-    assert "--model NAME goes on with another one" in done.err
+    assert "--model NAME continues with another one" in done.err
     assert chat("two", options=("--continue",)).out == "Yes.\n"
 
 
@@ -218,7 +218,7 @@ def test_choices_of_another_program_are_refused(chat, tmp_path):
     chat("one")
     (journal,) = (tmp_path / "state/dsv4/sessions").iterdir()
     journal.write_text(journal.read_text().replace('"temperature": null', '"temperature": "hot"'))
-    assert "is no journal that can be continued" in chat("two", options=("--continue",)).err
+    assert "is not a journal that can be continued" in chat("two", options=("--continue",)).err
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_where_another_model_cannot_be_loaded_the_first_one_goes_on(dsv4, models
     text = f"/model nowhere\n/model {too_large}\n/model\nHello\n".encode()
     done = dsv4("chat", "--model", SMALL, "--max-tokens", "2", stdin=text)
     assert (done.code, models) == (5, [(SMALL, 0), (too_large, 0), (SMALL, 0)])
-    assert "'nowhere' is no folder" in done.err
+    assert "'nowhere' is neither a folder" in done.err
     assert "it is too large" in done.err
     assert f"model: {SMALL}\n" in done.err
     assert f"\n{SMALL} · " in done.err  # it answers

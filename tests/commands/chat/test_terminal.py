@@ -120,7 +120,7 @@ def test_ctrl_c_while_a_prompt_is_read_ends_that_at_once(terminal, tmp_path):
     one.type(f"/read {tmp_path}/long.txt\r")
     one.until("reading 6,0")
     one.type("\x03")
-    one.until("stopped before the first word", ">")
+    one.until("stopped; no answer yet", ">")
     assert time.monotonic() - start < 30
     one.type("hi\r")
     one.until("Yes.", ">")
@@ -188,7 +188,7 @@ def test_a_dumb_terminal_shows_the_text_as_it_is(terminal):
     one.type('"""one\rtwo"""\r')
     one.until(f"{SMALL} · ", ">")
     one.type("/copy\r")
-    one.until("no terminal that could copy", ">")
+    one.until("this terminal cannot copy", ">")
     one.type("\x04")
     assert one.leave() == 0
 
@@ -232,7 +232,7 @@ def test_a_kill_loses_nothing_that_was_finished(terminal, tmp_path):
     time.sleep(0.1)
     one.kill()
     again = terminal("--continue")
-    assert "going on after 2 messages" in again.plain
+    assert "continuing after 2 messages" in again.plain
     again.type("/retry\r")
     again.until("Yes.", ">")
     again.type("\x04")

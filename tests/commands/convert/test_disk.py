@@ -11,7 +11,7 @@ import tracemalloc
 import pytest
 
 from dsv4cli.engine.conversion import convert as conversion
-from dsv4cli.engine.conversion import work
+from dsv4cli.engine.conversion import write
 from dsv4cli.engine.conversion.room import told_apart
 from dsv4cli.output import Output
 from tests.support import conversions, synthetic
@@ -136,7 +136,7 @@ def test_a_source_that_changes(source, tmp_path, monkeypatch, when):
 
         return changing
 
-    target = (work, "publish") if when == "writing" else (conversion, "verify")
+    target = (write, "publish") if when == "writing" else (conversion, "verify")
     with monkeypatch.context() as patch:
         patch.setattr(*target, change(getattr(*target)))
         error, remedy = refused(1, source, tmp_path / "an output", *BF16)

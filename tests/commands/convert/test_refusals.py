@@ -16,12 +16,12 @@ import torch
 from huggingface_hub import constants
 
 from dsv4cli.engine.conversion import convert as conversion
-from dsv4cli.engine.conversion import work
+from dsv4cli.engine.conversion import write
 from dsv4cli.output import size_text
 from tests.support import damage, synthetic
 from tests.support.conversions import convert, files, run
 from tests.support.damage import DAMAGES, SHARD, WEIGHT
-from tests.support.foreign import RELATIVES, has_transformers_names, is_cut_for_gpus, is_nvfp4, says_nvfp4
+from tests.support.foreign import FOREIGN, has_transformers_names, is_cut_for_gpus, is_nvfp4, says_nvfp4
 
 UNFINISHED = ".dsv4-convert"
 EXPERT = "layers.1.ffn.experts.1.w2"
@@ -42,7 +42,7 @@ PARTS = {
     damage.shard_missing: (f"download {SHARD} again", "is missing (and "),
     damage.index_names_absent_file: (WEIGHT, "model-00009-of-00009.safetensors, where the index puts it"),
 }
-HARMS = DAMAGES | RELATIVES | INCOMPLETE | PARTS
+HARMS = DAMAGES | FOREIGN | INCOMPLETE | PARTS
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)
     before = state(folder)
-    code = 4 if harm in RELATIVES and harm not in INCOMPLETE else 1
+    code = 4 if harm in FOREIGN and harm not in INCOMPLETE else 1
     error, remedy = refused(code, folder, tmp_path / "out", *BF16)
     assert [word for word in HARMS[harm] if word not in f"{error} {remedy}"] == []
     assert str(folder) in error
@@ -127,10 +127,10 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
     ("source", "code", "words"),
     [
         ("{tmp}/nothing", 1, ["there is no folder {tmp}/nothing", "check the path"]),
-        ("nothing", 2, ["'nothing' is no folder and no model name", "known names: nano, flash"]),
-        ("", 2, ["'' is no folder and no model name"]),
+        ("nothing", 2, ["'nothing' is neither a folder nor a known model", "known names: nano, flash"]),
+        ("", 2, ["'' is neither a folder nor a known model"]),
         ("{tmp}/full", 1, ["{tmp}/full holds no safetensors file"]),
-        ("{tmp}/file", 2, ["{tmp}/file is a file, a model is a folder", "name the folder"]),
+        ("{tmp}/file", 2, ["{tmp}/file is a file; a model is a folder", "name the folder"]),
         ("{tmp}/m.gguf", 4, ["{tmp}/m.gguf is a GGUF model"]),
         ("flash", 1, ["DeepSeek-V4-Flash is not in the Hugging Face cache", "`dsv4 download flash`"]),
         ("some/repo", 1, ["some/repo is not in the Hugging Face cache", "`dsv4 download some/repo`"]),
@@ -198,7 +198,7 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
     before = state(tmp_path)
     for rest in DRY:
         error, remedy = refused(2, source, source / output, *BF16, *rest)
-        assert f"{source / output} and the source lie in each other" in error
+        assert f"{source / output} and the source overlap" in error
         assert "outside the source" in remedy
     assert state(tmp_path) == before
 
@@ -222,12 +222,12 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
         ("--to nvfp4 --experts bf16", ["--to nvfp4 has no experts in bf16", "allowed with it: nvfp4"]),
         ("--to transformers --experts fp4", ["--to transformers has no experts in fp4", "allowed with it: bf16"]),
         ("--to transformers --attention fp8", ["--to transformers has no attention in fp8", "allowed with it: bf16"]),
-        ("--to bf16 --shard 3/2", ["--shard '3/2' is no part of a job", "I from 1 to N"]),
-        ("--to bf16 --shard 0/2", ["--shard '0/2' is no part of a job"]),
-        ("--to bf16 --shard 2", ["--shard '2' is no part of a job"]),
-        ("--to bf16 --shard 1/0", ["--shard '1/0' is no part of a job"]),
-        ("--to bf16 --max-shard-size 5", ["--max-shard-size '5' is no size", "kB, MB, GB"]),
-        ("--to bf16 --max-shard-size 0TB", ["--max-shard-size '0TB' is no size", "TB, KiB"]),
+        ("--to bf16 --shard 3/2", ["--shard '3/2' is not a part of a job", "I from 1 to N"]),
+        ("--to bf16 --shard 0/2", ["--shard '0/2' is not a part of a job"]),
+        ("--to bf16 --shard 2", ["--shard '2' is not a part of a job"]),
+        ("--to bf16 --shard 1/0", ["--shard '1/0' is not a part of a job"]),
+        ("--to bf16 --max-shard-size 5", ["--max-shard-size '5' is not a size", "kB, MB, GB"]),
+        ("--to bf16 --max-shard-size 0TB", ["--max-shard-size '0TB' is not a size", "TB, KiB"]),
         ("--to bf16 --device tpu", ["--device cannot be 'tpu'", "cuda:N"]),
     ],
 )
@@ -263,13 +263,13 @@ def test_finish_does_nothing_but_finish(small, tmp_path):
     for option in ("--finish", "--check"):
         for rest in ("--dry-run", "--shard 1/2", "--layers 0-1", "--no-mtp", "--ranks 2"):
             error, _ = refused(2, option, folder, *rest.split())
-            assert f"{option} takes the output folder alone" in error
+            assert f"{option} takes only the output folder" in error
         error, remedy = refused(2, option, folder, "--verify", "full")
         assert f"{option} with --verify full needs the source" in error
         assert f"`dsv4 convert {option} OUT --against SRC --verify full`" in remedy
         error, _ = refused(2, option, folder, "--verify", "off", "--against", small)
-        assert f"{option} with --verify off is no comparison" in error
-    assert "takes the output folder alone" in refused(2, "--finish", folder, "--check", folder)[0]
+        assert f"{option} with --verify off compares nothing" in error
+    assert "takes only the output folder" in refused(2, "--finish", folder, "--check", folder)[0]
     assert "--against belongs to --finish and --check" in refused(2, small, folder, *BF16, "--against", small)[0]
     assert files(folder) == before
 
@@ -285,7 +285,7 @@ def test_fp8_is_refused_where_the_scales_of_a_block_are_too_far_apart(source, tm
     assert f"{EXPERT}.weight cannot become fp8 without loss" in error
     # of its block
     assert "at row 128, column 0" in error
-    assert "--to bf16 has a place for every value" in remedy
+    assert "--to bf16 can hold every value" in remedy
     assert left(tmp_path / "out") == []
     assert state(source) == before
 
@@ -299,7 +299,7 @@ def test_nvfp4_is_refused_where_the_scales_of_a_matrix_are_too_far_apart(source,
     error, remedy = refused(1, source, tmp_path / "out", "--to", "nvfp4")
     assert f"{EXPERT}.weight cannot become nvfp4 without loss" in error
     assert "at row 200, column 32" in error
-    assert "--to bf16 has a place for every value" in remedy
+    assert "--to bf16 can hold every value" in remedy
     assert left(tmp_path / "out") == []
     assert state(source) == before
 
@@ -331,7 +331,7 @@ def test_nvfp4_needs_one_scale_for_gate_and_up(source, tmp_path):
     ],
 )
 def test_a_value_that_has_no_place_is_named(source, tmp_path, monkeypatch, tensor, byte, options, place):
-    monkeypatch.setattr(work, "CPU_STEP", 1)  # not in the first step
+    monkeypatch.setattr(write, "CPU_STEP", 1)  # not in the first step
     set_byte(source, tensor, -1, byte)
     error, remedy = refused(1, source, tmp_path / "out", "--to", *options.split())
     assert f"{tensor.rpartition('.')[0]}.weight cannot become " in error

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, snapshot_download
 
-from dsv4cli.engine.hub import fetch, patience
+from dsv4cli.engine.hub import fetch, retry
 from tests.support import damage
 from tests.support.hub_server import HubServer, environment, git_blob, point_at, sha256
 from tests.support.program import ROOT, Program
@@ -45,8 +45,8 @@ def hub(tmp_path, monkeypatch):
     """The server, in front of an empty cache and nobody who is logged in; failures cost milliseconds."""
     server = HubServer()
     point_at(server, tmp_path, monkeypatch)
-    hasty = functools.partial(patience.Patience, first_wait=0.001, longest_wait=0.004, stall=0.4)
-    monkeypatch.setattr(patience, "Patience", hasty)
+    hasty = functools.partial(retry.RetryPolicy, first_wait=0.001, longest_wait=0.004, stall=0.4)
+    monkeypatch.setattr(retry, "RetryPolicy", hasty)
     yield server
     server.close()
 
@@ -129,10 +129,10 @@ def test_a_second_run_reads_all_and_fetches_nothing(hub, dsv4):
     assert hub.sent == 0
 
 
-@pytest.mark.parametrize("place", ["cache", "folder"])
-def test_a_damaged_file_is_found_and_repaired(hub, dsv4, tmp_path, place):
+@pytest.mark.parametrize("target", ["cache", "folder"])
+def test_a_damaged_file_is_found_and_repaired(hub, dsv4, tmp_path, target):
     commit = hub.add(REPOSITORY, FLASH).branches["main"]
-    options = ["--local-dir", str(tmp_path / "model")] if place == "folder" else []
+    options = ["--local-dir", str(tmp_path / "model")] if target == "folder" else []
     folder = tmp_path / "model" if options else cached(tmp_path) / "snapshots" / commit
     assert dsv4("download", "flash", *options).code == 0
     for name, harm in ((SHARDS[0], lambda b: b[:-1] + b"!"), (SHARDS[2], lambda b: b[:99]), ("README.md", len)):
@@ -219,7 +219,7 @@ def test_a_part_that_is_not_the_model_it_says_is_told(hub, dsv4, tmp_path):
     hub.add("org/name", {path.name: path.read_bytes() for path in folder.iterdir()})
     done = dsv4("download", "org/name", "--layers", "0-1", "--no-mtp")
     assert (done.code, "the part is not sound\n" in done.out) == (3, True)
-    assert "layers.0.attn.wkv.scale is missing, its weight is there" in done.out
+    assert "layers.0.attn.wkv.scale is missing, but its weight is there" in done.out
     assert dsv4("download", "org/name", "--layers", "2-3", "--no-mtp").code == 0
 
 
@@ -291,12 +291,12 @@ def test_a_disk_that_fills_up_meanwhile(hub, dsv4, tmp_path, monkeypatch):
     assert hub.sent < sum(map(len, FLASH.values())) - 2_900_000
 
 
-@pytest.mark.parametrize("place", ["cache", "folder"])
-def test_a_cut_connection_continues_where_it_stopped(hub, dsv4, tmp_path, place):
+@pytest.mark.parametrize("target", ["cache", "folder"])
+def test_a_cut_connection_continues_where_it_stopped(hub, dsv4, tmp_path, target):
     hub.add("org/name", BLOBS)
     hub.fail("storage", cut=10_000, times=3)
     hub.fail("storage", cut=0, times=2)
-    options = ["--local-dir", str(tmp_path / "model")] if place == "folder" else []
+    options = ["--local-dir", str(tmp_path / "model")] if target == "folder" else []
     dsv4("download", "org/name", *options, "--max-workers", "1")
     assert {request.begin for request in hub.asked("storage")} >= {0, 10_000}
     assert hub.sent == sum(map(len, BLOBS.values()))
@@ -437,10 +437,10 @@ def test_who_may_read(hub, dsv4, tmp_path, options, token, words):
         (("flash", "--only", "config", "--layers", "0"), 2, "--only leaves out"),
         (("org/plain", "--layers", "0"), 2, "cannot be taken in part"),
         (("org/plain", "--only", "weights"), 2, "has no files of the kind weights"),
-        (("random:tiny",), 2, "is no repository on the hub"),
-        (("./flash",), 2, "is no repository on the hub"),
-        (("org/a--b",), 2, "is no name of a repository"),
-        (("flash@one", "--revision", "two"), 2, "is no repository on the hub"),
+        (("random:tiny",), 2, "is not a repository on the hub"),
+        (("./flash",), 2, "is not a repository on the hub"),
+        (("org/a--b",), 2, "is not the name of a repository"),
+        (("flash@one", "--revision", "two"), 2, "is not a repository on the hub"),
         (("org/name@one", "--revision", "two"), 2, "name two revisions"),
         (("org/evil",), 6, "a dangerous name: '../evil.txt'"),
         (("flash", "--local-dir", "/dev/null/model"), 2, "cannot be written"),
@@ -473,7 +473,7 @@ def test_an_index_that_is_none_is_named_by_its_repository(hub, dsv4):
     hub.add(REPOSITORY, FLASH | {damage.INDEX: b"{"})
     done = dsv4("download", "flash", "--layers", "0")
     assert done.code == 1
-    assert done.err.startswith(f"error: {REPOSITORY}/{damage.INDEX} is no safetensors index: ")
+    assert done.err.startswith(f"error: {REPOSITORY}/{damage.INDEX} is not a safetensors index: ")
     assert done.err.endswith(f"→ name another revision, as in {REPOSITORY}@REVISION\n")
 
 

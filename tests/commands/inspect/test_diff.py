@@ -13,7 +13,7 @@ from dsv4cli.errors import Dsv4Error, ModelNotFound, UsageError
 from dsv4cli.output import Colours, Output
 from tests.support import damage, foreign
 from tests.support.program import Program
-from tests.support.variants import Arrays, dress, recoded
+from tests.support.variants import Arrays, recoded, write_variant
 
 FLASH = str(damage.GOLDEN / "tiny-flash")
 SHARD = f"{FLASH}/{damage.SHARD}"
@@ -49,7 +49,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
     shorter = damage.copy_checkpoint(root)
     damage.drafter_lost(shorter)
     damage.edit_config(shorter, compress_ratios=[0, 0, 4, 128, 4], num_nextn_predict_layers=0, rope_theta=20000)
-    found = {"bf16": dress(root / "bf16", BF16), "spoiled": dress(root / "spoiled", BF16, encode=spoil)}
+    found = {"bf16": write_variant(root / "bf16", BF16), "spoiled": write_variant(root / "spoiled", BF16, encode=spoil)}
     return {name: str(folder) for name, folder in {**found, "shorter": shorter}.items()}
 
 
@@ -115,7 +115,7 @@ def test_zeros_of_the_other_sign_are_no_difference(diff, tmp_path):
         weight = recoded(name, old, raw, new)["weight"]
         return {"weight": np.where(weight == 0x8000, 0, weight).astype(np.uint16) if old == "fp4" else weight}
 
-    same, out, _ = diff(FLASH, str(dress(tmp_path, BF16, encode=unsigned)))
+    same, out, _ = diff(FLASH, str(write_variant(tmp_path, BF16, encode=unsigned)))
     assert same
     assert "have the same values, but for the sign of zeros\n" in out
     assert "Readers of FP4 disagree on code 8" in out
@@ -205,7 +205,7 @@ def dsv4(monkeypatch, capsys):
 
 
 def test_whether_the_model_would_load_is_not_the_question(dsv4, tmp_path):
-    folder = str(dress(tmp_path / "nvfp4", Formats(experts="nvfp4")))
+    folder = str(write_variant(tmp_path / "nvfp4", Formats(experts="nvfp4")))
     assert dsv4("inspect", folder).code == 3
     done = dsv4("inspect", folder, "--diff", FLASH)
     assert (done.code, done.out.splitlines()[0]) == (0, f"A  {folder}  nvfp4")

@@ -19,14 +19,14 @@ from dsv4cli.engine.config.storage import Formats, contradictions
 from dsv4cli.engine.inspection import report
 from dsv4cli.errors import Dsv4Error
 from tests.support import damage
-from tests.support.foreign import RELATIVES
+from tests.support.foreign import FOREIGN
 from tests.support.program import IMPORTS_NOTHING_HEAVY
 from tests.support.synthetic import write_holes
-from tests.support.variants import dress
+from tests.support.variants import write_variant
 
 ROOT = Path(__file__).resolve().parents[3]
 FLASH = str(damage.GOLDEN / "tiny-flash")
-HARMS = damage.DAMAGES | RELATIVES
+HARMS = damage.DAMAGES | FOREIGN
 
 
 def dsv4(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +135,7 @@ def test_what_would_not_load_is_told_with_exit_code_3(tmp_path, harm):
     document = inside("inspect", str(folder), "--json")
     assert (document.exit_code, document.stderr) == (3, "")
     problem = json.loads(document.stdout)["problem"]
-    assert problem["kind"] == ("unsupported" if harm in RELATIVES else "damaged")
+    assert problem["kind"] == ("unsupported" if harm in FOREIGN else "damaged")
     assert all(words in problem["message"] for words in HARMS[harm])
     assert problem["remedy"]
 
@@ -165,7 +165,7 @@ def commands_in(text: str) -> list[list[str]]:
 @pytest.mark.parametrize(("formats", "consumer"), [(Formats("fp8", "nvfp4"), "vllm"), (None, "transformers")], ids=str)
 def test_a_layout_that_others_run_is_complete_and_its_commands_can_be_pasted(tmp_path, formats, consumer):
     naming = None if formats else TransformersNaming(identify(damage.GOLDEN / "tiny-flash").config)
-    folder = dress(tmp_path / "it's mine", formats or Formats("bf16", "bf16"), naming)
+    folder = write_variant(tmp_path / "it's mine", formats or Formats("bf16", "bf16"), naming)
     done = inside("inspect", str(folder))
     assert done.exit_code == 3
     assert done.stdout.startswith(f"{folder} is complete, and dsv4 does not run its layout\n")
@@ -228,7 +228,7 @@ def test_a_name_with_control_characters_does_not_reach_the_terminal(tmp_path):
     path = folder / damage.SHARD
     damage.write_shard(path, damage.read_shard(path) | {"a\x1b[31m[bold]b": damage.Stored("U8", [1], b"x")})
     stdout = inside("inspect", str(folder)).stdout
-    assert r"a\x1b[31m[bold]b is no tensor of this model" in stdout
+    assert r"a\x1b[31m[bold]b is not a tensor of this model" in stdout
 
 
 def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_path):
@@ -253,7 +253,7 @@ def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_p
         (["inspekt", FLASH], 2, "inspect"),
         (["inspect", "random:huge"], 2, "error: random:huge: there is no preset 'huge'\n→ "),
         (["inspect", "./nothing", "--json"], 1, "error: there is no folder ./nothing\n→ "),
-        (["inspect", "nothing"], 2, "error: 'nothing' is no folder and no model name\n→ "),
+        (["inspect", "nothing"], 2, "error: 'nothing' is neither a folder nor a known model\n→ "),
     ],
 )
 def test_a_wrong_call_is_told_on_stderr(arguments, code, words):

@@ -13,13 +13,13 @@ from huggingface_hub.utils import close_session
 
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.hub import headers, patience
+from dsv4cli.engine.hub import headers, retry
 from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
 from dsv4cli.errors import CheckpointError, HubError, ModelNotFound, UnsupportedCheckpoint
 from tests.support import damage, foreign
 from tests.support.hub_server import HubServer, point_at
 from tests.support.program import Program
-from tests.support.variants import dress
+from tests.support.variants import write_variant
 
 NAME = "deepseek-ai/DeepSeek-V4-Flash"
 SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
@@ -38,8 +38,8 @@ def hub(tmp_path, monkeypatch):
     """The server, in front of an empty cache; failures cost milliseconds, and temporary folders lie in tmp_path."""
     server = HubServer()
     point_at(server, tmp_path / "home", monkeypatch)
-    hasty = functools.partial(patience.Patience, first_wait=0.002, longest_wait=0.01, stall=0.4)
-    monkeypatch.setattr(patience, "Patience", hasty)
+    hasty = functools.partial(retry.RetryPolicy, first_wait=0.002, longest_wait=0.01, stall=0.4)
+    monkeypatch.setattr(retry, "RetryPolicy", hasty)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield server
     close_session()
@@ -96,20 +96,20 @@ def test_a_revision_is_asked_for_by_name(hub):
         resolve_inspectable(f"{NAME}@v3").identity  # noqa: B018 - the question raises
 
 
-@pytest.mark.parametrize("relative", [foreign.is_v41, foreign.is_nvfp4, foreign.is_cut_for_gpus])
-def test_a_relative_is_refused_by_name(hub, tmp_path, relative):
+@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.is_nvfp4, foreign.is_cut_for_gpus])
+def test_a_foreign_model_is_refused_by_name(hub, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
-    relative(folder)
+    harm(folder)
     hub.add(NAME, files_of(folder))
     with pytest.raises(UnsupportedCheckpoint) as caught:
         resolve_inspectable(NAME).identity  # noqa: B018 - the question raises
-    assert foreign.RELATIVES[relative][0] in caught.value.message
+    assert foreign.FOREIGN[harm][0] in caught.value.message
     assert caught.value.message.startswith(f"{NAME} is ")
     assert str(tmp_path) not in caught.value.message + caught.value.remedy
 
 
 def test_an_export_that_convert_reads_is_recognised(hub, tmp_path):
-    hub.add(NAME, files_of(dress(tmp_path / "bf16", Formats("bf16", "bf16"))))
+    hub.add(NAME, files_of(write_variant(tmp_path / "bf16", Formats("bf16", "bf16"))))
     assert resolve_inspectable(NAME).recognised.layout == "bf16"
 
 
@@ -122,7 +122,7 @@ def test_an_export_that_convert_reads_is_recognised(hub, tmp_path):
         (damage.header_length_absurd, (damage.SHARD, "header")),
         (damage.header_not_json, (damage.SHARD, "not JSON")),
         (damage.folder_empty, ("no safetensors file",)),
-        (damage.index_not_json, (f"{NAME}/{damage.INDEX} is no safetensors index",)),
+        (damage.index_not_json, (f"{NAME}/{damage.INDEX} is not a safetensors index",)),
         (damage.index_leaves_the_folder, (f"{NAME}/{damage.INDEX} names",)),
         (damage.config_missing, (NAME, "no config.json")),
     ],

@@ -47,7 +47,7 @@ def test_a_tensor_in_the_terminal():
         "weight  F8_E4M3 [128, 256]",
         f"        {damage.SHARD}, bytes 1,513,768 to 1,546,536",
     ]
-    assert "values  32,768, of them 0 zero" in lines
+    assert "values  32,768, 0 of them zero" in lines
     assert "first   0.0234375 0.0117188 0.015625 -0.03125 -0.140625 -0.0273438 0.0390625" in lines
     assert lines[-1] == "  2^-10  ████████████████████████████████████████  2"
     assert max(map(len, lines)) <= 80
@@ -100,7 +100,7 @@ def test_the_ids_of_a_table_have_a_bar_each():
 def test_a_tensor_of_every_layout(tmp_path):
     identity = recognise(damage.GOLDEN / "tiny-flash")
     plain = section("tensor", FLASH, "--tensor", EXPERT)["values"]
-    bf16 = str(variants.dress(tmp_path / "hf", Formats("bf16", "bf16"), TransformersNaming(identity.config)))
+    bf16 = str(variants.write_variant(tmp_path / "hf", Formats("bf16", "bf16"), TransformersNaming(identity.config)))
     stacked = section("tensor", bf16, "--tensor", EXPERT)
     assert stacked["values"]["first"] == plain["first"]
     assert stacked["values"]["statistics"] == pytest.approx(plain["statistics"], rel=1e-6)
@@ -109,7 +109,7 @@ def test_a_tensor_of_every_layout(tmp_path):
     content = Path(part["file"]).read_bytes()[part["begin"] : part["end"]]
     with StoredModel(recognise(tmp_path / "hf")) as model:
         assert content == model.read(model.specs[f"{EXPERT}.weight"]).tobytes()
-    mp = str(variants.dress(tmp_path / "mp", Formats(wo_a="bf16"), MpNaming(2, 6)))
+    mp = str(variants.write_variant(tmp_path / "mp", Formats(wo_a="bf16"), MpNaming(2, 6)))
     cut = section("tensor", mp, "--tensor", "model1-mp2/layers.1.attn.wq_b.weight")
     assert cut["name"] == "layers.1.attn.wq_b.weight"
     assert {part["note"] for part in cut["parts"]} == {f"part {n} of 2 along dimension 0" for n in (1, 2)}
@@ -118,7 +118,7 @@ def test_a_tensor_of_every_layout(tmp_path):
 
 def test_a_stored_name(tmp_path):
     config = recognise(damage.GOLDEN / "tiny-flash").config
-    folder = str(variants.dress(tmp_path, Formats("bf16", "bf16"), TransformersNaming(config)))
+    folder = str(variants.write_variant(tmp_path, Formats("bf16", "bf16"), TransformersNaming(config)))
     found = section("tensor", folder, "--tensor", "model.layers.3.self_attn.q_a_proj.weight")
     assert (found["name"], found["shape"]) == (WEIGHT, [128, 256])
     stacked = section("tensor", folder, "--tensor", "model.layers.0.mlp.experts.down_proj")
@@ -133,7 +133,7 @@ def test_a_tensor_that_the_model_does_not_have(tmp_path):
     damage.tensor_extra(folder)
     done = inside(str(folder), "--tensor", "layers.3.attn.bias")
     assert done.exit_code == 3
-    assert "layers.3.attn.bias is no tensor of this model" in done.stdout
+    assert "layers.3.attn.bias is not a tensor of this model" in done.stdout
     assert "the model has no such tensor" in done.stdout
     missing = damage.copy_checkpoint(tmp_path / "other")
     damage.drop_tensor(missing, SCALE)
@@ -149,7 +149,7 @@ def test_a_file_without_a_configuration_has_headers(tmp_path):
     with pytest.raises(UsageError, match="has no tensor 'wq'"):
         raise inside(str(path), "--tensor", "wq").exception
     for option in (("--layer", "3"), ("--tree",), ("--values", "full")):
-        with pytest.raises(UsageError, match="nothing says of which model"):
+        with pytest.raises(UsageError, match="no file says which model"):
             raise inside(str(path), *option).exception
 
 

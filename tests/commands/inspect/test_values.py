@@ -112,16 +112,16 @@ def test_values_of_a_damaged_checkpoint_are_read_as_far_as_they_are_there(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "dress",
+    "write_variant",
     [
-        lambda target: variants.dress(target, BF16, TransformersNaming(recognise(variants.GOLDEN).config)),
-        lambda target: variants.dress(target, Formats(wo_a="bf16"), MpNaming(2, 6)),
-        lambda target: variants.dress(target, Formats("fp8", "nvfp4")),
+        lambda target: variants.write_variant(target, BF16, TransformersNaming(recognise(variants.GOLDEN).config)),
+        lambda target: variants.write_variant(target, Formats(wo_a="bf16"), MpNaming(2, 6)),
+        lambda target: variants.write_variant(target, Formats("fp8", "nvfp4")),
     ],
     ids=["transformers", "mp2", "nvfp4"],
 )
-def test_other_layouts_are_read_too(tmp_path, dress):
-    done = inside(str(dress(tmp_path)), "--values", "full", "--json")
+def test_other_layouts_are_read_too(tmp_path, write_variant):
+    done = inside(str(write_variant(tmp_path)), "--values", "full", "--json")
     assert done.exit_code == 3  # the engine does not run it
     document = json.loads(done.stdout)
     assert document["problem"]["kind"] == "unsupported"

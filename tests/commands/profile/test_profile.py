@@ -196,7 +196,7 @@ def test_two_passes_of_a_baseline_count_as_well():
 def test_a_part_of_a_step_has_the_range_of_the_whole():
     lines = [{**times(10, 8, 13), "tokens": 1}, {"name": "b", "seconds": {"median": 4}}]
     document = {"machine": {}, "results": lines}
-    assert compare.compare(document, document).changes[1].now == compare.Times(4, 3.2, 5.2)
+    assert compare.compare(document, document).changes[1].now == compare.MeasuredTimes(4, 3.2, 5.2)
 
 
 def test_what_says_little_and_what_cannot_be_is_said(dsv4, monkeypatch):
@@ -219,7 +219,7 @@ def test_more_than_the_most_is_said(dsv4, monkeypatch):
     monkeypatch.setattr(ceilings, "measure_ceilings", lambda device: ceilings.Ceilings(1.0, 1.0, {"fp32": 1.0}))
     done = dsv4("profile", "kernels", "--only", "rms_norm", "--tokens", "1", "--model", "tiny")
     assert done.code == 0
-    assert "over 105% of what was measured as the most: rms_norm x1;" in " ".join(done.err.split())
+    assert "over 105% of the measured maximum: rms_norm x1;" in " ".join(done.err.split())
 
 
 def test_what_only_one_of_two_documents_has(dsv4):

@@ -86,7 +86,7 @@ def test_the_same_command_goes_on(dsv4, prompts, out, monkeypatch, seed, error, 
         stopping_after(patch, 3, error)
         stopped = dsv4(*command)
     assert stopped.code == code
-    assert f"3 of 8 answers are in {out}; the same command goes on" in stopped.err
+    assert f"3 of 8 answers are in {out}; the same command continues" in stopped.err
     first = lines(out.read_text())
     assert first[0]["index"] == 3  # of two tokens
     out.write_text(out.read_text() + '{"index": 0, "cont')  # a kill cut it off
@@ -160,7 +160,7 @@ def test_bad_lines_are_named_at_once(dsv4, tmp_path):
         "  line 2: not JSON: Expecting property name enclosed in double quotes (column 2)",
         "  line 3: the prompt has 103 tokens: the context has room for 49 and an answer",
         "  line 6: not a JSON object",
-        "→ mend them, or leave them out with --skip-bad",
+        "→ correct them, or leave them out with --skip-bad",
     ]
     done = dsv4(*command, "--skip-bad")
     assert [(one["index"], one["seed"]) for one in lines(done.out)] == [(0, 1), (3, 4)]
@@ -206,7 +206,7 @@ def test_a_file_does_not_speak_as_the_user(dsv4, tmp_path):
     (tmp_path / "f").write_text(f"a{USER}b", encoding="utf-8")
     given = ("run", "ask", "-f", str(tmp_path / "f"), "--show-prompt")
     done, official = dsv4(*given), dsv4(*given, "--special-tokens")
-    warning = f"warning: {USER} in a message is text, no special token; --special-tokens reads it as one\n"
+    warning = f"warning: {USER} in a message is text, not a special token; --special-tokens reads it as one\n"
     assert (done.err, official.err) == (warning, "")
     text, ids = done.out.splitlines()[-2:], official.out.splitlines()[-1].split()
     assert text[0].endswith(f"a{USER}b<｜Assistant｜></think>")

@@ -10,11 +10,11 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import logprobs
 from dsv4cli.engine.weights import load
 from tests.support import damage
-from tests.support.foreign import RELATIVES
+from tests.support.foreign import FOREIGN
 from tests.support.program import SMALL, Program, save_tokenizer
 
 FLASH = str(damage.GOLDEN / "tiny-flash")
-HARMS = damage.DAMAGES | {damage.scale_is_nan: (damage.SCALE, "scale byte 255")} | RELATIVES
+HARMS = damage.DAMAGES | {damage.scale_is_nan: (damage.SCALE, "scale byte 255")} | FOREIGN
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_checkpoint_that_is_damaged_or_another_models(dsv4, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     save_tokenizer(folder)
     harm(folder)
-    code = 4 if harm in RELATIVES else 1
+    code = 4 if harm in FOREIGN else 1
     refused(dsv4("run", "hi", "--model", str(folder), "--max-tokens", "1", "--json"), code, *HARMS[harm])
     scores = tmp_path / "scores.jsonl"
     scores.write_text('{"ids": [1, 2]}')
@@ -74,7 +74,7 @@ def test_logits_that_are_not_finite(dsv4, tmp_path):
 
 
 def test_gpu_memory_that_is_no_size_or_too_small(dsv4):
-    refused(dsv4("run", "hi", "--gpu-memory", "120"), 2, "--gpu-memory '120' is no size")
+    refused(dsv4("run", "hi", "--gpu-memory", "120"), 2, "--gpu-memory '120' is not a size")
     done = dsv4("run", "hi", "--gpu-memory", "5MB")
     refused(done, 5, "0.005 GB of GPU memory are too few")
     assert "--gpu-memory 9MB" in done.err.splitlines()[-1]
@@ -118,13 +118,13 @@ def test_a_step_that_does_not_fit(dsv4, monkeypatch, tmp_path):
         (["--score", "s", "--show-prompt"], 2, ["--score and --show-prompt cannot be combined"]),
         (["hi", "--prompts", "p", "--out", "o"], 2, ["a prompt and --prompts cannot be combined"]),
         (["--messages", "m", "-f", "f"], 2, ["--file and --messages cannot be combined"]),
-        (["hi", "--out", "o"], 2, ["--out is about many prompts"]),
-        (["hi", "--skip-bad"], 2, ["--skip-bad is about many prompts"]),
+        (["hi", "--out", "o"], 2, ["--out works with --prompts only"]),
+        (["hi", "--skip-bad"], 2, ["--skip-bad works with --prompts only"]),
         (["hi", "-n", "0"], 2, ["--samples cannot be 0"]),
         (["--score", "s", "-n", "2"], 2, ["--samples and --score cannot be combined"]),
         (["hi", "-n", "2", "--show-prompt"], 2, ["--samples and --show-prompt cannot be combined"]),
         (["hi", "-f", FLASH], 2, ["tiny-flash cannot be read: Is a directory"]),
-        (["hi", "--logprobs", "2"], 2, ["--logprobs shows in JSON output only"]),
+        (["hi", "--logprobs", "2"], 2, ["--logprobs needs JSON output"]),
         (["hi", "--temperature", "-1"], 2, ["--temperature cannot be -1.0"]),
         (["hi", "--temperature", "nan"], 2, ["--temperature cannot be nan"]),
         (["hi", "--temperature", "inf"], 2, ["--temperature cannot be inf"]),
@@ -137,7 +137,7 @@ def test_a_step_that_does_not_fit(dsv4, monkeypatch, tmp_path):
         (["hi", "--max-context", "6"], 2, ["the prompt has 6 tokens", "room for 5 and an answer"]),
         (["a\udcffb"], 2, ["not valid Unicode", "U+DCFF"]),
         (["hi", "--model", "./nothing"], 1, ["there is no folder ./nothing"]),
-        (["hi", "--model", __file__], 2, ["is a file, a model is a folder"]),
+        (["hi", "--model", __file__], 2, ["is a file; a model is a folder"]),
         (["--messages", "nothing.json"], 2, ["nothing.json cannot be read: No such file"]),
         (["--prompts", FLASH], 2, ["tiny-flash cannot be read: Is a directory"]),
         (["--score", FLASH], 2, ["tiny-flash cannot be read: Is a directory"]),
@@ -195,13 +195,13 @@ def test_a_conversation_that_is_none(dsv4, tmp_path, value, words):
         ("--prompts", '"hi"', ["not a JSON object"]),
         ("--prompts", "{}", ["none of the keys prompt, messages"]),
         ("--prompts", '{"prompt": ""}', ['"prompt" is empty']),
-        ("--prompts", '{"prompt": ["hi"]}', ['"prompt" is no text']),
+        ("--prompts", '{"prompt": ["hi"]}', ['"prompt" is not a text']),
         ("--prompts", '{"prompt": "hi", "idx": 1}', ["unknown key 'idx'"]),
         ("--prompts", '{"prompt": "hi", "messages": []}', ["unknown key 'prompt'"]),
         ("--score", '{"ids": []}', ['"ids"', "empty"]),
-        ("--score", '{"ids": [1, true]}', ['"ids" is no list of whole numbers']),
+        ("--score", '{"ids": [1, true]}', ['"ids" is not a list of whole numbers']),
         ("--score", '{"ids": [1], "text": "x"}', ["more than one of the keys ids, text, messages"]),
-        ("--score", '{"text": 1}', ['"text" is no text']),
+        ("--score", '{"text": 1}', ['"text" is not a text']),
         ("--score", '{"ids": [1' + "0" * 5000 + "]}", ["a number too long"]),
     ],
 )

@@ -56,17 +56,17 @@ def test_the_same_answer_in_little_memory(dsv4):
     assert few.out == enough.out == "17 + 25 = 42.\n"
     loaded, division, _, traffic, _ = few.err.splitlines()
     assert loaded.startswith("nano on cpu: ")
-    lie = r"of each layer's 8 experts \d lie on the GPU at a time; \d stay in host memory, \d\.\d\d MB in all"
+    lie = r"of each layer's 8 experts \d are on the GPU at a time; \d stay in host memory, \d\.\d\d MB in all"
     assert re.fullmatch(lie, division)
-    words = r"[1-9]\d\.\d % of the experts lay on the GPU; \d+\.\d\d kB a token came from host memory"
+    words = r"[1-9]\d\.\d % of the experts were on the GPU; \d+\.\d\d kB a token came from host memory"
     assert re.fullmatch(words, traffic)
     assert "host memory" not in enough.err
 
 
-def test_what_came_from_host_memory_is_told_below_the_answer(dsv4, monkeypatch):
-    monkeypatch.setattr(modes, "tell_traffic", lambda out, experts: out.line("told"))
+def test_what_came_from_host_memory_is_reported_below_the_answer(dsv4, monkeypatch):
+    monkeypatch.setattr(modes, "report_traffic", lambda out, experts: out.line("reported"))
     dsv4.model_says("two")
-    assert dsv4("run", "hi", *SHORT[:4], "--max-tokens", "9").out == "two\ntold\n"
+    assert dsv4("run", "hi", *SHORT[:4], "--max-tokens", "9").out == "two\nreported\n"
 
 
 def test_one_document_and_a_silent_stderr(dsv4):
@@ -104,14 +104,14 @@ def test_tool_calls(dsv4):
     assert document["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(("ends", "told"), [(True, "warning: "), (False, "→ the answer was cut off")])
-def test_calls_that_cannot_be_read_are_shown_as_text(dsv4, ends, told):
+@pytest.mark.parametrize(("ends", "reported"), [(True, "warning: "), (False, "→ the answer was cut off")])
+def test_calls_that_cannot_be_read_are_shown_as_text(dsv4, ends, reported):
     text = f"I look.{CALLS_OPEN}>\nnonsense"
     dsv4.model_says(text, ends=ends)
     limit = "999" if ends else str(len(text.replace("｜DSML｜", "D")))
     done = dsv4("run", "hi", "--model", SMALL, "--max-tokens", limit)
     assert (done.code, done.out) == (0, text + "\n")
-    assert told in done.err
+    assert reported in done.err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dsv4cli.engine.config.presets import PRESETS, shortened
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests.support import damage, foreign
-from tests.support.foreign import RELATIVES
+from tests.support.foreign import FOREIGN
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_an_unknown_format_is_refused(tmp_path, dtype):
         identify(folder)
 
 
-@pytest.mark.parametrize("relative", RELATIVES, ids=lambda relative: relative.__name__)
-def test_a_relative_is_refused_by_name(tmp_path, relative):
+@pytest.mark.parametrize("harm", FOREIGN, ids=lambda harm: harm.__name__)
+def test_a_foreign_model_is_refused_by_name(tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
-    relative(folder)
+    harm(folder)
     with pytest.raises(UnsupportedCheckpoint) as caught:
         identify(folder)
-    assert all(words in caught.value.message for words in RELATIVES[relative])
+    assert all(words in caught.value.message for words in FOREIGN[harm])
     assert caught.value.message.startswith(f"{folder} is ")
     assert caught.value.remedy
 

@@ -44,17 +44,17 @@ def test_the_stacked_tensors_are_the_parameters_of_transformers():
 
 def test_each_value_of_a_stacked_tensor_has_one_owner():
     specs = [spec for spec in expected_tensors(MODEL, BF16).values() if spec.expert is not None]
-    places = {}
+    locations = {}
     for spec in specs:
-        (place,) = TransformersNaming(MODEL).places(spec)
-        places.setdefault(place.name, []).append((place.begin, spec.count, spec.name, place.shape))
-    for name, parts in places.items():
+        (location,) = TransformersNaming(MODEL).locations(spec)
+        locations.setdefault(location.name, []).append((location.begin, spec.count, spec.name, location.shape))
+    for name, parts in locations.items():
         at = 0
         for begin, count, _, _ in sorted(parts):
             assert (begin, name) == (at, name)
             at += count
         assert at == torch.Size(parts[0][3]).numel()
-    first = next(parts for name, parts in places.items() if name == "model.layers.0.mlp.experts.gate_up_proj")
+    first = next(parts for name, parts in locations.items() if name == "model.layers.0.mlp.experts.gate_up_proj")
     order = [part[2].split(".experts.")[1] for part in sorted(first)]
     assert order[:4] == ["0.w1.weight", "0.w3.weight", "1.w1.weight", "1.w3.weight"]
 
@@ -74,8 +74,8 @@ def test_names_of_transformers(official, name):
     assert transformers_name(official) == name
 
 
-def places(name: str, ranks: int, model=MODEL):
-    return MpNaming(ranks, model.n_routed_experts).places(expected_tensors(model, Formats(wo_a="bf16"))[name])
+def locations(name: str, ranks: int, model=MODEL):
+    return MpNaming(ranks, model.n_routed_experts).locations(expected_tensors(model, Formats(wo_a="bf16"))[name])
 
 
 @pytest.mark.parametrize(
@@ -99,19 +99,19 @@ def places(name: str, ranks: int, model=MODEL):
     ],
 )
 def test_the_cuts_of_the_official_converter(name, dtype, shape, dim):
-    found = places(name, 4)
-    assert [place.name for place in found] == [f"model{rank}-mp4/{name}" for rank in range(4)]
-    assert {(place.dtype, place.shape) for place in found} == {(dtype, shape)}
-    assert [place.cut and (place.cut.dim, place.cut.part) for place in found] == [
+    found = locations(name, 4)
+    assert [location.name for location in found] == [f"model{rank}-mp4/{name}" for rank in range(4)]
+    assert {(location.dtype, location.shape) for location in found} == {(dtype, shape)}
+    assert [location.cut and (location.cut.dim, location.cut.part) for location in found] == [
         None if dim is None else (dim, rank) for rank in range(4)
     ]
 
 
 def test_a_rank_holds_a_range_of_whole_experts():
-    ranks = [places(f"layers.0.ffn.experts.{expert}.w2.weight", 4) for expert in range(8)]
+    ranks = [locations(f"layers.0.ffn.experts.{expert}.w2.weight", 4) for expert in range(8)]
     assert [found[0].name.split("/")[0] for found in ranks] == [f"model{expert // 2}-mp4" for expert in range(8)]
     # the header counts e2m1 codes, not bytes
-    assert {(place.dtype, place.shape) for found in ranks for place in found} == {("F4", (4096, 2048))}
+    assert {(location.dtype, location.shape) for found in ranks for location in found} == {("F4", (4096, 2048))}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_rank_holds_a_range_of_whole_experts():
 )
 def test_a_number_of_ranks_that_does_not_divide_is_refused(name, ranks):
     with pytest.raises(UsageError, match="cannot be cut"):
-        places(name, ranks)
+        locations(name, ranks)
 
 
 def test_official_names_are_the_table():

@@ -126,4 +126,4 @@ def test_random_weights_can_be_cut_down():
 def test_a_wrong_part_is_named_with_what_is_allowed(text, words):
     with pytest.raises(UsageError, match=words) as caught:
         resolve_model(text)
-    assert "random:PRESET[,layers=N]" in caught.value.remedy or " is from " in caught.value.remedy
+    assert "random:PRESET[,layers=N]" in caught.value.remedy or " from " in caught.value.remedy

@@ -30,15 +30,15 @@ def lay_out(folder: Path, naming: Naming, specs: Collection[TensorSpec], tensors
     """Writes tensors, raw arrays by official name, where a naming puts them; the slow and plain way."""
     stored = {}
     for key, spec in stored_table(naming, specs).items():
-        sample = next(tensors[s.name] for s in specs for place in naming.places(s) if place.name == key)
+        sample = next(tensors[s.name] for s in specs for location in naming.locations(s) if location.name == key)
         shape = (*spec.shape[:-1], spec.shape[-1] // 2) if spec.dtype == "F4" else spec.shape
         stored[key] = (spec, np.zeros(shape, sample.dtype))
     for spec in specs:
-        for place in naming.places(spec):
+        for location in naming.locations(spec):
             part = tensors[spec.name]
-            if place.cut:
-                part = np.take(part, range(part.shape[place.cut.dim])[place.cut.of(part.shape)], place.cut.dim)
-            stored[place.name][1].reshape(-1)[place.begin : place.begin + part.size] = part.reshape(-1)
+            if location.cut:
+                part = np.take(part, range(part.shape[location.cut.dim])[location.cut.of(part.shape)], location.cut.dim)
+            stored[location.name][1].reshape(-1)[location.begin : location.begin + part.size] = part.reshape(-1)
     files: dict[str, dict[str, damage.Stored]] = {}
     for key, (spec, array) in stored.items():
         file, _, name = key.rpartition("/")

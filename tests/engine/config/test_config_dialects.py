@@ -129,7 +129,7 @@ def test_places_of_one_dialect_that_contradict_each_other_are_both_named():
     [
         ({"layer_types": ["full_attention"] * 5}, "layer_types holds 'full_attention'"),
         ({"compress_rates": SAID["compress_rates"] | {"compressed_sparse_attention": 8}}, "compress_rates"),
-        ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe", "moe"]}, "'hash_moe' behind 'moe'"),
+        ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe", "moe"]}, "'hash_moe' after 'moe'"),
         ({"mlp_layer_types": ["mlp"] * 5}, "mlp_layer_types holds 'mlp'"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         (rope("main", rope_type="yarn"), r"rope_parameters\.main\.rope_type is 'yarn'"),
@@ -219,7 +219,7 @@ def test_every_storage_format_is_read(storage):
         ({"quantization_config": NVFP4 | {"moe_quant_algo": "W4A8_AWQ"}}, "moe_quant_algo is 'W4A8_AWQ'"),
         ({"quantization_config": NVFP4 | {"group_size": 32}}, "group_size is 32"),
         ({"quantization_config": [16]}, "quantization_config is"),
-        ({"expert_dtype": "int4"}, "expert_dtype is 'int4', known are fp4, fp8, bf16, f32"),
+        ({"expert_dtype": "int4"}, "expert_dtype is 'int4', known values are fp4, fp8, bf16, f32"),
         ({"quantization_config": FP8 | {"expert_dtype": ["fp4"]}}, r"quantization_config\.expert_dtype is \['fp4'\]"),
         (
             {"quantization_config": FP8 | {"expert_dtype": "fp8"}, "expert_dtype": "fp4"},

@@ -9,7 +9,7 @@ from dsv4cli.engine.config.model_config import parse_any_config, parse_config, r
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
-from dsv4cli.engine.conversion.selection import Selection, select
+from dsv4cli.engine.conversion.selection import LayerSelection, select
 from dsv4cli.engine.conversion.target import FORMATS
 from tests.support.damage import GOLDEN
 from tests.support.metadata import CONFIG, PARTIAL, ROOT, TINY, saved, with_inference
@@ -43,7 +43,12 @@ def test_every_file_is_read_back_to_the_same_model(tmp_path, name, target):
     source = GOLDEN / name if name.startswith("tiny") else with_inference(tmp_path / "source")
     whole = read_config(source) if name.startswith("tiny") else parse_config(PRESETS[name], name)
     last = whole.num_hidden_layers
-    cuts = [Selection(), Selection(drafter=False), Selection(range(3), False), Selection(range(last - 3, last))]
+    cuts = [
+        LayerSelection(),
+        LayerSelection(drafter=False),
+        LayerSelection(range(3), False),
+        LayerSelection(range(last - 3, last)),
+    ]
     for number, selection in enumerate(cuts):
         config, _ = select(whole, selection)
         for formats in (FORMATS[target], *PARTIAL):

@@ -6,7 +6,7 @@ from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS, TINY
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.conversion.selection import Selection, parse_layers, select
+from dsv4cli.engine.conversion.selection import LayerSelection, parse_layers, select
 from dsv4cli.errors import UsageError
 
 CONFIG = parse_config(TINY, "tiny")
@@ -45,7 +45,7 @@ def test_another_form_is_an_error_of_usage(text):
     ],
 )
 def test_a_cut_is_a_model(layers, drafter, ratios, hashed):
-    cut, _ = select(CONFIG, Selection(layers, drafter))
+    cut, _ = select(CONFIG, LayerSelection(layers, drafter))
     assert cut.compress_ratios == ratios
     assert cut.num_hash_layers == hashed
     assert cut.num_hidden_layers == len(layers or range(5))
@@ -54,7 +54,7 @@ def test_a_cut_is_a_model(layers, drafter, ratios, hashed):
 
 @pytest.mark.parametrize(("start", "hashed"), [(0, 3), (1, 2), (2, 1), (3, 0), (40, 0)])
 def test_hash_layers_of_a_cut(start, hashed):
-    cut, _ = select(parse_config(PRESETS["pro"], "pro"), Selection(range(start, 43)))
+    cut, _ = select(parse_config(PRESETS["pro"], "pro"), LayerSelection(range(start, 43)))
     assert [cut.is_hash_layer(layer) for layer in range(3)] == [layer < hashed for layer in range(3)]
 
 
@@ -62,7 +62,7 @@ def test_hash_layers_of_a_cut(start, hashed):
 @pytest.mark.parametrize("drafter", [True, False])
 def test_every_tensor_of_a_cut_is_one_of_the_whole_model(layers, drafter):
     whole = expected_tensors(CONFIG, Formats())
-    cut, rename = select(CONFIG, Selection(layers, drafter))
+    cut, rename = select(CONFIG, LayerSelection(layers, drafter))
     tensors = expected_tensors(cut, Formats())
     names = {name: rename(name) for name in tensors}
     assert len({*names.values()}) == len(names)
@@ -74,7 +74,7 @@ def test_every_tensor_of_a_cut_is_one_of_the_whole_model(layers, drafter):
 
 
 def test_only_main_layers_are_renumbered():
-    _, rename = select(CONFIG, Selection(range(2, 5)))
+    _, rename = select(CONFIG, LayerSelection(range(2, 5)))
     names = ("layers.0.attn.wq_a.weight", "layers.1.ffn.experts.0.w1.scale", "mtp.0.attn.wq_a.weight", "head.weight")
     assert [rename(name) for name in names] == [
         "layers.2.attn.wq_a.weight",
@@ -86,14 +86,14 @@ def test_only_main_layers_are_renumbered():
 
 def test_layers_that_the_model_does_not_have():
     with pytest.raises(UsageError, match=r"--layers 0-5: the model has 5 layers") as caught:
-        select(CONFIG, Selection(range(6)))
+        select(CONFIG, LayerSelection(range(6)))
     assert caught.value.remedy == "choose from 0-4"
     with pytest.raises(UsageError, match=r"--layers 7: the model has 5 layers"):
-        select(CONFIG, Selection(range(7, 8)))
+        select(CONFIG, LayerSelection(range(7, 8)))
 
 
 def test_dspark_reads_the_layers_that_it_always_read():
-    cut, _ = select(DSPARK, Selection(range(38, 43)))
+    cut, _ = select(DSPARK, LayerSelection(range(38, 43)))
     assert cut.dspark is not None
     assert cut.dspark.target_layer_ids == (2, 3, 4)
     assert (cut.drafter, cut.draft_stages) == ("dspark", 3)
@@ -101,8 +101,8 @@ def test_dspark_reads_the_layers_that_it_always_read():
 
 @pytest.mark.parametrize(("layers", "lost"), [(range(4), 40), (range(41, 43), 40), (range(42), 42)])
 def test_a_cut_that_dspark_does_not_survive_is_refused(layers, lost):
-    with pytest.raises(UsageError, match=rf"takes away layer {lost}, whose output the DSpark drafter reads") as caught:
-        select(DSPARK, Selection(layers))
+    with pytest.raises(UsageError, match=rf"removes layer {lost}, whose output the DSpark drafter reads") as caught:
+        select(DSPARK, LayerSelection(layers))
     assert "--no-mtp" in caught.value.remedy
-    cut, _ = select(DSPARK, Selection(layers, drafter=False))
+    cut, _ = select(DSPARK, LayerSelection(layers, drafter=False))
     assert (cut.dspark, cut.draft_stages, cut.num_hidden_layers) == (None, 0, len(layers))

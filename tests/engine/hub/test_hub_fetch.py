@@ -12,13 +12,13 @@ from huggingface_hub.utils import WeakFileLock
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
 from dsv4cli.engine.hub import job
-from dsv4cli.engine.hub.choose import Wish
-from dsv4cli.engine.hub.patience import Patience
+from dsv4cli.engine.hub.retry import RetryPolicy
+from dsv4cli.engine.hub.selection import Selection
 from dsv4cli.engine.hub.xet import PAGE, written
 from tests.support.hub_server import HubServer, point_at
 
 CONTENT = random.Random(0).randbytes(600_000)
-HASTY = Patience(first_wait=0.001, longest_wait=0.004, stall=0.4)
+HASTY = RetryPolicy(first_wait=0.001, longest_wait=0.004, stall=0.4)
 
 
 @pytest.fixture
@@ -78,11 +78,11 @@ def hangs(xet, path, tell):
 def download(folder, **options):
     """The outcome of the one large file, and every report of the progress."""
     reports = []
-    plan = job.plan("org/name", None, Wish(), folder, HASTY)
+    plan = job.plan("org/name", None, Selection(), folder, HASTY)
     outcomes = job.carry_out(plan, 2, HASTY, lambda done, total: reports.append((done, total)))
-    path = plan.place.folder / "weights.bin"
+    path = plan.destination.folder / "weights.bin"
     assert path.read_bytes() == CONTENT
-    left = [each for each in (folder or plan.place.root).rglob("*.incomplete") if each.is_file()]
+    left = [each for each in (folder or plan.destination.root).rglob("*.incomplete") if each.is_file()]
     assert left == []
     assert reports[-1] == (len(CONTENT), len(CONTENT))
     assert all(0 <= done <= total for done, total in reports)
@@ -131,10 +131,10 @@ def test_an_unfinished_file_of_a_dead_process_is_continued(hub, xet, folder, tmp
     """Also where it was written at several places: up to the first hole."""
     stand_in = xet(delivers(CONTENT))
     download(folder)
-    plan = job.plan("org/name", None, Wish(), folder, HASTY)
-    path, part = (plan.place.folder / "weights.bin").resolve(), plan.place.part(plan.wanted[0])
+    plan = job.plan("org/name", None, Selection(), folder, HASTY)
+    path, part = (plan.destination.folder / "weights.bin").resolve(), plan.destination.part(plan.wanted[0])
     path.unlink()
-    (plan.place.folder / "weights.bin").unlink(missing_ok=True)
+    (plan.destination.folder / "weights.bin").unlink(missing_ok=True)
     left = part.with_name(f"{plan.wanted[0].etag}.0123abcd.incomplete")
     other = part.with_name(f"{plan.wanted[0].etag}.4567abcd.incomplete")
     with left.open("wb") as file:
@@ -152,13 +152,13 @@ def test_an_unfinished_file_of_a_dead_process_is_continued(hub, xet, folder, tmp
 
 def test_an_unfinished_file_of_a_living_process_is_left_alone(hub, xet, folder):
     xet(delivers(CONTENT))
-    plan = job.plan("org/name", None, Wish(), folder, HASTY)
-    file, place = plan.wanted[0], plan.place
-    left = place.part(file).with_name(f"{file.etag}.0123abcd.incomplete")
-    for path in (left, place.hub_lock(file)):
+    plan = job.plan("org/name", None, Selection(), folder, HASTY)
+    file, destination = plan.wanted[0], plan.destination
+    left = destination.part(file).with_name(f"{file.etag}.0123abcd.incomplete")
+    for path in (left, destination.hub_lock(file)):
         path.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(CONTENT[:300_000])
-    with WeakFileLock(place.hub_lock(file)):
+    with WeakFileLock(destination.hub_lock(file)):
         done = threading.Thread(target=job.carry_out, args=(plan, 1, HASTY, lambda done, total: None))
         done.start()
         done.join(0.6)
@@ -172,7 +172,7 @@ def test_two_processes_share_the_work(hub, folder):
     """Both want the same file at the same time: it comes once, and both end well."""
     hub.add("org/name", {"weights.bin": CONTENT, "again.bin": CONTENT[:50_000]})
     hub.pace = 0.0005
-    plans = [job.plan("org/name", None, Wish(), folder, HASTY) for _ in range(2)]
+    plans = [job.plan("org/name", None, Selection(), folder, HASTY) for _ in range(2)]
     outcomes = []
     threads = [
         threading.Thread(target=lambda plan=plan: outcomes.append(job.carry_out(plan, 2, HASTY, lambda *_: None)))
@@ -189,30 +189,30 @@ def test_two_processes_share_the_work(hub, folder):
 def test_files_of_the_same_content(hub, folder):
     files = {f"{number}.bin": CONTENT[:50_000] for number in range(3)} | {"a/b/c.txt": b"x", "d.txt": b"x"}
     hub.add("org/name", files)
-    plan = job.plan("org/name", None, Wish(), folder, HASTY)
+    plan = job.plan("org/name", None, Selection(), folder, HASTY)
     job.carry_out(plan, 3, HASTY, lambda done, total: None)
-    assert {name: (plan.place.folder / name).read_bytes() for name in files} == files
+    assert {name: (plan.destination.folder / name).read_bytes() for name in files} == files
 
 
 def test_a_trickle_is_given_up(hub, folder):
     """A connection that stays open and delivers a few bytes a second is cut, and the rest asked for anew."""
     hub.add("org/name", {"weights.bin": CONTENT})
     hub.pace = 0.1  # 4096 bytes each time
-    patience = Patience(first_wait=0.001, stall=0.4, slowest=200_000)
-    plan = job.plan("org/name", None, Wish(), folder, patience)
+    policy = RetryPolicy(first_wait=0.001, stall=0.4, slowest=200_000)
+    plan = job.plan("org/name", None, Selection(), folder, policy)
 
     def faster(request):
         hub.pace = 0 if request.begin else hub.pace
 
     hub.on_request = faster
-    job.carry_out(plan, 1, patience, lambda done, total: None)
+    job.carry_out(plan, 1, policy, lambda done, total: None)
     assert any(request.begin for request in hub.asked("storage"))
-    assert (plan.place.folder / "weights.bin").read_bytes() == CONTENT
+    assert (plan.destination.folder / "weights.bin").read_bytes() == CONTENT
 
 
 def test_without_symbolic_links(hub, tmp_path, monkeypatch):
     """On such a file system huggingface_hub keeps the content in the snapshot; so do we, and not twice."""
-    monkeypatch.setattr("dsv4cli.engine.hub.place.are_symlinks_supported", lambda folder: False)
+    monkeypatch.setattr("dsv4cli.engine.hub.destination.are_symlinks_supported", lambda folder: False)
     hub.add("org/name", {"weights.bin": CONTENT})
     assert download(None) == "fetched"
     assert download(None) == "there"
@@ -226,7 +226,7 @@ def test_the_free_space_is_that_of_the_target(hub, tmp_path, monkeypatch):
     hub.add("org/name", {"weights.bin": CONTENT})
     asked = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=7))
-    plan = job.plan("org/name", None, Wish(), tmp_path / "a" / "b", HASTY)
+    plan = job.plan("org/name", None, Selection(), tmp_path / "a" / "b", HASTY)
     assert (plan.free, plan.fits, asked) == (7, False, [tmp_path])
 
 

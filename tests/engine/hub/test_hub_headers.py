@@ -9,12 +9,12 @@ import pytest
 from dsv4cli.engine.checkpoint.headers import open_checkpoint, scan_checkpoint
 from dsv4cli.engine.hub import headers
 from dsv4cli.engine.hub.headers import remote_headers
-from dsv4cli.engine.hub.patience import Patience
+from dsv4cli.engine.hub.retry import RetryPolicy
 from dsv4cli.errors import CheckpointError, HubError, UsageError
 from tests.support import damage
 from tests.support.hub_server import HubServer, point_at
 
-HASTY = Patience(first_wait=0.001, longest_wait=0.004, stall=0.4)
+HASTY = RetryPolicy(first_wait=0.001, longest_wait=0.004, stall=0.4)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def described(checkpoint):
 def test_the_headers_are_those_of_the_files(hub, folder, monkeypatch, first):
     monkeypatch.setattr(headers, "FIRST", first)
     commit = offer(hub, folder)
-    source = remote_headers("org/name", patience=HASTY)
+    source = remote_headers("org/name", policy=HASTY)
     assert described(source.checkpoint) == described(open_checkpoint(folder))
     assert source.listing.commit == commit
     assert source.checkpoint.files[0] == Path("org/name/model-00001-of-00003.safetensors")
@@ -63,13 +63,13 @@ def test_the_headers_are_those_of_the_files(hub, folder, monkeypatch, first):
 
 def test_the_small_files_are_there_while_the_source_is(hub, folder):
     offer(hub, folder)
-    source = remote_headers("org/name", patience=HASTY)
-    place = source.folder
-    assert sorted(path.name for path in place.iterdir() if path.is_file()) == ["config.json", damage.INDEX]
-    assert (place / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    source = remote_headers("org/name", policy=HASTY)
+    temporary = source.folder
+    assert sorted(path.name for path in temporary.iterdir() if path.is_file()) == ["config.json", damage.INDEX]
+    assert (temporary / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     del source
     gc.collect()
-    assert not place.exists()
+    assert not temporary.exists()
 
 
 def test_one_file_without_an_index(hub, folder):
@@ -78,7 +78,7 @@ def test_one_file_without_an_index(hub, folder):
     for path in folder.glob("*.safetensors"):
         path.rename(folder / "model.safetensors") if path == shard else path.unlink()
     offer(hub, folder)
-    assert described(remote_headers("org/name", patience=HASTY).checkpoint) == described(open_checkpoint(folder))
+    assert described(remote_headers("org/name", policy=HASTY).checkpoint) == described(open_checkpoint(folder))
 
 
 DAMAGES = [
@@ -96,13 +96,13 @@ def test_a_damaged_file_is_named(hub, folder, harm):
     harm(folder)
     offer(hub, folder)
     with pytest.raises(CheckpointError, match=f"org/name/{damage.SHARD} "):
-        remote_headers("org/name", patience=HASTY)
+        remote_headers("org/name", policy=HASTY)
 
 
 def test_a_file_that_the_index_names_and_the_repository_lacks(hub, folder):
     damage.shard_missing(folder)
     offer(hub, folder)
-    checkpoint = remote_headers("org/name", patience=HASTY).checkpoint
+    checkpoint = remote_headers("org/name", policy=HASTY).checkpoint
     assert described(checkpoint) == described(scan_checkpoint(folder))
     assert checkpoint.missing_files == (damage.SHARD,)
 
@@ -111,7 +111,7 @@ def test_index_and_files_that_disagree(hub, folder):
     damage.drop_tensor(folder, damage.WEIGHT)
     damage.edit_json(folder / damage.INDEX, lambda index: index["weight_map"].pop(damage.SCALE))
     offer(hub, folder)
-    checkpoint = remote_headers("org/name", patience=HASTY).checkpoint
+    checkpoint = remote_headers("org/name", policy=HASTY).checkpoint
     assert described(checkpoint) == described(scan_checkpoint(folder))
     assert checkpoint.index_problems.keys() == {damage.WEIGHT, damage.SCALE}
 
@@ -132,7 +132,7 @@ def test_faults_on_the_way(hub, folder, monkeypatch, fault):
     monkeypatch.setattr(headers, "FIRST", 1000)
     offer(hub, folder)
     hub.fail("storage", **fault)
-    assert described(remote_headers("org/name", patience=HASTY).checkpoint) == described(open_checkpoint(folder))
+    assert described(remote_headers("org/name", policy=HASTY).checkpoint) == described(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_faults_on_the_way(hub, folder, monkeypatch, fault):
         ("org/none", HubError, "no repository org/none"),
         ("org/name@none", HubError, "no revision none"),
         ("org/plain", CheckpointError, "org/plain holds no safetensors file"),
-        ("a/b/c", UsageError, "is no repository on the hub"),
+        ("a/b/c", UsageError, "is not a repository on the hub"),
     ],
 )
 def test_refusals(hub, folder, text, error, words):
@@ -155,7 +155,7 @@ def test_a_gated_repository(hub, folder, tmp_path):
     offer(hub, folder)
     hub.repositories["org/name"].gated = {"mine"}
     with pytest.raises(HubError, match="is gated"):
-        remote_headers("org/name", patience=HASTY)
+        remote_headers("org/name", policy=HASTY)
     (tmp_path / "token").write_text("mine")
-    assert remote_headers("org/name", patience=HASTY).checkpoint.tensors
+    assert remote_headers("org/name", policy=HASTY).checkpoint.tensors
     assert {request.token for request in hub.asked("storage")} == {None}

@@ -17,7 +17,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.conversion.target import TARGETS, TargetName, choose_target
 from dsv4cli.engine.inspection.consumers.examine import judge
-from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, Verdict, start_command
+from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, ConsumerVerdict, start_command
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.errors import UsageError
@@ -25,7 +25,7 @@ from dsv4cli.output import Colours, Output
 from tests.support import damage, foreign
 from tests.support.damage import GOLDEN, Damage, edit_config, edit_json, rewrite
 from tests.support.program import save_tokenizer
-from tests.support.variants import dress
+from tests.support.variants import write_variant
 
 CONFIG = read_config(GOLDEN / "tiny-flash")
 RANKS = 2
@@ -49,7 +49,7 @@ def converted(tmp_path_factory) -> Callable[[TargetName], Path]:
         folder = root / name
         if not folder.exists():
             target = choose_target(name, CONFIG, ranks=RANKS if name == "mp" else None)
-            dress(folder, target.formats, target.naming)
+            write_variant(folder, target.formats, target.naming)
             for path, text in metadata_files(GOLDEN / "tiny-flash", CONFIG, target.formats, name).items():
                 (folder / path).parent.mkdir(exist_ok=True)
                 (folder / path).write_text(text)
@@ -59,7 +59,7 @@ def converted(tmp_path_factory) -> Callable[[TargetName], Path]:
     return make
 
 
-def verdict(folder: Path, consumer: Consumer) -> Verdict:
+def verdict(folder: Path, consumer: Consumer) -> ConsumerVerdict:
     return judge(inspect_model(resolve_inspectable(str(folder))), consumer)
 
 
@@ -283,8 +283,8 @@ def test_transformers_agrees(converted, tmp_path, monkeypatch, case):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        _, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        loads = not any(told.values())
+        _, reported = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        loads = not any(reported.values())
     except (OSError, RuntimeError, ValueError):
         loads = False
     assert verdict(folder, "transformers").loads is loads
@@ -300,7 +300,7 @@ def test_sglang_needs_the_official_keys(converted, tmp_path):
 
 
 def test_experts_of_other_formats_than_said(tmp_path):
-    fp8 = dress(tmp_path / "fp8", Formats("fp8", "fp8"))
+    fp8 = write_variant(tmp_path / "fp8", Formats("fp8", "fp8"))
     save_tokenizer(fp8)
     edit_config(fp8, expert_dtype="fp4")
     assert "takes them for FP4" in verdict(fp8, "vllm").reasons[0]
@@ -318,7 +318,7 @@ def test_experts_of_other_formats_than_said(tmp_path):
     ("ignored", "vllm", "transformers"), [(None, False, False), (["layers.0.attn.wq_a"], None, True)]
 )
 def test_matrices_that_are_not_quantised_beside_fp4_experts(tmp_path, ignored, vllm, transformers):
-    folder = dress(tmp_path / "mixed", Formats("bf16", "fp4"))
+    folder = write_variant(tmp_path / "mixed", Formats("bf16", "fp4"))
     save_tokenizer(folder)
     say_quantization(ignored_layers=ignored)(folder)
     assert verdict(folder, "vllm").loads is vllm
@@ -327,16 +327,16 @@ def test_matrices_that_are_not_quantised_beside_fp4_experts(tmp_path, ignored, v
 
 
 def test_files_for_ranks_need_wo_a_in_bf16(tmp_path):
-    folder = dress(tmp_path / "mp", Formats(), MpNaming(RANKS, CONFIG.n_routed_experts))
+    folder = write_variant(tmp_path / "mp", Formats(), MpNaming(RANKS, CONFIG.n_routed_experts))
     assert any("wo_a is FP8 and model.py has it in bf16" in reason for reason in verdict(folder, "official").reasons)
 
 
 @pytest.mark.parametrize(("drafter", "unhappy"), [("fp4", "vllm"), (None, "sglang")])
 def test_the_drafter_beside_nvfp4_experts(tmp_path, drafter, unhappy):
-    folder = dress(tmp_path / "nvfp4", Formats("fp8", "nvfp4", draft_experts=drafter))
+    folder = write_variant(tmp_path / "nvfp4", Formats("fp8", "nvfp4", draft_experts=drafter))
     for consumer in ("vllm", "sglang"):
-        told = any("no speculative decoding" in note for note in verdict(folder, consumer).notes)
-        assert told is (consumer == unhappy)
+        reported = any("no speculative decoding" in note for note in verdict(folder, consumer).notes)
+        assert reported is (consumer == unhappy)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_a_tensor_that_is_not_the_model_s(tmp_path, consumer, loads):
     damage.tensor_extra(folder)
     found = verdict(folder, consumer)
     assert found.loads is loads
-    assert any("layers.3.attn.bias is no tensor" in text for text in (*found.reasons, *found.notes))
+    assert any("layers.3.attn.bias is not a tensor" in text for text in (*found.reasons, *found.notes))
 
 
 @pytest.mark.parametrize("harm", [damage.index_lacks_tensor, damage.index_names_other_shard])
@@ -415,10 +415,10 @@ def test_transformers_needs_a_whole_index(tmp_path, harm, reason, remedy):
     assert verdict(folder, "vllm").loads is True
 
 
-@pytest.mark.parametrize("relative", [foreign.is_v41, foreign.is_base, foreign.is_compressed_tensors])
-def test_of_relatives_nothing_is_known(tmp_path, relative):
+@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.is_base, foreign.is_compressed_tensors])
+def test_of_foreign_models_nothing_is_known(tmp_path, harm):
     folder = official_copy(tmp_path)
-    relative(folder)
+    harm(folder)
     found = verdict(folder, "vllm")
     assert found.loads is None
     assert "is not known here" in found.reasons[0]
@@ -427,7 +427,7 @@ def test_of_relatives_nothing_is_known(tmp_path, relative):
 
 def test_only_a_folder_or_a_repository_is_judged():
     for model in ("random:tiny", f"{GOLDEN}/tiny-flash/model-00001-of-00003.safetensors"):
-        with pytest.raises(UsageError, match="no whole checkpoint"):
+        with pytest.raises(UsageError, match="not a whole checkpoint"):
             judge(inspect_model(resolve_inspectable(model)), "vllm")
 
 

@@ -1,4 +1,4 @@
-"""Two checkpoints compared: the same model in every pair of clothes, and each known mistake by name."""
+"""Two checkpoints compared: the same model in every pair of variants, and each known mistake by name."""
 
 import json
 from itertools import pairwise
@@ -15,12 +15,12 @@ from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.diff import Diff, diff_document, diff_models
 from tests.support import damage
-from tests.support.variants import OFFICIAL, Arrays, Encode, dress, recoded
+from tests.support.variants import OFFICIAL, Arrays, Encode, recoded, write_variant
 
 CONFIG = recognise(damage.GOLDEN / "tiny-flash").config
 BF16 = Formats("bf16", "bf16")
 # name -> formats, naming
-CLOTHES: dict[str, tuple[Formats, Naming | None]] = {
+VARIANTS: dict[str, tuple[Formats, Naming | None]] = {
     "official": (OFFICIAL, None),
     "bf16": (BF16, None),
     "fp8": (Formats("fp8", "fp8"), None),
@@ -42,9 +42,9 @@ def _small_pieces(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def wardrobe(tmp_path_factory) -> dict[str, FolderIdentity]:
-    root = tmp_path_factory.mktemp("clothes")
-    return {name: recognise(dress(root / name, *clothes)) for name, clothes in CLOTHES.items()}
+def variants(tmp_path_factory) -> dict[str, FolderIdentity]:
+    root = tmp_path_factory.mktemp("variants")
+    return {name: recognise(write_variant(root / name, *variant)) for name, variant in VARIANTS.items()}
 
 
 def compared(a: FolderIdentity, b: FolderIdentity, *wanted: str) -> Diff:
@@ -58,38 +58,38 @@ def raw_of(identity: FolderIdentity, matrix: str) -> Arrays:
 
 def spoiled(folder: Path, changes: dict[str, Encode], formats: Formats = OFFICIAL) -> FolderIdentity:
     """A copy in which some matrices are encoded otherwise."""
-    return recognise(dress(folder, formats, encode=lambda name, *rest: changes.get(name, recoded)(name, *rest)))
+    return recognise(write_variant(folder, formats, encode=lambda name, *rest: changes.get(name, recoded)(name, *rest)))
 
 
-PAIRS = [("official", name) for name in CLOTHES] + list(pairwise([*CLOTHES, "nvfp4", "bf16", "official"]))
+PAIRS = [("official", name) for name in VARIANTS] + list(pairwise([*VARIANTS, "nvfp4", "bf16", "official"]))
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_the_same_model_in_other_clothes(wardrobe, first, second):
-    assert wardrobe[first].layout == first
-    found = compared(wardrobe[first], wardrobe[second])
+def test_the_same_model_stored_differently(variants, first, second):
+    assert variants[first].layout == first
+    found = compared(variants[first], variants[second])
     assert found.same
     assert found.counts["identical"] + found.counts["equal"] == len(found.matrices) == 272
-    assert (found.counts["identical"] == 272) == (CLOTHES[first][0] == CLOTHES[second][0])
+    assert (found.counts["identical"] == 272) == (VARIANTS[first][0] == VARIANTS[second][0])
     assert (found.only_a, found.only_b, found.fields, found.worst) == ((), (), (), [])
 
 
-def test_progress_ends_with_all_bytes(wardrobe):
+def test_progress_ends_with_all_bytes(variants):
     calls = []
-    a, b = wardrobe["official"], wardrobe["bf16"]
+    a, b = variants["official"], variants["bf16"]
     found = diff_models(a, b, lambda done, total: calls.append((done, total)))
     assert calls[-1] == (found.nbytes, found.nbytes)
     assert found.nbytes == a.checkpoint.nbytes + b.checkpoint.nbytes
     assert calls == sorted(calls)
 
 
-def test_one_changed_value_is_found_in_its_place(tmp_path, wardrobe):
+def test_one_changed_value_is_found_in_its_place(tmp_path, variants):
     def change(name: str, old: str, raw: Arrays, new: str) -> Arrays:
         weight = raw["weight"].copy()
         weight[130, 7] ^= 0x10  # the high nibble: column 15
         return raw | {"weight": weight}
 
-    found = compared(wardrobe["official"], spoiled(tmp_path, {EXPERT: change}))
+    found = compared(variants["official"], spoiled(tmp_path, {EXPERT: change}))
     assert not found.same
     assert found.counts == {"identical": 271, "equal": 0, "zero_signs": 0, "different": 1, "unreadable": 0}
     [worst] = found.worst
@@ -104,28 +104,28 @@ def larger(steps: int) -> Encode:
     return lambda name, old, raw, new: raw | {"scale": raw["scale"] + np.uint8(steps)}
 
 
-def test_the_worst_comes_first(tmp_path, wardrobe):
-    found = compared(wardrobe["official"], spoiled(tmp_path, {EXPERT: larger(1), LINEAR: larger(3)}))
+def test_the_worst_comes_first(tmp_path, variants):
+    found = compared(variants["official"], spoiled(tmp_path, {EXPERT: larger(1), LINEAR: larger(3)}))
     assert [matrix.name for matrix in found.worst] == [LINEAR, EXPERT]
     # the reference is summed in float32 along a row
     assert [matrix.relative_error for matrix in found.worst] == pytest.approx([7, 1], rel=1e-6)
     assert found.worst[0].pattern == "every value of B is 2^3 times that of A"
 
 
-def test_a_reader_that_drops_the_sign_of_zero_changes_nothing_else(tmp_path, wardrobe):
+def test_a_reader_that_drops_the_sign_of_zero_changes_nothing_else(tmp_path, variants):
     def unsigned(*args: Any) -> Arrays:
         weight = recoded(*args)["weight"]
         return {"weight": np.where(weight == 0x8000, 0, weight).astype(np.uint16)}
 
     folder = spoiled(tmp_path, {EXPERT: unsigned}, BF16)
-    found = compared(wardrobe["official"], folder)
+    found = compared(variants["official"], folder)
     assert found.same
     assert found.counts["zero_signs"] == 1
     zeros = next(matrix for matrix in found.matrices if matrix.name == EXPERT)
     assert zeros.zero_signs > 0
     assert (zeros.different, zeros.relative_error) == (0, 0)
     assert diff_document(found)["zero_signs"] == {EXPERT: zeros.zero_signs}
-    assert compared(wardrobe["bf16"], folder).counts["zero_signs"] == 1
+    assert compared(variants["bf16"], folder).counts["zero_signs"] == 1
 
 
 def nibbles_swapped(name: str, old: str, raw: Arrays, new: str) -> Arrays:
@@ -155,22 +155,22 @@ EXCHANGED = "columns 2j and 2j+1 are exchanged: nibbles in the wrong order"
 MISTAKES = [
     (nibbles_swapped, OFFICIAL, EXPERT, EXCHANGED),
     (nibbles_swapped, BF16, EXPERT, EXCHANGED),
-    (nibbles_swapped, CLOTHES["nvfp4"][0], EXPERT, EXCHANGED),
+    (nibbles_swapped, VARIANTS["nvfp4"][0], EXPERT, EXCHANGED),
     (scales_converted_by_value, OFFICIAL, EXPERT, ZERO),
     (scales_converted_by_value, OFFICIAL, LINEAR, ZERO),
     (scales_converted_by_value, BF16, LINEAR, ZERO),
     (scales_forgotten, OFFICIAL, EXPERT, CODES),
     (scales_forgotten, BF16, EXPERT, CODES),
-    (scales_forgotten, CLOTHES["mp2"][0], LINEAR, CODES),
+    (scales_forgotten, VARIANTS["mp2"][0], LINEAR, CODES),
     (bytes_as_numbers, BF16, EXPERT, NUMBERS),
     (bytes_as_numbers, BF16, LINEAR, NUMBERS),
-    (bytes_as_numbers, CLOTHES["mixed"][0], LINEAR, NUMBERS),
+    (bytes_as_numbers, VARIANTS["mixed"][0], LINEAR, NUMBERS),
 ]
 
 
 @pytest.mark.parametrize(("mistake", "formats", "matrix", "words"), MISTAKES)
-def test_a_known_mistake_is_named(tmp_path, wardrobe, mistake, formats, matrix, words):
-    sound, harmed = wardrobe["official"], spoiled(tmp_path, {matrix: mistake}, formats)
+def test_a_known_mistake_is_named(tmp_path, variants, mistake, formats, matrix, words):
+    sound, harmed = variants["official"], spoiled(tmp_path, {matrix: mistake}, formats)
     for pair, side in (((sound, harmed), "B"), ((harmed, sound), "A")):
         [worst] = compared(*pair, matrix).worst
         assert worst.pattern == words.format(side)
@@ -180,69 +180,69 @@ def rounded(name: str, old: str, raw: Arrays, new: str) -> Arrays:
     return recoded(name, "bf16", recoded(name, old, raw, "bf16"), new)
 
 
-def test_a_tensor_that_was_bf16_once_is_told(tmp_path, wardrobe):
+def test_a_tensor_that_was_bf16_once_is_told(tmp_path, variants):
     folder = spoiled(tmp_path, {HYPER: rounded})
-    [worst] = compared(wardrobe["official"], folder).worst
+    [worst] = compared(variants["official"], folder).worst
     assert (worst.name, worst.pattern) == (HYPER, "B is rounded to bf16")
-    [worst] = compared(folder, wardrobe["official"]).worst
+    [worst] = compared(folder, variants["official"]).worst
     assert worst.pattern == "A is rounded to bf16"
 
 
-def test_a_tensor_of_another_dtype_is_compared_as_it_is(tmp_path, wardrobe):
+def test_a_tensor_of_another_dtype_is_compared_as_it_is(tmp_path, variants):
     folder = damage.copy_checkpoint(tmp_path)
-    narrow = recoded(HYPER, "f32", raw_of(wardrobe["official"], HYPER), "bf16")["weight"]
+    narrow = recoded(HYPER, "f32", raw_of(variants["official"], HYPER), "bf16")["weight"]
     damage.edit_tensor(folder, HYPER, lambda old: damage.Stored("BF16", old.shape, narrow.tobytes()))
-    [worst] = compared(wardrobe["official"], recognise(folder)).worst
+    [worst] = compared(variants["official"], recognise(folder)).worst
     assert (worst.name, worst.forms, worst.pattern) == (HYPER, ("f32", "bf16"), "B is rounded to bf16")
 
 
-def test_a_tensor_that_was_widened_is_equal(tmp_path, wardrobe):
+def test_a_tensor_that_was_widened_is_equal(tmp_path, variants):
     folder, name = damage.copy_checkpoint(tmp_path), "layers.3.attn_norm.weight"
-    wide = recoded(name, "bf16", raw_of(wardrobe["official"], name), "f32")["weight"]
+    wide = recoded(name, "bf16", raw_of(variants["official"], name), "f32")["weight"]
     damage.edit_tensor(folder, name, lambda old: damage.Stored("F32", old.shape, wide.tobytes()))
-    found = compared(wardrobe["official"], recognise(folder))
+    found = compared(variants["official"], recognise(folder))
     assert found.same
     assert [(matrix.name, matrix.forms) for matrix in found.matrices if matrix.verdict == "equal"] == [
         (name, ("bf16", "f32"))
     ]
 
 
-def test_other_numbers_in_the_configuration_are_another_model(tmp_path, wardrobe):
+def test_other_numbers_in_the_configuration_are_another_model(tmp_path, variants):
     folder = damage.copy_checkpoint(tmp_path)
     damage.edit_config(folder, rope_theta=20000)
-    found = compared(wardrobe["official"], recognise(folder))
+    found = compared(variants["official"], recognise(folder))
     assert not found.same
     assert (found.counts["identical"], found.only_a, found.only_b, found.worst) == (272, (), (), [])
 
 
-def test_experts_whose_scales_lie_too_far_apart_for_fp8_are_told(tmp_path, wardrobe):
+def test_experts_whose_scales_lie_too_far_apart_for_fp8_are_told(tmp_path, variants):
     def spread(name: str, old: str, raw: Arrays, new: str) -> Arrays:
         scale = raw["scale"].copy()
         scale[5] -= 20
         return recoded(name, old, raw | {"scale": scale}, new)
 
     a = spoiled(tmp_path / "a", {EXPERT: spread})
-    b = spoiled(tmp_path / "b", {EXPERT: spread}, CLOTHES["fp8"][0])
+    b = spoiled(tmp_path / "b", {EXPERT: spread}, VARIANTS["fp8"][0])
     [worst] = compared(a, b).worst
     assert (worst.name, worst.first.row) == (EXPERT, 5)
     assert worst.pattern == "B is rounded to FP8: the scales of a block lie too far apart for its range"
 
 
-def test_gate_and_up_in_the_wrong_order_are_told(tmp_path, wardrobe):
+def test_gate_and_up_in_the_wrong_order_are_told(tmp_path, variants):
     gate, up = (EXPERT.replace("w2", word) for word in ("w1", "w3"))
-    raw = {name: raw_of(wardrobe["official"], name) for name in (gate, up)}
+    raw = {name: raw_of(variants["official"], name) for name in (gate, up)}
     changes = {
         one: lambda name, old, _, new, other=other: recoded(name, old, raw[other], new)
         for one, other in ((gate, up), (up, gate))
     }
-    found = compared(wardrobe["official"], spoiled(tmp_path, changes, BF16))
+    found = compared(variants["official"], spoiled(tmp_path, changes, BF16))
     assert {matrix.name: matrix.pattern for matrix in found.worst} == {
         gate: f"B has the values of {up} of A here",
         up: f"B has the values of {gate} of A here",
     }
 
 
-def test_a_factor_that_is_no_power_of_two_is_told(tmp_path, wardrobe):
+def test_a_factor_that_is_no_power_of_two_is_told(tmp_path, variants):
     def thirds(name: str, old: str, raw: Arrays, new: str) -> Arrays:
         return recoded(name, old, raw, new) | {"weight_scale_2": np.array(1 / 3, np.float32)}
 
@@ -250,22 +250,22 @@ def test_a_factor_that_is_no_power_of_two_is_told(tmp_path, wardrobe):
         return recoded(name, old, raw, new) | {"weight_scale_2": np.array(1, np.float32)}
 
     sides = [
-        spoiled(tmp_path / change.__name__, {EXPERT: change}, CLOTHES["nvfp4"][0]) for change in (thirds, forgotten)
+        spoiled(tmp_path / change.__name__, {EXPERT: change}, VARIANTS["nvfp4"][0]) for change in (thirds, forgotten)
     ]
     [worst] = compared(*sides).worst
     assert worst.pattern == "every value of B is about 3 times that of A"
 
 
-def test_a_mistake_in_some_rows_only_is_not_called_one_of_all(tmp_path, wardrobe):
+def test_a_mistake_in_some_rows_only_is_not_called_one_of_all(tmp_path, variants):
     def half(name: str, old: str, raw: Arrays, new: str) -> Arrays:
         weight = nibbles_swapped(name, old, raw, new)["weight"]
         return raw | {"weight": np.concatenate((weight[:128], raw["weight"][128:]))}
 
-    [worst] = compared(wardrobe["official"], spoiled(tmp_path, {EXPERT: half})).worst
+    [worst] = compared(variants["official"], spoiled(tmp_path, {EXPERT: half})).worst
     assert (worst.first.row, worst.pattern) == (0, "")
 
 
-def test_the_rows_that_differ_tell_the_mistake(tmp_path, wardrobe):
+def test_the_rows_that_differ_tell_the_mistake(tmp_path, variants):
     def doubled_below_zeros(steps: int) -> Encode:
         def encode(name: str, old: str, raw: Arrays, new: str) -> Arrays:
             weight = np.concatenate((np.zeros_like(raw["weight"][:128]), raw["weight"][128:]))
@@ -279,23 +279,23 @@ def test_the_rows_that_differ_tell_the_mistake(tmp_path, wardrobe):
     assert worst.pattern == "every value of B is 2^1 times that of A"
 
 
-def test_a_factor_of_a_few_values_says_nothing(tmp_path, wardrobe):
+def test_a_factor_of_a_few_values_says_nothing(tmp_path, variants):
     name = "layers.3.hc_attn_scale"
-    found = compared(wardrobe["official"], spoiled(tmp_path, {name: lambda *args: {"weight": args[2]["weight"] * 2}}))
+    found = compared(variants["official"], spoiled(tmp_path, {name: lambda *args: {"weight": args[2]["weight"] * 2}}))
     assert [(matrix.name, matrix.pattern) for matrix in found.worst] == [(name, "")]
 
 
-def test_the_codes_of_nvfp4_without_their_scales_are_told(tmp_path, wardrobe):
-    found = compared(wardrobe["nvfp4"], spoiled(tmp_path, {EXPERT: scales_forgotten}, BF16))
+def test_the_codes_of_nvfp4_without_their_scales_are_told(tmp_path, variants):
+    found = compared(variants["nvfp4"], spoiled(tmp_path, {EXPERT: scales_forgotten}, BF16))
     assert found.worst[0].pattern == "B holds the codes without their scale"
 
 
-def test_what_only_one_has_is_listed(tmp_path, wardrobe):
+def test_what_only_one_has_is_listed(tmp_path, variants):
     folder = damage.copy_checkpoint(tmp_path)
     damage.drafter_lost(folder)
     damage.edit_config(folder, compress_ratios=[0, 0, 4, 128, 4], num_nextn_predict_layers=0, rope_theta=20000)
     damage.drop_tensor(folder, damage.SCALE)
-    found = compared(wardrobe["official"], recognise(folder))
+    found = compared(variants["official"], recognise(folder))
     assert not found.same
     assert (found.worst, found.only_b) == ([], ())
     assert {name.partition(".")[0] for name in found.only_a} == {"mtp", "layers"}
@@ -304,7 +304,7 @@ def test_what_only_one_has_is_listed(tmp_path, wardrobe):
         "compress_ratios": ((0, 0, 4, 128, 4, 0), (0, 0, 4, 128, 4)),
         "rope_theta": (10000.0, 20000.0),
     }
-    mirrored = compared(recognise(folder), wardrobe["official"])
+    mirrored = compared(recognise(folder), variants["official"])
     assert (mirrored.only_a, mirrored.only_b) == ((), found.only_a)
 
 
@@ -324,28 +324,28 @@ def table_in_floats(folder: Path) -> None:
         (table_in_floats, "is F32 ["),
     ],
 )
-def test_what_cannot_be_read_is_part_of_the_answer(tmp_path, wardrobe, harm, words):
+def test_what_cannot_be_read_is_part_of_the_answer(tmp_path, variants, harm, words):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)
-    found = compared(wardrobe["official"], recognise(folder))
+    found = compared(variants["official"], recognise(folder))
     [worst] = found.worst
     assert worst.verdict == "unreadable"
     assert words in worst.problem
     assert found.counts["identical"] == 271
 
 
-def test_other_dimensions_are_no_crash(wardrobe):
-    found = compared(wardrobe["official"], recognise(damage.GOLDEN / "tiny-pro"))
+def test_other_dimensions_are_no_crash(variants):
+    found = compared(variants["official"], recognise(damage.GOLDEN / "tiny-pro"))
     assert not found.same
     assert "the shape is" in found.worst[0].problem
     assert found.only_a or found.only_b
 
 
-def test_a_document_has_no_number_that_json_lacks(tmp_path, wardrobe):
+def test_a_document_has_no_number_that_json_lacks(tmp_path, variants):
     def broken(name: str, old: str, raw: Arrays, new: str) -> Arrays:
         return raw | {"scale": np.full_like(raw["scale"], 255)}
 
-    found = compared(wardrobe["official"], spoiled(tmp_path, {LINEAR: broken}))
+    found = compared(variants["official"], spoiled(tmp_path, {LINEAR: broken}))
     document = json.loads(json.dumps(diff_document(found), allow_nan=False))
     assert (document["schema"], document["same"], document["a"]["layout"]) == ("dsv4.diff/1", False, "official")
     [worst] = document["worst"]

@@ -28,10 +28,10 @@ from dsv4cli.engine.inspection.fit import machine as machines
 from dsv4cli.engine.inspection.fit.advice import advise
 from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
 from dsv4cli.engine.inspection.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
-from dsv4cli.engine.inspection.fit.memory import Load, cache_bytes, weigh
+from dsv4cli.engine.inspection.fit.memory import Workload, cache_bytes, weigh
 from dsv4cli.engine.inspection.fit.plan import plan_fit
 from dsv4cli.engine.inspection.fit.share import GPU_RESERVE
-from dsv4cli.engine.inspection.fit.step import Step
+from dsv4cli.engine.inspection.fit.step import WidestStep
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.engine.model.numerics import Numerics
@@ -101,12 +101,17 @@ def test_the_cache_takes_what_the_engine_s_takes(config, batch, context):
         cache.reserve(cache.allocate(), context)
     tensors = [ring.data for layer in cache.layers for ring in layer.rings()]
     tensors += [pool.data for layer in cache.layers for pool in layer.pools()]
-    assert cache_bytes(config, Load(context, batch, 2048)) == sum(tensor.nbytes for tensor in tensors)
+    assert cache_bytes(config, Workload(context, batch, 2048)) == sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize(
     ("load", "tokens"),
-    [(Load(9, 1, 2048), 9), (Load(9, 3, 2048), 27), (Load(5000, 2, 64), 128), (Load(5000, 5, 2048), 8192)],
+    [
+        (Workload(9, 1, 2048), 9),
+        (Workload(9, 3, 2048), 27),
+        (Workload(5000, 2, 64), 128),
+        (Workload(5000, 5, 2048), 8192),
+    ],
 )
 def test_the_tokens_of_a_step(load, tokens):
     assert load.tokens == tokens
@@ -202,7 +207,7 @@ def test_workspace_bounds_what_a_step_allocates(case):
     widen_e4m3(torch.zeros(2).to(torch.float8_e4m3fn))  # its table stays, half a megabyte
     with Peak() as peak:
         step()
-    estimate = Step(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=False).peak()
+    estimate = WidestStep(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=False).peak()
     # never less than the tensors, and at most a third more: it adds up what is alive at the widest place of each part
     assert peak.most <= estimate <= 1.35 * peak.most
 
@@ -220,7 +225,7 @@ def test_workspace_on_a_gpu(tokens, context, batch):
     with use("torch"):  # the estimate adds up what the reference allocates
         step()
     peak = torch.cuda.max_memory_allocated() - before
-    estimate = Step(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=True).peak()
+    estimate = WidestStep(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=True).peak()
     # cuBLAS asks for a workspace of its own, which is part of the reserve
     assert peak <= estimate + 2**26
     assert estimate <= 1.35 * peak
@@ -531,7 +536,7 @@ def test_the_answer_of_the_command(capsys):
     assert f"{SHORT} fits 2 GPUs together\nfor 8,192 tokens\n" in text
     assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 2 " in text
     assert re.search(r"fits +no +yes", text)
-    assert "Whole on every GPU: the cache, and of the weights" in text
+    assert "Whole on every GPU: the cache, and these weights:" in text
     answer, text = shown(capsys, SHORT, "1x1GB")
     assert answer is False
     assert re.search(rf"{SHORT} does not fit one GPU: cuda:0 lacks \d\.\d\d GB\n", text)
@@ -553,9 +558,9 @@ def test_experts_in_host_memory_are_shown(capsys):
     assert f"{model} fits cuda:0 (GPU of 15GB) with experts in host memory\n" in text
     assert re.search(r"in host memory +\d+\.\d\d GB +0 B\n", text)
     assert re.search(
-        r"On cuda:0 lie \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
+        r"On cuda:0 are \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
     )
-    assert "On cuda:0 the drafter is left out, which no command uses." in words
+    assert "On cuda:0 the drafter is left out; no command uses it." in words
     document = json.loads(shown(capsys, model, "15GB", ram="24GB", as_json=True)[1])
     best = document["shares"][document["best"]]
     assert best["host"] == best["placement"]["host"] > 0

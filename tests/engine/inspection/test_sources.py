@@ -15,7 +15,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.sources import FileSource, RemoteSource, resolve_inspectable
 from dsv4cli.errors import CheckpointError, Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
 from tests.support import damage, foreign
-from tests.support.variants import dress
+from tests.support.variants import write_variant
 
 SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
 COMMIT = "60d8d70770c6776ff598c94bb586a859a38244f1"
@@ -122,7 +122,7 @@ def test_a_damaged_file_is_named(tmp_path, harm):
     assert all(words in caught.value.message for words in damage.DAMAGES[harm])
 
 
-def test_a_file_of_a_relative_is_refused_by_name(tmp_path):
+def test_a_file_of_a_foreign_model_is_refused_by_name(tmp_path):
     folder = damage.copy_checkpoint(tmp_path)
     foreign.is_v41(folder)
     with pytest.raises(UnsupportedCheckpoint, match=r"DeepSeek-V4\.1"):
@@ -131,7 +131,7 @@ def test_a_file_of_a_relative_is_refused_by_name(tmp_path):
 
 def test_a_file_without_a_telling_name_is_known_by_the_index(tmp_path):
     config = recognise(damage.GOLDEN / "tiny-flash").config
-    folder = dress(tmp_path, Formats("bf16", "bf16"), TransformersNaming(config))
+    folder = write_variant(tmp_path, Formats("bf16", "bf16"), TransformersNaming(config))
     tensors = damage.read_shard(folder / "model.safetensors")
     damage.write_shard(folder / "last.safetensors", {"lm_head.weight": tensors.pop("lm_head.weight")})
     damage.write_shard(folder / "model.safetensors", tensors)

@@ -8,7 +8,7 @@ import pytest
 
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.layout import TensorSpec
-from dsv4cli.engine.checkpoint.matrix import StoredMatrix
+from dsv4cli.engine.checkpoint.matrix import MatrixReader
 from dsv4cli.engine.checkpoint.values import decode, e4m3_values, e8m0_values
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.checks import codes, measure
@@ -104,7 +104,7 @@ def test_groups_without_a_scale_have_no_values():
     ids=lambda formats: formats.experts,
 )
 def test_a_checkpoint_has_the_statistics_of_its_values(tmp_path, formats):
-    folder = variants.dress(tmp_path, formats)
+    folder = variants.write_variant(tmp_path, formats)
     report = check_values(recognise(folder), "full", lambda done, total: None)
     assert report.findings == ()
     expected = check_values(recognise(GOLDEN), "full", lambda done, total: None)
@@ -118,7 +118,7 @@ def test_rows_are_read_once_and_begin_at_blocks(monkeypatch, rows):
     monkeypatch.setattr(measure, "DECODED_CHUNK", 300 * 256)
     monkeypatch.setattr(measure, "SAMPLE", 100 * 256)
     weight = TensorSpec("x.weight", "F8_E4M3", (rows, 256), "attention", rows * 256, columns=256)
-    matrix = StoredMatrix(None, {"weight": weight})
+    matrix = MatrixReader(None, {"weight": weight})
     chunks = list(whole_rows(matrix))
     assert [row for part in chunks for row in range(part.start, part.stop)] == list(range(rows))
     some = list(sample_rows(matrix))

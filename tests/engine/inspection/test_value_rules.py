@@ -7,10 +7,10 @@ import pytest
 
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.checkpoint.matrix import StoredMatrix
+from dsv4cli.engine.checkpoint.matrix import MatrixReader
 from dsv4cli.engine.checkpoint.values import e4m3_values
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.inspection.checks.findings import GAIN, SPREAD, ZEROS, Measured, compare, judge, kind_of
+from dsv4cli.engine.inspection.checks.findings import GAIN, SPREAD, ZEROS, MeasuredMatrix, compare, judge, kind_of
 from dsv4cli.engine.inspection.checks.measure import ENOUGH, Measurement
 from dsv4cli.engine.inspection.checks.statistics import Statistics
 from tests.support import damage
@@ -33,7 +33,7 @@ class Rows:
         config = recognise(damage.GOLDEN / "tiny-flash").config
         table = matrices(expected_tensors(config, formats or Formats()).values())
         self.parts = table[name]
-        self.matrix = StoredMatrix(None, self.parts)
+        self.matrix = MatrixReader(None, self.parts)
 
     def raw(self) -> dict[str, np.ndarray]:
         """Sound arrays, the codes drawn at random."""
@@ -51,12 +51,12 @@ class Rows:
             return random().choice(np.array([*range(0x70), *range(0x80, 0xF0)], np.uint8), spec.shape)
         return np.full(spec.shape, 0x30 if spec.dtype == "F8_E4M3" else 116, np.uint8)
 
-    def judged(self, raw: dict[str, np.ndarray]) -> Measured:
+    def judged(self, raw: dict[str, np.ndarray]) -> MeasuredMatrix:
         measurement = Measurement(self.matrix, EXPERTS)
         measurement.take(slice(0, self.matrix.shape[0]), {role: np.array(array) for role, array in raw.items()})
         return judge(measurement)
 
-    def said(self, raw: dict[str, np.ndarray]) -> list[tuple[str, str]]:
+    def findings(self, raw: dict[str, np.ndarray]) -> list[tuple[str, str]]:
         return [(finding.severity, finding.check) for finding in self.judged(raw).findings]
 
 
@@ -120,7 +120,7 @@ def test_what_the_bytes_of_one_tensor_tell(case):
     rows = Rows(name, formats) if name != "norm" else Rows("norm.weight", formats)
     raw = rows.raw()
     change(raw)
-    assert rows.said(raw) == expected
+    assert rows.findings(raw) == expected
     for finding in rows.judged(raw).findings:
         assert finding.tensor in finding.message
         assert finding.tensor in {spec.name for spec in rows.parts.values()}
@@ -129,31 +129,31 @@ def test_what_the_bytes_of_one_tensor_tell(case):
 def test_a_tensor_that_was_bf16_once():
     rows = Rows("layers.0.hc_attn_fn")
     raw = rows.raw()
-    assert rows.said(raw) == []
+    assert rows.findings(raw) == []
     narrow = {"weight": (raw["weight"].view(np.uint32) & 0xFFFF0000).view(np.float32)}
-    assert rows.said(narrow) == [("suspicious", "narrow")]
+    assert rows.findings(narrow) == [("suspicious", "narrow")]
     # one value with more digits is enough to clear it
     put("weight", (3, 7), 1 / 3)(narrow)
-    assert rows.said(narrow) == []
+    assert rows.findings(narrow) == []
 
 
 def test_few_round_numbers_do_not_cry_wolf():
     rows = Rows("layers.0.hc_attn_base")
     values = np.zeros(rows.parts["weight"].shape, np.float32)
     values[: ENOUGH - 1] = np.arange(1, ENOUGH)
-    assert rows.said({"weight": values}) == []
+    assert rows.findings({"weight": values}) == []
     values[: ENOUGH + 1] = np.arange(ENOUGH + 1)
-    assert rows.said({"weight": values}) == [("suspicious", "narrow")]
+    assert rows.findings({"weight": values}) == [("suspicious", "narrow")]
 
 
 def test_a_matrix_in_f32_may_hold_bf16_values():
     rows = Rows(WQ_A, Formats("f32", "f32", "f32"))
     narrow = {"weight": (rows.raw()["weight"].view(np.uint32) & 0xFFFF0000).view(np.float32)}
-    assert rows.said(narrow) == []
+    assert rows.findings(narrow) == []
 
 
 @pytest.mark.parametrize(
-    ("plus", "minus", "smallest", "said"),
+    ("plus", "minus", "smallest", "expected"),
     [
         (ZEROS, 0, ZEROS, [("suspicious", "fnuz")]),
         (ZEROS - 1, 0, ZEROS, []),  # may be chance
@@ -161,7 +161,7 @@ def test_a_matrix_in_f32_may_hold_bf16_values():
         (1000, 0, 100, []),  # rows of zeros, not rounding
     ],
 )
-def test_codes_of_the_fnuz_variant(plus, minus, smallest, said):
+def test_codes_of_the_fnuz_variant(plus, minus, smallest, expected):
     rows = Rows(WQ_A)
     raw = rows.raw()
     codes = np.random.default_rng(1).integers(0x30, 0x70, raw["weight"].shape, np.uint8)
@@ -170,7 +170,7 @@ def test_codes_of_the_fnuz_variant(plus, minus, smallest, said):
     flat[:plus], flat[plus : plus + minus] = 0, 0x80
     flat[-smallest:] = 1
     raw["weight"] = codes
-    assert rows.said(raw) == said
+    assert rows.findings(raw) == expected
 
 
 def test_codes_without_their_scale_make_an_absurd_matrix():
@@ -178,21 +178,21 @@ def test_codes_without_their_scale_make_an_absurd_matrix():
     rows = Rows("layers.3.attn.wo_a", BF16)
     codes = e4m3_values()[random().integers(0, 0x70, rows.parts["weight"].shape)]
     raw = {"weight": (codes.view(np.uint32) >> 16).astype(np.uint16)}
-    assert rows.said(raw) == [("wrong", "magnitude")]
+    assert rows.findings(raw) == [("wrong", "magnitude")]
     assert "codes without their scales" in rows.judged(raw).findings[0].message
 
 
 def test_looking_up_multiplies_nothing():
     rows = Rows("embed.weight")
     values = random().standard_normal(rows.parts["weight"].shape).astype(np.float32) * 100
-    assert rows.said({"weight": (values.view(np.uint32) >> 16).astype(np.uint16)}) == []
+    assert rows.findings({"weight": (values.view(np.uint32) >> 16).astype(np.uint16)}) == []
 
 
-def layers(rms: list[float], zeros: list[int] | None = None) -> list[Measured]:
+def layers(rms: list[float], zeros: list[int] | None = None) -> list[MeasuredMatrix]:
     """The same matrix in several layers, 1000 values each."""
     zeros = zeros or [0] * len(rms)
     return [
-        Measured(
+        MeasuredMatrix(
             f"layers.{number}.attn.wkv.weight", "attn.wkv", "attention", 512,
             Statistics(1000, 0, hole, 0.0, 1000 * value * value, -value, value), None, (),
         )

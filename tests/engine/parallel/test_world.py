@@ -153,7 +153,7 @@ def test_sums_are_rounded_once(size, tmp_path):
 def test_a_number_of_ranks_that_does_not_divide_is_refused(size):
     with pytest.raises(UsageError, match=f"is not divisible by {size} ranks") as raised:
         Transformer(CONFIG, Numerics.plain(), World(0, size))
-    assert raised.value.remedy == "numbers that divide: 1, 2, 4"
+    assert raised.value.remedy == "use one of these numbers: 1, 2, 4"
 
 
 def check(size, config, formats, *, rounds):

@@ -13,8 +13,8 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.profiling import clock
 from dsv4cli.engine.profiling.bounds import EXACT, ONE_ROUNDING, deviation
 from dsv4cli.engine.profiling.ceilings import measure_ceilings
+from dsv4cli.engine.profiling.inputs import BenchmarkInputs, Shapes
 from dsv4cli.engine.profiling.kernels import measure, profile_kernels, read_shapes, select_cases
-from dsv4cli.engine.profiling.scene import Scene, Shapes
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.dispatch import KernelUnsupported
 
@@ -31,8 +31,8 @@ def _few_samples(monkeypatch):
 shapes_of = cache(read_shapes)
 
 
-def scene(model="tiny", tokens=2, context=300, tp=1):
-    return Scene(shapes_of(model, tp), tokens, context, CPU)
+def bench(model="tiny", tokens=2, context=300, tp=1):
+    return BenchmarkInputs(shapes_of(model, tp), tokens, context, CPU)
 
 
 def case(of, name):
@@ -42,7 +42,7 @@ def case(of, name):
 
 @pytest.mark.parametrize("model", ["flash", "pro", "tiny"])
 def test_every_preset_has_every_operation(model):
-    cases = select_cases(scene(model), [])
+    cases = select_cases(bench(model), [])
     assert len({one.name for one in cases}) == len(cases) == 43 - (0 not in PRESETS[model]["compress_ratios"][:-1])
 
 
@@ -55,8 +55,8 @@ def test_every_preset_has_every_operation(model):
      ("inputs_csa", "4160x4096", "4160x4096"), ("noise", "129280", "129280")],
 )  # fmt: skip
 def test_shapes_of_a_rank(name, whole, half):
-    assert whole in case(scene("flash"), name).shape
-    assert half in case(scene("flash", tp=2), name).shape
+    assert whole in case(bench("flash"), name).shape
+    assert half in case(bench("flash", tp=2), name).shape
 
 
 @pytest.mark.parametrize("tokens", [1, 65])
@@ -75,20 +75,20 @@ def test_all_operations_are_right_in_other_formats(formats):
 
 
 def test_bytes_and_flop_of_a_linear():
-    found = measure(case(scene(tokens=3), "wq_b"), scene(tokens=3), "torch")
+    found = measure(case(bench(tokens=3), "wq_b"), bench(tokens=3), "torch")
     # bf16 in and out, one byte a weight, one scale for 128 x 128
     assert found.nbytes == 3 * 128 * 2 + 512 * 128 + 4 + 3 * 512 * 2
     assert found.flops == 2 * 3 * 512 * 128
 
 
 def test_bytes_of_experts_are_those_of_the_chosen():
-    found = measure(case(scene(tokens=1), "routed_experts"), scene(tokens=1), "torch")
+    found = measure(case(bench(tokens=1), "routed_experts"), bench(tokens=1), "torch")
     expert = 3 * 256 * 256 // 2 + 3 * 256 * 256 // 32
     assert found.nbytes == 2 * expert + 256 * 2 + 2 * (8 + 4) + 256 * 4
 
 
 def test_a_rival_is_timed_beside_it():
-    one = measure(case(scene(), "head"), scene(), "torch")
+    one = measure(case(bench(), "head"), bench(), "torch")
     record = one.record(measure_ceilings(CPU))
     assert record["rival"]["name"] == "torch.mm bf16"
     assert 0 < record["rival"]["seconds"]["median"] < 1
@@ -100,31 +100,31 @@ def test_a_rival_is_timed_beside_it():
     "name", ["rms_norm", "places", "queries_keys_index", "compress_both", "choose_entries", "best_entries", "noise"]
 )
 def test_the_reference_is_timed_beside_a_kernel(name):
-    here = Scene(shapes_of("tiny", 1), 1, 300, torch.get_default_device())
+    here = BenchmarkInputs(shapes_of("tiny", 1), 1, 300, torch.get_default_device())
     found = measure(case(here, name), here, "triton")
     assert found.reference is not None, (found.wrong, found.skipped)
     assert found.reference.median > 0
 
 
 def test_experts_differ():
-    weight, scale = scene().experts("layers.0.ffn.experts.0.w1")
+    weight, scale = bench().experts("layers.0.ffn.experts.0.w1")
     assert len({bytes(one.view(torch.uint8).flatten().tolist()) for one in weight}) == 8
     assert scale.dtype == torch.float8_e8m0fnu
 
 
 def test_many_tokens_are_one_prompt():
-    assert (scene(tokens=64).sequences, scene(tokens=65).sequences) == (64, 1)
-    one = scene(tokens=65, context=10)
+    assert (bench(tokens=64).sequences, bench(tokens=65).sequences) == (64, 1)
+    one = bench(tokens=65, context=10)
     assert one.context == 65
     assert one.batch.positions.tolist() == list(range(65))
-    several = scene(tokens=3, context=200)
+    several = bench(tokens=3, context=200)
     assert several.batch.positions.tolist() == [199] * 3
     assert int(several.batch.entries[4].cells.max()) < several.cells(4)
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, 300), (64, 300), (65, 65), (65, 300)])
 def test_an_opening_is_the_same_batch_unless_a_prompt_has_a_past(tokens, context):
-    one = scene(tokens=tokens, context=context)
+    one = bench(tokens=tokens, context=context)
     assert (one.opening is one.batch) == (tokens != 65 or context == 65)
     assert one.opening.positions.tolist() == ([context - 1] * tokens if tokens < 65 else list(range(65)))
 
@@ -132,21 +132,21 @@ def test_an_opening_is_the_same_batch_unless_a_prompt_has_a_past(tokens, context
 @pytest.mark.parametrize("tokens", [1, 3, 64, 65, 127, 128, 129, 512])
 @pytest.mark.parametrize(("name", "ratio"), [("compress_both", 4), ("compress_hca", 128)])
 def test_groups_of_a_compressor_are_those_of_its_plan(tokens, name, ratio):
-    one = scene(tokens=tokens)
+    one = bench(tokens=tokens)
     assert case(one, name).shape.startswith(f"{len(one.opening.entries[ratio].cells)} groups of ")
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
 def test_a_rank_of_several_leaves_its_part_of_a_mixture_unrounded(tp, dtype):
     config = replace(parse_config(TINY, "tiny"), moe_intermediate_size=256)
-    one = Scene(Shapes(config, expected_tensors(config, Formats()), tp), 2, 300, CPU)
+    one = BenchmarkInputs(Shapes(config, expected_tensors(config, Formats()), tp), 2, 300, CPU)
     work = case(one, "mixture").build(one)
     assert work.run(*work.arguments).dtype == dtype
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(3, 300), (65, 300)])
 def test_places_are_those_of_the_engine(tokens, context):
-    one = scene(tokens=tokens, context=context)
+    one = bench(tokens=tokens, context=context)
     made, batch = case(one, "places").build(one), one.batch
     positions, sequence, last, *window, every_entry = made.run(*made.arguments)[:7]
     for ours, theirs in zip(
@@ -162,7 +162,7 @@ def test_places_are_those_of_the_engine(tokens, context):
 
 @pytest.mark.parametrize("tokens", [1, 65])
 def test_lists_of_a_case_are_the_best_entries_behind_the_window(tokens):
-    one = scene(tokens=tokens, context=300)
+    one = bench(tokens=tokens, context=300)
     made, batch = case(one, "choose_entries").build(one), one.batch
     lists, visible = made.run(*made.arguments), batch.entries[4].visible
     topk = min(one.config.index_topk, one.visible(4))
@@ -175,15 +175,15 @@ def test_lists_of_a_case_are_the_best_entries_behind_the_window(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 65])
 def test_cases_are_chosen_before_anything_is_made(tokens, monkeypatch):
-    monkeypatch.setattr(Scene, "_step", lambda *_: pytest.fail("made"))
-    assert select_cases(scene(tokens=tokens), ["gemm"])
+    monkeypatch.setattr(BenchmarkInputs, "_step", lambda *_: pytest.fail("made"))
+    assert select_cases(bench(tokens=tokens), ["gemm"])
 
 
 def test_a_large_case_allocates_nothing(monkeypatch):
-    monkeypatch.setattr(Scene, "weight", lambda *_: pytest.fail("drawn"))
-    big = scene("pro", tokens=1)
+    monkeypatch.setattr(BenchmarkInputs, "weight", lambda *_: pytest.fail("drawn"))
+    big = bench("pro", tokens=1)
     assert "GB" in measure(case(big, "routed_experts"), big, "torch").skipped
-    assert "GFLOP" in measure(case(scene("flash", tokens=4096), "wq_a"), scene("flash", tokens=4096), "torch").skipped
+    assert "GFLOP" in measure(case(bench("flash", tokens=4096), "wq_a"), bench("flash", tokens=4096), "torch").skipped
 
 
 def test_an_operation_that_refuses_its_input_is_skipped(monkeypatch):
@@ -191,7 +191,7 @@ def test_an_operation_that_refuses_its_input_is_skipped(monkeypatch):
         raise KernelUnsupported("not these")
 
     monkeypatch.setattr(gemm, "rounded_linear", refuse)
-    assert measure(case(scene(), "wq_a"), scene(), "torch").skipped == "not these"
+    assert measure(case(bench(), "wq_a"), bench(), "torch").skipped == "not these"
 
 
 def test_deviation():

@@ -18,7 +18,7 @@ from dsv4cli.engine.profiling.clock import Timing, _waits_for_host
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import classes_of, count_launches
 from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, Ranges, expected_counts
-from dsv4cli.engine.profiling.step import Load, _check_schedule, choose_load, profile_step
+from dsv4cli.engine.profiling.step import StepShape, _check_schedule, choose_load, profile_step
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import UnsoundResult
 
@@ -37,7 +37,7 @@ def model():
 
 def test_step_reads_the_weights_that_it_uses(model, monkeypatch):
     monkeypatch.setattr(step, "SECONDS", 0)
-    found = profile_step(model, Load(1, 5, 1), CPU)
+    found = profile_step(model, StepShape(1, 5, 1), CPU)
     parameters = {name: p for name, p in model.named_parameters() if not name.startswith("mtp.")}
     used = 0
     for name, parameter in parameters.items():
@@ -66,7 +66,7 @@ def test_where_a_step_begins(model):
     assert choose_load(model.config, 1, None, 1).context == 4096
     assert choose_load(nano, 1, None, 1).context == 99
     assert choose_load(model.config, 7, None, 1).context == 0
-    assert choose_load(model.config, 7, 3, 2) == Load(7, 3, 2)
+    assert choose_load(model.config, 7, 3, 2) == StepShape(7, 3, 2)
 
 
 def traced(*trace):
@@ -177,7 +177,7 @@ def test_a_compilation_while_time_is_taken_is_unsound(monkeypatch):
 def test_a_step_on_a_gpu(backend):
     device = torch.device("cuda")
     model = build_random(parse_config(TINY, "tiny"), Numerics.reference(), device="cuda")
-    found = profile_step(model, Load(1, 300, 2), device, backend)
+    found = profile_step(model, StepShape(1, 300, 2), device, backend)
     assert found.launches is not None
     assert found.launches.count == sum(found.launches.by_class.values())
     classes = {CONNECTIONS if name == BLOCK else name for name in expected_counts(model.config)}

@@ -80,10 +80,10 @@ File-backed pages:                       200000.
 """
 
 
-@pytest.mark.parametrize(("told", "free"), [(VM_STAT, 4 * GIB), ("", None), ("Pages free: 3.\n", None)])
-def test_a_mac(tmp_path, monkeypatch, told, free):
+@pytest.mark.parametrize(("reported", "free"), [(VM_STAT, 4 * GIB), ("", None), ("Pages free: 3.\n", None)])
+def test_a_mac(tmp_path, monkeypatch, reported, free):
     program = tmp_path / "vm_stat"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{told}END\n")
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{reported}END\n")
     program.chmod(0o755)
     monkeypatch.setattr(module, "MEMINFO", tmp_path / "none")
     monkeypatch.setattr(module, "VM_STAT", str(program))

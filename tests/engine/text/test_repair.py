@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from dsv4cli.engine.text.prompt_text import CALLS_OPEN
-from dsv4cli.engine.text.repair import mend_reply
-from dsv4cli.engine.text.reply import Reply, ReplyStream, parse_reply
+from dsv4cli.engine.text.repair import repair_reply
+from dsv4cli.engine.text.reply import ParsedReply, ReplyStream, parse_reply
 from dsv4cli.engine.text.tokens import DSML, EOS, SPECIAL, THINK_END, THINK_START
 from tests.support.program import calls_block
 
@@ -40,7 +40,7 @@ UNENDED = without(BLOCK, CALLS_END)
     ],
 )
 def test_what_is_well_formed_is_read_strictly(text, thinking, content, reasoning, calls):
-    assert mend_reply(text, thinking=thinking) == (Reply(content, reasoning, calls), [])
+    assert repair_reply(text, thinking=thinking) == (ParsedReply(content, reasoning, calls), [])
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_what_is_well_formed_is_read_strictly(text, thinking, content, reasoning
     ],
 )
 def test_thinking(text, content, reasoning, calls, words):
-    reply, mended = mend_reply(text, thinking=True)
-    assert reply == Reply(content, reasoning, calls)
-    assert words in mended[0]
+    reply, repairs = repair_reply(text, thinking=True)
+    assert reply == ParsedReply(content, reasoning, calls)
+    assert words in repairs[0]
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_thinking(text, content, reasoning, calls, words):
     ],
 )
 def test_calls(block, calls, words):
-    reply, mended = mend_reply(f"so{block}{EOS}", thinking=False)
+    reply, repairs = repair_reply(f"so{block}{EOS}", thinking=False)
     assert (reply.content, arguments(reply.tool_calls)) == ("so", arguments(calls))
-    assert len(mended) == len(words)
-    assert all(found.startswith(said) for found, said in zip(mended, words, strict=True))
+    assert len(repairs) == len(words)
+    assert all(found.startswith(given) for found, given in zip(repairs, words, strict=True))
 
 
 def arguments(calls):
@@ -115,12 +115,12 @@ def arguments(calls):
 
 def test_a_call_that_was_cut_off_is_left_out_wherever_that_is():
     for cut in range(len(BLOCK)):
-        reply, mended = mend_reply(f"so{BLOCK[:cut]}", thinking=False)
+        reply, repairs = repair_reply(f"so{BLOCK[:cut]}", thinking=False)
         assert reply.tool_calls == [FIRST, SECOND][: len(reply.tool_calls)]
         if DSML in BLOCK[:cut]:
             assert reply.content == "so"
             # behind these the official parser, which is the strict one, sees no more to read
-            assert mended or BLOCK[:cut].endswith((CALLS_OPEN, INVOKE_END[:-2]))
+            assert repairs or BLOCK[:cut].endswith((CALLS_OPEN, INVOKE_END[:-2]))
         whole = BLOCK[:cut].count(INVOKE_END[:-2])
         assert len(reply.tool_calls) in (whole, max(0, whole - 1))
 
@@ -132,16 +132,16 @@ def test_nothing_that_a_model_may_write_leaks_or_fails():
     parts += [f"<{DSML}", f"</{DSML}", EOS[:4], EOS[4:], THINK_END[:3], THINK_END[3:]]
     for _ in range(1500):
         text, thinking = "".join(rng.choices(parts, k=rng.randrange(9))), rng.random() < 0.5
-        reply, mended = mend_reply(text, thinking=thinking)
+        reply, repairs = repair_reply(text, thinking=thinking)
         for token in SPECIAL:
-            assert token not in reply.content + reply.reasoning_content or not mended
+            assert token not in reply.content + reply.reasoning_content or not repairs
         assert DSML not in reply.content + reply.reasoning_content
-        assert DSML not in json.dumps(reply.tool_calls, ensure_ascii=False) or not mended
+        assert DSML not in json.dumps(reply.tool_calls, ensure_ascii=False) or not repairs
         stream = ReplyStream(thinking)
         pieces = [piece for one in text for piece in stream.push(one)] + stream.flush()
         for kind in ("reasoning", "content"):
             assert DSML not in "".join(part for found, part in pieces if found == kind)
-        if not mended:
+        if not repairs:
             end = "" if EOS in text or text.endswith(CALLS_OPEN) or reply.tool_calls else EOS
             assert parse_reply(text + end, thinking=thinking) == reply
         elif reply.tool_calls:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsv4cli.engine.text.prompt import check_messages, encode_messages
-from dsv4cli.engine.text.reply import MalformedReply, Reply, ReplyStream, parse_reply, split_reply
+from dsv4cli.engine.text.reply import MalformedReply, ParsedReply, ReplyStream, parse_reply, split_reply
 from dsv4cli.engine.text.tokens import BOS, DSML, EOS, THINK_END, THINK_START
 
 CASES = json.loads((Path(__file__).parents[2] / "data" / "encoding.json").read_text(encoding="utf-8"))["parse"]
@@ -29,7 +29,7 @@ def parameter(name: str, value: str, is_text: str = "true") -> str:
     return f'<{DSML}parameter name="{name}" string="{is_text}">{value}</{DSML}parameter>'
 
 
-def arguments(reply: Reply) -> list[tuple[str, str]]:
+def arguments(reply: ParsedReply) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in reply.tool_calls]
 
 
@@ -123,7 +123,7 @@ def test_a_reply_is_read_back_as_it_was_written(thinking: bool) -> None:
         "function": {"name": "f", "arguments": '{"a": "x\\ny", "b": [1, {"c": null}], "d": true}'},
     }
     none = {"type": "function", "function": {"name": "g", "arguments": "{}"}}
-    reply = Reply("Look:", "why\n" if thinking else "", [call, none])
+    reply = ParsedReply("Look:", "why\n" if thinking else "", [call, none])
     question = [{"role": "user", "content": "q"}]
     prompt = "".join(encode_messages(question, release="v4", thinking=thinking))
     talk = "".join(encode_messages(check_messages([*question, reply.as_message()]), release="v4", thinking=thinking))
@@ -134,17 +134,17 @@ def test_a_reply_is_read_back_as_it_was_written(thinking: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "thinking", "reply"),
     [
-        ("because", True, Reply("", "because")),
-        (f"because{EOS}", True, Reply("", "because")),
-        (f"because{THINK_END}so", True, Reply("so", "because")),
-        (f"because{THINK_END}", True, Reply("", "because")),
-        (f"a{THINK_END}b{THINK_END}c", True, Reply(f"b{THINK_END}c", "a")),
-        ("so far", False, Reply("so far")),
-        (f"so{CALLS}>\n<", False, Reply(f"so{CALLS}>\n<")),
-        ("", True, Reply("")),
+        ("because", True, ParsedReply("", "because")),
+        (f"because{EOS}", True, ParsedReply("", "because")),
+        (f"because{THINK_END}so", True, ParsedReply("so", "because")),
+        (f"because{THINK_END}", True, ParsedReply("", "because")),
+        (f"a{THINK_END}b{THINK_END}c", True, ParsedReply(f"b{THINK_END}c", "a")),
+        ("so far", False, ParsedReply("so far")),
+        (f"so{CALLS}>\n<", False, ParsedReply(f"so{CALLS}>\n<")),
+        ("", True, ParsedReply("")),
     ],
 )
-def test_split(text: str, thinking: bool, reply: Reply) -> None:
+def test_split(text: str, thinking: bool, reply: ParsedReply) -> None:
     assert split_reply(text, thinking=thinking) == reply
 
 
@@ -224,7 +224,7 @@ def test_stream_holds_back_no_more_than_a_mark() -> None:
 
 def test_a_text_may_end_where_the_official_parser_looks_for_no_more() -> None:
     begun = f"Hm.{CALLS}>\n{invoke('f')}"
-    assert parse_reply(f"Hm.{CALLS}", thinking=False) == Reply("Hm.")
+    assert parse_reply(f"Hm.{CALLS}", thinking=False) == ParsedReply("Hm.")
     assert arguments(parse_reply(begun.removesuffix(">"), thinking=False)) == [("f", "{}")]
     for cut in (f"Hm.{CALLS}>", f"Hm.{CALLS}{EOS}", begun, begun.removesuffix(">") + EOS):
         with pytest.raises(MalformedReply):

@@ -92,7 +92,7 @@ DAMAGED = {
         r"1 tensors never came.*layers\.2\.ffn\.experts\.1\.w2\.weight",
     ),
     "scale missing": (lambda: [pair for pair in pairs() if pair[0].name != SCALE], SCALE),
-    "extra": (lambda: [*pairs(), (replace(pairs()[0][0], name="ghost"), torch.zeros(1))], "ghost is no tensor"),
+    "extra": (lambda: [*pairs(), (replace(pairs()[0][0], name="ghost"), torch.zeros(1))], "ghost is not a tensor"),
     "twice": (lambda: [*pairs(), pairs()[3]], "came twice"),
     "transposed": (lambda: changed("layers.0.hc_attn_fn", lambda tensor: tensor.T), r"hc_attn_fn is .*\[1024, 24\]"),
     "flat": (lambda: changed("norm.weight", lambda tensor: tensor[:1]), r"norm.weight is .*\[1\], expected .*\[256\]"),

@@ -20,7 +20,7 @@ from dsv4cli.engine.weights import load, offload
 from dsv4cli.engine.weights.fill import total_bytes
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import expert_bytes, offload_of
-from dsv4cli.engine.weights.placement import MemoryLimits, Room, decide, measure, most_weights
+from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits, decide, measure, most_weights
 from dsv4cli.errors import NotEnoughMemory
 from tests.support.small_model import drawn, requests
 
@@ -144,12 +144,12 @@ def test_a_budget_too_small_for_the_experts_of_a_token_is_refused():
     least = budget(TINY, PER_TOKEN)
     specs, config = tables(TINY)
     sizes = measure(specs.values(), config.num_experts_per_tok, 1)
-    assert decide(sizes, Room(None, None, 1, MemoryLimits(gpu=least))).division.rows == PER_TOKEN
+    assert decide(sizes, FreeMemory(None, None, 1, MemoryLimits(gpu=least))).division.rows == PER_TOKEN
     with pytest.raises(NotEnoughMemory, match="too few for the weights") as refused:
         loaded(TINY, rows=PER_TOKEN - 1)
     assert f"--gpu-memory {-(-least // 10**6)}MB" in refused.value.remedy
     with pytest.raises(NotEnoughMemory, match="too few"):
-        decide(sizes, Room(None, None, 1, MemoryLimits(gpu=least - 1)))
+        decide(sizes, FreeMemory(None, None, 1, MemoryLimits(gpu=least - 1)))
 
 
 def test_a_host_without_room_is_refused(monkeypatch):

@@ -19,7 +19,15 @@ from dsv4cli.engine.inspection.fit.machine import Machine, parse_machine
 from dsv4cli.engine.inspection.fit.plan import plan_fit
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.weights import load
-from dsv4cli.engine.weights.placement import MemoryLimits, Room, Sizes, decide, least_in_host, measure, most_rows
+from dsv4cli.engine.weights.placement import (
+    FreeMemory,
+    MemoryLimits,
+    RankSizes,
+    decide,
+    least_in_host,
+    measure,
+    most_rows,
+)
 from dsv4cli.errors import NotEnoughMemory
 
 GB, GIB = 10**9, 2**30
@@ -39,7 +47,7 @@ def table(name: str) -> list[TensorSpec]:
 
 
 @cache
-def sizes_of(name: str, ranks: int) -> Sizes:
+def sizes_of(name: str, ranks: int) -> RankSizes:
     return measure(table(name), 6, ranks)
 
 
@@ -50,57 +58,57 @@ def test_the_drafter_is_what_a_model_without_it_lacks():
 
 def test_all_of_flash_on_an_h100_with_134_gb():
     """85 GB must lie in host memory; all experts, which a slot for each would put there, are 147."""
-    placement = decide(sizes_of("flash", 1), Room(H100, 134 * GB))
+    placement = decide(sizes_of("flash", 1), FreeMemory(H100, 134 * GB))
     division = placement.division
     assert division is not None
     assert (division.rows, division.slots, division.offloaded) == (116, 63, 203)
     assert placement.host == 43 * 203 * 13_369_344 <= 134 * GB * 7 // 8
     assert placement.device <= H100 - 7 * GB
     # enough memory: as many slots as rows
-    assert decide(sizes_of("flash", 1), Room(H100, 400 * GB)).host == 43 * 256 * 13_369_344
+    assert decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB)).host == 43 * 256 * 13_369_344
     least = least_in_host(sizes_of("flash", 1), 116)
     assert round(least / GB) == 84
-    assert decide(sizes_of("flash", 1), Room(H100, 0, limits=MemoryLimits(host=least))).division.slots == 6
+    assert decide(sizes_of("flash", 1), FreeMemory(H100, 0, limits=MemoryLimits(host=least))).division.slots == 6
     with pytest.raises(NotEnoughMemory, match=r"need at least 83\.93 GB of host memory, and may have 83\.93 GB"):
-        decide(sizes_of("flash", 1), Room(H100, 0, limits=MemoryLimits(host=least - 1)))
+        decide(sizes_of("flash", 1), FreeMemory(H100, 0, limits=MemoryLimits(host=least - 1)))
 
 
 # one rank's part of Pro, by their number
 PRO_SIZES = {
-    2: Sizes(435_122_710_072, 7_042_790_860, 61, 384, 17_547_264, 6),
-    4: Sizes(220_331_668_760, 3_585_892_444, 61, 384, 8_773_632, 6),
+    2: RankSizes(435_122_710_072, 7_042_790_860, 61, 384, 17_547_264, 6),
+    4: RankSizes(220_331_668_760, 3_585_892_444, 61, 384, 8_773_632, 6),
 }
 
 
 def test_the_ranks_of_a_machine_share_its_memory():
     """Pro in two ranks: 411 GB each was held against the 512 GB of both."""
     with pytest.raises(NotEnoughMemory, match="of host memory by 2 ranks, and may have 448 GB"):
-        decide(PRO_SIZES[2], Room(H200, 512 * GB, 2))
-    alone = decide(PRO_SIZES[2], Room(H200, 512 * GB, 1))
+        decide(PRO_SIZES[2], FreeMemory(H200, 512 * GB, 2))
+    alone = decide(PRO_SIZES[2], FreeMemory(H200, 512 * GB, 1))
     assert alone.host > 512 * GB // 2
-    four = decide(PRO_SIZES[4], Room(H200, 512 * GIB, 4))
+    four = decide(PRO_SIZES[4], FreeMemory(H200, 512 * GIB, 4))
     assert four.division is not None
     assert (four.division.rows, four.division.slots) == (243, 83)
     assert 4 * four.host <= 512 * GIB * 7 // 8
 
 
 def test_a_host_that_does_not_tell_is_tried():
-    assert decide(sizes_of("flash", 1), Room(SMALL, None)).division.offloaded == 256
-    assert decide(sizes_of("flash", 1), Room(None, None)).drafter
+    assert decide(sizes_of("flash", 1), FreeMemory(SMALL, None)).division.offloaded == 256
+    assert decide(sizes_of("flash", 1), FreeMemory(None, None)).drafter
 
 
 def test_on_a_cpu_the_ranks_need_it_together():
     sizes = sizes_of("flash", 2)
-    assert decide(sizes, Room(None, 2 * sizes.total, 2)).drafter
-    assert not decide(sizes, Room(None, 2 * sizes.main, 2)).drafter
+    assert decide(sizes, FreeMemory(None, 2 * sizes.total, 2)).drafter
+    assert not decide(sizes, FreeMemory(None, 2 * sizes.main, 2)).drafter
     with pytest.raises(NotEnoughMemory, match=r"of 2 ranks take 158\.39 GB and cpu has 100\.00 GB free"):
-        decide(sizes, Room(None, 100 * GB, 2))
-    assert decide(sizes, Room(None, 100 * GB, 2, MemoryLimits(host=200 * GB))).drafter
+        decide(sizes, FreeMemory(None, 100 * GB, 2))
+    assert decide(sizes, FreeMemory(None, 100 * GB, 2, MemoryLimits(host=200 * GB))).drafter
 
 
 def test_a_limit_above_the_gpu_is_refused():
     with pytest.raises(NotEnoughMemory, match=r"and 84\.5 GB of it are free"):
-        decide(sizes_of("flash", 1), Room(H100, 400 * GB, limits=MemoryLimits(gpu=200 * GB)))
+        decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB, limits=MemoryLimits(gpu=200 * GB)))
 
 
 def test_more_memory_never_takes_rows():
@@ -115,9 +123,9 @@ def test_loading_asks_with_what_it_finds(monkeypatch):
     monkeypatch.setattr(load, "free_memory", lambda device: found[device.type])
     limits = MemoryLimits(host=100 * GB)
     target = load._Target(torch.device("cuda:3"), load.SINGLE, limits, None)
-    assert target.room() == Room(H100, 134 * GB, 1, limits)
+    assert target.room() == FreeMemory(H100, 134 * GB, 1, limits)
     target = load._Target(torch.device("cpu"), load.SINGLE, limits, None)
-    assert target.room() == Room(None, 134 * GB, 1, limits)
+    assert target.room() == FreeMemory(None, 134 * GB, 1, limits)
 
 
 # GPUs and RAM; the best way to run all of Flash there, and all of Pro: ranks, + with experts in host memory

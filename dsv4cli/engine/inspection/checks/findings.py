@@ -32,7 +32,7 @@ POSITION = re.compile(r"^(layers|mtp)\.\d+\.|(?<=experts\.)\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ValueFinding:
     """One thing that is wrong with, or odd about, a tensor. check: a word for the rule; message: the sentence."""
 
     tensor: str
@@ -42,7 +42,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMatrix:
     """The numbers of one matrix, when all its rows are taken.
 
     name: of the weight. kind: its matrix without the layer and the expert. columns: 0 where nothing is multiplied by
@@ -55,15 +55,15 @@ class Measured:
     columns: int
     statistics: Statistics
     exponents: tuple[int, int] | None
-    findings: tuple[Finding, ...]
+    findings: tuple[ValueFinding, ...]
 
 
-def judge(found: Measurement) -> Measured:
+def judge(found: Measurement) -> MeasuredMatrix:
     """Sums a measurement up, with what it tells about the tensor without a look at others."""
     weight, kind = found.weight, kind_of(found.weight.matrix)
     is_matrix = len(weight.shape) == 2 and weight.name.endswith(".weight") and kind not in LOOKED_UP
     columns = found.matrix.shape[1] if is_matrix else 0
-    return Measured(
+    return MeasuredMatrix(
         name=weight.name,
         kind=kind,
         family=weight.family,
@@ -79,9 +79,9 @@ def kind_of(matrix: str) -> str:
     return POSITION.sub("", matrix).removesuffix(".weight")
 
 
-def compare(found: Collection[Measured]) -> Iterator[Finding]:
+def compare(found: Collection[MeasuredMatrix]) -> Iterator[ValueFinding]:
     """What a look at the same matrix of the other layers tells."""
-    kinds: dict[str, list[Measured]] = defaultdict(list)
+    kinds: dict[str, list[MeasuredMatrix]] = defaultdict(list)
     for item in found:
         if item.columns and item.statistics.finite:
             kinds[item.kind].append(item)
@@ -94,46 +94,46 @@ def compare(found: Collection[Measured]) -> Iterator[Finding]:
             yield from _odd(item, rms, zeros)
 
 
-def _odd(item: Measured, rms: float, zeros: float) -> Iterator[Finding]:
+def _odd(item: MeasuredMatrix, rms: float, zeros: float) -> Iterator[ValueFinding]:
     statistics = item.statistics
     ratio = statistics.rms / rms if rms else 1.0
     severity = _severity(ratio, SPREAD)
     of_kind = f"of {item.kind} in all layers"
     if severity:
         text = f"{item.name} has RMS {statistics.rms:.3g}, {ratio:,.0f} times the median {of_kind}"
-        yield Finding(item.name, severity, "magnitude", text)
+        yield ValueFinding(item.name, severity, "magnitude", text)
     elif 0 < ratio < 1 / SPREAD["suspicious"]:
         text = f"{item.name} has RMS {statistics.rms:.3g}, 1/{1 / ratio:,.0f} of the median {of_kind}"
-        yield Finding(item.name, "suspicious", "magnitude", text)
+        yield ValueFinding(item.name, "suspicious", "magnitude", text)
     share = _zero_share(statistics)
     if zeros + HOLE < share < 1:
         text = f"{item.name} is {share:.0%} zeros, the median {of_kind} is {zeros:.0%}"
-        yield Finding(item.name, "suspicious", "zeros", text)
+        yield ValueFinding(item.name, "suspicious", "zeros", text)
 
 
-def _numbers(found: Measurement) -> Iterator[Finding]:
+def _numbers(found: Measurement) -> Iterator[ValueFinding]:
     """Values that are no numbers, that are all the same, or that were BF16 once."""
     name, statistics = found.weight.name, found.statistics
     if found.codes["nan"]:
         fnuz = "" if found.codes["-0"] else ", and no -0: they may be codes of the FNUZ variant"
         text = f"{name} has {_times(found.codes['nan'], 'the NaN code of e4m3, 0x7f or 0xff')}{fnuz}"
-        yield Finding(name, "wrong", "nan", text)
+        yield ValueFinding(name, "wrong", "nan", text)
     elif statistics.not_finite and not _bad_scale(found):
         text = f"{name} has {statistics.not_finite:,} values of {statistics.count:,} that are NaN or infinite"
-        yield Finding(name, "wrong", "nan", text)
+        yield ValueFinding(name, "wrong", "nan", text)
     if statistics.is_constant:
         # a bias or a norm that was never trained is possible, a matrix is not
         severity: Severity = "wrong" if len(found.weight.shape) == 2 and name.endswith(".weight") else "suspicious"
         check, text = ("constant", f"{statistics.low:.6g}") if statistics.low else ("zeros", "zero")
-        yield Finding(name, severity, check, f"{name} is {text} everywhere, all {statistics.count:,} values")
+        yield ValueFinding(name, severity, check, f"{name} is {text} everywhere, all {statistics.count:,} values")
     if found.is_kept_wide and found.narrow and len(found.distinct) >= ENOUGH:
         text = f"{name} is F32, but all {statistics.count:,} values are BF16 numbers: it was BF16 once"
-        yield Finding(name, "suspicious", "narrow", text)
+        yield ValueFinding(name, "suspicious", "narrow", text)
     plus, smallest = found.codes["+0"], found.codes["smallest"]
     # rounding alone gives half as many zeros as smallest codes; rows of zeros give many more
     if not found.codes["nan"] and not found.codes["-0"] and ZEROS <= plus <= 2 * smallest:
         text = f"{name} has {plus:,} zeros and no -0: its codes may be of the FNUZ variant, which has none"
-        yield Finding(name, "suspicious", "fnuz", text)
+        yield ValueFinding(name, "suspicious", "fnuz", text)
 
 
 def _bad_scale(found: Measurement) -> bool:
@@ -141,42 +141,44 @@ def _bad_scale(found: Measurement) -> bool:
     return scale is not None and bool(found.scale[list(SCALE_CODES[scale.dtype].nan)].any())
 
 
-def _scales(found: Measurement) -> Iterator[Finding]:
+def _scales(found: Measurement) -> Iterator[ValueFinding]:
     for role, number in found.numbers.items():
         if not (math.isfinite(number) and number > 0):
             name = found.matrix.parts[role].name
-            yield Finding(name, "wrong", "scale", f"{name} is {number:g}, no scale")
+            yield ValueFinding(name, "wrong", "scale", f"{name} is {number:g}, not a scale")
     scale = found.block_scale
     if scale is None:
         return
     codes, name, count = SCALE_CODES[scale.dtype], scale.name, int(found.scale.sum())
     nan = int(found.scale[list(codes.nan)].sum())
     if nan:
-        yield Finding(name, "wrong", "scale", f"{name} has {_times(nan, f'byte {codes.nan[0]}, which is NaN')}")
+        yield ValueFinding(name, "wrong", "scale", f"{name} has {_times(nan, f'byte {codes.nan[0]}, which is NaN')}")
     if found.hidden:
         what = f"byte {codes.zero[0]}, which is {'2^-127' if scale.dtype == 'F8_E8M0' else 'zero'}"
-        yield Finding(name, "wrong", "scale", f"{name} has {_times(found.hidden, what)}, over codes that are not zero")
+        yield ValueFinding(
+            name, "wrong", "scale", f"{name} has {_times(found.hidden, what)}, over codes that are not zero"
+        )
     if count and int(found.scale[codes.one]) == count:
         text = f"{name} is 1 everywhere (byte {codes.one}): {found.weight.name} is read without a scale"
-        yield Finding(name, "wrong", "scale", text)
+        yield ValueFinding(name, "wrong", "scale", text)
     if scale.dtype == "F8_E4M3" and found.scale[0x81:0xFF].any():
-        yield Finding(name, "wrong", "scale", f"{name} has negative scales")
+        yield ValueFinding(name, "wrong", "scale", f"{name} has negative scales")
 
 
-def _magnitude(found: Measurement, columns: int) -> Iterator[Finding]:
+def _magnitude(found: Measurement, columns: int) -> Iterator[ValueFinding]:
     name, statistics = found.weight.name, found.statistics
     gain = statistics.rms * math.sqrt(columns)
     severity = _severity(gain, GAIN)
     if severity:
         text = f"{name} has RMS {statistics.rms:.3g} in {columns:,} columns, makes its input {gain:,.0f} times larger"
         hint = ", as codes without their scales do" if severity == "wrong" else ""
-        yield Finding(name, severity, "magnitude", text + hint)
+        yield ValueFinding(name, severity, "magnitude", text + hint)
     severity = _severity(statistics.largest, LARGEST) if not columns and found.matrix.form != "i64" else None
     if severity:
-        yield Finding(name, severity, "magnitude", f"{name} has a value of magnitude {statistics.largest:.3g}")
+        yield ValueFinding(name, severity, "magnitude", f"{name} has a value of magnitude {statistics.largest:.3g}")
 
 
-def _table(found: Measurement) -> Iterator[Finding]:
+def _table(found: Measurement) -> Iterator[ValueFinding]:
     name = found.weight.name
     bad: tuple[tuple[BadRows, str, str], ...] = (
         (found.outside, "names an expert that is not there", "range"),
@@ -186,7 +188,7 @@ def _table(found: Measurement) -> Iterator[Finding]:
         if rows.count:
             others = f" ({rows.count:,} rows do)" if rows.count > 1 else ""
             text = f"{name}: row {rows.row}, {list(rows.ids)}, {words}{others}"
-            yield Finding(name, "wrong", check, text)
+            yield ValueFinding(name, "wrong", check, text)
 
 
 def _exponents(found: Measurement) -> tuple[int, int] | None:

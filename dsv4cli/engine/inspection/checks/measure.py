@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
-from dsv4cli.engine.checkpoint.matrix import StoredMatrix
+from dsv4cli.engine.checkpoint.matrix import MatrixReader
 from dsv4cli.engine.checkpoint.values import decode, e4m3_values, e8m0_values
 from dsv4cli.engine.inspection.checks.codes import of_codes
 from dsv4cli.engine.inspection.checks.statistics import Statistics, of_values
@@ -19,7 +19,7 @@ Raw = NDArray[Any]
 # values of a chunk: FP4 is looked up in its bytes, the others are decoded, which takes eight times the memory
 CHUNK = {"fp4": 1 << 22, "nvfp4": 1 << 22}
 DECODED_CHUNK = 1 << 18
-# a sample is three places of this many values
+# a sample is three runs of this many values
 SAMPLE = 1 << 17
 # distinct values that are enough to judge by
 ENOUGH = 8
@@ -67,7 +67,7 @@ class Measurement:
     outside, twice: rows of a table of experts with a number that is no expert's, or with one twice.
     """
 
-    def __init__(self, matrix: StoredMatrix, experts: int) -> None:
+    def __init__(self, matrix: MatrixReader, experts: int) -> None:
         self.matrix = matrix
         self.weight: TensorSpec = matrix.parts["weight"]
         self.statistics = Statistics()
@@ -151,7 +151,7 @@ class Measurement:
         self.twice.add(first, ids, (ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
 
 
-def whole_rows(matrix: StoredMatrix) -> Iterator[slice]:
+def whole_rows(matrix: MatrixReader) -> Iterator[slice]:
     """All rows, in chunks that begin at multiples of 128, as FP8 scales need them."""
     rows, columns = matrix.shape
     values = CHUNK.get(matrix.form, DECODED_CHUNK)
@@ -160,7 +160,7 @@ def whole_rows(matrix: StoredMatrix) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def sample_rows(matrix: StoredMatrix) -> Iterator[slice]:
+def sample_rows(matrix: MatrixReader) -> Iterator[slice]:
     """The first, middle and last rows; all rows of what is small."""
     rows, columns = matrix.shape
     step = max(SAMPLE // (FP8_BLOCK * max(columns, 1)), 1) * FP8_BLOCK

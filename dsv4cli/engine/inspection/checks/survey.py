@@ -10,16 +10,16 @@ from threading import Lock
 from typing import Any, Literal
 
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.matrix import StoredMatrix, stored_matrices
+from dsv4cli.engine.checkpoint.matrix import MatrixReader, stored_matrices
 from dsv4cli.engine.checkpoint.stored import StoredModel
-from dsv4cli.engine.inspection.checks.findings import Finding, Measured, compare, judge
+from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFinding, compare, judge
 from dsv4cli.engine.inspection.checks.measure import Measurement, sample_rows, whole_rows
 from dsv4cli.engine.inspection.checks.statistics import Statistics
 from dsv4cli.errors import CheckpointError
 
 Depth = Literal["sample", "full"]
 Progress = Callable[[int, int], None]
-ROWS: dict[Depth, Callable[[StoredMatrix], Iterator[slice]]] = {"sample": sample_rows, "full": whole_rows}
+ROWS: dict[Depth, Callable[[MatrixReader], Iterator[slice]]] = {"sample": sample_rows, "full": whole_rows}
 # bytes between two reports of progress
 STEP = 1 << 24
 
@@ -47,7 +47,7 @@ class ValueReport:
     nbytes: int
     nbytes_all: int
     seconds: float
-    findings: tuple[Finding, ...]
+    findings: tuple[ValueFinding, ...]
     families: tuple[Family, ...]
 
     @property
@@ -57,7 +57,7 @@ class ValueReport:
 
 
 def check_values(identity: FolderIdentity, depth: Depth, progress: Progress) -> ValueReport:
-    """Reads every tensor, or three places of each, and judges them; one that cannot be read is a finding.
+    """Reads every tensor, or three samples of each, and judges them; one that cannot be read is a finding.
 
     progress is given bytes read and bytes to read. A tensor that is not there is not looked at: see coverage.
     """
@@ -83,17 +83,17 @@ def check_values(identity: FolderIdentity, depth: Depth, progress: Progress) -> 
 class _Survey:
     """The work that the threads share."""
 
-    def __init__(self, matrices: list[StoredMatrix], depth: Depth, experts: int, progress: Progress) -> None:
+    def __init__(self, matrices: list[MatrixReader], depth: Depth, experts: int, progress: Progress) -> None:
         self.rows, self.experts, self.progress = ROWS[depth], experts, progress
-        self.order = sorted(range(len(matrices)), key=lambda number: _place(matrices[number]))
+        self.order = sorted(range(len(matrices)), key=lambda number: _offset(matrices[number]))
         self.matrices = matrices
         self.total = sum(_share(matrix, self.rows) for matrix in matrices)
-        self.unreadable: list[Finding] = []
+        self.unreadable: list[ValueFinding] = []
         self.done = self._reported = 0
         self._next = iter(self.order)
         self._lock = Lock()
 
-    def carry_out(self) -> list[Measured]:
+    def carry_out(self) -> list[MeasuredMatrix]:
         """Measures every matrix; in the order of the table."""
         workers = os.cpu_count() or 1
         pool = ThreadPoolExecutor(workers)
@@ -107,7 +107,7 @@ class _Survey:
         self.progress(self.total, self.total)
         return [found[number] for number in sorted(found)]
 
-    def _work(self) -> list[tuple[int, Measured]]:
+    def _work(self) -> list[tuple[int, MeasuredMatrix]]:
         found = []
         while (number := self._take()) is not None:
             matrix = self.matrices[number]
@@ -120,7 +120,7 @@ class _Survey:
                     self._report(nbytes)
             except CheckpointError as error:
                 name = measurement.weight.name
-                self.unreadable.append(Finding(name, "wrong", "unreadable", error.message))
+                self.unreadable.append(ValueFinding(name, "wrong", "unreadable", error.message))
             else:
                 found.append((number, judge(measurement)))
         return found
@@ -137,21 +137,21 @@ class _Survey:
                 self.progress(self.done, self.total)
 
 
-def _place(matrix: StoredMatrix) -> tuple[str, int]:
+def _offset(matrix: MatrixReader) -> tuple[str, int]:
     """Where its weight begins on the disk."""
     model = matrix.model
-    info = model.identity.checkpoint.tensors[model.identity.naming.places(matrix.parts["weight"])[0].name]
+    info = model.identity.checkpoint.tensors[model.identity.naming.locations(matrix.parts["weight"])[0].name]
     return str(info.file), info.begin
 
 
-def _share(matrix: StoredMatrix, rows: Callable[[StoredMatrix], Iterator[slice]]) -> int:
+def _share(matrix: MatrixReader, rows: Callable[[MatrixReader], Iterator[slice]]) -> int:
     """The bytes of these rows."""
     count = sum(part.stop - part.start for part in rows(matrix))
     return matrix.nbytes * count // max(matrix.shape[0], 1)
 
 
-def _families(found: list[Measured]) -> Iterator[Family]:
-    groups: dict[str, list[Measured]] = {}
+def _families(found: list[MeasuredMatrix]) -> Iterator[Family]:
+    groups: dict[str, list[MeasuredMatrix]] = {}
     for item in found:
         groups.setdefault(item.family, []).append(item)
     for name, items in groups.items():

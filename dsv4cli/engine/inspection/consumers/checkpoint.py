@@ -33,7 +33,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Subject:
+class InspectedCheckpoint:
     """A folder as the rules see it.
 
     name: what other programs call it, a path or a repository. config: of the root config.json, empty where there is
@@ -106,12 +106,14 @@ class Subject:
         return bool(self.identity.checkpoint.index)
 
 
-Rule = Callable[[Subject], Iterable[Finding]]
+Rule = Callable[[InspectedCheckpoint], Iterable[Finding]]
 
 
-def look_at(identity: FolderIdentity, coverage: Coverage, name: str, folder: Path, files: Collection[str]) -> Subject:
-    """The subject of a recognised checkpoint, whose configuration lies in `folder` and which has `files`."""
-    return Subject(
+def look_at(
+    identity: FolderIdentity, coverage: Coverage, name: str, folder: Path, files: Collection[str]
+) -> InspectedCheckpoint:
+    """What is known of a recognised checkpoint, whose configuration lies in `folder` and which has `files`."""
+    return InspectedCheckpoint(
         name=name,
         identity=identity,
         coverage=coverage,
@@ -133,8 +135,8 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 def listed(folder: Path) -> list[str]:
     """The files of a folder that a consumer may look for, by their paths below it."""
-    places = (*folder.glob("*"), *folder.glob("inference/*"))
-    return [path.relative_to(folder).as_posix() for path in places if path.is_file()]
+    paths = (*folder.glob("*"), *folder.glob("inference/*"))
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def is_drafter(name: str) -> bool:

@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from dsv4cli.engine.inspection.consumers.checkpoint import CONFIG, TOKENIZER, Finding, Rule, Subject, and_more
+from dsv4cli.engine.inspection.consumers.checkpoint import (
+    CONFIG,
+    TOKENIZER,
+    Finding,
+    InspectedCheckpoint,
+    Rule,
+    and_more,
+)
 
 OFFICIAL_ARCHITECTURE = "DeepseekV4ForCausalLM"
 RELEASED = "copy config.json of the release into the folder"
@@ -11,16 +18,16 @@ RELEASED = "copy config.json of the release into the folder"
 def damage(consequence: str) -> Rule:
     """Tensors missing or unlike the table. consequence: what the consumer does about them."""
 
-    def rule(subject: Subject) -> Iterator[Finding]:
-        missing = subject.identity.checkpoint.missing_files
+    def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+        missing = checkpoint.identity.checkpoint.missing_files
         if missing:
             yield Finding("no", and_more([f"{name}, which the index names, is not there" for name in missing]))
-        elif subject.damage:
-            yield Finding("no", f"{and_more(subject.damage)}; {consequence}")
-        if subject.drafter_damage and not missing:
-            yield Finding("note", f"the drafter is damaged: {and_more(subject.drafter_damage)}")
-        if subject.downcast:
-            first, count = subject.downcast[0], len(subject.downcast)
+        elif checkpoint.damage:
+            yield Finding("no", f"{and_more(checkpoint.damage)}; {consequence}")
+        if checkpoint.drafter_damage and not missing:
+            yield Finding("note", f"the drafter is damaged: {and_more(checkpoint.drafter_damage)}")
+        if checkpoint.downcast:
+            first, count = checkpoint.downcast[0], len(checkpoint.downcast)
             words = f"{count} tensors are" if count > 1 else "1 tensor is"
             yield Finding(
                 "note",
@@ -34,17 +41,17 @@ def damage(consequence: str) -> Rule:
 def unknown_tensors(reaction: str, *, fatal: bool) -> Rule:
     """Tensors that are not the model's. reaction: what the consumer does about them."""
 
-    def rule(subject: Subject) -> Iterator[Finding]:
-        names = [f"{name} is no tensor of this model" for name in subject.coverage.unexpected]
+    def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+        names = [f"{name} is not a tensor of this model" for name in checkpoint.coverage.unexpected]
         if names:
             yield Finding("no" if fatal else "note", f"{and_more(names)}; {reaction}")
 
     return rule
 
 
-def index(subject: Subject) -> Iterator[Finding]:
+def index(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """vLLM, SGLang and transformers read whole files, so they find what the index has wrong."""
-    problems = list(subject.coverage.index_problems)
+    problems = list(checkpoint.coverage.index_problems)
     if problems:
         yield Finding("note", f"{and_more(problems)}; it reads whole files and finds it nevertheless")
 
@@ -52,16 +59,16 @@ def index(subject: Subject) -> Iterator[Finding]:
 def root_config(*, architecture: bool) -> Rule:
     """The root config.json and the two keys that choose the model's class."""
 
-    def rule(subject: Subject) -> Iterator[Finding]:
-        if CONFIG not in subject.files:
+    def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+        if CONFIG not in checkpoint.files:
             yield Finding("no", "there is no config.json", RELEASED)
             return
-        if subject.config.get("model_type") != "deepseek_v4":
+        if checkpoint.config.get("model_type") != "deepseek_v4":
             yield Finding("no", "config.json has no model_type", 'add "model_type": "deepseek_v4" to config.json')
-        if architecture and subject.config.get("architectures") != [OFFICIAL_ARCHITECTURE]:
+        if architecture and checkpoint.config.get("architectures") != [OFFICIAL_ARCHITECTURE]:
             yield Finding(
                 "no",
-                f"config.json does not say which class: architectures is {subject.config.get('architectures')!r}",
+                f"config.json does not say which class: architectures is {checkpoint.config.get('architectures')!r}",
                 f'set "architectures": ["{OFFICIAL_ARCHITECTURE}"] in config.json',
             )
 
@@ -71,8 +78,8 @@ def root_config(*, architecture: bool) -> Rule:
 def tokenizer(*, fatal: bool) -> Rule:
     """The tokenizer, without which no prompt can be encoded."""
 
-    def rule(subject: Subject) -> Iterator[Finding]:
-        if TOKENIZER not in subject.files:
+    def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+        if TOKENIZER not in checkpoint.files:
             fix = "copy tokenizer.json and tokenizer_config.json of the release into the folder"
             yield Finding("no" if fatal else "note", "there is no tokenizer.json", fix)
 
@@ -82,10 +89,10 @@ def tokenizer(*, fatal: bool) -> Rule:
 def official_names(reaction: str) -> Rule:
     """Official names in whole tensors. reaction: what the consumer does about other names."""
 
-    def rule(subject: Subject) -> Iterator[Finding]:
-        if subject.ranks:
-            yield Finding("no", f"the files are cut for the official scripts on {subject.ranks} GPUs")
-        elif subject.has_transformers_names:
+    def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+        if checkpoint.ranks:
+            yield Finding("no", f"the files are cut for the official scripts on {checkpoint.ranks} GPUs")
+        elif checkpoint.has_transformers_names:
             yield Finding("no", f"the tensors have transformers' names; {reaction}")
 
     return rule
@@ -94,12 +101,12 @@ def official_names(reaction: str) -> Rule:
 def fp8_config(consumer: str) -> Rule:
     """The quantization_config as vLLM and SGLang read it, in which 'fp8' stands for FP4 experts too."""
 
-    def rule(subject: Subject) -> Iterator[Finding]:
-        found = subject.quantization
-        if not subject.quantised and found is not None:
+    def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+        found = checkpoint.quantization
+        if not checkpoint.quantised and found is not None:
             text = "config.json has a quantization_config and no matrix is quantised: FP8 layers would be built"
             yield Finding("no", text, "remove quantization_config from config.json")
-        elif subject.quantised and found is None:
+        elif checkpoint.quantised and found is None:
             yield Finding("no", "config.json has no quantization_config and the weights are quantised", RELEASED)
         elif found is not None and found.get("quant_method") != "fp8":
             method = found.get("quant_method")

@@ -8,35 +8,35 @@ from collections.abc import Iterator
 
 from dsv4cli.engine.checkpoint.headers import INDEX
 from dsv4cli.engine.inspection.consumers import common
-from dsv4cli.engine.inspection.consumers.checkpoint import Finding, Rule, Subject
+from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 
 VERSION = "transformers 5.23.0"
 SINGLE_FILE = "model.safetensors"
 
 
-def ratios(subject: Subject) -> Iterator[Finding]:
+def ratios(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """configuration_deepseek_v4.py, __post_init__: without either key the layers get another schedule."""
-    if not {"compress_ratios", "layer_types"} & subject.config.keys():
+    if not {"compress_ratios", "layer_types"} & checkpoint.config.keys():
         yield Finding("no", "config.json has neither compress_ratios nor layer_types")
 
 
-def files(subject: Subject) -> Iterator[Finding]:
+def files(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """modeling_utils.py, _get_resolved_checkpoint_files; utils/hub.py, get_checkpoint_shard_files."""
-    names = [path.name for path in subject.identity.checkpoint.files]
-    if subject.ranks:
-        yield Finding("no", f"the files are cut for the official scripts on {subject.ranks} GPUs")
-    elif not subject.has_index and names != [SINGLE_FILE]:
+    names = [path.name for path in checkpoint.identity.checkpoint.files]
+    if checkpoint.ranks:
+        yield Finding("no", f"the files are cut for the official scripts on {checkpoint.ranks} GPUs")
+    elif not checkpoint.has_index and names != [SINGLE_FILE]:
         yield Finding("no", f"there is neither {INDEX} nor {SINGLE_FILE}")
-    elif not subject.index_metadata:
+    elif not checkpoint.index_metadata:
         yield Finding("no", f"{INDEX} has no key 'metadata'", f'add "metadata": {{}} to {INDEX}')
 
 
-def quantization(subject: Subject) -> Iterator[Finding]:
+def quantization(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """quantizers/auto.py: by quant_method; a FineGrainedFP8Config."""
-    found = subject.quantization
-    if subject.quantised and found is None:
+    found = checkpoint.quantization
+    if checkpoint.quantised and found is None:
         yield Finding("no", "config.json has no quantization_config and the weights are quantised", common.RELEASED)
-    elif not subject.quantised and found is not None:
+    elif not checkpoint.quantised and found is not None:
         text = "config.json has a quantization_config and no matrix is quantised"
         yield Finding("no", text, "remove quantization_config from config.json")
     elif found is not None and found.get("quant_method") != "fp8":
@@ -44,57 +44,59 @@ def quantization(subject: Subject) -> Iterator[Finding]:
         yield Finding("not known", f"quant_method is {method!r}; known is what transformers does with 'fp8'")
 
 
-def experts(subject: Subject) -> Iterator[Finding]:
+def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """FineGrainedFP8Config.expert_dtype: of quantization_config, else of the top level, else fp8."""
-    form = subject.formats.experts
+    form = checkpoint.formats.experts
     if form == "nvfp4":
         yield Finding("no", "the experts are NVFP4 in ModelOpt's layout, which it does not read for this model")
         return
-    if subject.quantization is None or not subject.quantised:
+    if checkpoint.quantization is None or not checkpoint.quantised:
         return
-    said = subject.quantization.get("expert_dtype") or subject.config.get("expert_dtype") or "fp8"
-    if said not in ("fp4", "fp8"):
-        yield Finding("no", f"expert_dtype is {said!r}; transformers knows fp4 and fp8 only")
-    elif form != said:
-        unasked = "expert_dtype" not in {*subject.quantization, *subject.config}
-        why = "without expert_dtype" if unasked else f"as expert_dtype is {said!r}"
+    given = checkpoint.quantization.get("expert_dtype") or checkpoint.config.get("expert_dtype") or "fp8"
+    if given not in ("fp4", "fp8"):
+        yield Finding("no", f"expert_dtype is {given!r}; transformers knows fp4 and fp8 only")
+    elif form != given:
+        unasked = "expert_dtype" not in {*checkpoint.quantization, *checkpoint.config}
+        why = "without expert_dtype" if unasked else f"as expert_dtype is {given!r}"
         fix = f'set "expert_dtype": "{form}" in config.json' if form in ("fp4", "fp8") else ""
-        text = f"the experts are {form.upper()} and it takes them for {said.upper()} {why}; without an FP8 GPU it loads"
+        text = (
+            f"the experts are {form.upper()} and it takes them for {given.upper()} {why}; without an FP8 GPU it loads"
+        )
         yield Finding("no", text, fix)
 
 
-def linears(subject: Subject) -> Iterator[Finding]:
+def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """integrations/finegrained_fp8.py, replace_with_fp8_linear: spares what ignored_layers names."""
-    if subject.quantization is None or not subject.quantised:
+    if checkpoint.quantization is None or not checkpoint.quantised:
         return
-    if {subject.formats.linear, subject.formats.output} != {"fp8"} and not subject.spares_layers:
+    if {checkpoint.formats.linear, checkpoint.formats.output} != {"fp8"} and not checkpoint.spares_layers:
         text = (
             "some matrices outside the experts are not FP8 and no ignored_layers says so; without an FP8 GPU it loads"
         )
         yield Finding("no", text)
 
 
-def names(subject: Subject) -> Iterator[Finding]:
+def names(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """Its own names are known in bf16 and fp32; how it would name scales of its own is another layout."""
-    if subject.has_transformers_names and subject.quantised:
+    if checkpoint.has_transformers_names and checkpoint.quantised:
         yield Finding("not known", "transformers' names with quantised weights have not been tried")
 
 
-def needs(subject: Subject) -> Iterator[Finding]:
+def needs(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """What else it takes, and what it leaves out (modeling_deepseek_v4.py, _keys_to_ignore_on_load_unexpected)."""
-    if subject.quantised:
+    if checkpoint.quantised:
         yield Finding("note", "FP8 needs the package accelerate, and on a GPU the package kernels and the hub")
         yield Finding("note", "without an FP8 GPU every matrix becomes bf16: two bytes a parameter")
-    if not any(path.startswith("chat_template") for path in subject.files):
+    if not any(path.startswith("chat_template") for path in checkpoint.files):
         yield Finding("note", "there is no chat template: `dsv4 run --show-prompt` shows what a prompt looks like")
-    if subject.identity.config.drafter != "none":
+    if checkpoint.identity.config.drafter != "none":
         yield Finding("note", "transformers ignores the drafter (mtp.*), and what it saves has none")
 
 
 RULES: tuple[Rule, ...] = (
     common.damage("transformers fills what is missing with random numbers, and says so"),
     common.root_config(architecture=False),
-    common.unknown_tensors("transformers reports it and goes on", fatal=False),
+    common.unknown_tensors("transformers reports it and continues", fatal=False),
     files,
     ratios,
     quantization,

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from dsv4cli import __version__
 from dsv4cli.engine.checkpoint.remedies import download_again
 from dsv4cli.engine.inspection.consumers import hf, scripts, sglang, vllm
-from dsv4cli.engine.inspection.consumers.checkpoint import Finding, Rule, Subject
+from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 from dsv4cli.errors import CheckpointError, Dsv4Error
 from dsv4cli.harmless import shell_word
 
@@ -57,7 +57,7 @@ TARGETS: Mapping[Consumer, str] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ConsumerVerdict:
     """version: of the consumer, which the facts are about. loads: None where it is not known.
 
     reasons: why not, or why that is not known. notes: what else to know. command: what starts the consumer with the
@@ -73,53 +73,53 @@ class Verdict:
     remedy: str = ""
 
 
-def verdict(subject: Subject, consumer: Consumer, problem: Dsv4Error | None = None) -> Verdict:
+def verdict(checkpoint: InspectedCheckpoint, consumer: Consumer, problem: Dsv4Error | None = None) -> ConsumerVerdict:
     """What the rules of a consumer say; of dsv4, what `problem`, the complaint of its own loader, says."""
     if consumer == "dsv4":
-        return _own(subject.name, problem)
-    findings = [finding for rule in RULES[consumer] for finding in rule(subject)]
+        return _own(checkpoint.name, problem)
+    findings = [finding for rule in RULES[consumer] for finding in rule(checkpoint)]
     against = [finding for finding in findings if finding.kind == "no"]
     reasons = against or [finding for finding in findings if finding.kind == "not known"]
     notes = tuple(finding.text for finding in findings if finding.kind == "note") + SOURCES.get(consumer, ())
     if not reasons:
-        command = start_command(consumer, subject.name, subject.ranks)
-        return Verdict(consumer, VERSIONS[consumer], True, (), notes, command)
-    why, remedy = tuple(finding.text for finding in reasons), _next_step(subject, consumer, reasons)
-    return Verdict(consumer, VERSIONS[consumer], False if against else None, why, notes, remedy=remedy)
+        command = start_command(consumer, checkpoint.name, checkpoint.ranks)
+        return ConsumerVerdict(consumer, VERSIONS[consumer], True, (), notes, command)
+    why, remedy = tuple(finding.text for finding in reasons), _next_step(checkpoint, consumer, reasons)
+    return ConsumerVerdict(consumer, VERSIONS[consumer], False if against else None, why, notes, remedy=remedy)
 
 
-def refused(name: str, consumer: Consumer, problem: Dsv4Error) -> Verdict:
-    """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a relative perhaps."""
+def refused(name: str, consumer: Consumer, problem: Dsv4Error) -> ConsumerVerdict:
+    """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a foreign model perhaps."""
     if consumer == "dsv4":
         return _own(name, problem)
     if isinstance(problem, CheckpointError):
-        return Verdict(consumer, VERSIONS[consumer], False, (problem.message,), (), remedy=problem.remedy)
+        return ConsumerVerdict(consumer, VERSIONS[consumer], False, (problem.message,), (), remedy=problem.remedy)
     reason = f"{problem.message}; what {VERSIONS[consumer]} does with it is not known here"
-    return Verdict(consumer, VERSIONS[consumer], None, (reason,), (), remedy=problem.remedy)
+    return ConsumerVerdict(consumer, VERSIONS[consumer], None, (reason,), (), remedy=problem.remedy)
 
 
-def _own(name: str, problem: Dsv4Error | None) -> Verdict:
+def _own(name: str, problem: Dsv4Error | None) -> ConsumerVerdict:
     version = VERSIONS["dsv4"]
     if problem:
-        return Verdict("dsv4", version, False, (problem.message,), (), remedy=problem.remedy)
-    return Verdict("dsv4", version, True, (), (), start_command("dsv4", name))
+        return ConsumerVerdict("dsv4", version, False, (problem.message,), (), remedy=problem.remedy)
+    return ConsumerVerdict("dsv4", version, True, (), (), start_command("dsv4", name))
 
 
-def _next_step(subject: Subject, consumer: Consumer, reasons: list[Finding]) -> str:
-    """To repair what is damaged, else to mend what is small, else to convert."""
-    if subject.identity.checkpoint.missing_files or subject.damage:
-        problem = subject.coverage.problem()
-        missing = subject.identity.checkpoint.missing_files
-        return problem.remedy if problem and not missing else download_again(Path(subject.name), missing[0])
+def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: list[Finding]) -> str:
+    """To download again what is damaged, else to repair what is small, else to convert."""
+    if checkpoint.identity.checkpoint.missing_files or checkpoint.damage:
+        problem = checkpoint.coverage.problem()
+        missing = checkpoint.identity.checkpoint.missing_files
+        return problem.remedy if problem and not missing else download_again(Path(checkpoint.name), missing[0])
     if all(finding.fix for finding in reasons):
         return "; ".join(finding.fix for finding in reasons)
-    target = TARGETS[consumer].format(ranks=_ranks(subject))
-    return f"dsv4 convert {shell_word(subject.name)} OUT --to {target}"
+    target = TARGETS[consumer].format(ranks=_ranks(checkpoint))
+    return f"dsv4 convert {shell_word(checkpoint.name)} OUT --to {target}"
 
 
-def _ranks(subject: Subject) -> int:
+def _ranks(checkpoint: InspectedCheckpoint) -> int:
     """The most GPUs of one machine that the official scripts can cut the model for."""
-    config = subject.identity.config
+    config = checkpoint.identity.config
     counts = (config.o_groups, config.num_attention_heads, config.n_routed_experts, config.vocab_size)
     return next(ranks for ranks in (8, 4, 2, 1) if not any(count % ranks for count in counts))
 
@@ -130,6 +130,6 @@ def start_command(consumer: Consumer, name: str, ranks: int = 0) -> str:
     return STARTS[consumer].format(model=shell_word(name), ranks=ranks) + gpus
 
 
-def verdict_document(model: str, found: Verdict) -> dict[str, Any]:
+def verdict_document(model: str, found: ConsumerVerdict) -> dict[str, Any]:
     """The verdict as one JSON document of schema SCHEMA; `loads` is null where it is not known."""
     return {"schema": SCHEMA, "model": model} | asdict(found)

@@ -16,7 +16,7 @@ from dsv4cli.engine.config.keys import (
     NUMBERS,
 )
 from dsv4cli.engine.inspection.consumers import common
-from dsv4cli.engine.inspection.consumers.checkpoint import INFERENCE, Finding, Rule, Subject
+from dsv4cli.engine.inspection.consumers.checkpoint import INFERENCE, Finding, InspectedCheckpoint, Rule
 
 VERSION = "the official inference scripts (April to August 2026)"
 # ModelArgs, which takes no other key
@@ -26,45 +26,45 @@ ARGUMENTS = {
 } - set(INFERENCE_KEYS.values())  # fmt: skip
 
 
-def cut(subject: Subject) -> Iterator[Finding]:
+def cut(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """generate.py, load_model: one file for each process."""
-    if not subject.ranks:
+    if not checkpoint.ranks:
         yield Finding("no", "the scripts read files cut for the number of GPUs, model0-mp4.safetensors for instance")
 
 
-def arguments(subject: Subject) -> Iterator[Finding]:
+def arguments(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """generate.py, --config; model.py, ModelArgs and Linear: the dtypes choose the parameters."""
-    if not subject.ranks:
+    if not checkpoint.ranks:
         return
-    if INFERENCE not in subject.files:
+    if INFERENCE not in checkpoint.files:
         yield Finding("no", f"there is no {INFERENCE}", "copy inference/ of the release into the folder")
         return
-    unknown = sorted(key for key in subject.inference if key not in ARGUMENTS)
+    unknown = sorted(key for key in checkpoint.inference if key not in ARGUMENTS)
     if unknown:
         yield Finding("no", f"{INFERENCE}: ModelArgs has no {unknown[0]}", f"remove {unknown[0]} from {INFERENCE}")
-    linear, experts = subject.formats.linear, subject.formats.experts
-    dtype, said = subject.inference.get("dtype", "fp8"), subject.inference.get("expert_dtype")
+    linear, experts = checkpoint.formats.linear, checkpoint.formats.experts
+    dtype, given = checkpoint.inference.get("dtype", "fp8"), checkpoint.inference.get("expert_dtype")
     if dtype != linear:
         yield Finding("no", f"{INFERENCE}: dtype is {dtype!r} and the matrices are {linear.upper()}")
     wanted = "fp4" if experts == "fp4" else None
     if experts not in ("fp4", linear):
         yield Finding("no", f"the experts are {experts.upper()}: model.py has FP4 or the format of the other matrices")
-    elif said != wanted:
+    elif given != wanted:
         words = "null" if wanted is None else '"fp4"'
-        text = f"{INFERENCE}: expert_dtype is {said!r} and the experts are {experts.upper()}"
+        text = f"{INFERENCE}: expert_dtype is {given!r} and the experts are {experts.upper()}"
         yield Finding("no", text, f'set "expert_dtype": {words} in {INFERENCE}')
 
 
-def output_projection(subject: Subject) -> Iterator[Finding]:
+def output_projection(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """model.py, Attention: wo_a is a bf16 parameter, which convert.py widens."""
-    if subject.ranks and subject.formats.output != "bf16":
-        yield Finding("no", f"wo_a is {subject.formats.output.upper()} and model.py has it in bf16")
+    if checkpoint.ranks and checkpoint.formats.output != "bf16":
+        yield Finding("no", f"wo_a is {checkpoint.formats.output.upper()} and model.py has it in bf16")
 
 
-def processes(subject: Subject) -> Iterator[Finding]:
+def processes(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """generate.py, WORLD_SIZE."""
-    if subject.ranks:
-        yield Finding("note", f"it runs on {subject.ranks} GPUs, no more and no fewer")
+    if checkpoint.ranks:
+        yield Finding("note", f"it runs on {checkpoint.ranks} GPUs, no more and no fewer")
 
 
 RULES: tuple[Rule, ...] = (

@@ -6,31 +6,33 @@ The configuration is a DeepseekV3Config with the keys of config.json as they are
 from collections.abc import Iterator
 
 from dsv4cli.engine.inspection.consumers import common
-from dsv4cli.engine.inspection.consumers.checkpoint import Finding, Rule, Subject
+from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 
 VERSION = "SGLang 0.5.23"
 # models/deepseek_v4.py and deepseek_v2.py: attributes of the configuration
 KEYS = ("compress_ratios", "compress_rope_theta", "num_hash_layers", "rope_scaling")
 
 
-def dialect(subject: Subject) -> Iterator[Finding]:
+def dialect(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """The keys that transformers' save_pretrained strips."""
-    missing = [key for key in KEYS if key not in subject.config]
-    if missing and subject.config:
+    missing = [key for key in KEYS if key not in checkpoint.config]
+    if missing and checkpoint.config:
         yield Finding("no", f"config.json lacks the official {', '.join(missing)}")
 
 
-def experts(subject: Subject) -> Iterator[Finding]:
+def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """configs/model_config.py: the format of the experts is probed in a header, expert_dtype is not read."""
-    form = subject.formats.experts
-    says = {key: str(subject.quantization_says(key) or "").upper() for key in ("quant_algo", "moe_quant_algo")}
-    nvfp4 = list(says.values()) == ["MIXED_PRECISION", "NVFP4"] and subject.quantization_says("group_size") is not None
+    form = checkpoint.formats.experts
+    says = {key: str(checkpoint.quantization_says(key) or "").upper() for key in ("quant_algo", "moe_quant_algo")}
+    nvfp4 = (
+        list(says.values()) == ["MIXED_PRECISION", "NVFP4"] and checkpoint.quantization_says("group_size") is not None
+    )
     if form in ("bf16", "f32"):
         # configs/deepseek_v4.py, try_detect_fp4_experts: packed types and F8_E4M3 only, else the default, FP4
         yield Finding(
             "not known",
-            f"the experts are {form.upper()}, which SGLang's probe does not know: it goes on as for FP4 unless "
-            "SGLANG_DSV4_FP4_EXPERTS=0; what comes of it has not been seen",
+            f"the experts are {form.upper()}, which SGLang's probe does not know: it continues as for FP4 unless "
+            "SGLANG_DSV4_FP4_EXPERTS=0; the result has not been tested",
         )
     elif form == "nvfp4" and not nvfp4:
         yield Finding(
@@ -42,26 +44,26 @@ def experts(subject: Subject) -> Iterator[Finding]:
         yield Finding("no", f"the experts are {form.upper()} and quantization_config says NVFP4")
 
 
-def linears(subject: Subject) -> Iterator[Finding]:
+def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """layers/quantization/fp8.py; models/deepseek_v4.py, load_weights: with FP8 on, wo_a must be FP8."""
-    linear, output = subject.formats.linear, subject.formats.output
-    if subject.quantization is None or not subject.quantised or {linear, output} == {"fp8"}:
+    linear, output = checkpoint.formats.linear, checkpoint.formats.output
+    if checkpoint.quantization is None or not checkpoint.quantised or {linear, output} == {"fp8"}:
         return
     if linear == "fp8":
         yield Finding(
             "no", f"wo_a is {output.upper()}: SGLang wants FP8 or SGLANG_OPT_FP8_WO_A_GEMM=0 in its environment"
         )
-    elif subject.spares_layers:
-        yield Finding("not known", "whether ignored_layers spares every matrix that is not FP8 is not checked")
+    elif checkpoint.spares_layers:
+        yield Finding("not known", "ignored_layers is not checked: it must spare every matrix that is not FP8")
     else:
         yield Finding("no", "some matrices outside the experts are not FP8 and no ignored_layers says so")
 
 
-def drafter(subject: Subject) -> Iterator[Finding]:
+def drafter(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """model_loader/loader.py: beside NVFP4 experts the drafter's are built in FP4."""
-    if subject.identity.config.drafter == "none":
+    if checkpoint.identity.config.drafter == "none":
         yield Finding("note", "there is no drafter: no speculative decoding")
-    elif subject.formats.drafter == "nvfp4":
+    elif checkpoint.formats.drafter == "nvfp4":
         yield Finding("note", "the drafter's experts are NVFP4 and SGLang wants them in FP4: no speculative decoding")
 
 
@@ -70,7 +72,7 @@ RULES: tuple[Rule, ...] = (
     common.damage("SGLang only warns, and computes with whatever the memory holds"),
     common.root_config(architecture=True),
     common.official_names("SGLang only warns about each name it does not know, and loads nothing of it"),
-    common.unknown_tensors("SGLang warns and goes on", fatal=False),
+    common.unknown_tensors("SGLang warns and continues", fatal=False),
     dialect,
     # layers/quantization/fp8.py, Fp8Config.from_config
     common.fp8_config("SGLang"),

@@ -7,26 +7,26 @@ so either dialect of it will do.
 from collections.abc import Iterator
 
 from dsv4cli.engine.inspection.consumers import common
-from dsv4cli.engine.inspection.consumers.checkpoint import Finding, Rule, Subject
+from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 
 VERSION = "vLLM 0.33.0"
 
 
-def ratios(subject: Subject) -> Iterator[Finding]:
+def ratios(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """transformers_utils/deepseek_v4_utils.py, get_compress_ratios."""
-    if not {"compress_ratios", "layer_types"} & subject.config.keys():
+    if not {"compress_ratios", "layer_types"} & checkpoint.config.keys():
         yield Finding("no", "config.json has neither compress_ratios nor layer_types")
 
 
-def experts(subject: Subject) -> Iterator[Finding]:
+def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """quant_config.py, DeepseekV4FP8Config.expert_dtype (top level only, 'fp4' where missing) and get_quant_method."""
-    if subject.quantization is None or not subject.quantised:
+    if checkpoint.quantization is None or not checkpoint.quantised:
         return
-    said, form = subject.config.get("expert_dtype", "fp4"), subject.formats.experts
-    nvfp4 = str(subject.quantization_says("moe_quant_algo") or "").upper() == "NVFP4"
-    if said not in ("fp4", "fp8"):
-        yield Finding("no", f"expert_dtype is {said!r}; vLLM knows fp4 and fp8 only")
-    elif form == "fp8" and said == "fp4":
+    given, form = checkpoint.config.get("expert_dtype", "fp4"), checkpoint.formats.experts
+    nvfp4 = str(checkpoint.quantization_says("moe_quant_algo") or "").upper() == "NVFP4"
+    if given not in ("fp4", "fp8"):
+        yield Finding("no", f"expert_dtype is {given!r}; vLLM knows fp4 and fp8 only")
+    elif form == "fp8" and given == "fp4":
         yield Finding("no", "the experts are FP8 and vLLM takes them for FP4, as expert_dtype is not 'fp8'")
     elif form == "fp8":
         # nvidia/model.py, load_weights: an e8m0 expert scale is viewed as uint8; Fp8MoEMethod has F32 parameters for it
@@ -36,37 +36,39 @@ def experts(subject: Subject) -> Iterator[Finding]:
             "parameters, without an error",
         )
     elif form in ("bf16", "f32"):
-        yield from _wide_experts(subject, said)
-    elif said == "fp8":
+        yield from _wide_experts(checkpoint, given)
+    elif given == "fp8":
         yield Finding("no", "expert_dtype is 'fp8' and the experts are not", 'set "expert_dtype": "fp4" in config.json')
     elif (form == "nvfp4") != nvfp4:
         is_said = "says" if nvfp4 else "does not say"
         yield Finding("no", f"the experts are {form.upper()} and quantization_config {is_said} moe_quant_algo NVFP4")
 
 
-def _wide_experts(subject: Subject, said: str) -> Iterator[Finding]:
-    if subject.spares_layers:
-        yield Finding("not known", "whether ignored_layers spares the experts, which are not quantised, is not checked")
+def _wide_experts(checkpoint: InspectedCheckpoint, given: str) -> Iterator[Finding]:
+    if checkpoint.spares_layers:
+        yield Finding("not known", "ignored_layers is not checked: it must spare the experts, which are not quantised")
     else:
-        yield Finding("no", f"the experts are {subject.formats.experts.upper()} and vLLM takes them for {said.upper()}")
+        yield Finding(
+            "no", f"the experts are {checkpoint.formats.experts.upper()} and vLLM takes them for {given.upper()}"
+        )
 
 
-def linears(subject: Subject) -> Iterator[Finding]:
+def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """fp8.py, Fp8LinearMethod: FP8 parameters wherever ignored_layers does not spare a matrix."""
-    if subject.quantization is None or {subject.formats.linear, subject.formats.output} == {"fp8"}:
+    if checkpoint.quantization is None or {checkpoint.formats.linear, checkpoint.formats.output} == {"fp8"}:
         return
-    if subject.quantised and subject.spares_layers:
-        yield Finding("not known", "whether ignored_layers spares every matrix that is not FP8 is not checked")
-    elif subject.quantised:
+    if checkpoint.quantised and checkpoint.spares_layers:
+        yield Finding("not known", "ignored_layers is not checked: it must spare every matrix that is not FP8")
+    elif checkpoint.quantised:
         yield Finding("no", "some matrices outside the experts are not FP8 and no ignored_layers says so")
 
 
-def drafter(subject: Subject) -> Iterator[Finding]:
+def drafter(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """quant_config.py, get_quant_method: the drafter's experts are built as the model's."""
-    if subject.identity.config.drafter == "none":
+    if checkpoint.identity.config.drafter == "none":
         yield Finding("note", "there is no drafter: no speculative decoding")
-    elif subject.formats.drafter != subject.formats.experts:
-        form, other = subject.formats.drafter.upper(), subject.formats.experts.upper()
+    elif checkpoint.formats.drafter != checkpoint.formats.experts:
+        form, other = checkpoint.formats.drafter.upper(), checkpoint.formats.experts.upper()
         yield Finding("note", f"the drafter's experts are {form} and vLLM wants {other}: no speculative decoding")
 
 

@@ -11,23 +11,23 @@ from dsv4cli.harmless import shell_word
 
 
 @dataclass(frozen=True)
-class Step:
+class Advice:
     """One thing to do: why, '' where that goes without saying, and the command, or a sentence where there is none."""
 
     why: str
     command: str
 
 
-def advise(fit: Fit, name: str, problem: Dsv4Error | None = None, *, is_random: bool = False) -> list[Step]:
+def advise(fit: Fit, name: str, problem: Dsv4Error | None = None, *, is_random: bool = False) -> list[Advice]:
     """The commands that follow from an answer, the best first.
 
     name: what dsv4 calls the model. problem: why dsv4 would not load it even where it fits. is_random: whether its
     weights are random, of which fewer layers need no conversion.
     """
     if problem is not None:
-        return [Step(f"dsv4 would not load it: {problem.message}", problem.remedy)]
+        return [Advice(f"dsv4 would not load it: {problem.message}", problem.remedy)]
     if fit.best is not None:
-        first = Step("", run_command(fit, fit.best, name, fit.context, fit.batch))
+        first = Advice("", run_command(fit, fit.best, name, fit.context, fit.batch))
         return [first, *(_another(fit, share, name) for share in fit.others), *_larger_machine(fit, name)]
     if fit.shorter is not None or fit.fewer is not None:
         return [*_smaller_load(fit, name)]
@@ -63,25 +63,25 @@ def _numbering(fit: Fit, share: Share) -> list[str]:
     return words
 
 
-def _another(fit: Fit, share: Share, name: str) -> Step:
+def _another(fit: Fit, share: Share, name: str) -> Advice:
     """A slower way that runs it as well."""
     why = "the RAM holds it, for the CPU"
     if share.on_gpu:
         why = "one GPU runs it, slower: experts that it has no room for stay in host memory"
-    return Step(why, run_command(fit, share, name, fit.context, fit.batch))
+    return Advice(why, run_command(fit, share, name, fit.context, fit.batch))
 
 
-def _smaller_load(fit: Fit, name: str) -> Iterator[Step]:
+def _smaller_load(fit: Fit, name: str) -> Iterator[Advice]:
     """Fewer tokens or sequences, where the weights fit."""
     if fit.shorter is not None:
         why = f"with at most {fit.largest_context:,} tokens it fits"
-        yield Step(why, run_command(fit, fit.shorter, name, fit.largest_context, fit.batch))
+        yield Advice(why, run_command(fit, fit.shorter, name, fit.largest_context, fit.batch))
     if fit.fewer is not None and fit.batch > 1:
         why = f"with at most {fit.largest_batch} at once it fits"
-        yield Step(why, run_command(fit, fit.fewer, name, fit.context, fit.largest_batch))
+        yield Advice(why, run_command(fit, fit.fewer, name, fit.context, fit.largest_batch))
 
 
-def _larger_machine(fit: Fit, name: str) -> Iterator[Step]:
+def _larger_machine(fit: Fit, name: str) -> Iterator[Advice]:
     """More host memory, more GPUs or more RAM: the machine to ask for."""
     gpus = [] if fit.machine.is_here else [gpu.label for gpu in fit.machine.gpus]
     if fit.more_host is not None:
@@ -102,7 +102,7 @@ def _tenths(nbytes: int) -> str:
     return f"{-(-nbytes // 10**8) / 10:,.1f}"
 
 
-def _ask(fit: Fit, name: str, gpus: list[str], ram: int, why: str) -> Step:
+def _ask(fit: Fit, name: str, gpus: list[str], ram: int, why: str) -> Advice:
     """The same question about another machine."""
     words = ["dsv4", "inspect", shell_word(name), "--fit", "--context", str(fit.context)]
     if fit.batch > 1:
@@ -112,10 +112,10 @@ def _ask(fit: Fit, name: str, gpus: list[str], ram: int, why: str) -> Step:
         words += ["--gpus", f"{len(gpus)}x{gpus[0]}" if alike else ",".join(gpus)]
     if ram:
         words += ["--ram", f"{-(-ram * 100 // (FREE_OF_RAM * 2**30))}GB"]
-    return Step(why, " ".join(words))
+    return Advice(why, " ".join(words))
 
 
-def _fewer_layers(fit: Fit, name: str, *, is_random: bool) -> Iterator[Step]:
+def _fewer_layers(fit: Fit, name: str, *, is_random: bool) -> Iterator[Advice]:
     if not fit.layers:
         return
     device = fit.largest
@@ -124,7 +124,7 @@ def _fewer_layers(fit: Fit, name: str, *, is_random: bool) -> Iterator[Step]:
     if is_random:
         parts = [part for part in name.split(",") if not part.startswith("layers=")]
         where = "" if device is fit.machine.devices[0] else f" --device {device.torch_name}"
-        yield Step(why, f"dsv4 run --model {','.join(parts)},layers={fit.layers}{where} 'What is 17 + 25?'")
+        yield Advice(why, f"dsv4 run --model {','.join(parts)},layers={fit.layers}{where} 'What is 17 + 25?'")
         return
     command = f"dsv4 convert {shell_word(name)} OUT --to official --layers 0-{fit.layers - 1} --no-mtp"
-    yield Step(why, command)
+    yield Advice(why, command)

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsv4cli.engine.checkpoint.source import RandomSource
-from dsv4cli.engine.inspection.fit.advice import Step, advise
+from dsv4cli.engine.inspection.fit.advice import Advice, advise
 from dsv4cli.engine.inspection.fit.machine import Machine
 from dsv4cli.engine.inspection.fit.plan import Fit, plan_fit
 from dsv4cli.engine.inspection.report import Inspection
@@ -15,31 +15,31 @@ SCHEMA = "dsv4.fit/2"
 
 
 @dataclass(frozen=True)
-class Answer:
+class FitAnswer:
     """runs: whether `dsv4 run` would load it and run it here. steps: what to do, the best first."""
 
     model: str
     fit: Fit
-    steps: list[Step]
+    steps: list[Advice]
     runs: bool
 
 
-def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int) -> Answer:
+def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int) -> FitAnswer:
     """Raises the inspection's problem where it does not tell the dimensions of the model, UsageError for a single file,
     and what plan_fit raises.
     """
     source, identity = result.source, result.identity
     if isinstance(source, FileSource):
-        raise UsageError(f"{source.name} is a part of a model", f"name its folder: {source.file.parent}")
+        raise UsageError(f"{source.name} is only a part of a model", f"name its folder: {source.file.parent}")
     if identity is None:
         assert result.problem is not None
         raise result.problem
     fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch)
     steps = advise(fit, source.name, result.problem, is_random=isinstance(source, RandomSource))
-    return Answer(source.name, fit, steps, fit.best is not None and result.problem is None)
+    return FitAnswer(source.name, fit, steps, fit.best is not None and result.problem is None)
 
 
-def fit_document(answer: Answer) -> dict[str, Any]:
+def fit_document(answer: FitAnswer) -> dict[str, Any]:
     """The answer as one JSON document of schema SCHEMA, bytes throughout."""
     fit = answer.fit
     return {

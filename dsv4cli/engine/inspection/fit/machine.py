@@ -92,7 +92,7 @@ def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
     if not count or not size:
         raise UsageError(
             f"--gpus cannot be {text!r}",
-            f"say how many of which size or kind: 2x141GB, 24GB,48GB or 2xH100 (known: {', '.join(CARDS)})",
+            f"give the number and the size or kind: 2x141GB, 24GB,48GB or 2xH100 (known: {', '.join(CARDS)})",
         )
     return [(name if known else f"GPU of {name}", size, size * FREE_OF_GPU // 100)] * count
 
@@ -100,7 +100,7 @@ def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
 def _named_ram(text: str) -> Device:
     size = _label(text.strip(), "GT")
     if not size:
-        raise UsageError(f"--ram cannot be {text!r}", "say how much RAM the machine has: --ram 192GB")
+        raise UsageError(f"--ram cannot be {text!r}", "give the RAM of the machine: --ram 192GB")
     return Device("cpu", "RAM", size, size * FREE_OF_RAM // 100)
 
 

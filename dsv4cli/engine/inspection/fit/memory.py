@@ -16,12 +16,12 @@ from dsv4cli.engine.checkpoint.sharding import part_shape
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.inspection.fit.step import ACTIVATION, FP32, Step
+from dsv4cli.engine.inspection.fit.step import ACTIVATION, FP32, WidestStep
 from dsv4cli.kernels.formats import FP4_BLOCK
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """What is asked of the model: `batch` sequences of `context` tokens each, prompts in chunks of `chunk` tokens."""
 
     context: int
@@ -77,7 +77,7 @@ def _entry_widths(config: ModelConfig, ratio: int) -> list[int]:
     return {0: [], 4: [config.head_dim, config.index_head_dim], 128: [config.head_dim]}[ratio]
 
 
-def blocks(load: Load) -> int:
+def blocks(load: Workload) -> int:
     """Blocks of the pools when every sequence has its whole context: their number doubles from 8."""
     needed = load.batch * -(-load.context // BLOCK_TOKENS)
     count = 8
@@ -86,12 +86,12 @@ def blocks(load: Load) -> int:
     return count
 
 
-def cache_bytes(config: ModelConfig, load: Load) -> int:
+def cache_bytes(config: ModelConfig, load: Workload) -> int:
     """The cache at its largest: the rings of all sequences and the pools of compressed entries."""
     return load.batch * ring_bytes(config) + blocks(load) * block_bytes(config)
 
 
-def workspace_bytes(config: ModelConfig, formats: Formats, load: Load, ranks: int, on_gpu: bool) -> int:
+def workspace_bytes(config: ModelConfig, formats: Formats, load: Workload, ranks: int, on_gpu: bool) -> int:
     """An upper estimate of what a step, or a pool of entries that doubles, takes beside weights and cache."""
     if ranks > 1:
         config = replace(
@@ -101,6 +101,6 @@ def workspace_bytes(config: ModelConfig, formats: Formats, load: Load, ranks: in
             moe_intermediate_size=config.moe_intermediate_size // ranks,
             vocab_size=config.vocab_size // ranks,
         )
-    step = Step(config, formats, tokens=load.tokens, batch=load.batch, context=load.context, on_gpu=on_gpu)
+    step = WidestStep(config, formats, tokens=load.tokens, batch=load.batch, context=load.context, on_gpu=on_gpu)
     entries = max((BLOCK_TOKENS // ratio for ratio in config.compress_ratios if ratio), default=0)
     return max(step.peak(), blocks(load) * entries * config.head_dim * ACTIVATION)

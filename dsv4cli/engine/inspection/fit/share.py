@@ -10,13 +10,13 @@ from dsv4cli.engine.checkpoint.sharding import divides
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit.machine import Device
-from dsv4cli.engine.inspection.fit.memory import Load, cache_bytes, weigh, workspace_bytes
+from dsv4cli.engine.inspection.fit.memory import Workload, cache_bytes, weigh, workspace_bytes
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.weights.placement import (
+    FreeMemory,
     MemoryLimits,
     Placement,
-    Room,
-    Sizes,
+    RankSizes,
     decide,
     is_drafter,
     measure,
@@ -100,14 +100,14 @@ class SharedModel:
         self._table = list(expected_tensors(config, formats).values())
         # of experts, which are many and alike, one
         self._kinds = list({(spec.dtype, spec.shape, spec.shard): spec for spec in self._table}.values())
-        self._sizes: dict[int, Sizes] = {}
+        self._sizes: dict[int, RankSizes] = {}
         self._whole: dict[bool, dict[str, int]] = {}
 
     def divides(self, ranks: int) -> bool:
         """Whether so many ranks can share the model."""
         return ranks == 1 or divides(self.config, self._kinds, ranks)
 
-    def sizes(self, ranks: int) -> Sizes:
+    def sizes(self, ranks: int) -> RankSizes:
         """One rank's part, added up once."""
         if ranks not in self._sizes:
             self._sizes[ranks] = measure(self._table, self.config.num_experts_per_tok, ranks)
@@ -126,11 +126,11 @@ class SharedModel:
         With all experts there and the largest chunk that fits; else with experts in host memory; where neither fits,
         with the smallest chunk.
         """
-        loads = [Load(context, batch, chunk) for chunk in CHUNKS]
+        loads = [Workload(context, batch, chunk) for chunk in CHUNKS]
         found = next((share for share in self._ways(devices, loads) if share.fits), None)
         return found or self._share(devices, loads[-1])
 
-    def _ways(self, devices: tuple[Device, ...], loads: list[Load]) -> Iterator[Share]:
+    def _ways(self, devices: tuple[Device, ...], loads: list[Workload]) -> Iterator[Share]:
         """The best first: as loading divides by itself, if not at all; all weights there with less room for the rest;
         experts in host memory."""
         for load in loads:
@@ -172,13 +172,13 @@ class SharedModel:
                 parts.setdefault(int(spec.name.split(".", 2)[1]), []).append(spec)
         return {layer: weigh(specs, 1).nbytes for layer, specs in parts.items()}
 
-    def _room_for_weights(self, devices: tuple[Device, ...], load: Load) -> int:
+    def _room_for_weights(self, devices: tuple[Device, ...], load: Workload) -> int:
         """The bytes, whole MB, that a GPU has for weights beside such a load."""
         config, free = self.config.without_drafter(), min(device.free for device in devices)
         beside = cache_bytes(config, load) + workspace_bytes(config, self.formats, load, len(devices), on_gpu=True)
         return max(free - beside - GPU_RESERVE - GPU_MARGIN, MB) // MB * MB
 
-    def _share(self, devices: tuple[Device, ...], load: Load, gpu_memory: int | None = None) -> Share:
+    def _share(self, devices: tuple[Device, ...], load: Workload, gpu_memory: int | None = None) -> Share:
         ranks, on_gpu, free = len(devices), devices[0].is_gpu, min(device.free for device in devices)
         placement, sizes = self._placement(ranks, free, gpu_memory, on_gpu), self.sizes(ranks)
         drafter = placement is not None and placement.drafter
@@ -198,9 +198,9 @@ class SharedModel:
 
     def _placement(self, ranks: int, free: int, gpu_memory: int | None, on_gpu: bool) -> Placement | None:
         if on_gpu:
-            room = Room(max(free - CUDA_CONTEXT, 0), self.host, ranks, MemoryLimits(gpu=gpu_memory))
+            room = FreeMemory(max(free - CUDA_CONTEXT, 0), self.host, ranks, MemoryLimits(gpu=gpu_memory))
         else:
-            room = Room(None, free)
+            room = FreeMemory(None, free)
         try:
             return decide(self.sizes(ranks), room)
         except NotEnoughMemory:

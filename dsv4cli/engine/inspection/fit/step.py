@@ -1,6 +1,6 @@
 """An upper estimate of what one step allocates beside weights and cache, with the reference kernels; no torch.
 
-Each term counts the tensors that are alive together at the widest place of one part of the model, in bytes. T tokens of
+Each term counts the tensors that are alive together at the widest point of one part of the model, in bytes. T tokens of
 B sequences; D hidden, N streams, H heads of width d, K chosen experts of inner width I.
 """
 
@@ -21,8 +21,8 @@ SORTED = 1 + 3 * ACTIVATION + INDEX
 SORTED_ON_GPU = SORTED + 19
 
 
-class Step:
-    """The widest places of a step; `config` is one rank's part of the model."""
+class WidestStep:
+    """The widest points of a step; `config` is one rank's part of the model."""
 
     def __init__(
         self, config: ModelConfig, formats: Formats, *, tokens: int, batch: int, context: int, on_gpu: bool
@@ -37,7 +37,7 @@ class Step:
         self.queries = tokens * config.num_attention_heads * config.head_dim
 
     def peak(self) -> int:
-        """The lists of the batch, which last for the step, and the widest place."""
+        """The lists of the batch, which last for the step, and the widest point."""
         return int(
             self.lists()
             + max(self.connections(), self.projections(), self.indexer(), self.attention(), self.experts(), self.head())
@@ -110,7 +110,7 @@ class Step:
         heads = tokens * c.index_n_heads
         padded = -(-entries // LIST_BLOCK) * LIST_BLOCK
         scored = tokens * padded * (INDEX + ACTIVATION) + (FP32 + ACTIVATION) * heads * c.index_head_dim
-        places = [
+        candidates = [
             *pools,
             self.linear(c.index_n_heads * c.index_head_dim, c.q_lora_rank, self.formats.linear),
             ROTATED * heads * c.index_head_dim,
@@ -119,7 +119,7 @@ class Step:
             tokens * entries * self.sorted,
             INDEX * tokens * (6 * min(c.index_topk, entries) + 3 * c.sliding_window),
         ]
-        return before + max(places)
+        return before + max(candidates)
 
     def inputs(self) -> int:
         """What attention holds to its end: latent queries, keys, raw rows of compressors, queries of the indexer; for

@@ -69,7 +69,7 @@ class Shapes:
         return None
 
 
-class Scene:
+class BenchmarkInputs:
     """Makes inputs on a device for a step of `tokens` tokens that ends at `context` tokens."""
 
     def __init__(self, shapes: Shapes, tokens: int, context: int, device: torch.device) -> None:

@@ -227,7 +227,7 @@ def step_bytes(device: torch.device) -> int:
 
 def waiting_bytes(device: torch.device, workers: int) -> int:
     """Bytes written that wait in memory, at most, until those before them are hashed: some steps of each thread, and
-    the scales of a matrix, whose place is behind its weight."""
+    the scales of a matrix, whose location is behind its weight."""
     return 2 * workers * step_bytes(device) + SCALES
 
 
@@ -248,7 +248,7 @@ def write_rows(
     item: Item, recipe: Recipe, steps: Iterable[tuple[int, int]], write: Callable[[memoryview, int], int]
 ) -> Iterator[int]:
     """Reads, recodes and writes rows of one item, begin and end of each step; yields the bytes of each. write: bytes
-    to a place of the file."""
+    to an offset of the file."""
     for begin, end in steps:
         arrays = recipe.rows(begin, end)
         written = 0
@@ -261,8 +261,8 @@ def write_rows(
 
 
 def _part(array: Raw, slot: Slot) -> Raw:
-    """The columns of the rows that this slot's place holds."""
-    cut = slot.place.cut
+    """The columns of the rows that this slot's location holds."""
+    cut = slot.location.cut
     if cut is None or cut.dim == 0:
         return array
     return np.ascontiguousarray(array[:, cut.of(array.shape)])

@@ -10,10 +10,10 @@ from dsv4cli.engine.hub.cached import check_cache
 from dsv4cli.engine.hub.files import Listing, RemoteFile
 from dsv4cli.errors import CheckpointError, UsageError
 
-Kind = Literal["config", "tokenizer", "index", "weights", "other"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+FileKind = Literal["config", "tokenizer", "index", "weights", "other"]
+KINDS: tuple[FileKind, ...] = get_args(FileKind)
 # the first pattern that a file name matches tells its kind
-PATTERNS: dict[Kind, str] = {
+PATTERNS: dict[FileKind, str] = {
     "index": r"\.safetensors\.index\.json$",
     "weights": r"\.safetensors$",
     "tokenizer": r"(^|/)(tokenizer|vocab\.|merges\.|special_tokens_map\.|added_tokens\.|chat_template)|^encoding/",
@@ -24,18 +24,18 @@ OWNER = re.compile(r"(?:^|[./])(layers|mtp)\.(\d{1,9})\.", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The part of a model that is wanted: kinds of files, and of the weights some main layers, with or without mtp.*;
+class Selection:
+    """The part of a model to download: kinds of files, and of the weights some main layers, with or without mtp.*;
     what lies outside the layers always belongs to it."""
 
     layers: range | None = None
     mtp: bool = True
-    kinds: frozenset[Kind] = frozenset(KINDS)
+    kinds: frozenset[FileKind] = frozenset(KINDS)
 
     @property
     def is_whole(self) -> bool:
         """Whether that is all of the repository."""
-        return self == Wish()
+        return self == Selection()
 
     @property
     def is_all_weights(self) -> bool:
@@ -52,7 +52,7 @@ class Wish:
         return self.layers is None or int(owner[2]) in self.layers
 
 
-def parse_kinds(text: str) -> frozenset[Kind]:
+def parse_kinds(text: str) -> frozenset[FileKind]:
     """The kinds that a list such as `config,tokenizer` names. Raises UsageError for a word that is none."""
     words = [word.strip() for word in text.split(",")]
     kinds = frozenset(kind for kind in KINDS if kind in words)
@@ -62,35 +62,35 @@ def parse_kinds(text: str) -> frozenset[Kind]:
     return kinds
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> FileKind:
     """What kind of file a name tells."""
     return next((kind for kind, pattern in PATTERNS.items() if re.search(pattern, name)), "other")
 
 
-def choose(listing: Listing, wish: Wish, index: Mapping[str, str]) -> tuple[RemoteFile, ...]:
+def select_files(listing: Listing, selection: Selection, index: Mapping[str, str]) -> tuple[RemoteFile, ...]:
     """The files of the listing that the part takes.
 
     index: file of each tensor, needed only where not all weights are wanted or the listing is that of the cache. Raises
     UsageError for layers that the model does not have, weights that cannot be taken in part, and a part that holds no
     file; HubError for weights that the cache lacks.
     """
-    if listing.cached and "weights" in wish.kinds:
-        of_index = {file for name, file in index.items() if wish.takes(name)}
+    if listing.cached and "weights" in selection.kinds:
+        of_index = {file for name, file in index.items() if selection.takes(name)}
         check_cache(listing, of_index or {file.name for file in listing.files if kind_of(file.name) == "weights"})
-    chosen = [file for file in listing.files if kind_of(file.name) in wish.kinds]
-    if not wish.is_all_weights:
-        shards = _shards(listing, wish, index)
+    chosen = [file for file in listing.files if kind_of(file.name) in selection.kinds]
+    if not selection.is_all_weights:
+        shards = _shards(listing, selection, index)
         chosen = [file for file in chosen if file.name in shards or kind_of(file.name) != "weights"]
     if not chosen:
         raise UsageError(
-            f"{listing.repository} has no files of the kind {' or '.join(sorted(wish.kinds))}",
+            f"{listing.repository} has no files of the kind {' or '.join(sorted(selection.kinds))}",
             f"it holds {', '.join(sorted({kind_of(file.name) for file in listing.files})) or 'no file'}",
         )
     return tuple(chosen)
 
 
-def _shards(listing: Listing, wish: Wish, index: Mapping[str, str]) -> set[str]:
-    if "weights" not in wish.kinds:
+def _shards(listing: Listing, selection: Selection, index: Mapping[str, str]) -> set[str]:
+    if "weights" not in selection.kinds:
         raise UsageError("--layers and --no-mtp choose weights, which --only leaves out", "add weights to --only")
     if not index:
         raise UsageError(
@@ -99,10 +99,10 @@ def _shards(listing: Listing, wish: Wish, index: Mapping[str, str]) -> set[str]:
         )
     owners = [OWNER.search(name) for name in index]
     count = 1 + max((int(owner[2]) for owner in owners if owner and owner[1] == "layers"), default=-1)
-    if wish.layers is not None and wish.layers.stop > count:
-        last = wish.layers.stop - 1
+    if selection.layers is not None and selection.layers.stop > count:
+        last = selection.layers.stop - 1
         raise UsageError(f"there is no layer {last}: {listing.repository} has {count}", f"choose from 0-{count - 1}")
-    shards = {file for name, file in index.items() if wish.takes(name)}
+    shards = {file for name, file in index.items() if selection.takes(name)}
     absent = sorted(shards - listing.by_name.keys())
     if absent:
         raise CheckpointError(

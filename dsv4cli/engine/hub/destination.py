@@ -25,7 +25,7 @@ from dsv4cli.harmless import shell_word
 PART = ".dsv4.incomplete"
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """Where the files of one listing go. `folder`: where they appear under their names."""
 
     @property
@@ -66,7 +66,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class CachePlace:
+class CacheDestination:
     """The Hugging Face cache, wherever HF_HOME and HF_HUB_CACHE put it."""
 
     listing: Listing
@@ -139,7 +139,7 @@ class CachePlace:
 
 
 @dataclass(frozen=True)
-class FolderPlace:
+class FolderDestination:
     """A folder of the user's, which holds the files under their names."""
 
     listing: Listing
@@ -186,8 +186,8 @@ class FolderPlace:
         return self.folder / file.name
 
     def fetch(self, file: RemoteFile, **options: Any) -> Path:
-        place: dict[str, Any] = {"revision": self.listing.commit, "local_dir": self.folder}
-        return Path(hf_hub_download(self.listing.repository, file.name, **place, **LIBRARY, **options))
+        destination: dict[str, Any] = {"revision": self.listing.commit, "local_dir": self.folder}
+        return Path(hf_hub_download(self.listing.repository, file.name, **destination, **LIBRARY, **options))
 
     def leftovers(self, file: RemoteFile) -> set[Path]:
         return _unfinished(self.part(file))
@@ -210,9 +210,9 @@ def _unfinished(part: Path) -> set[Path]:
     return set(part.parent.rglob(f"*{etag}.????????.incomplete"))
 
 
-def free_bytes(place: Place) -> int:
+def free_bytes(destination: Destination) -> int:
     """Bytes free on the file system that the place is on, or will be."""
-    path = place.folder.absolute()
+    path = destination.folder.absolute()
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

@@ -8,8 +8,16 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import get_session
 
-from dsv4cli.engine.hub import patience
-from dsv4cli.engine.hub.patience import BadConnection, Patience, Stopped, Tries, explain, is_local, ordered_wait
+from dsv4cli.engine.hub import retry
+from dsv4cli.engine.hub.retry import (
+    BadConnection,
+    DownloadStopped,
+    Retrier,
+    RetryPolicy,
+    explain,
+    is_local,
+    ordered_wait,
+)
 from dsv4cli.errors import HubError
 
 
@@ -26,15 +34,15 @@ def answer(status: int, **headers: str) -> HfHubHTTPError:
     return HfHubHTTPError(f"HTTP {status}", response=response)
 
 
-def tries(waits: list[float], patience: Patience) -> Tries:
-    """Tries that note how long they would wait."""
+def retrier_that_notes(waits: list[float], policy: RetryPolicy) -> Retrier:
+    """A retrier that notes how long it would wait."""
 
     class Stop:
         def wait(self, seconds: float) -> bool:
             waits.append(seconds)
             return False
 
-    return Tries(patience, Stop(), lambda error: explain(error, "org/name", None))
+    return Retrier(policy, Stop(), lambda error: explain(error, "org/name", None))
 
 
 @pytest.mark.parametrize(
@@ -61,29 +69,29 @@ def test_a_date_to_wait_for(ahead, seconds):
 
 def test_waits_double_up_to_a_bound_and_end():
     waits = []
-    attempts = tries(waits, Patience(tries=6, first_wait=1, longest_wait=5))
+    retrier = retrier_that_notes(waits, RetryPolicy(attempts=6, first_wait=1, longest_wait=5))
     for _ in range(5):
-        attempts.failed(BadConnection("cut"))
+        retrier.failed(BadConnection("cut"))
     with pytest.raises(HubError, match="cannot be reached: BadConnection: cut"):
-        attempts.failed(BadConnection("cut"))
+        retrier.failed(BadConnection("cut"))
     assert waits == [1, 2, 4, 5, 5]
 
 
 def test_new_bytes_renew_the_patience():
     waits = []
-    attempts = tries(waits, Patience(tries=3, first_wait=1))
+    retrier = retrier_that_notes(waits, RetryPolicy(attempts=3, first_wait=1))
     for _ in range(20):
-        attempts.failed(BadConnection("cut"))
-        attempts.advanced()
+        retrier.failed(BadConnection("cut"))
+        retrier.advanced()
     assert waits == [1] * 20
 
 
 def test_what_the_hub_orders_is_obeyed_up_to_a_bound():
     waits = []
-    attempts = tries(waits, Patience(longest_wait=5, longest_order=60))
-    attempts.failed(answer(429, retry_after="60"))
+    retrier = retrier_that_notes(waits, RetryPolicy(longest_wait=5, longest_order=60))
+    retrier.failed(answer(429, retry_after="60"))
     with pytest.raises(HubError, match="limits the rate"):
-        attempts.failed(answer(429, retry_after="61"))
+        retrier.failed(answer(429, retry_after="61"))
     assert waits == [60]
 
 
@@ -91,7 +99,7 @@ def test_what_the_hub_orders_is_obeyed_up_to_a_bound():
 def test_a_refusal_is_not_repeated(status):
     waits = []
     with pytest.raises(HubError):
-        tries(waits, Patience()).failed(answer(status))
+        retrier_that_notes(waits, RetryPolicy()).failed(answer(status))
     assert waits == []
 
 
@@ -99,18 +107,18 @@ def test_a_wrapped_error_counts_as_what_it_wraps():
     outer = LocalEntryNotFoundError("not in the cache")
     outer.__cause__ = answer(503, retry_after="3")
     waits = []
-    tries(waits, Patience()).failed(outer)
+    retrier_that_notes(waits, RetryPolicy()).failed(outer)
     assert waits == [3]
     outer.__cause__ = OfflineModeIsEnabled("offline")
     with pytest.raises(HubError, match="offline mode"):
-        tries(waits, Patience()).failed(outer)
+        retrier_that_notes(waits, RetryPolicy()).failed(outer)
 
 
 def test_called_off_while_it_waits():
     stop = threading.Event()
     stop.set()
-    with pytest.raises(Stopped):
-        Tries(Patience(first_wait=60), stop, lambda error: HubError("no")).failed(BadConnection("cut"))
+    with pytest.raises(DownloadStopped):
+        Retrier(RetryPolicy(first_wait=60), stop, lambda error: HubError("no")).failed(BadConnection("cut"))
 
 
 @pytest.mark.parametrize(
@@ -130,10 +138,10 @@ def test_whose_fault_it_is(error, local):
 
 
 def test_what_many_requests_say_at_once_is_said_once(monkeypatch):
-    said: list[str] = []
+    given: list[str] = []
     clock = iter([0.0, 0.1, 3.9, 4.1])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    notices = patience.Notices(said.append)
+    notices = retry.Notices(given.append)
     for number in range(4):
         notices(f"{number}", 4)
-    assert said == ["0", "3"]
+    assert given == ["0", "3"]

@@ -29,7 +29,7 @@ FEW_CHARACTERS, FEW = 40, 1 / 16
 TOKENS_A_DOT, MOST_DOTS = 16, 12
 
 
-class Block(NamedTuple):
+class MarkdownBlock(NamedTuple):
     """A piece of an answer: a `text` of Markdown, a line of `code` or `math`, the beginning (its text: the words behind
     the marks) or the `end` of a fence, or an empty line. `before`: the marks of the list that it goes on with."""
 
@@ -53,12 +53,12 @@ class Blocks:
     _math: str = ""  # what ends it
     _list: list[str] = field(default_factory=list)  # the marks of the outer item and of those in it
 
-    def push(self, text: str) -> list[Block]:
+    def push(self, text: str) -> list[MarkdownBlock]:
         """What has become complete."""
         *lines, self._line = (self._line + text).split("\n")
         return [block for line in lines for block in self._take(line)]
 
-    def under_way(self) -> Block:
+    def under_way(self) -> MarkdownBlock:
         """The text under way, as far as its words are whole."""
         line = re.sub(rf"[^\s{CJK}]*$", "", self._line)
         lines = [*self._block, line]
@@ -66,9 +66,9 @@ class Blocks:
         if (self._block and begins) or FENCE.match(line) or MATH_LINE.match(line):
             lines.pop()  # of the next block
         text = "" if self._fence or self._math else "\n".join(lines).rstrip()
-        return Block("text", text, self._before(text))
+        return MarkdownBlock("text", text, self._before(text))
 
-    def flush(self) -> list[Block]:
+    def flush(self) -> list[MarkdownBlock]:
         """What is left when nothing follows."""
         line, self._line = self._line, ""
         blocks = (self._take(line) if line else []) + self._complete()
@@ -76,15 +76,15 @@ class Blocks:
         self._list = []
         return blocks
 
-    def _take(self, line: str) -> list[Block]:
+    def _take(self, line: str) -> list[MarkdownBlock]:
         if self._fence:
             return self._take_code(line)
         if not line.strip():
             self._math = ""
-            return [*self._complete(), Block("empty")]
+            return [*self._complete(), MarkdownBlock("empty")]
         if self._math:
             self._math = "" if self._math in line else self._math
-            return [Block("math", line)]
+            return [MarkdownBlock("math", line)]
         mark = FENCE.match(line)
         if mark:
             return self._begin_code(line, mark)
@@ -92,31 +92,31 @@ class Blocks:
         before = self._complete() if ITEM.match(line) or alone else []
         self._math = _math_begun(line)
         if self._math and MATH_LINE.match(line):
-            return [*before, *self._complete(), Block("math", line)]
+            return [*before, *self._complete(), MarkdownBlock("math", line)]
         self._block.append(line)
         return before + (self._complete() if alone or self._math else [])
 
-    def _begin_code(self, line: str, mark: re.Match[str]) -> list[Block]:
+    def _begin_code(self, line: str, mark: re.Match[str]) -> list[MarkdownBlock]:
         before = self._complete()
         if mark[1]:
             self._block.append(mark[1].rstrip())
             before += self._complete()
         self._margin, self._fence = mark.start(3), mark[3]
-        return [*before, Block("fence", line[mark.end() :].strip())]
+        return [*before, MarkdownBlock("fence", line[mark.end() :].strip())]
 
-    def _take_code(self, line: str) -> list[Block]:
+    def _take_code(self, line: str) -> list[MarkdownBlock]:
         mark = FENCE.match(line)
         if mark and not mark[1] and mark[3].startswith(self._fence) and not line[mark.end() :].strip():
             self._fence = ""
-            return [Block("end")]
+            return [MarkdownBlock("end")]
         margin = len(line) - len(line.lstrip(" "))
-        return [Block("code", line[min(margin, self._margin) :])]
+        return [MarkdownBlock("code", line[min(margin, self._margin) :])]
 
-    def _complete(self) -> list[Block]:
+    def _complete(self) -> list[MarkdownBlock]:
         lines, self._block = self._block, []
         if not lines:
             return []
-        block = Block("text", "\n".join(lines), self._before(lines[0]))
+        block = MarkdownBlock("text", "\n".join(lines), self._before(lines[0]))
         if not block.before:
             self._list = []
         if self._list or ITEM.match(f"{lines[0]} "):
@@ -139,7 +139,7 @@ def _math_begun(line: str) -> str:
 
 
 @dataclass
-class Show:
+class Renderer:
     """One answer on its way to the user. Thinking is a line with dots, or in full where that is wished."""
 
     out: Output
@@ -180,7 +180,7 @@ class Show:
         else:
             self.out.stream(text)
 
-    def _blocks_out(self, blocks: list[Block]) -> None:
+    def _blocks_out(self, blocks: list[MarkdownBlock]) -> None:
         for block in blocks:
             if block.kind == "text":
                 self._rest_out(markdown_lines(block.text, self._width(), block.before, self.out.colours.stdout).lines)
@@ -190,7 +190,7 @@ class Show:
                 self._other_out(block)
             self._columns = self._characters = self._lines = 0
 
-    def _other_out(self, block: Block) -> None:
+    def _other_out(self, block: MarkdownBlock) -> None:
         if block.kind == "math":
             self._out([painted(line) for line in as_written(block.text, self._width())])
         elif block.kind == "code":
@@ -229,12 +229,12 @@ class Show:
     def _think(self, text: str) -> None:
         if self._thought_since is None:
             self._thought_since = perf_counter()
-            self.out.aside("thinking" if not self.thinking else "")
+            self.out.reasoning("thinking" if not self.thinking else "")
         self._thoughts += 1
         if self.thinking:
-            self.out.aside(text)
+            self.out.reasoning(text)
         elif self._thoughts % TOKENS_A_DOT == 0 and self._thoughts <= TOKENS_A_DOT * MOST_DOTS:
-            self.out.aside(".")
+            self.out.reasoning(".")
 
     def _end_thinking(self) -> None:
         if self._thought_since is None:
@@ -242,7 +242,7 @@ class Show:
         took = f"{counted(self._thoughts, 'token')}, {duration_text(perf_counter() - self._thought_since)}"
         if self.thinking:
             self.out.end_line()
-            self.out.aside(f"(thought: {took})\n")
+            self.out.reasoning(f"(thought: {took})\n")
         else:
-            self.out.aside(f" ({took})\n")
+            self.out.reasoning(f" ({took})\n")
         self._thought_since, self._thoughts = None, 0

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dsv4cli.engine.hub.choose import KINDS, Wish, choose, kind_of, parse_kinds
 from dsv4cli.engine.hub.files import Listing, RemoteFile
+from dsv4cli.engine.hub.selection import KINDS, Selection, kind_of, parse_kinds, select_files
 from dsv4cli.errors import CheckpointError, UsageError
 
 # tensor -> file, as a checkpoint of three layers and a drafter spreads them
@@ -23,9 +23,9 @@ def listing(names: list[str]) -> Listing:
     return Listing("org/name", None, "0" * 40, tuple(RemoteFile(name, 1, "0" * 40) for name in names))
 
 
-def chosen(wish: Wish, names: list[str] = NAMES, index: dict[str, str] = INDEX) -> str:
+def chosen(selection: Selection, names: list[str] = NAMES, index: dict[str, str] = INDEX) -> str:
     """The initials of the chosen weight files."""
-    files = choose(listing(names), wish, index)
+    files = select_files(listing(names), selection, index)
     return "".join(file.name[0] for file in files if kind_of(file.name) == "weights")
 
 
@@ -55,26 +55,32 @@ def test_the_kind_of_a_file(name, kind):
 
 
 @pytest.mark.parametrize(
-    ("wish", "files"),
+    ("selection", "files"),
     [
-        (Wish(), "abcdeo"),
-        (Wish(range(1)), "abde"),
-        (Wish(range(1), mtp=False), "abe"),
-        (Wish(range(1, 3)), "abcde"),
-        (Wish(range(2, 3), mtp=False), "ace"),
-        (Wish(mtp=False), "abce"),
-        (Wish(kinds=frozenset({"config"})), ""),
-        (Wish(range(1), kinds=frozenset({"weights"})), "abde"),
+        (Selection(), "abcdeo"),
+        (Selection(range(1)), "abde"),
+        (Selection(range(1), mtp=False), "abe"),
+        (Selection(range(1, 3)), "abcde"),
+        (Selection(range(2, 3), mtp=False), "ace"),
+        (Selection(mtp=False), "abce"),
+        (Selection(kinds=frozenset({"config"})), ""),
+        (Selection(range(1), kinds=frozenset({"weights"})), "abde"),
     ],
 )
-def test_the_weights_of_a_part(wish, files):
-    assert chosen(wish) == files
+def test_the_weights_of_a_part(selection, files):
+    assert chosen(selection) == files
 
 
 def test_small_files_come_with_layers_and_alone():
-    assert {file.name for file in choose(listing(NAMES), Wish(range(1)), INDEX)} >= {"config.json", NAMES[-2]}
-    only = Wish(kinds=frozenset({"config", "index"}))
-    assert [file.name for file in choose(listing(NAMES), only, {})] == ["config.json", "model.safetensors.index.json"]
+    assert {file.name for file in select_files(listing(NAMES), Selection(range(1)), INDEX)} >= {
+        "config.json",
+        NAMES[-2],
+    }
+    only = Selection(kinds=frozenset({"config", "index"}))
+    assert [file.name for file in select_files(listing(NAMES), only, {})] == [
+        "config.json",
+        "model.safetensors.index.json",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,27 +101,27 @@ def test_small_files_come_with_layers_and_alone():
     ],
 )
 def test_a_tensor_of_every_layout(tensor, taken):
-    assert Wish(range(2, 4), mtp=False).takes(tensor) is taken
+    assert Selection(range(2, 4), mtp=False).takes(tensor) is taken
 
 
 @pytest.mark.parametrize(
-    ("wish", "names", "index", "error", "words"),
+    ("selection", "names", "index", "error", "words"),
     [
-        (Wish(range(4)), NAMES, INDEX, UsageError, "no layer 3: org/name has 3"),
-        (Wish(range(1)), NAMES, {}, UsageError, "cannot be taken in part"),
-        (Wish(mtp=False), NAMES[1:], INDEX, CheckpointError, "names a.safetensors, which the repository"),
-        (Wish(range(1), kinds=frozenset({"index"})), NAMES, INDEX, UsageError, "leaves out"),
-        (Wish(kinds=frozenset({"tokenizer"})), NAMES, INDEX, UsageError, "no files of the kind tokenizer"),
+        (Selection(range(4)), NAMES, INDEX, UsageError, "no layer 3: org/name has 3"),
+        (Selection(range(1)), NAMES, {}, UsageError, "cannot be taken in part"),
+        (Selection(mtp=False), NAMES[1:], INDEX, CheckpointError, "names a.safetensors, which the repository"),
+        (Selection(range(1), kinds=frozenset({"index"})), NAMES, INDEX, UsageError, "leaves out"),
+        (Selection(kinds=frozenset({"tokenizer"})), NAMES, INDEX, UsageError, "no files of the kind tokenizer"),
     ],
 )
-def test_refusals(wish, names, index, error, words):
+def test_refusals(selection, names, index, error, words):
     with pytest.raises(error, match=words):
-        choose(listing(names), wish, index)
+        select_files(listing(names), selection, index)
 
 
 def test_kinds_are_a_closed_list():
     assert parse_kinds("weights, config") == {"config", "weights"}
-    assert Wish(kinds=parse_kinds(",".join(KINDS))).is_whole
+    assert Selection(kinds=parse_kinds(",".join(KINDS))).is_whole
     for text in ("", "configs", "config,,index"):
         with pytest.raises(UsageError, match="there is no kind"):
             parse_kinds(text)

@@ -1,4 +1,4 @@
-"""How often a request to the hub is repeated, how long is waited, and what is said when it fails for good."""
+"""How often a request to the hub is repeated, how long it waits, and which error ends it."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ PASSING = {408, 429, 500, 502, 503, 504}
 AGAIN = "run the same command again: it continues where it stopped"
 
 
-class Stopped(Exception):
+class DownloadStopped(Exception):
     """The work was called off from elsewhere: another file failed, or the user interrupted."""
 
 
@@ -66,29 +66,30 @@ def _silent(text: str, seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Bounds of what a download puts up with.
+class RetryPolicy:
+    """When a request is repeated, and when a download gives up.
 
-    tries: failures in a row without a new byte. first_wait, longest_wait: seconds between them, doubling.
+    attempts: failures in a row without a new byte that end it.
+    first_wait, longest_wait: seconds between attempts, doubling.
     longest_order: the longest wait that the hub may ask for (its rate limits count in windows of 300 s).
-    stall: seconds after which a connection that delivers fewer than `slowest` bytes a second is given up. tell: hears
-    before each wait what has failed, and how many seconds the wait takes.
+    stall: seconds after which a connection that delivers fewer than `slowest` bytes a second is given up.
+    report: called before each wait with what has failed and the seconds of the wait.
     """
 
-    tries: int = 6
+    attempts: int = 6
     first_wait: float = 1.0
     longest_wait: float = 30.0
     longest_order: float = 330.0
     stall: float = 60.0
     slowest: int = 1000
-    tell: Callable[[str, float], None] = _silent
+    report: Callable[[str, float], None] = _silent
 
 
-class Tries:
+class Retrier:
     """Counts the failures of one request, waits between them, and raises the explained error at the end."""
 
-    def __init__(self, patience: Patience, stop: threading.Event, explain: Callable[[Exception], HubError]) -> None:
-        self.patience = patience
+    def __init__(self, policy: RetryPolicy, stop: threading.Event, explain: Callable[[Exception], HubError]) -> None:
+        self.policy = policy
         self.stop = stop
         self.explain = explain
         self.failures = 0
@@ -98,17 +99,17 @@ class Tries:
         self.failures = 0
 
     def failed(self, error: Exception) -> None:
-        """Waits for the next try. Raises HubError when there is none, Stopped when the work was called off."""
-        patience = self.patience
+        """Waits for the next try. Raises HubError when there is none, DownloadStopped when the work was called off."""
+        policy = self.policy
         self.failures += 1
         order = ordered_wait(error)
-        if not is_passing(error) or self.failures >= patience.tries or (order or 0) > patience.longest_order:
+        if not is_passing(error) or self.failures >= policy.attempts or (order or 0) > policy.longest_order:
             raise self.explain(error) from error
-        wait = min(patience.longest_wait, patience.first_wait * 2 ** (self.failures - 1)) if order is None else order
-        again = f"try {self.failures + 1} of {patience.tries} in {wait:.3g} s"
-        patience.tell(f"{self.explain(error).message}; {again}", wait)
+        wait = min(policy.longest_wait, policy.first_wait * 2 ** (self.failures - 1)) if order is None else order
+        again = f"try {self.failures + 1} of {policy.attempts} in {wait:.3g} s"
+        policy.report(f"{self.explain(error).message}; {again}", wait)
         if self.stop.wait(wait):
-            raise Stopped
+            raise DownloadStopped
 
     def call(self, request: Callable[[], T]) -> T:
         """The result of a request that is repeated as a whole."""
@@ -170,7 +171,7 @@ def explain(error: Exception, repository: str, revision: str | None) -> HubError
         )
     if isinstance(error, GatedRepoError):
         return HubError(
-            f"{repository} is gated: its owner asks to accept a licence first",
+            f"{repository} is gated: you must accept its licence first",
             f"accept it on {page}, then log in with `hf auth login`",
         )
     if isinstance(error, RepositoryNotFoundError):
@@ -217,7 +218,7 @@ def _explain_status(error: HfHubHTTPError, repository: str, page: str) -> HubErr
     if status == 403:
         return HubError(
             f"the hub refuses access to {repository} (HTTP 403)",
-            f"check that the account of the token may read {page}; `hf auth whoami` tells which it is",
+            f"check that the account of the token may read {page}; `hf auth whoami` shows which account it is",
         )
     if status == 429:
         return HubError(

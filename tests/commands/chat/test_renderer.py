@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from dsv4cli.commands.chat import show as chat_show
+from dsv4cli.commands.chat import renderer
 from dsv4cli.commands.chat.markdown import markdown_lines
-from dsv4cli.commands.chat.show import Blocks, Show
+from dsv4cli.commands.chat.renderer import Blocks, Renderer
 from dsv4cli.output import Colours, Output
 
 LONG = "Some words that are **bold** or `code`, and *others* that [lead](http://away) " * 4
@@ -29,8 +29,8 @@ def shown(capsys, monkeypatch):
     """What is shown of pieces, on a terminal of so many columns."""
 
     def show(pieces, columns):
-        monkeypatch.setattr(chat_show, "stdout_columns", lambda: columns)
-        one = Show(Output(Colours(stdout=True)), markdown=True, thinking=False)
+        monkeypatch.setattr(renderer, "stdout_columns", lambda: columns)
+        one = Renderer(Output(Colours(stdout=True)), markdown=True, thinking=False)
         for piece in pieces:
             one.push("content", piece)
         one.end()
@@ -55,8 +55,8 @@ def test_blocks_look_the_same_however_they_are_cut(shown, text):
 
 
 def test_a_long_paragraph_is_shown_line_by_line(capsys, monkeypatch):
-    monkeypatch.setattr(chat_show, "stdout_columns", lambda: 40)
-    one = Show(Output(Colours(stdout=True)), markdown=True, thinking=False)
+    monkeypatch.setattr(renderer, "stdout_columns", lambda: 40)
+    one = Renderer(Output(Colours(stdout=True)), markdown=True, thinking=False)
     for word in LONG.split(" "):
         one.push("content", f"{word} ")
     before = capsys.readouterr().out.splitlines()
@@ -68,10 +68,10 @@ def test_a_long_paragraph_is_shown_line_by_line(capsys, monkeypatch):
 
 
 def test_a_resize_loses_no_word(capsys, monkeypatch):
-    monkeypatch.setattr(chat_show, "stdout_columns", lambda: 40)
-    one = Show(Output(Colours(stdout=True)), markdown=True, thinking=False)
+    monkeypatch.setattr(renderer, "stdout_columns", lambda: 40)
+    one = Renderer(Output(Colours(stdout=True)), markdown=True, thinking=False)
     one.push("content", PLAIN[:90])
-    monkeypatch.setattr(chat_show, "stdout_columns", lambda: 25)
+    monkeypatch.setattr(renderer, "stdout_columns", lambda: 25)
     one.push("content", f"{PLAIN[90:]}\n\n{PLAIN}")
     one.end()
     assert capsys.readouterr().out.split() == PLAIN.split() * 2

@@ -6,19 +6,19 @@ from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_url
 
+from dsv4cli.engine.hub.destination import Destination
 from dsv4cli.engine.hub.files import Listing, RemoteFile, is_intact
-from dsv4cli.engine.hub.patience import Patience
-from dsv4cli.engine.hub.place import Place
+from dsv4cli.engine.hub.retry import RetryPolicy
 from dsv4cli.engine.system.threads import Meter
 
 
 @dataclass(frozen=True)
-class Errand:
+class DownloadContext:
     """One download: what comes, where it goes, how long to wait, what is counted, when to stop."""
 
     listing: Listing
-    place: Place
-    patience: Patience
+    destination: Destination
+    policy: RetryPolicy
     meter: Meter
     stop: threading.Event
 
@@ -33,4 +33,4 @@ class Errand:
     @property
     def timeout(self) -> float:
         """Seconds that one read may take: HF_HUB_DOWNLOAD_TIMEOUT."""
-        return min(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), self.patience.stall)
+        return min(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), self.policy.stall)
