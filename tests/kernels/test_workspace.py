@@ -116,17 +116,17 @@ def test_an_aborted_launch_leaves_the_next_numbers_right():
 
 @pytest.mark.usefixtures("triton_backend")
 def test_threads_choose_their_backends_for_themselves():
-    meet, found = Barrier(2), {}
+    meet, found, x = Barrier(2), {}, torch.ones(2, 4)  # a thread of its own has another default device
 
     def choosing(name, choice):
         with choice:
             meet.wait(10)  # both have chosen
-            found[name] = choose(torch.ones(2, 4, device="cpu" if name == "new" else None), norm.ref)
+            found[name] = choose(x.cpu() if name == "new" else x, norm.ref)
             meet.wait(10)
 
     together(lambda: choosing("triton", use("triton")), lambda: choosing("torch", use("torch")))
     together(lambda: choosing("new", nullcontext()), lambda: choosing("triton again", use("triton")))
-    kernel = choose(torch.ones(2, 4), norm.ref)
+    kernel = choose(x, norm.ref)
     assert kernel is not norm.ref
     assert found == {"triton": kernel, "torch": norm.ref, "new": norm.ref, "triton again": kernel}
 
