@@ -163,7 +163,7 @@ MUTATIONS = {
     "open group visible": seen(lambda positions, ratio: positions // ratio + 1),
     "overlap halves swapped": Mutation(compressor, "_halves", halves_swapped),
     "ape missing": Mutation(
-        compressor, "_pooled", lambda right: lambda kv, score, ape, state, plan: right(kv, score, 0 * ape, state, plan)
+        compressor, "_pooled", lambda right: lambda own, plan: right(replace(own, ape=0 * own.ape), plan)
     ),
     "overlap dropped at chunk borders": Mutation(engine_attention, "compress_both", overlap_dropped, in_prefill=False),
     "ring written before read": Mutation(Attention, "forward", written_before_read, in_prefill=False),
