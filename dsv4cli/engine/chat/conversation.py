@@ -33,15 +33,15 @@ Reply = Generator[tuple[Answer, Pieces], None, None]
 
 
 class ContextFull(UsageError):
-    """A conversation that leaves no room for an answer; `surplus` as `Conversation.surplus` says it."""
+    """A conversation that leaves no room for an answer; messages_to_drop: as `Conversation` counts them."""
 
-    def __init__(self, tokens: int, context: int, surplus: int) -> None:
-        what = "shorten the last message" if surplus < 0 else f"leave out the first {surplus} messages"
+    def __init__(self, tokens: int, context: int, drop: int) -> None:
+        what = "shorten the last message" if drop < 0 else f"leave out the first {drop} messages"
         super().__init__(
             f"the conversation has {tokens:,} tokens: the context has room for {context - 1:,} and an answer",
             f"{what}, or raise --max-context",
         )
-        self.tokens, self.context, self.surplus = tokens, context, surplus
+        self.tokens, self.context, self.messages_to_drop = tokens, context, drop
 
 
 class Conversation:
@@ -105,7 +105,7 @@ class Conversation:
         """How many tokens the prompt of these messages has."""
         return len(self.dialogue.prompt(messages).ids)
 
-    def surplus(self, messages: Sequence[Message]) -> int:
+    def messages_to_drop(self, messages: Sequence[Message]) -> int:
         """How many messages, the first after those of the system, must go for the prompt to leave room for an answer: 0
         if it does already or nothing can go, -1 if the last question alone leaves none. What stays begins with a
         question."""
@@ -139,7 +139,7 @@ class Conversation:
         prompt = self.dialogue.prompt(messages)
         ids, self.lookalikes = prompt.ids, prompt.lookalikes
         if len(ids) >= self.context:
-            raise ContextFull(len(ids), self.context, self.surplus(messages))
+            raise ContextFull(len(ids), self.context, self.messages_to_drop(messages))
         room = max_new_tokens(ids, self.dialogue.config, self.limits)
         thinking = self._thinking(ids, room, think_budget)
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0

@@ -32,9 +32,9 @@ def _apart():
 
 
 def converse(held):
-    with Conversation(model(), dialogue(), Limits(5), "cpu") as talk:
-        held.append(talk)
-        for _ in talk.reply([user("hi")], Sampling(seed=1)):
+    with Conversation(model(), dialogue(), Limits(5), "cpu") as conversation:
+        held.append(conversation)
+        for _ in conversation.reply([user("hi")], Sampling(seed=1)):
             pass
 
 
