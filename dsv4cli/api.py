@@ -48,9 +48,9 @@ class Reply(Iterator[str]):
     `tool_calls`, empty where there are none. finish_reason: "stop", "length" or "tool_calls", None before.
     """
 
-    def __init__(self, steps: Generator[tuple[Answer, Pieces], None, None], place: int) -> None:
-        """place: which message of the conversation it becomes."""
-        self._steps, self._place = steps, place
+    def __init__(self, steps: Generator[tuple[Answer, Pieces], None, None], index: int) -> None:
+        """index: which message of the conversation it becomes."""
+        self._steps, self._index = steps, index
         self._answer: Answer | None = None
         self._text = self._texts()
 
@@ -75,7 +75,7 @@ class Reply(Iterator[str]):
         if self._answer is None or self._answer.finish is None:
             raise UsageError("the answer has not ended", "iterate to its end first, or use Model.chat")
         message = self._answer.message()[0]
-        name_calls(message, self._place)
+        name_calls(message, self._index)
         return message
 
 

@@ -59,7 +59,7 @@ class Models:
     def open(self) -> "Conversation":
         """Loads the job's model, for a conversation. Raises Dsv4Error."""
         conversation = self._opened.enter_context(open_conversation(self.job, self._ranks))
-        conversation.tell_waits(self.job.out.compiling)
+        conversation.report_preparing(self.job.out.compiling)
         return conversation
 
     def change(self, chat: Chat, name: str) -> None:

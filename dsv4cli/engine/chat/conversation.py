@@ -14,7 +14,7 @@ from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.engine import Engine, Followers
 from dsv4cli.engine.runtime.limits import context_of, max_new_tokens
-from dsv4cli.engine.runtime.preparing import Waits
+from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.settings import Limits, Sampling
@@ -84,9 +84,9 @@ class Conversation:
         """The most tokens of a prompt and its answer."""
         return context_of(self.dialogue.config, self.limits)
 
-    def tell_waits(self, waits: Waits) -> None:
+    def report_preparing(self, on_preparing: OnPreparing) -> None:
         """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
-        self.engine.tell_waits(waits)
+        self.engine.report_preparing(on_preparing)
 
     @property
     def unread(self) -> int:

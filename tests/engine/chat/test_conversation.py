@@ -422,17 +422,17 @@ def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize(
-    ("budget", "most", "place", "closed"),
+    ("budget", "most", "index", "closed"),
     [(0, 8, 0, "budget"), (3, 12, 3, "budget"), (None, 8, 5, "room"), (None, 2, 0, "room")],
 )
-def test_thinking_is_ended_in_time_and_answered(budget, most, place, closed):
+def test_thinking_is_ended_in_time_and_answered(budget, most, index, closed):
     with new_conversation("high", max_tokens=most) as one:
         answer, pieces = drain(one.reply(LONG, SEEDED, think_budget=budget))
         ids = [step.id for step in answer.tokens]
-        assert ids.index(END) == place
+        assert ids.index(END) == index
         assert answer.closed == closed
-        assert len(answer.tokens) > place + 1
-        assert ids[place + 1] not in one.model.config.eos_token_ids
+        assert len(answer.tokens) > index + 1
+        assert ids[index + 1] not in one.model.config.eos_token_ids
         assert [kind for kind, _ in pieces].count("content") > 0
         assert all(step.logprob < 0 for step in answer.tokens)
 
@@ -441,7 +441,7 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
     eos, letter = 1, dialogue().tokenizer.encode("a")[0]
     draws = []
 
-    def sample(logits, sampling, seeds, places):
+    def sample(logits, sampling, seeds, positions):
         allowed = bool(logits[0, eos] > -1e29)
         draws.append(allowed)
         return logits.argmax(-1) * 0 + (eos if allowed and len(draws) > 2 else letter)
