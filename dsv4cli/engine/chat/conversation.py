@@ -96,7 +96,7 @@ class Conversation:
     @property
     def breakable(self) -> bool:
         """Whether what comes next, the rest of a prompt, may be ended by an exception at any point: on a CPU, where
-        nothing but the cache changes. Launches on a GPU belong together, as do an expert's place and its copy, and
+        nothing but the cache changes. Launches on a GPU belong together, as do an expert's row and its copy, and
         what several ranks tell each other."""
         on_cpu = self.engine.runner.cache.device.type == "cpu"
         return self.unread > 1 and on_cpu and offload_of(self.model) is None and self.model.world.size == 1
