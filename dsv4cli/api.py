@@ -48,9 +48,9 @@ class Reply(Iterator[str]):
     `tool_calls`, empty where there are none. finish_reason: "stop", "length" or "tool_calls", None before.
     """
 
-    def __init__(self, steps: Generator[tuple[Answer, Pieces], None, None], place: int) -> None:
-        """place: which message of the conversation it becomes."""
-        self._steps, self._place = steps, place
+    def __init__(self, steps: Generator[tuple[Answer, Pieces], None, None], index: int) -> None:
+        """index: which message of the conversation it becomes."""
+        self._steps, self._index = steps, index
         self._answer: Answer | None = None
         self._text = self._texts()
 
@@ -75,7 +75,7 @@ class Reply(Iterator[str]):
         if self._answer is None or self._answer.finish is None:
             raise UsageError("the answer has not ended", "iterate to its end first, or use Model.chat")
         message = self._answer.message()[0]
-        name_calls(message, self._place)
+        name_calls(message, self._index)
         return message
 
 
@@ -106,7 +106,7 @@ class Model:
         limits = Limits(max_context=max_context)
         with use(self._kernels):
             loaded = load_model(self._source, numerics, device=self._device, limits=MemoryLimits(gpu=gpu_memory))
-            self._talk: Conversation | None = Conversation(loaded, dialogue, limits, self._device)
+            self._conversation: Conversation | None = Conversation(loaded, dialogue, limits, self._device)
 
     def chat(self, messages: Messages, **options: Unpack[Options]) -> Message:
         """The answer to a conversation, as a message that can be appended to it; options as those of `stream`."""
@@ -132,30 +132,32 @@ class Model:
         A turn reads only what the last one has not read. Raises UsageError for what no conversation is, and for one
         that fills the context.
         """
-        talk = self._open()
+        conversation = self._open()
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(map(dict, messages))
         checked = check_messages(given)
         if tools is not None:
             checked = with_tools(checked, check_tools(list(map(dict, tools))))
-        talk.dialogue = self._dialogue(think)
-        talk.limits = Limits(max_tokens, self._max_context, stops=(stop,) if isinstance(stop, str) else tuple(stop))
-        steps = talk.reply(checked, self._source.sampling.chosen(temperature, top_p, seed))
+        conversation.dialogue = self._dialogue(think)
+        conversation.limits = Limits(
+            max_tokens, self._max_context, stops=(stop,) if isinstance(stop, str) else tuple(stop)
+        )
+        steps = conversation.reply(checked, self._source.sampling.chosen(temperature, top_p, seed))
         return Reply(self._computed(steps), len(given))
 
     def score(self, text: str | Sequence[int], *, logprobs: int = 0) -> Score:
         """How likely the model finds a text, or token ids: `ids`, `logprobs` of each token given those before (None for
         the first), `perplexity`, and in `top` the `logprobs` likeliest next tokens after each."""
-        talk = self._open()
-        ids = talk.dialogue.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        conversation = self._open()
+        ids = conversation.dialogue.tokenizer.encode(text) if isinstance(text, str) else list(text)
         limits = Limits(max_context=self._max_context, logprobs=logprobs)
         with use(self._kernels):
-            return next(score(talk.model, [ids], limits, self._device))
+            return next(score(conversation.model, [ids], limits, self._device))
 
     def close(self) -> None:
         """Gives back the memory; harmless the second time."""
-        talk, self._talk = self._talk, None
-        if talk is not None:
-            talk.forget()
+        conversation, self._conversation = self._conversation, None
+        if conversation is not None:
+            conversation.forget()
 
     def __enter__(self) -> "Model":
         return self
@@ -166,9 +168,9 @@ class Model:
         self.close()
 
     def _open(self) -> Conversation:
-        if self._talk is None:
+        if self._conversation is None:
             raise UsageError("this model has been closed", "make another Model")
-        return self._talk
+        return self._conversation
 
     def _computed(self, reply: Generator[tuple[Answer, Pieces], None, None]) -> Generator[tuple[Answer, Pieces]]:
         """Its steps, each with this model's backend, whatever the caller computes between them."""

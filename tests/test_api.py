@@ -52,8 +52,8 @@ def test_thinking_and_tools(nano):
     [call] = called["tool_calls"]
     assert (call["function"]["name"], call["id"]) == ("get_weather", "call_1_0")
     result = {"role": "tool", "tool_call_id": call["id"], "content": '{"temperature": 5}'}
-    talk = [{"role": "user", "content": "What is the weather in Paris?"}, called, result]
-    assert "5" in nano.chat(talk, tools=[{"type": "function", "function": WEATHER}], temperature=0)["content"]
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}, called, result]
+    assert "5" in nano.chat(messages, tools=[{"type": "function", "function": WEATHER}], temperature=0)["content"]
 
 
 def test_limits(nano):

@@ -90,16 +90,16 @@ class Job:
         start = perf_counter()
         with self.out.progress("loading") as progress:
             model = load_model(self.source, numerics, device=device, world=world, progress=progress, limits=self.memory)
-        seconds, held = perf_counter() - start, offload_of(model)
-        size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
+        seconds, offload = perf_counter() - start, offload_of(model)
+        size = sum(parameter.nbytes for parameter in model.parameters()) + (offload.nbytes if offload else 0)
         loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
         if isinstance(self.source, RandomSource):
             self.out.status(loaded)
             self.out.status("its weights are random: the text means nothing")
         else:
             self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
-        if held is not None:
-            self.out.status(division_sentence(held))
+        if offload is not None:
+            self.out.status(division_sentence(offload))
         if self.source.name == BUILT_IN:
             self.out.status("nano is the small model that is built in; --model names another")
         return model

@@ -1,4 +1,4 @@
-"""Experts that do not fit on the GPU: what `dsv4 run` and `dsv4 chat` are told of the room, and what they say."""
+"""Experts that do not fit on the GPU: the memory that `dsv4 run` and `dsv4 chat` may use, and what they report."""
 
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ def report_traffic(out: Output, experts: "ExpertOffload | None") -> None:
     """Says how often experts lay on the GPU, and what came from host memory; nothing where all fit."""
     if experts is not None:
         traffic = experts.traffic()
-        rate, each = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)
+        rate, per_token = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)
         out.status(
-            f"{100 * rate:.1f} % of the experts were on the GPU; {size_text(each)} a token came from host memory"
+            f"{100 * rate:.1f} % of the experts were on the GPU; {size_text(per_token)} a token came from host memory"
         )

@@ -36,7 +36,7 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
 
     check_devices(size, job.device)
     command = ["follow", str(os.getpid()), str(job.device)]
-    with leading(size, command, job.device, _tell_loss(job.out), remedy) as (world, device, followers):
+    with leading(size, command, job.device, _report_lost_rank(job.out), remedy) as (world, device, followers):
         job.out.status(f"{size} ranks; small sums go through {world.reduce_backend}")
         world.broadcast_object(shared(job))
         try:
@@ -45,16 +45,16 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
             os._exit(0)  # the others end with this process
 
 
-def _tell_loss(out: Output) -> Callable[[RankLost], None]:
+def _report_lost_rank(out: Output) -> Callable[[RankLost], None]:
     """Says which rank has ended, on a terminal as it is now: what changes it meanwhile does not come to its end."""
     restore = terminal_as_it_was()
 
-    def tell(error: RankLost) -> None:
+    def report(error: RankLost) -> None:
         restore()
         out.new_line()
         out.error(error)
 
-    return tell
+    return report
 
 
 def left_by(out: Output) -> Callable[[int], None]:
@@ -76,9 +76,9 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
     end_with_parent(leader)
     import torch
 
-    from dsv4cli.engine.parallel.processes import Seat, joined
+    from dsv4cli.engine.parallel.processes import RendezvousAddress, joined
 
-    with joined(torch.device(device), Seat(port, rank, size)) as (world, own):
+    with joined(torch.device(device), RendezvousAddress(port, rank, size)) as (world, own):
         follow_leader(world, own, Output(context.obj))
 
 

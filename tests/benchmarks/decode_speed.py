@@ -40,13 +40,13 @@ PROMPTS = 4
 
 @contextmanager
 def ranks() -> Iterator[tuple[World, torch.device]]:
-    """This process alone, or its place among those that torchrun has started."""
+    """This process alone, or its rank among those that torchrun has started."""
     device = torch.device("cuda")
     if "RANK" not in os.environ:
         yield SINGLE, device
     else:
-        with joined(device) as place:
-            yield place
+        with joined(device) as (world, own_device):
+            yield world, own_device
 
 
 def say(world: World, *words: object) -> None:

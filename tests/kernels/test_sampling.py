@@ -59,7 +59,7 @@ def test_the_edge_of_the_nucleus(weights, parts):
     logits = torch.tensor(weights).double().log().float().expand(width, -1).contiguous()
     for part in parts:
         drawn = draw(logits, noise, 1.0, part / sum(weights)).tolist()
-        assert [place == token for place, token in enumerate(drawn)] == slow_nucleus(weights, part / sum(weights))
+        assert [index == token for index, token in enumerate(drawn)] == slow_nucleus(weights, part / sum(weights))
 
 
 @pytest.mark.usefixtures("backend")
@@ -125,11 +125,11 @@ def test_the_generator_is_splitmix64():
 @pytest.mark.parametrize("shape", [(0, 7), (1, 1), (3, 1025)], ids=str)
 def test_noise_is_that_of_its_definition(shape):
     rows, width = shape
-    seeds, places = [2**32 + 1, 0, 17][:rows], [0, 1_048_576, 5][:rows]
-    made = noise(torch.tensor(seeds, dtype=torch.int64), torch.tensor(places, dtype=torch.int64), width)
+    seeds, positions = [2**32 + 1, 0, 17][:rows], [0, 1_048_576, 5][:rows]
+    made = noise(torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64), width)
     step, expected = 0x9E3779B97F4A7C15, torch.zeros(shape, dtype=torch.float64)
-    for row, (seed, place) in enumerate(zip(seeds, places, strict=True)):
-        state = splitmix(splitmix(seed) + step * place)
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        state = splitmix(splitmix(seed) + step * position)
         bits = [splitmix(state + step * column) for column in range(width)]
         expected[row] = torch.tensor([-math.log(((k >> 12) + 0.5) / 2**52) for k in bits], dtype=torch.float64)
     assert (made.dtype, made.shape) == (torch.float32, shape)
@@ -149,10 +149,10 @@ def uneven(share: torch.Tensor, bins: int = 64) -> float:
     return float(((counts - mean) ** 2 / mean).sum() - (bins - 1)) / math.sqrt(2 * (bins - 1))
 
 
-# seeds and places of rows that must have nothing in common: a batch of prompts, the places of one, and both at once
+# seeds and positions of rows that must have nothing in common: a batch of prompts, one prompt's positions, both at once
 ROWS = {
     "seeds": (torch.arange(200), torch.full((200,), 12)),
-    "places": (torch.full((200,), 3), torch.arange(200)),
+    "positions": (torch.full((200,), 3), torch.arange(200)),
     "both": (torch.arange(200), torch.arange(200)),
     "against": (torch.arange(200), 200 - torch.arange(200)),
 }

@@ -96,7 +96,7 @@ def run_blocks(net: Golden, prompt: int, split: Iterable[int], copies: int = 1) 
         batch = make_batch(cache, [(sequence, net.tokens[0, start:end].tolist()) for sequence in sequences])
         for number, layer in enumerate(net.model.layers):
             streams = inputs[number][start:end].repeat(copies, 1, 1)
-            parts[number].append(layer(streams, batch, cache.layers[number]).joined().unflatten(0, (copies, -1)))
+            parts[number].append(layer(streams, batch, cache.layers[number]).connect_post().unflatten(0, (copies, -1)))
         for sequence in sequences:
             cache.advance(sequence, end - start)
     return [list(torch.cat(part, 1)) for part in parts]

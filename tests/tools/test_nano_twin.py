@@ -60,7 +60,7 @@ def engine_run(folder: Path, numerics: Numerics, ids: torch.Tensor) -> SimpleNam
     batch = make_batch(cache, [(cache.allocate(), ids[0, :-1].tolist())])
     streams = [net.embed(batch.ids)[:, None].expand(-1, CONFIG.hc_mult, -1)]
     for number, layer in enumerate(net.layers):
-        streams.append(layer(streams[-1], batch, cache.layers[number]).joined())
+        streams.append(layer(streams[-1], batch, cache.layers[number]).connect_post())
     logits = net.logits(streams[-1])
     draft = mtp_logits(net, streams[-1], ids[0, 1:], batch, cache, torch.arange(len(batch.ids)))
     return SimpleNamespace(streams=streams, logits=logits, draft=draft)

@@ -27,8 +27,8 @@ def prompt(item: Item) -> str:
 
 
 def _encoded(item: Item, messages: list[Message]) -> str:
-    talk = with_tools(messages, item.tools)
-    return "".join(encode_messages(talk, release="v4", thinking=item.thinking, effort=item.effort))
+    messages = with_tools(messages, item.tools)
+    return "".join(encode_messages(messages, release="v4", thinking=item.thinking, effort=item.effort))
 
 
 def weighted(item: Item) -> list[tuple[str, float]]:

@@ -155,13 +155,15 @@ class CallOptions(NamedTuple):
 
 
 def _start(job: Job, ranks: int, session: Session, display: Display, calls: CallOptions, history: Path | None) -> None:
-    """Loads the model and talks."""
+    """Loads the model and leads the conversation."""
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     with Models(job, ranks) as models:
         with keys_wait():
-            talk = models.open()
-            chat = Chat(job.out, job.source.name, talk, session, job.sampling, Interrupts(), on_terminal=terminal)
-            del talk  # the chat has it alone, for /model to free
+            conversation = models.open()
+            chat = Chat(
+                job.out, job.source.name, conversation, session, job.sampling, Interrupts(), on_terminal=terminal
+            )
+            del conversation  # the chat has it alone, for /model to free
             chat.think_budget, chat.show_thinking = display.think_budget, display.show_thinking
             chat.markdown = display.markdown and sys.stdout.isatty() and display.term != "dumb"
             chat.copies = terminal and display.term != "dumb"

@@ -41,19 +41,19 @@ def show_stats(chat: Chat, _: str) -> None:
     chat.out.table(rows)
     from dsv4cli.engine.weights.offload import offload_of
 
-    report_traffic(chat.out, offload_of(chat.talk.model))
+    report_traffic(chat.out, offload_of(chat.conversation.model))
 
 
 def show_tokens(chat: Chat, text: str) -> None:
     """Shows the tokens of a text, or of each message."""
     if text:
-        ids = chat.talk.dialogue.text_ids(text)
+        ids = chat.conversation.dialogue.text_ids(text)
         chat.out.line(f"{counted(len(ids), 'token')}: {' '.join(map(str, ids))}")
         return
     before = 0
     messages = chat.session.prompt()
     for number, message in enumerate(messages, 1):
-        tokens = chat.talk.tokens(messages[:number])
+        tokens = chat.conversation.tokens(messages[:number])
         chat.out.line(f"{tokens - before:7,}  {message['role']}: {excerpt(str(message.get('content') or ''))}")
         before = tokens
     chat.out.line(f"{before:7,}  in all")
@@ -61,7 +61,7 @@ def show_tokens(chat: Chat, text: str) -> None:
 
 def show_context(chat: Chat, _: str) -> None:
     """Shows how full the context is."""
-    used, room = chat.talk.tokens(chat.prompt()) if chat.session.messages else 0, chat.talk.context
+    used, room = chat.conversation.tokens(chat.prompt()) if chat.session.messages else 0, chat.conversation.context
     chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
     if chat.left_out:
         chat.out.line(f"the oldest {counted(chat.left_out, 'message')} are left out of the prompt")

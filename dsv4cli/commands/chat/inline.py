@@ -106,7 +106,7 @@ def _literal(token: "Token", pairs: dict[int, Pair]) -> str:
 
 
 def _agreed_pairs(text: str, tokens: "Sequence[Token]") -> dict[int, Pair]:
-    """The marks that are marks, by the places of both tokens."""
+    """The marks that are marks, by the positions of both tokens in the text."""
     found: list[tuple[int, int, Pair]] = []
     begun: list[Token] = []
     for token in tokens:
@@ -230,7 +230,7 @@ def _code(state: "StateInline", silent: bool) -> bool:
 
 
 def _delimiters(state: "StateInline", silent: bool) -> bool:
-    """As markdown-it's own rule, and the token knows its place."""
+    """As markdown-it's own rule, and the token knows its position."""
     from markdown_it.rules_inline.state_inline import Delimiter
 
     mark = state.src[state.pos]

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from dsv4cli.commands.chat.ranks import open_talk
+from dsv4cli.commands.chat.ranks import open_conversation
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.terminal import keys_wait
@@ -58,9 +58,9 @@ class Models:
 
     def open(self) -> "Conversation":
         """Loads the job's model, for a conversation. Raises Dsv4Error."""
-        talk = self._opened.enter_context(open_talk(self.job, self._ranks))
-        talk.tell_waits(self.job.out.compiling)
-        return talk
+        conversation = self._opened.enter_context(open_conversation(self.job, self._ranks))
+        conversation.report_preparing(self.job.out.compiling)
+        return conversation
 
     def change(self, chat: Chat, name: str) -> None:
         """Frees the model of a chat, then loads another one; where that fails, the first one again.
@@ -76,7 +76,7 @@ class Models:
             )
         before, source, choices = self.job, resolve_model(name), chat.session.choices
         sampling = source.sampling.chosen(choices.temperature, choices.top_p, chat.sampling.seed)
-        after = replace(before, source=source, think=choices.think, sampling=sampling, limits=chat.talk.limits)
+        after = replace(before, source=source, think=choices.think, sampling=sampling, limits=chat.conversation.limits)
         _ = after.dialogue  # refused before the first model goes
         chat.leaving = True  # an error is the end, as long as there is no model
         self._free(chat)
@@ -99,7 +99,7 @@ class Models:
         return None
 
     def _free(self, chat: Chat) -> None:
-        del chat.talk  # no other name holds its model
+        del chat.conversation  # no other name holds its model
         self._opened.close()
 
     def _load(self, chat: Chat, job: Job) -> None:
@@ -108,5 +108,5 @@ class Models:
         with keys_wait():
             free_unused()
             self.job = job
-            chat.talk = self.open()
+            chat.conversation = self.open()
         chat.model, chat.sampling, chat.left_out = job.source.name, job.sampling, 0

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_talk(job: Job, size: int) -> "Iterator[Conversation]":
+def open_conversation(job: Job, size: int) -> "Iterator[Conversation]":
     """A conversation with the job's model, loaded in this process or in `size` of this machine."""
     from dsv4cli.engine.chat.conversation import GO_ON, Conversation
 
     dialogue = job.dialogue  # refused before the model is loaded
     if size == 1:
-        with job.model() as model, Conversation(model, dialogue, job.limits, job.device) as talk:
-            yield talk
+        with job.model() as model, Conversation(model, dialogue, job.limits, job.device) as conversation:
+            yield conversation
         return
     from dsv4cli.engine.system.ending import ends_soon
 
@@ -29,6 +29,6 @@ def open_talk(job: Job, size: int) -> "Iterator[Conversation]":
         starting.enter_context(ends_soon(left_by(job.out)))
         led = stack.enter_context(leading_ranks(job, size, GO_ON))
         model = stack.enter_context(led.model())
-        talk = stack.enter_context(Conversation(model, dialogue, job.limits, led.device, led.followers))
+        conversation = stack.enter_context(Conversation(model, dialogue, job.limits, led.device, led.followers))
         starting.close()
-        yield talk
+        yield conversation

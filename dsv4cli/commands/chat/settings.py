@@ -27,10 +27,10 @@ def think(chat: Chat, level: str) -> None:
     """Shows or sets how hard to reason. Raises UsageError."""
     from dsv4cli.engine.text.prompt import think_options
 
-    dialogue = chat.talk.dialogue
+    dialogue = chat.conversation.dialogue
     if level:
         thinking, effort = think_options(dialogue.release, level)
-        chat.talk.dialogue = dialogue = replace(dialogue, thinking=thinking, effort=effort)
+        chat.conversation.dialogue = dialogue = replace(dialogue, thinking=thinking, effort=effort)
         chat.choose(replace(chat.session.choices, think=level))
     chat.out.status(f"thinking: {dialogue.effort or 'off'}")
 
@@ -69,7 +69,7 @@ def set_value(chat: Chat, words: str) -> None:
     except ValueError:
         raise UsageError(f"{name} cannot be {value.strip()!r}", f"write a number, as in /set {name}=1") from None
     if name == "max-tokens":
-        chat.talk.limits = replace(chat.talk.limits, max_tokens=int(number))
+        chat.conversation.limits = replace(chat.conversation.limits, max_tokens=int(number))
     elif name == "think-budget":
         chat.think_budget = check_budget(int(number))
     else:
@@ -87,7 +87,7 @@ def set_value(chat: Chat, words: str) -> None:
 
 def _setting(chat: Chat, name: str) -> object:
     if name == "max-tokens":
-        return chat.talk.limits.max_tokens
+        return chat.conversation.limits.max_tokens
     if name == "think-budget":
         return "none" if chat.think_budget is None else chat.think_budget
     return getattr(chat.sampling, name.replace("-", "_"))

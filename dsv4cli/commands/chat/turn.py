@@ -71,7 +71,7 @@ class Chat:
 
     out: Output
     model: str
-    talk: "Conversation"
+    conversation: "Conversation"
     session: Session
     sampling: "Sampling"
     interrupts: Interrupts
@@ -140,9 +140,9 @@ class Chat:
         from dsv4cli.engine.text.reply import name_calls
 
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
-        steps = self.talk.reply(self.prompt(), self.sampling, think_budget=self.think_budget)
-        report_lookalikes(self.out, [text for text in self.talk.lookalikes if text not in self.lookalikes])
-        self.lookalikes.update(self.talk.lookalikes)
+        steps = self.conversation.reply(self.prompt(), self.sampling, think_budget=self.think_budget)
+        report_lookalikes(self.out, [text for text in self.conversation.lookalikes if text not in self.lookalikes])
+        self.lookalikes.update(self.conversation.lookalikes)
         answer = self._follow(steps)
         if answer is None:
             self.out.status("stopped; no answer yet")
@@ -174,8 +174,8 @@ class Chat:
         asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
         turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
         number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
-        left = self.talk.context - self.talk.tokens(turn)
-        return Round(number, max(left // 2 // calls, 0), lambda text: len(self.talk.dialogue.text_ids(text)))
+        left = self.conversation.context - self.conversation.tokens(turn)
+        return Round(number, max(left // 2 // calls, 0), lambda text: len(self.conversation.dialogue.text_ids(text)))
 
     def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer | None":
         """Shows an answer as it comes, to its end or until Ctrl-C; None where that came before its first token."""
@@ -183,15 +183,15 @@ class Chat:
         self.last = clock = Clock()
         clock.start = perf_counter()
         if self.stopped:  # before there was a reply to stop
-            self.talk.stop()
+            self.conversation.stop()
         answer = None
         try:
             with keys_wait():
                 for answer, pieces in steps:
                     # a step with a token is short; one of the prompt may take minutes
-                    self._breakable = self.talk.breakable
-                    if self.on_terminal and not self.talk.prefilled:
-                        self._announce(self.talk.unread)
+                    self._breakable = self.conversation.breakable
+                    if self.on_terminal and not self.conversation.prefilled:
+                        self._announce(self.conversation.unread)
                     if len(answer.tokens) > clock.tokens:
                         clock.tick(answer.tokens[-1].prepared)
                     for kind, text in pieces:
@@ -215,7 +215,7 @@ class Chat:
         def stop(number: int, frame: FrameType | None) -> None:
             self.leaving = self.interrupts.again()
             self.stopped = True
-            self.talk.stop()
+            self.conversation.stop()
             if self._breakable:
                 self._breakable = False  # once: what follows puts things in order
                 raise KeyboardInterrupt
@@ -235,15 +235,15 @@ class Chat:
         start = 0
         while start < len(messages) and messages[start]["role"] == "system":
             start += 1
-        if self.talk.surplus(messages) == 0:
+        if self.conversation.messages_to_drop(messages) == 0:
             self.left_out = 0
             return messages
         if [message["role"] for message in messages[start + self.left_out :]][:1] != ["user"]:
             self.left_out = 0  # the conversation is another one by now
         shorter = messages[:start] + messages[start + self.left_out :]
-        surplus = max(self.talk.surplus(shorter), 0)
-        if surplus:
-            self.left_out += surplus
+        dropped = max(self.conversation.messages_to_drop(shorter), 0)
+        if dropped:
+            self.left_out += dropped
             left = counted(self.left_out, "message")
             self.out.warning(
                 f"the oldest {left} are left out of the prompt to keep room for an answer; the session keeps them"
@@ -252,17 +252,17 @@ class Chat:
 
     def _report(self, answer: "Answer") -> None:
         """The line below a turn."""
-        drawn, talk, clock = len(answer.tokens), self.talk, self.last
+        drawn, conversation, clock = len(answer.tokens), self.conversation, self.last
         self.count.turns += 1
-        self.count.prefilled += talk.prefilled
-        self.count.reused += talk.reused
+        self.count.prefilled += conversation.prefilled
+        self.count.reused += conversation.reused
         self.count.drawn += drawn
-        used = talk.prompt_tokens + drawn
+        used = conversation.prompt_tokens + drawn
         rate = f" · {clock.rate:.1f} tokens/s" if clock.rate else ""
         first = f" · first after {clock.first:.2f} s"
         ended = ENDED[answer.closed] if answer.closed else ""
         ended += " · stopped" if self.stopped else " · cut off at its limit" if answer.finish == "length" else ""
-        self.out.status(f"{self.model} · {used:,} of {talk.context:,} tokens{rate}{first}{ended}")
-        if used > NEARLY_FULL * talk.context:
-            left = counted(max(talk.context - used, 0), "token")
+        self.out.status(f"{self.model} · {used:,} of {conversation.context:,} tokens{rate}{first}{ended}")
+        if used > NEARLY_FULL * conversation.context:
+            left = counted(max(conversation.context - used, 0), "token")
             self.out.warning(f"{left} left; the oldest questions and answers will soon be left out of the prompt")

@@ -113,10 +113,10 @@ def _work(job: Job, given: Inputs, only_show: bool) -> Work:
     if given.prompts is not None:
         lines = Source(given.prompts, given.system, given.samples, given.skip_bad, given.seed, given.out)
         return (show_prompts, lines) if only_show else (answer_many, read_many(job, lines))
-    talk = conversation(given.prompt, given.files, given.messages, given.system)
+    messages = conversation(given.prompt, given.files, given.messages, given.system)
     if given.samples > 1:
-        return answer_samples, Samples(talk, given.samples)
-    return show_prompt if only_show else answer_one, talk
+        return answer_samples, Samples(messages, given.samples)
+    return show_prompt if only_show else answer_one, messages
 
 
 def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:

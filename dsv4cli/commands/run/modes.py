@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import Answer
     from dsv4cli.engine.chat.answers import Pieces
     from dsv4cli.engine.model.transformer import Transformer
-    from dsv4cli.engine.runtime.preparing import Waits
+    from dsv4cli.engine.runtime.preparing import OnPreparing
     from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.text.prompt import Message
 
@@ -28,15 +28,15 @@ def show_prompt(job: Job, messages: "list[Message]") -> None:
 
 
 def answers(
-    job: Job, requests: "Sequence[Request]", clock: Clock, waits: "Waits"
+    job: Job, requests: "Sequence[Request]", clock: Clock, on_preparing: "OnPreparing"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """What the model draws for each request, as it comes."""
     with job.model() as model:
-        yield from drawn(job, model, requests, clock, waits)
+        yield from drawn(job, model, requests, clock, on_preparing)
 
 
 def drawn(
-    job: Job, model: "Transformer", requests: "Sequence[Request]", clock: Clock, waits: "Waits"
+    job: Job, model: "Transformer", requests: "Sequence[Request]", clock: Clock, on_preparing: "OnPreparing"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """What a model that is loaded draws for each request, as it comes."""
     from dsv4cli.engine.chat.answers import generate_answers
@@ -44,7 +44,7 @@ def drawn(
 
     clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(
-        model, job.dialogue, requests, job.device, waits=waits, followers=job.followers
+        model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers
     ):
         clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces

@@ -72,7 +72,7 @@ class Answer:
         return reply.as_message(), repairs
 
     def _cut_at_stop(self) -> bool:
-        found = [place for stop in self.stops if (place := self._text.find(stop, self._sent)) >= 0]
+        found = [start for stop in self.stops if (start := self._text.find(stop, self._sent)) >= 0]
         if found:
             self._text = self._text[: min(found)]
         return bool(found)

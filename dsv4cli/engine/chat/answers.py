@@ -8,7 +8,7 @@ from dsv4cli.engine.chat.answer import Answer
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.engine import Engine, Followers
-from dsv4cli.engine.runtime.preparing import Waits, ignored
+from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.text.reply import Kind
 
@@ -22,16 +22,16 @@ def generate_answers(
     requests: Sequence[Request],
     device: torch.device | str,
     *,
-    waits: Waits = ignored,
+    on_preparing: OnPreparing = do_nothing,
     followers: Followers | None = None,
 ) -> Iterator[tuple[int, Answer, Pieces]]:
     """After each drawn token: the request's number, its answer so far and what the token added. An answer whose
     `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
 
-    waits: as `Preparing` has it. followers: the other ranks that compute the model.
+    on_preparing: as `Preparing` has it. followers: the other ranks that compute the model.
     """
     with Engine.of(model, list(requests), device, followers) as engine:
-        engine.tell_waits(waits)
+        engine.report_preparing(on_preparing)
         answers = {one: Answer(dialogue.tokenizer, dialogue.thinking, one.limits.stops) for one in requests}
         while engine.busy:
             for result in engine.step():

@@ -14,7 +14,7 @@ from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.engine import Engine, Followers
 from dsv4cli.engine.runtime.limits import context_of, max_new_tokens
-from dsv4cli.engine.runtime.preparing import Waits
+from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.settings import Limits, Sampling
@@ -33,15 +33,15 @@ Reply = Generator[tuple[Answer, Pieces], None, None]
 
 
 class ContextFull(UsageError):
-    """A conversation that leaves no room for an answer; `surplus` as `Conversation.surplus` says it."""
+    """A conversation that leaves no room for an answer; messages_to_drop: as `Conversation` counts them."""
 
-    def __init__(self, tokens: int, context: int, surplus: int) -> None:
-        what = "shorten the last message" if surplus < 0 else f"leave out the first {surplus} messages"
+    def __init__(self, tokens: int, context: int, drop: int) -> None:
+        what = "shorten the last message" if drop < 0 else f"leave out the first {drop} messages"
         super().__init__(
             f"the conversation has {tokens:,} tokens: the context has room for {context - 1:,} and an answer",
             f"{what}, or raise --max-context",
         )
-        self.tokens, self.context, self.surplus = tokens, context, surplus
+        self.tokens, self.context, self.messages_to_drop = tokens, context, drop
 
 
 class Conversation:
@@ -84,9 +84,9 @@ class Conversation:
         """The most tokens of a prompt and its answer."""
         return context_of(self.dialogue.config, self.limits)
 
-    def tell_waits(self, waits: Waits) -> None:
+    def report_preparing(self, on_preparing: OnPreparing) -> None:
         """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
-        self.engine.tell_waits(waits)
+        self.engine.report_preparing(on_preparing)
 
     @property
     def unread(self) -> int:
@@ -96,7 +96,7 @@ class Conversation:
     @property
     def breakable(self) -> bool:
         """Whether what comes next, the rest of a prompt, may be ended by an exception at any point: on a CPU, where
-        nothing but the cache changes. Launches on a GPU belong together, as do an expert's place and its copy, and
+        nothing but the cache changes. Launches on a GPU belong together, as do an expert's row and its copy, and
         what several ranks tell each other."""
         on_cpu = self.engine.runner.cache.device.type == "cpu"
         return self.unread > 1 and on_cpu and offload_of(self.model) is None and self.model.world.size == 1
@@ -105,7 +105,7 @@ class Conversation:
         """How many tokens the prompt of these messages has."""
         return len(self.dialogue.prompt(messages).ids)
 
-    def surplus(self, messages: Sequence[Message]) -> int:
+    def messages_to_drop(self, messages: Sequence[Message]) -> int:
         """How many messages, the first after those of the system, must go for the prompt to leave room for an answer: 0
         if it does already or nothing can go, -1 if the last question alone leaves none. What stays begins with a
         question."""
@@ -139,7 +139,7 @@ class Conversation:
         prompt = self.dialogue.prompt(messages)
         ids, self.lookalikes = prompt.ids, prompt.lookalikes
         if len(ids) >= self.context:
-            raise ContextFull(len(ids), self.context, self.surplus(messages))
+            raise ContextFull(len(ids), self.context, self.messages_to_drop(messages))
         room = max_new_tokens(ids, self.dialogue.config, self.limits)
         thinking = self._thinking(ids, room, think_budget)
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0

@@ -18,9 +18,9 @@ from dsv4cli.kernels.hyper_connections import Connection
 
 
 class PendingResidual(NamedTuple):
-    """What a block gives: the output x [T, D] of its last sublayer, not yet joined with the streams [T, N, D].
+    """What a block gives: the output x [T, D] of its last sublayer, not yet added to the streams [T, N, D].
 
-    post [T, N] and comb [T, N, N] say how; the next block joins them in the same step that makes its input.
+    post [T, N] and comb [T, N, N] say how; the next block adds it in the same kernel that makes its own input.
     """
 
     x: torch.Tensor
@@ -28,7 +28,7 @@ class PendingResidual(NamedTuple):
     post: torch.Tensor
     comb: torch.Tensor
 
-    def joined(self) -> torch.Tensor:
+    def connect_post(self) -> torch.Tensor:
         """The streams after the block: [T, N, D]."""
         return hyper_connections.connect_post(*self)
 
@@ -74,7 +74,7 @@ class Block(nn.Module):
     def step(
         self, before: PendingResidual, part: str, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The streams joined, and of the sublayer `part` ('attn' or 'ffn') what `connect` gives, its input normed."""
+        """The streams after `before`, and of the sublayer `part` what `connect` gives, its input normed."""
         return hyper_connections.connect_post_pre(*before, self.connection(part), norm.weight)
 
     def connect(self, streams: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -106,17 +106,17 @@ class DSpark(nn.ModuleList):
         """
         streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
         for number, stage in enumerate(self.stages()):
-            streams = stage(streams, batch, caches[self.config.num_hidden_layers + number]).joined()
+            streams = stage(streams, batch, caches[self.config.num_hidden_layers + number]).connect_post()
         last = self.stages()[-1]
         x = collapse(last, self.config, streams)
         logits = vocabulary(last.norm(x)).unflatten(0, (-1, self.block_size))
         states = x.float().unflatten(0, (-1, self.block_size))
         tokens, biased, confidence, previous = [], [], [], first
-        for place in range(self.block_size):
+        for position in range(self.block_size):
             memory = last.markov_head.markov_w1(previous)
             bias = self.world.gather_columns(last.markov_head.markov_w2(memory))
-            biased.append(logits[:, place] + bias)
+            biased.append(logits[:, position] + bias)
             previous = choose(biased[-1])
             tokens.append(previous)
-            confidence.append(last.confidence_head.proj(torch.cat((states[:, place], memory.float()), -1))[:, 0])
+            confidence.append(last.confidence_head.proj(torch.cat((states[:, position], memory.float()), -1))[:, 0])
         return Drafts(torch.stack(tokens, 1), torch.stack(biased, 1), torch.stack(confidence, 1))

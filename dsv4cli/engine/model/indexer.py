@@ -32,7 +32,7 @@ class Indexer(nn.Module):
         return q.unflatten(-1, (-1, self.width))
 
     def forward(self, q: torch.Tensor, weights: torch.Tensor, batch: Batch, state: CompressorState) -> torch.Tensor:
-        """Each token's list of window rows and chosen entries: int64 [T, window + k], -1 in unused places.
+        """Each token's list of window rows and chosen entries: int64 [T, window + k], -1 in unused columns.
 
         q: prepared queries [T, H, d]; weights: of the heads [T, H].
         """

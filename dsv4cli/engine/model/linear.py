@@ -10,7 +10,7 @@ from dsv4cli.kernels import gemm, norm
 
 
 def unfilled() -> nn.Parameter:
-    """The place of a parameter before loading: on the meta device, without a shape."""
+    """A parameter before loading: on the meta device, without a shape."""
     return nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
 
 

@@ -13,7 +13,7 @@ from dsv4cli.engine.parallel.world import World
 
 
 class MTP(Block):
-    """`mtp.0`: a block of ratio 0 over the model's last streams joined with the embedding of the next token."""
+    """`mtp.0`: a block of ratio 0 over the model's last streams plus the embedding of the next token."""
 
     norm: RMSNorm
 
@@ -32,8 +32,8 @@ class MTP(Block):
         token that follows each position [T, D]; batch: the positions of `streams`.
         """
         hidden = self.h_proj(self.hnorm(streams).flatten(0, 1)).view(streams.shape)
-        joined = self.e_proj(self.enorm(embedded))[:, None] + hidden
-        return self(joined, batch, cache).joined()
+        streams = self.e_proj(self.enorm(embedded))[:, None] + hidden
+        return self(streams, batch, cache).connect_post()
 
     def normed(self, streams: torch.Tensor) -> torch.Tensor:
         """The stage's streams [R, N, D] -> the input of the shared head [R, D]."""

@@ -60,9 +60,9 @@ class Transformer(nn.Module):
         for number, layer in enumerate(self.layers):
             state = layer(state, batch, caches[number])
             if number in targets:
-                streams = state.joined()
+                streams = state.connect_post()
                 means.append(streams.float().mean(1).to(streams.dtype))
-        return HiddenStates(state.joined(), torch.cat(means, -1) if means else None)
+        return HiddenStates(state.connect_post(), torch.cat(means, -1) if means else None)
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         """Streams of the wanted rows [R, N, D] -> fp32 [R, V], never rounded."""

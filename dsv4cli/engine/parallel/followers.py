@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from dsv4cli.engine.parallel.processes import joined, seats
+from dsv4cli.engine.parallel.processes import joined, rendezvous_addresses
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.errors import RankLost
 
 # how long followers that have been dismissed may take to end
-PATIENCE_SECONDS = 5
+GRACE_SECONDS = 5
 
 
 class Followers:
@@ -85,7 +85,7 @@ class StartedFollowers(Followers):
         for process in self._processes:
             if self._dismissed:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(PATIENCE_SECONDS)
+                    process.wait(GRACE_SECONDS)
         self._dismissed = True
         for process in self._processes:
             process.kill()
@@ -111,21 +111,21 @@ def leading(
 
     They end with what runs inside, and see no Ctrl-C. lost, remedy: as of `StartedFollowers`.
     """
-    own, *others = seats(size)
+    own, *others = rendezvous_addresses(size)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "dsv4cli", *command, str(seat.port), str(seat.rank), str(seat.size)],
+            [sys.executable, "-m", "dsv4cli", *command, str(address.port), str(address.rank), str(address.size)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        for seat in others
+        for address in others
     ]
     followers = StartedFollowers(processes, lost, remedy)
     try:
-        with joined(device, own) as (world, place):
+        with joined(device, own) as (world, own_device):
             followers.world = world
-            yield world, place, followers
+            yield world, own_device, followers
             followers.dismiss()
     finally:
         followers.end()

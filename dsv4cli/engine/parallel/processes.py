@@ -20,7 +20,7 @@ from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, buffer_shape
 
 # how long a rank that fails because of another waits to be ended by who has started it, and sees that other first
-PATIENCE_SECONDS = 10
+GRACE_SECONDS = 10
 # how long a rank waits for what it is to do
 FOR_EVER = timedelta(days=1000)
 
@@ -37,34 +37,34 @@ def check_devices(size: int, device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The place of one of `size` ranks on this machine, which meet at a port of it."""
+class RendezvousAddress:
+    """Where one of `size` ranks on this machine meets the others: a port of it."""
 
     port: int
     rank: int
     size: int
 
 
-def seats(size: int) -> list[Seat]:
-    """Places for so many ranks, at a port that is free now."""
+def rendezvous_addresses(size: int) -> list[RendezvousAddress]:
+    """One for each of so many ranks, at a port that is free now."""
     port = get_free_port()
-    return [Seat(port, rank, size) for rank in range(size)]
+    return [RendezvousAddress(port, rank, size) for rank in range(size)]
 
 
 @contextmanager
-def joined(device: torch.device, seat: Seat | None = None) -> Iterator[tuple[World, torch.device]]:
-    """Joins the ranks at a seat, or as the environment says: this one's place, and its own GPU where device is CUDA.
+def joined(device: torch.device, address: RendezvousAddress | None = None) -> Iterator[tuple[World, torch.device]]:
+    """Joins the ranks at an address, or as the environment says: this one's World, and its own GPU if device is CUDA.
 
     A rank that fails inside leaves at once, and only the first to fail says why. What runs inside must have let go of
     its CUDA graphs when it ends: the process group waits for those that hold NCCL's launches.
     """
-    local = distributed.get_node_local_rank() if seat is None else seat.rank
+    local = distributed.get_node_local_rank() if address is None else address.rank
     if device.type == "cuda":
         check_devices(local + 1, device)
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    address = seat and f"tcp://localhost:{seat.port}?rank={seat.rank}&world_size={seat.size}"
-    store, rank, size = next(rendezvous(address or "env://"))
+    url = address and f"tcp://localhost:{address.port}?rank={address.rank}&world_size={address.size}"
+    store, rank, size = next(rendezvous(url or "env://"))
     try:
         backend, gpu = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
@@ -76,9 +76,9 @@ def joined(device: torch.device, seat: Seat | None = None) -> Iterator[tuple[Wor
         atexit.register(_leave, _exit_code(error), error)
         lost = lost_others(error)
         if lost:
-            sleep(PATIENCE_SECONDS)
+            sleep(GRACE_SECONDS)
         if store.add("failed", 1) > 1:
-            sleep(PATIENCE_SECONDS)  # until the first has spoken and left
+            sleep(GRACE_SECONDS)  # until the first has spoken and left
             sys.exit(_exit_code(error))
         if lost:
             raise RankLost(f"rank {rank} lost the connection to another rank", "see how the others ended") from error
@@ -110,10 +110,10 @@ def interruptible() -> None:
 
 
 def _world(local: int, device: torch.device) -> World:
-    """This process's place; local: its number on this machine."""
+    """This process's World; local: its number on this machine."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     orders = distributed.new_group(backend="gloo", timeout=FOR_EVER)
-    numbers = _said(local)
+    numbers = _gathered(local)
     ranks_here = max(numbers) + 1
     if device.type == "cuda":
         return World(rank, size, _symmetric_buffers(rank, numbers, device), ranks_here, orders)
@@ -128,7 +128,7 @@ def _symmetric_buffers(rank: int, numbers: list[int], device: torch.device) -> S
 
     one_machine = numbers == list(range(len(numbers)))
     others = [number for number in numbers if number != device.index]
-    if not one_machine or not all(_said(all(torch.cuda.can_device_access_peer(device, other) for other in others))):
+    if not one_machine or not all(_gathered(all(torch.cuda.can_device_access_peer(device, other) for other in others))):
         return None
     assert distributed.group.WORLD is not None
     shape = buffer_shape(len(numbers))
@@ -142,12 +142,12 @@ def _symmetric_buffers(rank: int, numbers: list[int], device: torch.device) -> S
     except RuntimeError:  # memory that the driver does not share
         pass
     sums = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-    # nobody sends before all have said that theirs is there
-    return SymmetricBuffers(rank, buffers, sums) if all(_said(bool(buffers))) else None
+    # nobody sends before all have reported that theirs is there
+    return SymmetricBuffers(rank, buffers, sums) if all(_gathered(bool(buffers))) else None
 
 
-def _said(mine: int) -> list[int]:
-    """What each rank gives, in their order."""
-    said = [0] * distributed.get_world_size()
-    distributed.all_gather_object(said, mine)
-    return said
+def _gathered(mine: int) -> list[int]:
+    """What each rank gives, in the order of ranks."""
+    values = [0] * distributed.get_world_size()
+    distributed.all_gather_object(values, mine)
+    return values

@@ -20,7 +20,7 @@ MESSAGE, LENGTH = 1024, 8
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among `size` ranks; with one rank every operation is the identity.
+    """This process's rank among `size`; with one rank every operation is the identity.
 
     Each operation is called by all ranks, in one order. symmetric_buffers: what carries small sums, None where NCCL or
     gloo does. ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank

@@ -9,7 +9,7 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.profiling.bounds import EXACT, NOISE, ROTATIONS
 from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
-from dsv4cli.engine.runtime.prepare import Extent, Numbers, place
+from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
 from dsv4cli.kernels import sampling
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.sampling import ref as sampling_ref
@@ -21,7 +21,7 @@ def places(bench: BenchmarkInputs) -> Iterator[Case]:
     """All that a decode step, or a prompt, knows of its tokens, from the numbers that lie on the device."""
     tokens, sequences, count = bench.tokens, bench.sequences, bench.tokens // bench.sequences
     columns = -(-bench.context // BLOCK_TOKENS)
-    # tables as wide as the blocks, as Decoder.batch has them
+    # tables as wide as the blocks, as GraphRunner.batch has them
     extent = Extent.of(bench.config, [count] * sequences, columns * BLOCK_TOKENS)
 
     def build(bench: BenchmarkInputs) -> Work:
@@ -31,7 +31,7 @@ def places(bench: BenchmarkInputs) -> Iterator[Case]:
         blocks = torch.arange(sequences * columns, device=bench.device).view(sequences, columns)
 
         def run(slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, blocks: torch.Tensor) -> Tensors:
-            return _tensors(place(cache, Numbers(slots, starts, counts, ids, blocks), extent))
+            return _tensors(batch_of(cache, Numbers(slots, starts, counts, ids, blocks), extent))
 
         def reference(*numbers: torch.Tensor) -> Tensors:
             with use("torch"):
@@ -46,7 +46,7 @@ def places(bench: BenchmarkInputs) -> Iterator[Case]:
 
 
 def _tensors(batch: Batch) -> Tensors:
-    """What `place` has made."""
+    """What `batch_of` has made."""
     entries = batch.entries.values()
     turns = (*batch.rotations.values(), *(one.rotation for one in entries))
     return (

@@ -10,7 +10,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.processes import lost_others
 from dsv4cli.engine.runtime.limits import check_text, max_new_tokens
 from dsv4cli.engine.runtime.logprobs import Drawn, drawn_of
-from dsv4cli.engine.runtime.preparing import Waits
+from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
 from dsv4cli.engine.runtime.runner import Capacity, Ran, Runner
 from dsv4cli.engine.runtime.sampler import sample
@@ -84,9 +84,9 @@ class Engine:
         """Whether any request waits or runs."""
         return self.runner.scheduler.busy
 
-    def tell_waits(self, waits: Waits) -> None:
+    def report_preparing(self, on_preparing: OnPreparing) -> None:
         """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
-        self.runner.preparing.waits = waits
+        self.runner.preparing.on_preparing = on_preparing
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises UsageError for a prompt that is empty, fills the context or has ids outside the

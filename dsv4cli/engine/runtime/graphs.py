@@ -14,7 +14,7 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.prepare import Extent, Numbers, place
+from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
 from dsv4cli.kernels.workspace import Workspace
 
 SIZES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
@@ -24,8 +24,8 @@ WARM = 2
 _CAPTURING = Lock()
 
 
-def ignored() -> None:
-    """Says nothing of a step that is prepared."""
+def do_nothing() -> None:
+    """Reports no preparation."""
 
 
 class GraphRunner:
@@ -53,15 +53,17 @@ class GraphRunner:
         """Prepares steps anew when they are needed."""
         self._steps.clear()
 
-    def logits(self, work: Items[tuple[Sequence, int]], begins: Callable[[], None] = ignored) -> torch.Tensor:
+    def logits(self, work: Items[tuple[Sequence, int]], on_preparing: Callable[[], None] = do_nothing) -> torch.Tensor:
         """What follows each sequence's next token: fp32 [B, V], overwritten by the next call. Reserves their blocks.
 
-        work: up to MAX_SLOTS sequences. Lengths do not change. begins is called where a step has to be prepared first.
-        Raises NotEnoughMemory.
+        work: up to MAX_SLOTS sequences. Lengths do not change. on_preparing is called where a step has to be prepared
+        first. Raises NotEnoughMemory.
         """
-        return self.filled(work, begins).run()[: len(work)]
+        return self.filled(work, on_preparing).run()[: len(work)]
 
-    def filled(self, work: Items[tuple[Sequence, int]], begins: Callable[[], None] = ignored) -> "CapturedStep":
+    def filled(
+        self, work: Items[tuple[Sequence, int]], on_preparing: Callable[[], None] = do_nothing
+    ) -> "CapturedStep":
         """The step for these sequences, with their numbers in it."""
         for sequence, _ in work:
             self.cache.reserve(sequence, 1)
@@ -70,7 +72,7 @@ class GraphRunner:
             self._blocks = self.cache.blocks
         size = next(size for size in SIZES if size >= len(work))
         if size not in self._steps:
-            begins()
+            on_preparing()
             self._steps[size] = self._prepared(size)
         self._steps[size].fill(work)
         return self._steps[size]
@@ -78,7 +80,7 @@ class GraphRunner:
     def batch(self, numbers: Numbers) -> Batch:
         """The batch of a step of one token of each sequence, as large for every context."""
         size, columns = numbers.blocks.shape
-        return place(self.cache, numbers, Extent.of(self.model.config, [1] * size, columns * BLOCK_TOKENS))
+        return batch_of(self.cache, numbers, Extent.of(self.model.config, [1] * size, columns * BLOCK_TOKENS))
 
     @torch.no_grad()
     def _compute(self, numbers: Numbers) -> torch.Tensor:

@@ -62,10 +62,10 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
     slots, starts, sizes, ids, blocks = flat.to(cache.device).split(
         [len(work), len(work), len(work), sum(counts), len(work) * longest]
     )
-    return place(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest)), extent)
+    return batch_of(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest)), extent)
 
 
-def place(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
+def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     """The batch of numbers that lie on the device; shapes depend on the extent and on theirs only."""
     config, tokens, capacity = cache.config, numbers.ids.numel(), cache.config.sliding_window + cache.rollback
     # a ring has room for the tokens of a step beside all rows that the first of them sees

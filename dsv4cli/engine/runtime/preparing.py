@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
-# called with True where such a wait begins, and with False where it has ended
-Waits = Callable[[bool], None]
+# called with True where a preparation begins, and with False after its step
+OnPreparing = Callable[[bool], None]
 
 
-def ignored(waiting: bool) -> None:
-    """Says nothing of a wait."""
+def do_nothing(preparing: bool) -> None:
+    """Reports no preparation."""
 
 
 class Preparing:
     """Notes whether Triton compiles a kernel inside; on a CPU nothing does. May be entered again and again.
 
-    happened: whether anything was prepared the last time. waits, which may be set, hears of it.
+    happened: whether anything was prepared the last time. on_preparing may be set.
     """
 
-    def __init__(self, device: torch.device, waits: Waits = ignored) -> None:
+    def __init__(self, device: torch.device, on_preparing: OnPreparing = do_nothing) -> None:
         self.happened = False
-        self.waits = waits
+        self.on_preparing = on_preparing
         self._watches = device.type == "cuda"
 
     def begin(self) -> None:
         """It begins, as the caller knows."""
         if not self.happened:
             self.happened = True
-            self.waits(True)
+            self.on_preparing(True)
 
     def __enter__(self) -> "Preparing":
         self.happened = False
@@ -44,7 +44,7 @@ class Preparing:
     ) -> None:
         _running.reset(self._outer)
         if self.happened:
-            self.waits(False)
+            self.on_preparing(False)
 
 
 # that of this thread's step
@@ -66,7 +66,7 @@ class _Hook:
 
 
 def _watch_compilers() -> None:
-    """Puts the hook in its place, once."""
+    """Sets the hook, once."""
     from triton import knobs
 
     if not isinstance(knobs.runtime.jit_cache_hook, _Hook):

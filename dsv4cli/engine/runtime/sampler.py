@@ -28,13 +28,13 @@ def not_finite() -> UnsoundResult:
     )
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, seeds: Sequence[int], places: Sequence[int]) -> torch.Tensor:
+def sample(logits: torch.Tensor, sampling: Sampling, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """One token per row: fp32 [R, V], a seed per row and how many tokens its sequence has -> int64 [R].
 
     Gumbel-max as in the official generate.py: argmax(probability / exponential noise). A row's choice depends on its
-    own logits, seed and place only, not on the other rows and not on the device.
+    own logits, seed and position only, not on the other rows and not on the device.
     """
     if sampling.temperature == 0:
         return greedy(logits)
-    numbers = torch.tensor([[*seeds], [*places]]).to(logits.device, non_blocking=True)
+    numbers = torch.tensor([[*seeds], [*positions]]).to(logits.device, non_blocking=True)
     return draw(logits, noise(numbers[0], numbers[1], logits.shape[1]), sampling.temperature, sampling.top_p)

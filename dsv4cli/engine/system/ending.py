@@ -11,7 +11,7 @@ from threading import Event, Thread
 # prctl(2): the signal that this process gets when its parent ends
 PR_SET_PDEATHSIG = 1
 # how long a signal that Python handles may take to end this process
-PATIENCE_SECONDS = 2
+GRACE_SECONDS = 2
 
 
 def end_with_parent(parent: int) -> None:
@@ -27,7 +27,7 @@ def ends_soon(leaving: Callable[[int], None]) -> Iterator[None]:
     """While this runs in the main thread, SIGINT and SIGTERM end this process, with 128 and their number, also where
     the main thread waits in C for a GPU or another process and Python's handlers do not run.
 
-    What they raise has `PATIENCE_SECONDS` to leave here; then `leaving` is called with the number, and it is over.
+    What they raise has `GRACE_SECONDS` to leave here; then `leaving` is called with the number, and it is over.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -35,7 +35,7 @@ def ends_soon(leaving: Callable[[int], None]) -> Iterator[None]:
 
     def watch() -> None:
         while number := os.read(reading, 1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM) and not left.wait(PATIENCE_SECONDS):
+            if number[0] in (signal.SIGINT, signal.SIGTERM) and not left.wait(GRACE_SECONDS):
                 leaving(number[0])
                 os._exit(128 + number[0])
         os.close(reading)

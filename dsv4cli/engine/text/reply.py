@@ -51,10 +51,10 @@ class ParsedReply:
         }
 
 
-def name_calls(message: dict[str, Any], place: int) -> None:
-    """Gives the calls of a message ids, for results to name; place: where in its conversation it stands."""
+def name_calls(message: dict[str, Any], index: int) -> None:
+    """Gives the calls of a message ids, for results to name; index: its number in the conversation."""
     for nth, call in enumerate(message.get("tool_calls") or ()):
-        call.setdefault("id", f"call_{place}_{nth}")
+        call.setdefault("id", f"call_{index}_{nth}")
 
 
 def parse_reply(text: str, *, thinking: bool) -> ParsedReply:

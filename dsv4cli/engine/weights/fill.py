@@ -26,11 +26,11 @@ TORCH_DTYPES = {
 # bytes that have arrived, bytes in all
 Progress = Callable[[int, int], None]
 # where each tensor belongs, by its name
-Places = Mapping[str, torch.Tensor]
-# the name of a tensor, and how many of its bytes are in their place now
+Destinations = Mapping[str, torch.Tensor]
+# the name of a tensor, and how many more of its bytes have arrived
 Arrived = tuple[str, int]
-# fills the places and says what has arrived; when it ends, all of it is there
-Supply = Callable[[Places], Generator[Arrived, None, None]]
+# fills the destinations and says what has arrived; when it ends, all of it is there
+Supply = Callable[[Destinations], Generator[Arrived, None, None]]
 
 
 def local_slice(spec: TensorSpec, world: World) -> tuple[slice, ...]:
@@ -47,16 +47,18 @@ def made(tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> Supply:
     return partial(_copy, tensors)
 
 
-def _copy(tensors: Iterable[tuple[TensorSpec, torch.Tensor]], places: Places) -> Generator[Arrived, None, None]:
+def _copy(
+    tensors: Iterable[tuple[TensorSpec, torch.Tensor]], destinations: Destinations
+) -> Generator[Arrived, None, None]:
     scales: list[tuple[TensorSpec, torch.Tensor]] = []
     for spec, tensor in tensors:
-        place = places.get(spec.name)
-        if place is None:
+        destination = destinations.get(spec.name)
+        if destination is None:
             raise CheckpointError(f"tensor {spec.name} is not a tensor of this model")
-        if tensor.shape != place.shape or tensor.dtype != place.dtype:
+        if tensor.shape != destination.shape or tensor.dtype != destination.dtype:
             found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise CheckpointError(f"{spec.name} is {found}, expected {place.dtype} {list(place.shape)}")
-        place.copy_(tensor)
+            raise CheckpointError(f"{spec.name} is {found}, expected {destination.dtype} {list(destination.shape)}")
+        destination.copy_(tensor)
         if spec.is_scale:
             scales.append((spec, (tensor.view(torch.uint8) == E8M0_NAN).any()))
         yield spec.name, tensor.nbytes
@@ -75,12 +77,12 @@ def fill(
     device: torch.device | str,
     world: World,
     progress: Progress | None = None,
-    elsewhere: Places = MappingProxyType({}),
+    elsewhere: Destinations = MappingProxyType({}),
 ) -> None:
     """Puts tensors into the parameters that the table names; each arrives once and none is left over.
 
     supply: `made` or `reading.stored`. progress is called at the start and with all that arrives, in this thread.
-    elsewhere: the places of tensors that are no part of a parameter, by name.
+    elsewhere: the destinations of tensors that are no part of a parameter, by name.
 
     Raises CheckpointError for a tensor of another shape or dtype, a scale byte 255, a tensor that comes twice or not at
     all; nothing else fills a parameter.
@@ -89,9 +91,9 @@ def fill(
     own = {name: spec for name, spec in specs.items() if name not in elsewhere}
     if progress is not None:
         progress(0, total)
-    places = {**_allocate(model, own, torch.device(device), world), **elsewhere}
-    waiting = {name: place.nbytes for name, place in places.items()}
-    with closing(supply(places)) as arrivals:
+    destinations = {**_allocate(model, own, torch.device(device), world), **elsewhere}
+    waiting = {name: destination.nbytes for name, destination in destinations.items()}
+    with closing(supply(destinations)) as arrivals:
         for name, nbytes in arrivals:
             waiting[name] -= nbytes
             if waiting[name] < 0:
@@ -119,7 +121,7 @@ def damaged_scale(spec: TensorSpec) -> CheckpointError:
 def _allocate(
     model: nn.Module, specs: dict[str, TensorSpec], device: torch.device, world: World
 ) -> dict[str, torch.Tensor]:
-    """The empty place of every tensor, by its name: a parameter, or an expert's row of one.
+    """The empty destination of every tensor, by its name: a parameter, or an expert's row of one.
 
     Raises CheckpointError when the model has a parameter that the table lacks.
     """

@@ -68,9 +68,9 @@ class ExpertOffload:
         self.host = [self._cut(block) for block in self._blocks]
         numbers = torch.arange(division.experts).repeat(layers, 1)
         at = numbers + torch.arange(layers)[:, None] * division.rows
-        self._place = torch.where(numbers < division.rows, at, -1).to(device)
-        self._owner = numbers[:, division.resident : division.rows].contiguous().to(device)
-        self._used = torch.zeros_like(self._owner)
+        self._row_of_expert = torch.where(numbers < division.rows, at, -1).to(device)
+        self._expert_of_slot = numbers[:, division.resident : division.rows].contiguous().to(device)
+        self._used = torch.zeros_like(self._expert_of_slot)
         self._clock = torch.zeros(layers, 1, dtype=torch.int64, device=device)
         self._counts = torch.zeros(layers, 3, dtype=torch.int64, device=device)
 
@@ -87,7 +87,7 @@ class ExpertOffload:
             start += _whole_pages(sizes[part])
         return found
 
-    def places(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    def destinations(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Where the tensors of experts go, by name."""
         division, numbers = self.plan.division, {module: number for number, module in enumerate(self.plan.layers)}
         for spec in specs:
@@ -102,9 +102,9 @@ class ExpertOffload:
                 yield spec.name, self.host[numbers[module]][part][spec.expert - division.resident]
 
     def finish_loading(self) -> None:
-        """Pins the host memory and fills the slots, once everything has its place. Raises NotEnoughMemory."""
+        """Pins the host memory and fills the slots, once all weights are loaded. Raises NotEnoughMemory."""
         division = self.plan.division
-        if self._place.is_cuda:
+        if self._row_of_expert.is_cuda:
             # what loading has left unused: the memory of graphs is not taken from it
             torch.cuda.empty_cache()
             # not before: pinning alone gives memory its pages one after another, reading by several threads at once
@@ -118,8 +118,8 @@ class ExpertOffload:
         """The experts of a layer."""
         division = self.plan.division
         state = ExpertCache(
-            row_of_expert=self._place[number],
-            expert_of_slot=self._owner[number],
+            row_of_expert=self._row_of_expert[number],
+            expert_of_slot=self._expert_of_slot[number],
             last_used=self._used[number],
             steps=self._clock[number],
             counts=self._counts[number],

@@ -54,7 +54,7 @@ class RandomRows:
 
 
 class _Source:
-    """Values on a device. All tensors of a kind are one pattern from a place on that the tensor's name gives."""
+    """Values on a device. All tensors of a kind are one pattern, from an offset on that the tensor's name gives."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -96,7 +96,7 @@ class _Source:
 
 
 def _period(pattern: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The values of a pattern from the tensor's place on: as many as the tensor has, and once round at most."""
+    """The values of a pattern from the tensor's offset on: as many as the tensor has, and once round at most."""
     start = crc32(spec.name.encode()) % PATTERN
     end = start + min(torch.Size(spec.shape).numel(), PATTERN)
     return torch.cat((pattern[start:end], pattern[: max(0, end - PATTERN)]))

@@ -1,6 +1,6 @@
-"""From the files of a checkpoint to the places of a model: several threads, each reading a piece at a time.
+"""From the files of a checkpoint to the parameters of a model: several threads, each reading a piece at a time.
 
-A place in host memory is read into directly, one on a GPU through staging buffers; nothing else holds weights.
+Host memory is read into directly, memory on a GPU through staging buffers; nothing else holds weights.
 """
 
 import threading
@@ -20,7 +20,7 @@ from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.sharding import part_shape
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system.threads import as_done
-from dsv4cli.engine.weights.fill import TORCH_DTYPES, Arrived, Places, Supply, damaged_scale
+from dsv4cli.engine.weights.fill import TORCH_DTYPES, Arrived, Destinations, Supply, damaged_scale
 from dsv4cli.engine.weights.staging import Staging
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import E8M0_NAN
@@ -56,10 +56,10 @@ class TensorRows:
         """Bytes of the piece."""
         return self.count * self.width
 
-    def of(self, place: torch.Tensor) -> torch.Tensor:
-        """Where the piece belongs in the place of its tensor: uint8 [nbytes]."""
+    def of(self, destination: torch.Tensor) -> torch.Tensor:
+        """The piece's part of its tensor's destination: uint8 [nbytes]."""
         start = self.first * self.width
-        return place.view(-1).view(torch.uint8)[start : start + self.nbytes]
+        return destination.view(-1).view(torch.uint8)[start : start + self.nbytes]
 
     def read(self, files: Files, into: Bytes) -> None:
         """Fills uint8 [nbytes]. Raises CheckpointError for a file that ends before and for a scale byte 255."""
@@ -91,17 +91,17 @@ def stored(checkpoint: Checkpoint, specs: Iterable[TensorSpec], world: World, th
 
 
 def _fill(
-    checkpoint: Checkpoint, specs: list[TensorSpec], world: World, threads: int, places: Places
+    checkpoint: Checkpoint, specs: list[TensorSpec], world: World, threads: int, destinations: Destinations
 ) -> Generator[Arrived, None, None]:
     pieces = [piece for spec in specs for piece in _pieces(spec, _info(checkpoint, spec), world)]
     pieces.sort(key=lambda piece: (piece.info.file, piece.info.begin, piece.first))
     loads = list(_loads(pieces))
-    device = next((place.device for place in places.values() if is_far(place)), None)
+    device = next((destination.device for destination in destinations.values() if needs_staging(destination)), None)
     count = min(BUFFERS_A_THREAD * threads, len(loads))
     staging = None if device is None else Staging(device, count, PIECE)
     stop = threading.Event()
     with Files() as files:
-        jobs = [partial(_carry, load, files, places, staging, stop) for load in loads]
+        jobs = [partial(_carry, load, files, destinations, staging, stop) for load in loads]
         try:
             with closing(as_done(jobs, threads, stop)) as ended:
                 for load in ended:
@@ -111,28 +111,28 @@ def _fill(
                 staging.wait()
 
 
-def is_far(place: torch.Tensor) -> bool:
-    """Whether a file cannot be read into it."""
-    return place.device.type != "cpu"
+def needs_staging(destination: torch.Tensor) -> bool:
+    """Whether a file cannot be read into it directly."""
+    return destination.device.type != "cpu"
 
 
 def _carry(
-    load: list[TensorRows], files: Files, places: Places, staging: Staging | None, stop: threading.Event
+    load: list[TensorRows], files: Files, destinations: Destinations, staging: Staging | None, stop: threading.Event
 ) -> list[TensorRows]:
-    """Takes pieces to their places, until it is called off; from a buffer they may still be on the way."""
+    """Takes pieces to their destinations, until it is called off; from a buffer they may still be on the way."""
     start = 0
     with nullcontext() if staging is None else staging.buffer() as buffer:
         for piece in load:
             if stop.is_set():
                 break
-            place = piece.of(places[piece.spec.name])
-            if is_far(place):
+            destination = piece.of(destinations[piece.spec.name])
+            if needs_staging(destination):
                 assert buffer is not None
                 piece.read(files, buffer.bytes[start : start + piece.nbytes])
-                buffer.send(start, place)
+                buffer.send(start, destination)
                 start += piece.nbytes
             else:
-                piece.read(files, place.numpy())
+                piece.read(files, destination.numpy())
     return load
 
 

@@ -24,9 +24,9 @@ class Buffer:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
         self.bytes = self._memory.numpy()
 
-    def send(self, start: int, place: torch.Tensor) -> None:
-        """Copies bytes from `start` on to a place, uint8 [count], in the current stream; they may arrive later."""
-        place.copy_(self._memory[start : start + len(place)], non_blocking=True)
+    def send(self, start: int, destination: torch.Tensor) -> None:
+        """Copies bytes from `start` on to destination, uint8 [count], in the current stream; they may arrive later."""
+        destination.copy_(self._memory[start : start + len(destination)], non_blocking=True)
 
     def wait(self) -> None:
         """Returns when everything sent is there; other threads run meanwhile."""

@@ -209,7 +209,7 @@ def test_thinking_is_one_line_and_kept(chat):
 
 
 def test_ctrl_c_before_there_is_a_reply_counts(chat, dsv4):
-    dsv4.patch.setattr(Conversation, "surplus", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0)
+    dsv4.patch.setattr(Conversation, "messages_to_drop", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0)
     done = chat("hello", "never")
     assert (done.code, done.out) == (130, "")
     assert "stopped; no answer yet" in done.err

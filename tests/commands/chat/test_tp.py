@@ -84,15 +84,15 @@ def state(runner):
 def test_followers_do_what_the_leader_does(think):
     recorder, other = Recorder(), Follower(model(), "cpu")
     limits = Limits(9, 300, 7, 0, ("x", "yz"))
-    with Conversation(model(), dialogue(think), limits, "cpu", recorder) as talk:
+    with Conversation(model(), dialogue(think), limits, "cpu", recorder) as conversation:
         for question in ("Who?", "Who? Ünï 😀"):
-            *_, (answer, _) = talk.reply([user(question)], Sampling(0.7, 0.9, 5), think_budget=3)
+            *_, (answer, _) = conversation.reply([user(question)], Sampling(0.7, 0.9, 5), think_budget=3)
             assert answer.tokens
             assert not recorder.busy
             orders, recorder.orders = recorder.orders, []
             other.carry_out(orders)
-            assert state(other.runner) == state(talk.engine.runner)
-        assert talk.reused > 0
+            assert state(other.runner) == state(conversation.engine.runner)
+        assert conversation.reused > 0
         assert not any("Who" in json.dumps(order) for order in orders)
 
 
@@ -119,16 +119,18 @@ def test_followers_of_many_requests_end_and_join_as_the_leader_says():
 
 def test_what_is_refused_is_no_order():
     recorder, full = Recorder(), pytest.raises(ContextFull)
-    with Conversation(model(), dialogue(), Limits(max_context=20), "cpu", recorder) as talk, full:
-        talk.reply([user("a long question " * 9)], Sampling())
+    with Conversation(model(), dialogue(), Limits(max_context=20), "cpu", recorder) as conversation, full:
+        conversation.reply([user("a long question " * 9)], Sampling())
     assert recorder.orders == []
 
 
 def test_ranks_that_may_be_out_of_step_end(monkeypatch):
-    with Conversation(model(), dialogue(), Limits(5), "cpu", Recorder()) as talk:
-        reply = talk.reply([user("hi")], Sampling())
+    with Conversation(model(), dialogue(), Limits(5), "cpu", Recorder()) as conversation:
+        reply = conversation.reply([user("hi")], Sampling())
         next(reply)
-        monkeypatch.setattr(talk.engine.runner, "run", lambda: (_ for _ in ()).throw(NotEnoughMemory("full", "less")))
+        monkeypatch.setattr(
+            conversation.engine.runner, "run", lambda: (_ for _ in ()).throw(NotEnoughMemory("full", "less"))
+        )
         with pytest.raises(RankLost, match="full"):
             list(reply)
 
@@ -141,10 +143,10 @@ def test_ranks_that_may_be_out_of_step_end(monkeypatch):
 def test_a_lost_rank_is_reported_by_whoever_watches_them(monkeypatch, error, resting):
     """Which it was is known when it is gone: until then the others count as busy."""
     recorder = Recorder()
-    with Conversation(model(), dialogue(), Limits(5), "cpu", recorder) as talk:
-        reply = talk.reply([user("hi")], Sampling())
+    with Conversation(model(), dialogue(), Limits(5), "cpu", recorder) as conversation:
+        reply = conversation.reply([user("hi")], Sampling())
         next(reply)
-        monkeypatch.setattr(talk.engine.runner, "run", lambda: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(conversation.engine.runner, "run", lambda: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             list(reply)
         assert recorder.busy is not resting

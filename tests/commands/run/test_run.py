@@ -204,8 +204,8 @@ def test_a_conversation_with_tools(dsv4, tmp_path):
 
 def test_many_prompts_are_answered_in_their_order(dsv4, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "MAX_SLOTS", 2)
-    talk = {"messages": [{"role": "user", "content": "two\u2028lines"}]}
-    path = jsonl(tmp_path / "p.jsonl", {"prompt": "long " * 30}, talk, {"prompt": "x"}, {"prompt": "y"})
+    conversation = {"messages": [{"role": "user", "content": "two\u2028lines"}]}
+    path = jsonl(tmp_path / "p.jsonl", {"prompt": "long " * 30}, conversation, {"prompt": "x"}, {"prompt": "y"})
     # with chunks of 8 the first is answered last
     done = dsv4("run", "--prompts", path, *SHORT, "--prefill-chunk", "8")
     answers = lines(done.out)

@@ -55,7 +55,7 @@ def _limits(think, given):
     return Limits(**{"max_tokens": 2 + (think != "off"), **given})
 
 
-def talk(think="off", **limits):
+def new_conversation(think="off", **limits):
     return Conversation(model(), dialogue(think), _limits(think, limits), "cpu")
 
 
@@ -113,7 +113,7 @@ def size(*messages, think="off"):
 
 
 def test_turns_prefill_only_what_is_new(decoder):
-    with talk() as one:
+    with new_conversation() as one:
         messages = list(LONG)
         _, prefilled = ask(one, messages)
         assert prefilled == size(*messages)
@@ -179,7 +179,7 @@ def test_the_answer_itself_is_not_prefilled_where_its_text_has_the_same_tokens()
 
 @pytest.mark.parametrize("think", [pytest.param("off", marks=pytest.mark.slow), "high"])
 def test_retry_undo_and_edit(think):
-    with talk(think) as one:
+    with new_conversation(think) as one:
         first = list(LONG)
         second = [*first, said("No.", "hm" * 9), user("Sure? " * 8)]
         third = [*second, said("Yes."), user("Really?")]
@@ -211,7 +211,7 @@ def test_retry_undo_and_edit(think):
 
 
 def test_dropped_reasoning_is_prefilled_from_the_answer_on():
-    with talk("high") as one:
+    with new_conversation("high") as one:
         answer, _ = ask(one, LONG)
         message, _ = answer.message()
         assert message["reasoning_content"]
@@ -232,7 +232,7 @@ def test_dropped_reasoning_is_prefilled_from_the_answer_on():
 @pytest.mark.parametrize("kept", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_number_of_snapshots_is_bounded_and_the_ends_stay(monkeypatch, kept):
     monkeypatch.setattr(conversation, "SNAPSHOTS", kept)
-    with talk(max_tokens=1) as one:
+    with new_conversation(max_tokens=1) as one:
         messages = list(LONG)
         for number in range(3):
             ask(one, messages)
@@ -249,7 +249,7 @@ def test_the_number_of_snapshots_is_bounded_and_the_ends_stay(monkeypatch, kept)
 @pytest.mark.parametrize("turns", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_random_turns_answer_as_a_fresh_run(decoder, turns):
     rng = Random(1)
-    with talk(prefill_chunk=60) as one:
+    with new_conversation(prefill_chunk=60) as one:
         messages = [SYSTEM, user("a")]
         for _ in range(turns):
             step = rng.random()
@@ -269,7 +269,7 @@ def test_a_reply_can_be_closed_after_every_item(decoder):
     expected = fresh(LONG, max_tokens=2)
     second = [*LONG, said("Yes."), user("So?")]
     after = fresh(second, max_tokens=2)
-    with talk(prefill_chunk=100, max_tokens=2) as one:
+    with new_conversation(prefill_chunk=100, max_tokens=2) as one:
         # in the first block, before the question, and after the first token
         for items in (2, 3, 5):
             one.forget()
@@ -284,8 +284,8 @@ def test_a_reply_can_be_closed_after_every_item(decoder):
 
 
 def test_stop_ends_before_the_next_step_and_keeps_the_text():
-    whole = "".join(text for _, text in drain(talk().reply(LONG, SEEDED))[1])
-    one = talk(prefill_chunk=100)
+    whole = "".join(text for _, text in drain(new_conversation().reply(LONG, SEEDED))[1])
+    one = new_conversation(prefill_chunk=100)
     for number in range(12):
         items = []
         for item in one.reply(LONG, SEEDED):
@@ -306,7 +306,7 @@ def test_stop_ends_before_the_next_step_and_keeps_the_text():
 
 
 def test_only_the_reading_of_a_prompt_is_breakable_and_no_fetching_of_experts(monkeypatch):
-    with talk() as one:
+    with new_conversation() as one:
         found = one.reply(LONG, SEEDED)
         next(found)
         assert one.breakable
@@ -318,7 +318,7 @@ def test_only_the_reading_of_a_prompt_is_breakable_and_no_fetching_of_experts(mo
 
 
 def test_a_new_reply_ends_the_one_before():
-    with talk() as one:
+    with new_conversation() as one:
         first = one.reply(LONG, SEEDED)
         next(first)
         assert drawn(ask(one, LONG)[0]) == fresh(LONG)
@@ -362,7 +362,7 @@ class Interruption:
     [(Cache, "_take_block"), (Cache, "_release"), (Cache, "reserve"), (Cache, "snapshot"), (Runner, "_advance")],
 )
 def test_an_interrupt_between_two_calls_leaves_the_cache_whole(monkeypatch, owner, name):
-    with talk(max_tokens=2) as one:
+    with new_conversation(max_tokens=2) as one:
         ask(one, LONG)
         second = [*LONG, said("No."), user("Sure? " * 25)]
         work = getattr(owner, name)
@@ -385,7 +385,7 @@ def test_an_interrupt_between_two_calls_leaves_the_cache_whole(monkeypatch, owne
 def test_an_interrupt_at_any_line_leaves_the_cache_whole(decoder, times):
     second = [*LONG, said("No."), user("Sure? " * 25)]
     expected = fresh(second, max_tokens=2)
-    with talk(max_tokens=2, prefill_chunk=100) as one:
+    with new_conversation(max_tokens=2, prefill_chunk=100) as one:
         ask(one, LONG)
         counted = Interruption(0)
         counted.watch(one, second)
@@ -403,7 +403,7 @@ def test_an_interrupt_at_any_line_leaves_the_cache_whole(decoder, times):
 
 @pytest.mark.parametrize("wrong", [NotEnoughMemory("no room", "wait"), UnsoundResult("nan")])
 def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
-    with talk(prefill_chunk=50) as one:
+    with new_conversation(prefill_chunk=50) as one:
         ask(one, LONG)
         second = [*LONG, said("No."), user("Sure? " * 25)]
 
@@ -422,17 +422,17 @@ def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize(
-    ("budget", "most", "place", "closed"),
+    ("budget", "most", "index", "closed"),
     [(0, 8, 0, "budget"), (3, 12, 3, "budget"), (None, 8, 5, "room"), (None, 2, 0, "room")],
 )
-def test_thinking_is_ended_in_time_and_answered(budget, most, place, closed):
-    with talk("high", max_tokens=most) as one:
+def test_thinking_is_ended_in_time_and_answered(budget, most, index, closed):
+    with new_conversation("high", max_tokens=most) as one:
         answer, pieces = drain(one.reply(LONG, SEEDED, think_budget=budget))
         ids = [step.id for step in answer.tokens]
-        assert ids.index(END) == place
+        assert ids.index(END) == index
         assert answer.closed == closed
-        assert len(answer.tokens) > place + 1
-        assert ids[place + 1] not in one.model.config.eos_token_ids
+        assert len(answer.tokens) > index + 1
+        assert ids[index + 1] not in one.model.config.eos_token_ids
         assert [kind for kind, _ in pieces].count("content") > 0
         assert all(step.logprob < 0 for step in answer.tokens)
 
@@ -441,13 +441,13 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
     eos, letter = 1, dialogue().tokenizer.encode("a")[0]
     draws = []
 
-    def sample(logits, sampling, seeds, places):
+    def sample(logits, sampling, seeds, positions):
         allowed = bool(logits[0, eos] > -1e29)
         draws.append(allowed)
         return logits.argmax(-1) * 0 + (eos if allowed and len(draws) > 2 else letter)
 
     monkeypatch.setattr("dsv4cli.engine.runtime.engine.sample", sample)
-    with talk("high", max_tokens=40) as one:
+    with new_conversation("high", max_tokens=40) as one:
         answer, _ = drain(one.reply(LONG, SEEDED))
     assert [step.id for step in answer.tokens] == [letter, letter, END, letter, eos]
     assert (answer.closed, answer.finish) == ("end", "stop")
@@ -463,7 +463,7 @@ def test_thinking_that_ends_by_itself_is_left_alone():
 
 
 def test_a_full_context_says_what_to_leave_out():
-    one = talk(max_context=300)
+    one = new_conversation(max_context=300)
     turns = [message for number in range(8) for message in (user(f"{number}" * 30), said("x" * 20))]
     messages = [SYSTEM, *turns, user("last")]
     assert one.context == 300
@@ -471,33 +471,33 @@ def test_a_full_context_says_what_to_leave_out():
         one.reply(messages, SEEDED)
     error = caught.value
     assert (error.tokens, error.context) == (one.tokens(messages), 300)
-    assert error.surplus == one.surplus(messages) > 0
-    assert f"leave out the first {error.surplus} messages" in error.remedy
-    rest = [SYSTEM, *messages[1 + error.surplus :]]
+    assert error.messages_to_drop == one.messages_to_drop(messages) > 0
+    assert f"leave out the first {error.messages_to_drop} messages" in error.remedy
+    rest = [SYSTEM, *messages[1 + error.messages_to_drop :]]
     assert rest[1]["role"] == "user"
-    assert one.surplus(rest) == 0
-    assert one.tokens(rest) <= 300 * 3 / 4 < one.tokens([SYSTEM, *messages[error.surplus - 1 :]])
+    assert one.messages_to_drop(rest) == 0
+    assert one.tokens(rest) <= 300 * 3 / 4 < one.tokens([SYSTEM, *messages[error.messages_to_drop - 1 :]])
     assert drain(one.reply(rest, SEEDED))[0].finish
-    assert one.surplus([SYSTEM, user("x" * 400)]) == -1
+    assert one.messages_to_drop([SYSTEM, user("x" * 400)]) == -1
     with pytest.raises(ContextFull, match="room for 299"):
         one.reply([user("x" * 400)], SEEDED)
 
 
 def test_a_nearly_full_context_keeps_room_for_an_answer():
-    one = talk(max_context=425, max_tokens=12)
+    one = new_conversation(max_context=425, max_tokens=12)
     turns = [message for number in range(7) for message in (user(f"{number}" * 20), said("x" * 20))]
     messages = [SYSTEM, *turns, user("last")]
     assert 425 - 12 < one.tokens(messages) < 425 - 2
-    assert one.surplus(messages) > 0
-    answer, _ = drain(one.reply([SYSTEM, *messages[1 + one.surplus(messages) :]], SEEDED))
+    assert one.messages_to_drop(messages) > 0
+    answer, _ = drain(one.reply([SYSTEM, *messages[1 + one.messages_to_drop(messages) :]], SEEDED))
     assert answer.finish == "stop" or len(answer.tokens) == 12
     one.limits = replace(one.limits, max_tokens=2)  # an answer that may have two tokens needs no more room
-    assert one.surplus(messages) == 0
+    assert one.messages_to_drop(messages) == 0
     one.limits = replace(one.limits, max_tokens=4000)
     long = user("x" * 310)  # leaves less than an eighth of the context, but some: it is asked alone
     assert 425 - 425 // 8 < one.tokens([SYSTEM, long]) < 425
-    assert one.surplus([*messages[:-1], long]) == len(turns)
-    assert one.surplus([SYSTEM, long]) == 0
+    assert one.messages_to_drop([*messages[:-1], long]) == len(turns)
+    assert one.messages_to_drop([SYSTEM, long]) == 0
 
 
 @pytest.mark.parametrize(("first", "second", "most", "expected"), [("", "a", 0, 0), ("abc", "abd", 3, 2)])

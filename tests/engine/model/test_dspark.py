@@ -89,11 +89,11 @@ def draft_by_hand(model, context, token):
     logits = last.norm(x) @ model.head.weight.T
     w1, w2 = last.markov_head.markov_w1.weight, last.markov_head.markov_w2.weight
     tokens, rows, confidence = [], [], []
-    for place in range(5):
+    for position in range(5):
         memory = w1[tokens[-1] if tokens else token]
-        rows.append(logits[place] + memory @ w2.T)
+        rows.append(logits[position] + memory @ w2.T)
         tokens.append(int(rows[-1].argmax()))
-        confidence.append((torch.cat((x[place], memory)) @ last.confidence_head.proj.weight.T)[0])
+        confidence.append((torch.cat((x[position], memory)) @ last.confidence_head.proj.weight.T)[0])
     return tokens, torch.stack(rows), torch.stack(confidence)
 
 
@@ -114,7 +114,9 @@ def test_context_is_the_mean_of_the_streams_of_the_target_layers(model):
     cache = Cache(model.config, model.numerics)
     batch = make_batch(cache, [(cache.allocate(), [5, 6, 7])])
     outputs = []
-    hooks = [model.layers[n].register_forward_hook(lambda _m, _i, out: outputs.append(out.joined())) for n in (2, 3, 4)]
+    hooks = [
+        model.layers[n].register_forward_hook(lambda _m, _i, out: outputs.append(out.connect_post())) for n in (2, 3, 4)
+    ]
     context = model(batch, cache.layers).context
     for hook in hooks:
         hook.remove()

@@ -30,11 +30,11 @@ from dsv4cli.kernels.indexer import ref as indexer
 from dsv4cli.kernels.qk_norm_rope import ref as keys
 from dsv4cli.kernels.rope import ref as rope
 from dsv4cli.kernels.routing import ref as routing
-from dsv4cli.kernels.step_metadata import ref as places
+from dsv4cli.kernels.step_metadata import ref as step_metadata
 from tests.support import oracle
 from tests.support.golden_data import FOLDER, Golden, golden, run_blocks, topk_entries
 
-# ends at every place of a group of 4; 13 is more than a ring's spare rows, or writing it before reading were no mistake
+# ends at every token of a group of 4; 13 is more than a ring's spare rows, or writing it before reading were no mistake
 CHUNKS = [131, *[13] * 12, 12, 1]
 # a hundred times what the right engine is allowed; the mildest mistake moves the logits by 0.09
 VISIBLE = 100 * oracle.TOLERANCE
@@ -70,15 +70,15 @@ def changed_step(change):
 
         return entries_of
 
-    return Mutation(places, "entries_of", wrong)
+    return Mutation(step_metadata, "entries_of", wrong)
 
 
-def rotated_at(place):
-    """Entries rotated at place(number of the group, ratio); of one sequence."""
+def rotated_at(position):
+    """Entries rotated at position(number of the group, ratio); of one sequence."""
 
     def change(entries, frequencies, positions, ratio):
         groups = int(positions[0]) // ratio + torch.arange(len(entries.cells))
-        return {"rotation": places.rotation(place(groups, ratio), frequencies)}
+        return {"rotation": step_metadata.rotation(position(groups, ratio), frequencies)}
 
     return changed_step(change)
 
@@ -167,8 +167,8 @@ MUTATIONS = {
     ),
     "overlap dropped at chunk borders": Mutation(engine_attention, "compress_both", overlap_dropped, in_prefill=False),
     "ring written before read": Mutation(Attention, "forward", written_before_read, in_prefill=False),
-    "long chunks read in the rings": Mutation(prepare, "place", always_in_rings),
-    "window one short": Mutation(places, "window_index", window_one_short),
+    "long chunks read in the rings": Mutation(prepare, "batch_of", always_in_rings),
+    "window one short": Mutation(step_metadata, "window_index", window_one_short),
     "HC matrix transposed": Mutation(
         hyper, "connect_post", lambda right: lambda x, streams, post, comb: right(x, streams, post, comb.mT)
     ),

@@ -63,8 +63,8 @@ def check_sums(world):
 
 def numbers(rank, step, shape, dtype):
     """A rank's part in a step that only the device knows."""
-    place = torch.arange(math.prod(shape), device="cuda")
-    bits = place * 6364136223846793005 + (RANKS * step + rank) * 1442695040888963407
+    index = torch.arange(math.prod(shape), device="cuda")
+    bits = index * 6364136223846793005 + (RANKS * step + rank) * 1442695040888963407
     return ((bits * 2862933555777941757 >> 40).float() / 2**20).to(dtype).view(shape)
 
 

@@ -12,7 +12,7 @@ from torch import distributed
 from dsv4cli.engine.chat.answers import generate_answers
 from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.parallel import processes
-from dsv4cli.engine.parallel.processes import joined, seats
+from dsv4cli.engine.parallel.processes import joined, rendezvous_addresses
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.request import Request
@@ -32,9 +32,9 @@ def _apart():
 
 
 def converse(held):
-    with Conversation(model(), dialogue(), Limits(5), "cpu") as talk:
-        held.append(talk)
-        for _ in talk.reply([user("hi")], Sampling(seed=1)):
+    with Conversation(model(), dialogue(), Limits(5), "cpu") as conversation:
+        held.append(conversation)
+        for _ in conversation.reply([user("hi")], Sampling(seed=1)):
             pass
 
 
@@ -67,7 +67,7 @@ def test_graphs_go_before_the_ranks_part(monkeypatch, work):
     monkeypatch.setattr(runner, "captures", lambda device: True)
     monkeypatch.setattr(GraphRunner, "_prepared", remembered)
     monkeypatch.setattr(distributed, "destroy_process_group", counted)
-    with joined(torch.device("cpu"), seats(1)[0]):
+    with joined(torch.device("cpu"), rendezvous_addresses(1)[0]):
         work(held)
     assert left == [1, 0]
 
@@ -86,7 +86,7 @@ def test_graphs_go_before_the_ranks_part(monkeypatch, work):
 def test_a_rank_that_fails_ends_with_its_own_code(monkeypatch, error, code):
     ends = []
     monkeypatch.setattr(atexit, "register", lambda *call: ends.append(call))
-    with pytest.raises(type(error)), joined(torch.device("cpu"), seats(1)[0]):
+    with pytest.raises(type(error)), joined(torch.device("cpu"), rendezvous_addresses(1)[0]):
         raise error
     [(_, *given)] = ends
     assert given == [code, error]
@@ -96,7 +96,7 @@ def test_a_rank_that_fails_lets_go_of_nothing(tmp_path):
     """A graph that goes waits for its step, and the step for a rank that may be gone."""
     script = (
         "import torch\n"
-        "from dsv4cli.engine.parallel.processes import joined, seats\n"
+        "from dsv4cli.engine.parallel.processes import joined, rendezvous_addresses\n"
         "class Graph:\n"
         "    def __del__(self):\n"
         "        print('waits for ever', flush=True)\n"
@@ -107,7 +107,7 @@ def test_a_rank_that_fails_lets_go_of_nothing(tmp_path):
         "    steps = answers(Graph())\n"
         "    for _ in steps:\n"
         "        raise KeyboardInterrupt\n"
-        "with joined(torch.device('cpu'), seats(1)[0]):\n"
+        "with joined(torch.device('cpu'), rendezvous_addresses(1)[0]):\n"
         "    work()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -116,7 +116,7 @@ def test_a_rank_that_fails_lets_go_of_nothing(tmp_path):
 
 def test_a_lost_connection_is_told_in_words(monkeypatch):
     monkeypatch.setattr(atexit, "register", lambda *call: None)
-    monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0)
-    with pytest.raises(RankLost) as caught, joined(torch.device("cpu"), seats(1)[0]):
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0)
+    with pytest.raises(RankLost) as caught, joined(torch.device("cpu"), rendezvous_addresses(1)[0]):
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
     assert caught.value.message == "rank 0 lost the connection to another rank"

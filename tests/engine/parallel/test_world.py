@@ -195,7 +195,7 @@ def fail(rank, port, path):
 
 
 def test_only_the_first_rank_to_fail_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.2)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -45,7 +45,7 @@ def test_every_block(name, prompt, split):
     for start, end in chunks(sizes, rows):
         batch = make_batch(cache, [(sequence, net.tokens[0, start:end].tolist())])
         for number, (layer, streams) in enumerate(zip(model.layers, net.inputs(prompt), strict=True)):
-            parts[number].append(layer(streams[start:end].cuda(), batch, cache.layers[number]).joined().cpu())
+            parts[number].append(layer(streams[start:end].cuda(), batch, cache.layers[number]).connect_post().cpu())
         cache.advance(sequence, end - start)
     for number, (part, theirs) in enumerate(zip(parts, expected, strict=True)):
         error = ((torch.cat(part).float() - theirs.float()).norm() / theirs.float().norm()).item()

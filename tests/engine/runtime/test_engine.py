@@ -27,7 +27,7 @@ def nothing_is_held(one: Engine) -> bool:
 
 
 def fresh_prefill(ids: list[int], answer: list[int]) -> list[int]:
-    """The likeliest token at each place of the answer, by one step over text and answer."""
+    """The likeliest token at each position of the answer, by one step over text and answer."""
     cache = Cache(model().config, model().numerics)
     batch = make_batch(cache, [(cache.allocate(), ids + answer[:-1])])
     with torch.no_grad():
@@ -82,11 +82,11 @@ def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longe
     one = engine(texts, SAMPLING, prefill_chunk=chunk, **LIMITS)
     decoded = one.runner.graphs
     asked, waited = [], []
-    one.tell_waits(waited.append)
+    one.report_preparing(waited.append)
 
-    def logits(work, begins):
+    def logits(work, on_preparing):
         asked.append(len(work))
-        return type(decoded).logits(decoded, work, begins)
+        return type(decoded).logits(decoded, work, on_preparing)
 
     monkeypatch.setattr(decoded, "logits", logits)
     steps = list(drawn(one))
@@ -240,7 +240,7 @@ def test_each_request_has_its_own_constraint():
     """What it forces, bans and replaces leaves the neighbours alone; probabilities are the model's."""
     greedy, most = Sampling(temperature=0), Limits(3, logprobs=2)
     free = [token for _, token in drawn(Engine.of(model(), [Request([5, 6], greedy, most)], "cpu"))]
-    likeliest, second = (free[0].top[place][0] for place in (0, 1))
+    likeliest, second = (free[0].top[index][0] for index in (0, 1))
     rules = [Rule(forced={0: 9}), Rule(banned=[likeliest]), Rule(instead={likeliest: 11}), None]
     asked = [Request([5, 6], greedy, most, rule) for rule in rules]
     found = by_number(drawn(Engine.of(model(), asked, "cpu")))

@@ -19,7 +19,7 @@ STEPS = 3
 
 
 # fp32 sums of other rows may be added up in another order, which with rounding moves a code or a choice of the indexer;
-# the row of another sequence, or a wrong place, is off by 1
+# the row of another sequence, or a wrong position, is off by 1
 PLAIN, ROUNDED = 1e-4, 0.2
 ON_GPU = pytest.mark.gpu
 

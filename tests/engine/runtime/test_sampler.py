@@ -13,7 +13,7 @@ ROWS, VOCABULARY = 2000, 7
 
 
 def origins(count: int, first: int = 0) -> tuple[list[int], list[int]]:
-    """A seed of its own for each row, and places."""
+    """A seed of its own for each row, and positions."""
     return [first + number for number in range(count)], [7 + number // 3 for number in range(first, first + count)]
 
 
@@ -48,9 +48,9 @@ def test_greedy_is_the_first_of_the_best():
 
 
 def test_noise_is_that_of_a_seed_at_a_place():
-    logits, seeds, places = torch.randn(4, 100), [3, 3, 5, 7], [5, 7, 3, 3]
-    expected = draw(logits, noise(torch.tensor(seeds), torch.tensor(places), 100), 1.0, 1.0)
-    assert torch.equal(sample(logits, Sampling(), seeds, places), expected)
+    logits, seeds, positions = torch.randn(4, 100), [3, 3, 5, 7], [5, 7, 3, 3]
+    expected = draw(logits, noise(torch.tensor(seeds), torch.tensor(positions), 100), 1.0, 1.0)
+    assert torch.equal(sample(logits, Sampling(), seeds, positions), expected)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.6)])
@@ -68,11 +68,11 @@ def test_draws_follow_the_probabilities(temperature, top_p):
 
 def test_a_row_depends_on_its_own_seed_and_place_only():
     logits, sampling = torch.randn(6, 300), Sampling(0.9, 0.95)
-    seeds, places = origins(6)
-    together = sample(logits, sampling, seeds, places).tolist()
+    seeds, positions = origins(6)
+    together = sample(logits, sampling, seeds, positions).tolist()
     assert together == [sample(logits[row : row + 1], sampling, *origins(1, row)).item() for row in range(6)]
-    assert sample(logits, sampling, [seed + 50 for seed in seeds], places).tolist() != together
-    assert sample(logits, sampling, seeds, [place + 1 for place in places]).tolist() != together
+    assert sample(logits, sampling, [seed + 50 for seed in seeds], positions).tolist() != together
+    assert sample(logits, sampling, seeds, [position + 1 for position in positions]).tolist() != together
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -14,7 +14,7 @@ STUCK = """\
 import ctypes, os, signal, sys, threading, time
 from dsv4cli.engine.system import ending
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
-ending.PATIENCE_SECONDS = 0.2
+ending.GRACE_SECONDS = 0.2
 mutex = ctypes.create_string_buffer(64)
 libc = ctypes.CDLL(None)
 libc.pthread_mutex_lock(mutex)

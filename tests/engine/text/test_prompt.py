@@ -115,9 +115,9 @@ def test_literal_texts(text: str, sha256: str) -> None:
     ],
 )
 def test_effort_prefix(release: Release, effort: str | None, prefix: str) -> None:
-    talk = [{"role": "system", "content": "s"}, user("q")]
-    assert encode(talk, release=release, effort=effort) == f"{prefix}s<｜User｜>q<｜Assistant｜><think>"
-    assert encode(talk, release=release, effort=effort, thinking=False) == "s<｜User｜>q<｜Assistant｜></think>"
+    messages = [{"role": "system", "content": "s"}, user("q")]
+    assert encode(messages, release=release, effort=effort) == f"{prefix}s<｜User｜>q<｜Assistant｜><think>"
+    assert encode(messages, release=release, effort=effort, thinking=False) == "s<｜User｜>q<｜Assistant｜></think>"
     assert encode([user("q")], release=release, effort=effort, context=[user("c")]).startswith("<｜User｜>q")
 
 
@@ -161,12 +161,16 @@ def test_unchecked_role_and_task_are_refused() -> None:
 
 
 def test_tools_join_the_first_system_message() -> None:
-    talk = [user("q"), {"role": "system", "content": "s", "tools": [TOOL]}, {"role": "system", "content": "t"}]
-    before = copy.deepcopy(talk)
+    messages = [user("q"), {"role": "system", "content": "s", "tools": [TOOL]}, {"role": "system", "content": "t"}]
+    before = copy.deepcopy(messages)
     other = {"type": "function", "function": {"name": "g"}}
-    assert with_tools(talk, [other]) == [talk[0], {"role": "system", "content": "s", "tools": [TOOL, other]}, talk[2]]
-    assert with_tools(talk[:1], [other]) == [{"role": "system", "content": "", "tools": [other]}, talk[0]]
-    assert with_tools(talk, []) == talk == before
+    assert with_tools(messages, [other]) == [
+        messages[0],
+        {"role": "system", "content": "s", "tools": [TOOL, other]},
+        messages[2],
+    ]
+    assert with_tools(messages[:1], [other]) == [{"role": "system", "content": "", "tools": [other]}, messages[0]]
+    assert with_tools(messages, []) == messages == before
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,9 @@ def test_a_reply_is_read_back_as_it_was_written(thinking: bool) -> None:
     reply = ParsedReply("Look:", "why\n" if thinking else "", [call, none])
     question = [{"role": "user", "content": "q"}]
     prompt = "".join(encode_messages(question, release="v4", thinking=thinking))
-    talk = "".join(encode_messages(check_messages([*question, reply.as_message()]), release="v4", thinking=thinking))
-    assert talk.startswith(prompt)
-    assert parse_reply(talk.removeprefix(prompt), thinking=thinking) == reply
+    text = "".join(encode_messages(check_messages([*question, reply.as_message()]), release="v4", thinking=thinking))
+    assert text.startswith(prompt)
+    assert parse_reply(text.removeprefix(prompt), thinking=thinking) == reply
 
 
 @pytest.mark.parametrize(

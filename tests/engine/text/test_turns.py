@@ -87,31 +87,31 @@ def test_results_follow_the_latest_calls_and_keep_their_slots() -> None:
 
 
 def test_reasoning_from_before_the_last_question() -> None:
-    talk = [user("a"), assistant("b", reasoning_content="r"), user("c"), assistant("d", reasoning_content="s")]
+    messages = [user("a"), assistant("b", reasoning_content="r"), user("c"), assistant("d", reasoning_content="s")]
     dropped = f"<｜User｜>a<｜Assistant｜></think>b{EOS}<｜User｜>c<｜Assistant｜><think>s</think>d{EOS}"
     kept = f"<｜User｜>a<｜Assistant｜><think>r</think>b{EOS}<｜User｜>c<｜Assistant｜><think>s</think>d{EOS}"
-    assert encode(talk) == dropped
-    assert encode(talk, drop_thinking=False) == kept
-    assert encode(talk, thinking=False) == kept.replace("<think>", "").replace("r</", "</").replace("s</", "</")
+    assert encode(messages) == dropped
+    assert encode(messages, drop_thinking=False) == kept
+    assert encode(messages, thinking=False) == kept.replace("<think>", "").replace("r</", "</").replace("s</", "</")
     tools = {"role": "system", "content": "", "tools": [TOOL]}
-    assert encode([tools, *talk]).endswith(kept)
-    assert encode(talk, context=[tools]) == kept
-    assert encode(talk[2:], context=talk[:2]) == dropped.partition(EOS)[2]
+    assert encode([tools, *messages]).endswith(kept)
+    assert encode(messages, context=[tools]) == kept
+    assert encode(messages[2:], context=messages[:2]) == dropped.partition(EOS)[2]
 
 
 def test_developer_messages_go_with_the_reasoning() -> None:
-    talk = [{"role": "developer", "content": "d"}, assistant("b", reasoning_content="r"), user("c")]
+    messages = [{"role": "developer", "content": "d"}, assistant("b", reasoning_content="r"), user("c")]
     dropped = f"b{EOS}<｜User｜>c<｜Assistant｜>"
-    assert encode(talk) == f"{dropped}<think>"
-    assert encode(talk, drop_thinking=False) == f"<｜User｜>d<｜Assistant｜><think>r</think>{dropped}<think>"
-    assert encode(talk, thinking=False) == f"<｜User｜>d<｜Assistant｜></think>{dropped}</think>"
-    assert encode(talk[1:], context=talk[:1]) == f"{dropped}<think>"
-    assert encode([user("a"), *talk[:1]]) == "<｜User｜>a<｜User｜>d<｜Assistant｜><think>"
+    assert encode(messages) == f"{dropped}<think>"
+    assert encode(messages, drop_thinking=False) == f"<｜User｜>d<｜Assistant｜><think>r</think>{dropped}<think>"
+    assert encode(messages, thinking=False) == f"<｜User｜>d<｜Assistant｜></think>{dropped}</think>"
+    assert encode(messages[1:], context=messages[:1]) == f"{dropped}<think>"
+    assert encode([user("a"), *messages[:1]]) == "<｜User｜>a<｜User｜>d<｜Assistant｜><think>"
 
 
 def test_reminder_is_preceded_by_the_primer() -> None:
-    talk = [user("q"), {"role": "latest_reminder", "content": "now"}, user("p")]
-    assert encode(talk, thinking=False) == (
+    messages = [user("q"), {"role": "latest_reminder", "content": "now"}, user("p")]
+    assert encode(messages, thinking=False) == (
         "<｜User｜>q<｜Assistant｜></think><｜latest_reminder｜>now<｜User｜>p<｜Assistant｜></think>"
     )
 

@@ -135,12 +135,12 @@ def test_table_and_model_name_the_same_parameters(preset):
     config = parse_config(shortened(PRESETS[preset], None, 8), preset)
     named = {spec.parameter for spec in expected_tensors(config, Formats()).values()}
     modules = Transformer(config, Numerics.reference()).named_modules()
-    places = {
+    parameters = {
         f"{path}.{key}".lstrip("."): value for path, module in modules for key, value in module._parameters.items()
     }
-    assert named <= set(places)
-    # a scale's place may stay empty: some matrices are stored without
-    assert {name for name, value in places.items() if value is not None} <= named
+    assert named <= set(parameters)
+    # a scale may stay None: some matrices are stored without
+    assert {name for name, value in parameters.items() if value is not None} <= named
 
 
 def test_random_tensors_follow_name_and_seed():
@@ -184,7 +184,7 @@ def test_random_models_are_well_scaled(values):
     batch = make_batch(cache, [(cache.allocate(), torch.randint(config.vocab_size, (140,)).tolist())])
     streams = model.embed(batch.ids)[:, None].expand(-1, config.hc_mult, -1)
     for number, layer in enumerate(model.layers):
-        streams = layer(streams, batch, cache.layers[number]).joined()
+        streams = layer(streams, batch, cache.layers[number]).connect_post()
         assert 1e-2 < streams.float().square().mean().sqrt() < 1e2, f"block {number}"
     logits = model.logits(streams)
     assert logits.isfinite().all()
@@ -282,7 +282,7 @@ def test_loading_needs_little_beyond_the_weights(tmp_path):
     answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     peak, done, total = map(int, answer.split())
     assert done == total == weights
-    # read into place; what is beyond is the interpreter's
+    # read directly; what is beyond is the interpreter's
     assert weights < peak <= weights + shard / 4
 
 

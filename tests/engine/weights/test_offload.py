@@ -125,16 +125,16 @@ def test_every_tensor_has_its_place():
         == every_expert.layers[0].ffn.experts.bytes_per_expert
         == expert_bytes(offload_of(model).plan.parts)
     )
-    held = offload_of(model)
-    division = held.plan.division
+    offload = offload_of(model)
+    division = offload.plan.division
     assert (division.resident, division.slots, division.offloaded, division.staging) == (2, 3, 6, 3)
-    for number, module in enumerate(held.plan.layers):
-        for part, stack in held.stacks.items():
+    for number, module in enumerate(offload.plan.layers):
+        for part, stack in offload.stacks.items():
             every = whole[f"{module}.{part}"].view(torch.uint8)
             on_device = stack.view(torch.uint8)[number * 5 : number * 5 + 5]
             assert torch.equal(on_device, every[:5])
-            assert torch.equal(held.host[number][part].view(torch.uint8), every[2:])
-            assert held.host[number][part].data_ptr() % PAGESIZE == 0
+            assert torch.equal(offload.host[number][part].view(torch.uint8), every[2:])
+            assert offload.host[number][part].data_ptr() % PAGESIZE == 0
     # the drafter is left out
     others = {name for name in whole if ".ffn.experts." not in name and not name.startswith("mtp.")}
     assert dict(model.named_parameters()).keys() == others

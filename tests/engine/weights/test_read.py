@@ -1,4 +1,4 @@
-"""Reading into places by threads: the bytes that the library reads, in bounded memory, and an end to every thread."""
+"""Reading weights by threads: the bytes that the library reads, in bounded memory, and an end to every thread."""
 
 import os
 import signal
@@ -58,22 +58,22 @@ class LateBuffer(staging.Buffer):
         super().__init__(device, size)
         self.sent: list[tuple[int, torch.Tensor]] = []
 
-    def send(self, start: int, place: torch.Tensor) -> None:
-        self.sent.append((start, place))
+    def send(self, start: int, destination: torch.Tensor) -> None:
+        self.sent.append((start, destination))
 
     def wait(self) -> None:
-        for start, place in self.sent:
-            super().send(start, place)
+        for start, destination in self.sent:
+            super().send(start, destination)
         self.sent.clear()
 
 
-@pytest.fixture(params=["in place", "staged", "staged late"])
+@pytest.fixture(params=["direct", "staged", "staged late"])
 def way(request, monkeypatch):
     """All ways on a CPU, with pieces so small that most tensors are cut and buffers are used again."""
     monkeypatch.setattr(read, "PIECE", 2048)
     monkeypatch.setattr(read, "STRIP", 700)
-    if request.param != "in place":
-        monkeypatch.setattr(read, "is_far", lambda place: True)
+    if request.param != "direct":
+        monkeypatch.setattr(read, "needs_staging", lambda destination: True)
     if request.param == "staged late":
         monkeypatch.setattr(staging, "Buffer", LateBuffer)
     return request.param
@@ -86,7 +86,7 @@ def specs() -> list[TensorSpec]:
     ]
 
 
-def places_of(world: World = SINGLE, device: str = "cpu") -> dict[str, torch.Tensor]:
+def destinations_of(world: World = SINGLE, device: str = "cpu") -> dict[str, torch.Tensor]:
     return {
         spec.name: torch.full((torch.Size(part_shape(spec, world.size)).numel(),), 3, device=device)
         .to(TORCH_DTYPES[spec.dtype])
@@ -101,14 +101,14 @@ def by_library(checkpoint: Checkpoint, spec: TensorSpec, world: World) -> torch.
 
 
 def check(folder: Path, world: World, threads: int, device: str = "cpu") -> None:
-    checkpoint, places = open_checkpoint(folder), places_of(world, device)
-    arrived = dict.fromkeys(places, 0)
-    for name, nbytes in stored(checkpoint, specs(), world, threads)(places):
+    checkpoint, destinations = open_checkpoint(folder), destinations_of(world, device)
+    arrived = dict.fromkeys(destinations, 0)
+    for name, nbytes in stored(checkpoint, specs(), world, threads)(destinations):
         arrived[name] += nbytes
     for spec in specs():
-        expected, place = by_library(checkpoint, spec, world), places[spec.name].cpu()
-        assert torch.equal(place.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), spec
-    assert arrived == {name: place.nbytes for name, place in places.items()}
+        expected, destination = by_library(checkpoint, spec, world), destinations[spec.name].cpu()
+        assert torch.equal(destination.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), spec
+    assert arrived == {name: destination.nbytes for name, destination in destinations.items()}
 
 
 @pytest.mark.parametrize(("size", "threads"), [(1, 1), (2, 3), (4, 20)])
@@ -138,7 +138,7 @@ def test_what_is_not_as_the_table_says_is_refused(folder, case):
     change, words = REFUSED[case]
     asked = [replace(specs()[0], **change), *specs()[1:]]
     with pytest.raises(CheckpointError, match=words):
-        list(stored(open_checkpoint(folder), asked, SINGLE)(places_of()))
+        list(stored(open_checkpoint(folder), asked, SINGLE)(destinations_of()))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -150,7 +150,7 @@ def test_a_scale_byte_255_is_refused_by_the_rank_that_reads_it(folder, way, rank
         file.write(b"\xff")
     words = pytest.raises(CheckpointError, match=f"{spec.name} holds the scale byte 255")
     with words if rank else nullcontext():
-        check_ends(stored(checkpoint, [spec], World(rank, 2))(places_of(World(rank, 2))))
+        check_ends(stored(checkpoint, [spec], World(rank, 2))(destinations_of(World(rank, 2))))
 
 
 def check_ends(arrivals) -> None:
@@ -167,7 +167,7 @@ def test_a_file_cut_meanwhile_ends_all_threads(folder, way):
     info = max(checkpoint.tensors.values(), key=lambda info: (info.file, info.end))
     os.truncate(info.file, info.end - 1)
     with pytest.raises(CheckpointError, match=f"{info.file} ends inside {info.name}") as caught:
-        check_ends(stored(checkpoint, specs(), SINGLE, 4)(places_of()))
+        check_ends(stored(checkpoint, specs(), SINGLE, 4)(destinations_of()))
     assert caught.value.remedy == f"download {info.file.name} again"
 
 
@@ -184,7 +184,7 @@ def test_a_disk_that_fails_ends_all_threads(folder, way, monkeypatch):
     monkeypatch.setattr(files.os, "preadv", preadv)
     words = r"model-00001-of-00003\.safetensors cannot be read at t\d+: Input/output error"
     with pytest.raises(CheckpointError, match=words):
-        check_ends(stored(open_checkpoint(folder), specs(), SINGLE, 2)(places_of()))
+        check_ends(stored(open_checkpoint(folder), specs(), SINGLE, 2)(destinations_of()))
     # the other thread may have been inside a piece
     assert len(reads) < 50
 
@@ -206,12 +206,12 @@ def test_an_interrupt_ends_at_once(folder, way, monkeypatch, piece):
     monkeypatch.setattr(read, "PIECE", piece)
     main = threading.get_ident()
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
-    checkpoint, places = open_checkpoint(folder), places_of()
+    checkpoint, destinations = open_checkpoint(folder), destinations_of()
     before, start = threading.active_count(), time.perf_counter()
     timer.start()
     # everything would take 10 s, and 4 s as one load
     with pytest.raises(KeyboardInterrupt):
-        list(stored(checkpoint, specs(), SINGLE, 2)(places))
+        list(stored(checkpoint, specs(), SINGLE, 2)(destinations))
     timer.join()
     assert time.perf_counter() - start < 2
     assert threading.active_count() == before
