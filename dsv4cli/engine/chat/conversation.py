@@ -180,7 +180,7 @@ class Conversation:
 
     def _turn(self, ids: list[int], sampling: Sampling, thinking: Thinking) -> Reply:
         answer = Answer(self.dialogue.tokenizer, self.dialogue.thinking, self.limits.stops)
-        request = Request(ids, sampling, self.limits, thinking, self._boundaries(ids))
+        request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
         with self._advice():
             self.engine.add(request)
         self.reused = request.done

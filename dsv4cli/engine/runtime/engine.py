@@ -189,7 +189,8 @@ class Engine:
         return tokens
 
     def _finish(self, request: Request, token: int) -> Literal["stop", "length"] | None:
-        if token in self.model.config.eos_token_ids:
+        stop_ids = self.model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
+        if token in stop_ids:
             return "stop"
         return "length" if len(request.ids) >= request.end else None
 

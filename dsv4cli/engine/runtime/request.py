@@ -46,18 +46,25 @@ class Token:
 
 @dataclass(eq=False)
 class Request:
-    """What is asked: a prompt, the sampling of what follows it, its limits, and what else decides about its tokens.
+    """What is asked: a prompt, the sampling of what follows it, and its limits.
 
-    keep: the lengths at which a prefix cache keeps the state. scored: nothing is drawn; each row of the prompt gives
-    the log-probability of the token that follows it. name: what messages call the prompt.
-    The engine sets the rest. ids: the prompt and what was drawn; done: how many of them went through the model; end:
-    the most there can be.
+    constraint: what else decides about its tokens.
+    stop_ids: the tokens that end it, None for the model's end tokens.
+    keep: the lengths at which a prefix cache keeps the state.
+    scored: nothing is drawn; each row of the prompt gives the log-probability of the token that follows it.
+    name: what messages call the prompt.
+
+    The engine sets the rest.
+    number: its place in the order in which requests came.
+    ids: the prompt and what was drawn; done: how many of them went through the model; end: the most there can be.
+    sequence: its state in the cache, None while it waits.
     """
 
     prompt: list[int]
     sampling: Sampling
     limits: Limits
     constraint: Constraint | None = None
+    stop_ids: tuple[int, ...] | None = None
     keep: tuple[int, ...] = ()
     scored: bool = False
     name: str = "the prompt"

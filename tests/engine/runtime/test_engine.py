@@ -252,6 +252,16 @@ def test_each_request_has_its_own_constraint():
     assert all(rule.seen == [token.id for token in found[number]] for number, rule in enumerate(rules[:3]))
 
 
+def test_each_request_has_its_own_stop_ids():
+    free = ids_of(drawn(engine([[5, 6]], Sampling(temperature=0), max_tokens=4)))[0]
+    ends = [(free[1],), (), None, (free[0], free[2])]
+    asked = [Request([5, 6], Sampling(temperature=0), Limits(4), stop_ids=stop_ids) for stop_ids in ends]
+    found = by_number(drawn(Engine.of(model(), asked, "cpu")))
+    first = free.index(free[1]) + 1
+    assert [[token.id for token in found[number]] for number in range(4)] == [free[:first], free, free, free[:1]]
+    assert [found[number][-1].finish for number in range(4)] == ["stop", "length", "length", "stop"]
+
+
 def test_requests_join_between_any_two_steps():
     first, second = requests(prompts()[2:], Sampling(temperature=0), Limits(6))
     one = Engine(model(), Capacity(slots=2), "cpu")
