@@ -46,7 +46,7 @@ def harmless_line(text: str) -> str:
 
 
 def brief_line(text: str, word: int = LONGEST_WORD, line: int = LONGEST_LINE) -> str:
-    """As harmless_line; a word or a line of more characters is cut in its middle, and its length told."""
+    """As harmless_line; a word or a line of more characters is cut in its middle and shows its length."""
     text = re.sub(rf"\S{{{word + 1},}}", lambda found: _cut(found[0], word), text)
     return harmless_line(_cut(text, line))
 

@@ -140,7 +140,7 @@ def _math_begun(line: str) -> str:
 
 @dataclass
 class Renderer:
-    """One answer on its way to the user. Thinking is a line with dots, or in full where that is wished."""
+    """One answer on its way to the user. Thinking is a line with dots, or in full on request."""
 
     out: Output
     markdown: bool

@@ -89,7 +89,7 @@ class Chat:
     stopped: bool = False  # the last turn was, by Ctrl-C
     leaving: bool = False  # by the second Ctrl-C
     _breakable: bool = False  # the prompt is read or calls are carried out, which Ctrl-C ends at once
-    lookalikes: set[str] = field(default_factory=set)  # those that have been told of
+    lookalikes: set[str] = field(default_factory=set)  # those that were reported
     left_out: int = 0  # messages after the system message that the context has no room for
 
     def ask(self, question: str, before: "list[Message]") -> None:

@@ -1,4 +1,4 @@
-"""One answer as it arrives: tokens to text, stop strings, reasoning and content told apart; no torch."""
+"""One answer as it arrives: tokens to text, stop strings, reasoning apart from content; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

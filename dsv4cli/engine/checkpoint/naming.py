@@ -137,7 +137,7 @@ class TransformersNaming:
 
 @dataclass(frozen=True)
 class SavedNaming(TransformersNaming):
-    """What transformers' save_pretrained writes unless it is told save_original_format=False: experts one by one."""
+    """What transformers' save_pretrained writes unless save_original_format=False: experts one by one."""
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The tensor itself, under a name between the official one and that of the parameter."""

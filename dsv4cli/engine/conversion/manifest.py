@@ -101,15 +101,15 @@ def changed(path: Path) -> UnsoundResult:
     )
 
 
-def hash_file(path: Path, told: Callable[[int], None] | None = None, stop: threading.Event | None = None) -> str:
-    """SHA-256 of a file; `told` gets the bytes of each piece. Raises OSError, and Stopped once `stop` is set."""
+def hash_file(path: Path, report: Callable[[int], None] | None = None, stop: threading.Event | None = None) -> str:
+    """SHA-256 of a file; `report` gets the bytes of each piece. Raises OSError, and Stopped once `stop` is set."""
     found = sha256()
     with open(open_file(path), "rb", buffering=0) as file:
         piece = memoryview(bytearray(CHUNK))
         while count := file.readinto(piece):
             found.update(piece[:count])
-            if told is not None:
-                told(count)
+            if report is not None:
+                report(count)
             if stop is not None and stop.is_set():
                 raise Stopped
     return found.hexdigest()
@@ -120,7 +120,7 @@ def hash_files(paths: Iterable[Path], workers: int, progress: Progress | None = 
     paths, lock, done, stop = tuple(paths), threading.Lock(), 0, threading.Event()
     total = sum(path.stat().st_size for path in paths)
 
-    def told(count: int) -> None:
+    def report(count: int) -> None:
         nonlocal done
         with lock:
             done += count
@@ -128,7 +128,7 @@ def hash_files(paths: Iterable[Path], workers: int, progress: Progress | None = 
                 progress(done, total)
 
     with ThreadPoolExecutor(max(min(workers, len(paths)), 1)) as pool:
-        tasks = [pool.submit(hash_file, path, told, stop) for path in paths]
+        tasks = [pool.submit(hash_file, path, report, stop) for path in paths]
         try:
             yield from (task.result() for task in tasks)
         finally:

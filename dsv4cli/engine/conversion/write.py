@@ -134,7 +134,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 class _Tally:
-    """Bytes done, told to the caller of carry_out."""
+    """Bytes done, reported to the caller of carry_out."""
 
     def __init__(self, total: int, done: int, progress: Progress | None) -> None:
         self.total, self.done, self.progress = total, done, progress

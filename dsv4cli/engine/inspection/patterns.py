@@ -145,7 +145,7 @@ ONE_SIDED: dict[str, Fits] = {
 
 
 def _factor(first: Values, second: Values) -> Pattern | None:
-    """One number that B is A times, told by the largest value of A; of a few values, that would say nothing."""
+    """One number that B is A times, seen in the largest value of A; of a few values, that would say nothing."""
     if first.size < FEW:
         return None
     finite = np.where(np.isfinite(first) & np.isfinite(second), np.abs(first), 0)

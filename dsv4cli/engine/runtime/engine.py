@@ -32,7 +32,7 @@ class Followers(Protocol):
 
 
 class Engine:
-    """Carries out requests on one model; with several ranks this one leads, and the others do as they are told.
+    """Carries out requests on one model; with several ranks this one leads, and the others follow.
 
     What a request draws does not depend on the others. Not for several threads at once.
     """

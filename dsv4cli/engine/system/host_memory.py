@@ -41,14 +41,14 @@ def host_memory() -> HostMemory | None:
 
 
 def _of_a_mac() -> HostMemory | None:
-    """What vm_stat tells of: the pages that nobody uses, and those of files."""
+    """What vm_stat shows: the pages that nobody uses, and those of files."""
     try:
-        told = subprocess.run([VM_STAT], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        printed = subprocess.run([VM_STAT], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    size = re.search(r"page size of (\d+) bytes", told)
-    pages = dict(re.findall(r"^Pages (\w+): +(\d+)\.$", told, re.MULTILINE))
+    size = re.search(r"page size of (\d+) bytes", printed)
+    pages = dict(re.findall(r"^Pages (\w+): +(\d+)\.$", printed, re.MULTILINE))
     if size is None or "free" not in pages:
         return None
     return HostMemory(total, int(size[1]) * sum(int(pages.get(name, 0)) for name in FREE_PAGES))

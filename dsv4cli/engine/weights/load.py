@@ -71,7 +71,7 @@ def build_random(
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a model goes, what it may take there, and who is told."""
+    """Where a model goes, what it may take there, and who gets its progress."""
 
     device: torch.device
     world: World

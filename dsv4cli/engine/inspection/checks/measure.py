@@ -107,7 +107,7 @@ class Measurement:
             self._take_codes(raw["weight"])
         if self.is_kept_wide:
             self._take_wide(raw["weight"])
-        # an absurd scale is told by the result
+        # an absurd scale shows in the result
         with np.errstate(over="ignore", invalid="ignore"):
             self.statistics.add(of_values(decode(form, raw)))
 

@@ -15,7 +15,7 @@ from dsv4cli.errors import UsageError
 def judge(
     result: Inspection, consumer: Consumer, *, folder: Path | None = None, files: Collection[str] | None = None
 ) -> ConsumerVerdict:
-    """Whether a consumer would load an inspected folder or repository, even one that cannot be told what it is.
+    """Whether a consumer would load an inspected folder or repository, even one that nobody can name.
 
     folder, files: where the configuration of a repository lies on this machine, and all that the repository has.
     Raises UsageError for what no other program could load: a single file, random weights.
