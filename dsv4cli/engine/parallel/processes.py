@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.rendezvous import rendezvous
 
-from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.parallel.world import World, lost_others
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, buffer_shape
 
@@ -95,12 +95,6 @@ def _exit_code(error: BaseException) -> int:
         return 130
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
     return code if isinstance(code, int) else 1
-
-
-def lost_others(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone."""
-    # gloo has no class of its own for it
-    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
 
 
 def interruptible() -> None:

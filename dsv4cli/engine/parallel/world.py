@@ -101,3 +101,11 @@ class World:
 
 
 SINGLE = World()
+
+
+def lost_others(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone."""
+    # gloo has no class of its own for it
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and "onnection" in str(error)
+    )

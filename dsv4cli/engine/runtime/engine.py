@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.parallel.processes import lost_others
+from dsv4cli.engine.parallel.world import lost_others
 from dsv4cli.engine.runtime.limits import check_text, max_new_tokens
 from dsv4cli.engine.runtime.logprobs import Drawn, drawn_of
 from dsv4cli.engine.runtime.preparing import OnPreparing
