@@ -87,6 +87,8 @@ class Job:
 
         device, world = self.device, self.world or SINGLE
         numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
+        if self.followers is not None:
+            self.followers.tell([])  # they load too
         start = perf_counter()
         with self.out.progress("loading") as progress:
             model = load_model(self.source, numerics, device=device, world=world, progress=progress, limits=self.memory)

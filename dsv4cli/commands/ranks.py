@@ -92,6 +92,8 @@ def follow_leader(
         given = world.broadcast_object(None)
         assert given is not None
         job = Job(out=out, device_name=str(device), world=world, loaded=loaded, **given)
+        if world.hear() is None:  # nothing is to be computed
+            return
         with job.model() as model:
             follow(model, device, world.hear)
 

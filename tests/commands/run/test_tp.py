@@ -84,6 +84,19 @@ def test_ranks_draw_from_one_seed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [[*RUN, "--tp", "2"], TORCHRUN], ids=["tp", "torchrun"])
+def test_nothing_left_to_answer_ends_all_ranks(tmp_path, words):
+    """The leader loads no model then, and loading is what ranks do together."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "hi"}\n')
+    files = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "3"]
+    assert run(*RUN, *files).returncode == 0
+    done = run(*words, *files)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "has 1 answer already; none is missing" in done.stderr
+
+
+@pytest.mark.slow
 def test_an_error_is_said_once():
     done = run(*RUN, "--tp", "2")
     assert (done.returncode, done.stdout) == (2, "")
