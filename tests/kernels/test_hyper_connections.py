@@ -7,6 +7,7 @@ import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.hyper_connections import Connection, connect_head, connect_post, connect_post_pre, connect_pre, ref
+from dsv4cli.kernels.norm.ref import rms_norm
 from dsv4cli.kernels.workspace import Workspace
 from tests.kernels.rounding import FP32, assert_rounded_once
 
@@ -228,11 +229,15 @@ def test_a_step_is_post_pre_and_norm(shape):
     tokens, count, width = shape
     streams, x = torch.randn(shape).bfloat16(), torch.randn(tokens, width).bfloat16()
     post, comb, weight = torch.rand(tokens, count), torch.rand(tokens, count, count), torch.rand(width).bfloat16()
-    more = Connection(*parameters(count, width), 2, 1e-6, 1e-6), weight
-    step, wide = connect_post_pre(x, streams, post, comb, *more), ref.connect_post_pre(x, streams, post, comb, *more)
+    connection = Connection(*parameters(count, width), 2, 1e-6, 1e-6)
+    step = connect_post_pre(x, streams, post, comb, connection, weight)
+    joined, _, *mixes = ref.connect_post_pre(x, streams, post, comb, connection, weight)
     assert torch.equal(step[0], connect_post(x, streams, post, comb))
+    # the norm has its own rounding: of the collapsed streams that it was given, which have theirs
+    collapsed = connect_pre(step[0], connection)[0]
+    pairs = [*zip(step, [joined, rms_norm(collapsed, weight, 1e-6), *mixes], strict=True)]
     # fp32 sums in another order: a last bit of bf16 here and there
-    for found, expected in zip(step, wide, strict=True):
+    for found, expected in [*pairs, (collapsed, ref.connect_pre(joined, connection)[0])]:
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert (found != expected).float().mean() < 0.05 or found.dtype == torch.float32
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)
