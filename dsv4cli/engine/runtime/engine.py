@@ -63,11 +63,12 @@ class Engine:
         if len(requests) > 1:
             for number, one in enumerate(requests):
                 one.name = f"{'text' if one.scored else 'prompt'} {number}"
-        ends = [end_of(model, one) for one in requests]
-        longest = None if any(one.scored for one in requests) else max(ends, default=1)
+        for one in requests:
+            one.end = end_of(model, one)
+        longest = None if any(one.scored for one in requests) else max((one.end for one in requests), default=1)
         engine = cls(model, Capacity(len(requests), longest), device, followers)
         for one in requests:
-            engine.add(one)
+            engine._queue(one)
         return engine
 
     def __enter__(self) -> "Engine":
@@ -91,19 +92,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request. Raises UsageError for a prompt that is empty, fills the context or has ids outside the
         vocabulary, NotEnoughMemory where the state that it begins with finds no room."""
-        request.end, request.number = end_of(self.model, request), self._count
-        self._count += 1
-        self._order(
-            "add",
-            number=request.number,
-            prompt=request.prompt,
-            prefill_chunk=request.limits.prefill_chunk,
-            max_context=request.limits.max_context,
-            end=request.end,
-            keep=request.keep,
-            scored=request.scored,
-        )
-        self.runner.add(request)
+        request.end = end_of(self.model, request)
+        self._queue(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request before its next step; harmless when it has ended."""
@@ -131,6 +121,21 @@ class Engine:
         self._order("forget")
         self.runner.forget()
         self._rest()
+
+    def _queue(self, request: Request) -> None:
+        request.number = self._count
+        self._count += 1
+        self._order(
+            "add",
+            number=request.number,
+            prompt=request.prompt,
+            prefill_chunk=request.limits.prefill_chunk,
+            max_context=request.limits.max_context,
+            end=request.end,
+            keep=request.keep,
+            scored=request.scored,
+        )
+        self.runner.add(request)
 
     def _order(self, name: str, **given: Any) -> None:
         if self.followers is not None:
