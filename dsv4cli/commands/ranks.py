@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,8 +15,6 @@ from dsv4cli.errors import RankLost
 from dsv4cli.output import Output, ReaderGone
 
 if TYPE_CHECKING:
-    import torch
-
     from dsv4cli.engine.parallel.world import World
 
 # of a job, what followers are given
@@ -38,7 +36,7 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
     command = ["follow", str(os.getpid()), str(job.device)]
     with leading(size, command, job.device, _report_lost_rank(job.out), remedy) as (world, device, followers):
         job.out.status(f"{size} ranks; small sums go through {world.reduce_backend}")
-        world.broadcast_object(shared(job))
+        world.broadcast_object({name: getattr(job, name) for name in SHARED})
         try:
             yield replace(job, device_name=str(device), world=world, followers=followers)
         except ReaderGone:
@@ -70,7 +68,7 @@ def left_by(out: Output) -> Callable[[int], None]:
 
 
 def follow(context: typer.Context, leader: int, device: str, port: int, rank: int, size: int) -> None:
-    """Take part in what another process leads: silent, until it is done or stdin has no more orders."""
+    """Take part in what another process leads: silent, until there are no more orders."""
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(leader)
@@ -79,28 +77,20 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
     from dsv4cli.engine.parallel.processes import RendezvousAddress, joined
 
     with joined(torch.device(device), RendezvousAddress(port, rank, size)) as (world, own):
-        follow_leader(world, own, Output(context.obj))
+        given = world.broadcast_object(None)
+        assert given is not None
+        follow_leader(Job(out=Output(context.obj), device_name=str(own), world=world, **given), world)
 
 
-def follow_leader(
-    world: "World", device: "torch.device", out: Output, loaded: Callable[[], None] = lambda: None
-) -> None:
-    """Loads this rank's part of the leader's model and runs what the leader's engine runs, in silence."""
+def follow_leader(job: Job, world: "World") -> None:
+    """Loads this rank's part of the job's model and runs what the leader's engine runs, in silence."""
     from dsv4cli.engine.runtime.follower import follow
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        given = world.broadcast_object(None)
-        assert given is not None
-        job = Job(out=out, device_name=str(device), world=world, loaded=loaded, **given)
         if world.hear() is None:  # nothing is to be computed
             return
         with job.model() as model:
-            follow(model, device, world.hear)
-
-
-def shared(job: Job) -> dict[str, Any]:
-    """What the other ranks need of a job."""
-    return {name: getattr(job, name) for name in SHARED}
+            follow(model, job.device, world.hear)
 
 
 def check_shares(job: Job, size: int) -> None:

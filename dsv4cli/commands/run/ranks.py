@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsv4cli.commands.job import Job
-from dsv4cli.commands.ranks import check_shares, follow_leader, leading_ranks, left_by, shared
+from dsv4cli.commands.ranks import check_shares, follow_leader, leading_ranks, left_by
 from dsv4cli.errors import UsageError
 from dsv4cli.output import ReaderGone, counted
 
@@ -53,16 +53,15 @@ def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
         if size not in (None, world.size):
             raise UsageError(f"--tp {size}, and torchrun has started {counted(world.size, 'rank')}", "leave out --tp")
         check_shares(job, world.size)
+        own = replace(job, device_name=str(device), world=world, loaded=interruptible)
         if world.rank > 0:
-            follow_leader(world, device, job.out, interruptible)
+            follow_leader(own, world)  # its files may lie elsewhere on another machine
             return
         work = read()
-        world.broadcast_object(shared(job))
         job.out.status(f"{world.size} ranks; small sums go through {world.reduce_backend}")
         followers = Followers(world)
-        led = replace(job, device_name=str(device), world=world, followers=followers, loaded=interruptible)
         try:
-            _carry_out(led, work)
+            _carry_out(replace(own, followers=followers), work)
         except ReaderGone:
             os._exit(READER_GONE)
         followers.dismiss()

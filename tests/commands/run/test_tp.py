@@ -7,10 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from dsv4cli.commands.job import open_job
+from dsv4cli.commands.run import ranks as run_ranks
+from dsv4cli.engine.parallel import processes
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.system import ending
+from dsv4cli.options import ModelOptions
+from dsv4cli.output import Colours, Output
 from tests.support.program import IMPORTS_NOTHING_HEAVY, ROOT, gone
 
 QUESTION, ANSWER = "What is 17 + 25?", "17 + 25 = 42.\n"
@@ -81,6 +89,20 @@ def test_ranks_draw_from_one_seed(tmp_path):
     assert done.returncode == 0
     alone = run(*RUN, *words, "--dtype", "float32", "--seed", done.stderr.split()[-1])
     assert done.stdout == alone.stdout
+
+
+def test_a_rank_of_torchrun_loads_what_its_own_machine_calls_the_model(monkeypatch):
+    """A folder of the hub's cache may have another path there."""
+    followed = []
+    world = World(rank=1, size=2)
+    monkeypatch.setattr(processes, "joined", lambda device: nullcontext((world, device)))
+    monkeypatch.setattr(run_ranks, "follow_leader", lambda *given: followed.append(given))
+    monkeypatch.setattr(ending, "end_with_parent", lambda leader: None)
+    job = open_job(Output(Colours(False, False)), ModelOptions(device="cpu"))
+    run_ranks.in_ranks(job, None, True, pytest.fail)
+    [(own, told)] = followed
+    assert own.source is job.source
+    assert (own.world, told, own.followers) == (world, world, None)
 
 
 @pytest.mark.slow
