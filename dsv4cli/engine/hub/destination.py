@@ -109,7 +109,7 @@ class CacheDestination:
         if pointer.exists() and (not blob.exists() or pointer.samefile(blob)):
             return pointer
         pointer.parent.mkdir(parents=True, exist_ok=True)
-        fresh = pointer.with_name(f".{pointer.name}.{os.getpid()}.{threading.get_ident()}")
+        fresh = _beside(pointer)
         if are_symlinks_supported(self.root.parent):
             fresh.symlink_to(os.path.relpath(blob, pointer.parent))
             os.replace(fresh, pointer)
@@ -130,7 +130,7 @@ class CacheDestination:
         if revision != self.listing.commit:
             reference = self.root / "refs" / revision
             reference.parent.mkdir(parents=True, exist_ok=True)
-            fresh = reference.with_name(f"{reference.name}.{os.getpid()}.tmp")
+            fresh = _beside(reference)
             fresh.write_text(self.listing.commit, encoding="utf-8")
             os.replace(fresh, reference)
 
@@ -216,3 +216,8 @@ def free_bytes(destination: Destination) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def _beside(path: Path) -> Path:
+    """A name for what is written before it gets this path, of this thread alone."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")

@@ -1,5 +1,6 @@
 """Files that come whole or not at all: through xet, from what others left unfinished, to several at once."""
 
+import os
 import random
 import shutil
 import threading
@@ -184,6 +185,31 @@ def test_two_processes_share_the_work(hub, folder):
         thread.join(20)
     assert [set(outcome.values()) for outcome in outcomes] == [{"fetched"}] * 2
     assert hub.sent == len(CONTENT) + 50_000
+
+
+def test_two_threads_that_end_at_once_write_the_same_reference(hub, monkeypatch):
+    hub.add("org/name", {"weights.bin": CONTENT[:1000]})
+    plan = job.plan("org/name", None, Selection(), None, HASTY)
+    job.carry_out(plan, 1, HASTY, lambda *_: None)
+    both, replace, errors = threading.Barrier(2), os.replace, []
+
+    def together(source, target):
+        both.wait(10)
+        replace(source, target)
+
+    def close():
+        try:
+            plan.destination.close()
+        except OSError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(os, "replace", together)
+    threads = [threading.Thread(target=close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert errors == []
 
 
 def test_files_of_the_same_content(hub, folder):
