@@ -10,6 +10,9 @@ from dsv4cli.errors import UsageError
 MAX_SEED = 2**32 - 1
 # logits divided by less overflow; what it draws is the likeliest token anyway
 MIN_TEMPERATURE = 1e-6
+# the newest token and these are the rows of a step; the model's state takes back as many: config/capacity.py
+MOST_DRAFTS = 7
+DRAFT_REMEDY = f"use auto, off or a number from 1 to {MOST_DRAFTS}"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -82,3 +85,27 @@ class Limits:
         require(self.prefill_chunk > 0, "--prefill-chunk", self.prefill_chunk, "use at least 1")
         require(self.logprobs >= 0, "--logprobs", self.logprobs, "use a number from 0 to the size of the vocabulary")
         require(all(self.stops), "--stop", "an empty text", "give the text that ends an answer")
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """most: how many tokens a drafter may guess ahead of each step of a request: 0 for none, None for as many as
+    pay."""
+
+    most: int | None = 0
+
+    def __post_init__(self) -> None:
+        require(self.most is None or 0 <= self.most <= MOST_DRAFTS, "--draft", self.most, DRAFT_REMEDY)
+
+    @property
+    def required(self) -> bool:
+        """Whether a number was asked for, so that there must be a drafter."""
+        return bool(self.most)
+
+
+def parse_drafting(text: str) -> Drafting:
+    """What `auto`, `off` or a number of drafts from 1 on asks for. Raises UsageError."""
+    if text in ("auto", "off"):
+        return Drafting(None if text == "auto" else 0)
+    require(re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is not None, "--draft", repr(text), DRAFT_REMEDY)
+    return Drafting(int(text))

@@ -3,7 +3,17 @@
 import pytest
 
 from dsv4cli.engine.checkpoint.generation_config import own_sampling
-from dsv4cli.engine.settings import MAX_SEED, MIN_TEMPERATURE, Limits, Sampling, check_device
+from dsv4cli.engine.config.capacity import ROLLBACK
+from dsv4cli.engine.settings import (
+    MAX_SEED,
+    MIN_TEMPERATURE,
+    MOST_DRAFTS,
+    Drafting,
+    Limits,
+    Sampling,
+    check_device,
+    parse_drafting,
+)
 from dsv4cli.errors import CheckpointError, UsageError
 
 
@@ -90,3 +100,20 @@ def test_what_is_given_is_chosen():
     assert own.chosen(None, None, 3) == Sampling(0.6, 0.95, 3)
     assert own.chosen(0.0, 0.5, 3) == Sampling(0.0, 0.5, 3)
     assert len({own.chosen(None, None, None).seed for _ in range(4)}) > 1
+
+
+@pytest.mark.parametrize(("text", "most"), [("auto", None), ("off", 0), ("1", 1), ("7", 7)])
+def test_what_drafts_are_asked_for(text, most):
+    assert parse_drafting(text) == Drafting(most)
+    assert Drafting(most).required is (most in (1, 7))
+
+
+@pytest.mark.parametrize("text", ["", "0", "8", "-1", "1.5", "on", "AUTO", "٣", "07", "9" * 5000])
+def test_drafts_that_cannot_be(text):
+    with pytest.raises(UsageError, match=r"^--draft cannot be ") as error:
+        parse_drafting(text)
+    assert error.value.remedy == "use auto, off or a number from 1 to 7"
+
+
+def test_the_newest_token_and_its_drafts_can_be_taken_back():
+    assert MOST_DRAFTS + 1 == ROLLBACK
