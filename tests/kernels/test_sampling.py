@@ -7,11 +7,22 @@ import pytest
 import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.sampling import draw, greedy, noise, ref
+from dsv4cli.kernels.sampling import chance_of, draw, draw_nucleus, greedy, limit_of, noise, ref
 from tests.kernels.rounding import assert_rounded_once
 
 # rows, vocabulary; the last is that of the model, in more than a hundred parts
 SHAPES = [(0, 7), (1, 1), (3, 7), (5, 1024), (2, 1025), (2, 5003), (1, 129_280)]
+
+
+def every(rows: int, number: float) -> torch.Tensor:
+    return torch.full((rows,), number)
+
+
+def drawn_with(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """All rows with the same numbers; those without a nucleus through `draw`."""
+    if top_p == 1:
+        return draw(logits, noise, every(len(logits), temperature))
+    return draw_nucleus(logits, noise, every(len(logits), temperature), every(len(logits), limit_of(top_p)))
 
 
 @pytest.mark.usefixtures("backend")
@@ -58,7 +69,7 @@ def test_the_edge_of_the_nucleus(weights, parts):
     noise = torch.ones(width, width).masked_fill(torch.eye(width) > 0, 1e-30)
     logits = torch.tensor(weights).double().log().float().expand(width, -1).contiguous()
     for part in parts:
-        drawn = draw(logits, noise, 1.0, part / sum(weights)).tolist()
+        drawn = drawn_with(logits, noise, 1.0, part / sum(weights)).tolist()
         assert [index == token for index, token in enumerate(drawn)] == slow_nucleus(weights, part / sum(weights))
 
 
@@ -74,7 +85,7 @@ def test_the_edge_of_the_nucleus(weights, parts):
 @pytest.mark.parametrize("shape", [(0, 7), (1, 1), (1, 1025)], ids=str)
 def test_draws_are_those_of_the_definition(shape, temperature, top_p):
     logits, noise = torch.randn(shape) * 3, torch.empty(shape).exponential_()
-    drawn = draw(logits, noise, temperature, top_p)
+    drawn = drawn_with(logits, noise, temperature, top_p)
     assert (drawn.dtype, drawn.shape) == (torch.int64, shape[:1])
     exact = (logits / temperature).double().softmax(-1)
     for row, token in enumerate(drawn.tolist()):
@@ -96,17 +107,91 @@ def test_draws_from_a_row_in_many_parts(top_p):
     logits[1] = 0.0
     logits[1, 7] = math.log(top_p / (1 - top_p) * (vocabulary - 1))
     noise[1, -1] = 1e-30
-    drawn = draw(logits, noise, 1.0, top_p).cpu()
-    assert drawn[0] == ref.draw(logits[:1].cpu(), noise[:1].cpu(), 1.0, top_p)
+    drawn = drawn_with(logits, noise, 1.0, top_p).cpu()
+    one = torch.ones(1, device="cpu"), torch.tensor([limit_of(top_p)], device="cpu")
+    assert drawn[0] == ref.draw_nucleus(logits[:1].cpu(), noise[:1].cpu(), *one)
     assert drawn[1] == 7
-    assert draw(logits[1:], noise[1:], 1.0, top_p + 1e-4).item() == vocabulary - 1
+    assert drawn_with(logits[1:], noise[1:], 1.0, top_p + 1e-4).item() == vocabulary - 1
 
 
 @pytest.mark.usefixtures("backend")
 def test_noise_and_logits_of_wider_rows():
     logits, noise = torch.randn(2, 1200), torch.empty(2, 1200).exponential_()
     parts = logits[:, 100:1150], noise[:, 100:1150]
-    assert torch.equal(draw(*parts, 0.8, 0.9), draw(*(part.clone() for part in parts), 0.8, 0.9))
+    for top_p in (0.9, 1.0):
+        copies = (part.clone() for part in parts)
+        assert torch.equal(drawn_with(*parts, 0.8, top_p), drawn_with(*copies, 0.8, top_p))
+
+
+def test_limits_are_exact():
+    for top_p in (1e-9, 0.1, 0.5, 0.9, 0.95, 0.99999, 1 - 2.0**-53):
+        assert limit_of(top_p) == max(math.floor(Fraction(top_p) * 2**62) - 2**46, 1)
+    assert limit_of(1.0) == torch.iinfo(torch.int64).max
+
+
+# temperature, top_p of rows of one batch
+MIXED = [(1.0, 1.0), (0.0, 1.0), (0.7, 0.9), (1e-6, 1.0), (0.0, 0.5), (2.0, 0.3), (1.0, 0.99999)]
+
+
+def close_races(width: int) -> tuple[torch.Tensor, ...]:
+    """Rows of MIXED whose races the last bits of chances decide: logits, noise, temperatures, limits."""
+    temperatures = torch.tensor([temperature for temperature, _ in MIXED])
+    limits = torch.tensor([limit_of(top_p) for _, top_p in MIXED])
+    logits = torch.randn(len(MIXED), width) * 3
+    chances = (logits / temperatures.clamp(min=1e-6)[:, None]).double().softmax(-1)
+    # below 1e-30 fp32 has too few bits for a race
+    return logits, chances.float().masked_fill(chances < 1e-30, 1.0), temperatures, limits
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("width", [7, pytest.param(1025, marks=pytest.mark.slow)])
+def test_a_row_of_a_mixed_batch_is_drawn_as_alone(width):
+    logits, noise, temperatures, limits = close_races(width)
+    drawn = draw_nucleus(logits, noise, temperatures, limits).tolist()
+    whole = draw(logits, noise, temperatures).tolist()
+    for row, (temperature, top_p) in enumerate(MIXED):
+        alone = slice(row, row + 1)
+        numbers = logits[alone], noise[alone], temperatures[alone]
+        assert draw(*numbers).tolist() == [whole[row]]
+        assert draw_nucleus(*numbers, limits[alone]).tolist() == [drawn[row]]
+        if temperature == 0:
+            assert [drawn[row]] == [whole[row]] == greedy(logits[alone]).tolist()
+        elif top_p == 1:
+            assert drawn[row] == whole[row]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("number", [5, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 4, 17))])
+def test_a_row_is_drawn_alike_among_any_number_of_rows(number):
+    logits, noise, temperatures, limits = close_races(1000)
+    rows = [2] * number
+    alone = draw_nucleus(logits[2:3], noise[2:3], temperatures[2:3], limits[2:3]).tolist()
+    assert draw_nucleus(logits[rows], noise[rows], temperatures[rows], limits[rows]).tolist() == alone * number
+    alone = draw(logits[2:3], noise[2:3], temperatures[2:3]).tolist()
+    assert draw(logits[rows], noise[rows], temperatures[rows]).tolist() == alone * number
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_greedy_row_takes_the_first_of_equals_and_no_noise():
+    logits, limits = torch.randn(3, 1300).mul(4).round(), every(3, limit_of(0.5))
+    # one that is less by so little that exp does not tell them apart, and its noise is the least
+    logits[2], logits[2, 1200], logits[2, 3] = -50.0, 1e-9, 0.0
+    noise = torch.ones(3, 1300)
+    noise[2, 3] = 1e-30
+    for drawn in (draw(logits, noise, torch.zeros(3)), draw_nucleus(logits, noise, torch.zeros(3), limits)):
+        assert drawn.tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (3, 7), (2, 1025)], ids=str)
+def test_the_chance_of_a_token(shape):
+    logits = torch.randn(shape) * 4
+    tokens = torch.arange(shape[0]) * 311 % shape[1]
+    chances = chance_of(logits, tokens)
+    assert (chances.dtype, chances.shape) == (torch.float32, shape[:1])
+    # of fp32, exp of a difference of up to 40
+    expected = logits.double().softmax(-1).gather(-1, tokens[:, None])[:, 0].float()
+    torch.testing.assert_close(chances, expected, rtol=1e-5, atol=0)
 
 
 def splitmix(state: int) -> int:
@@ -182,6 +267,12 @@ def test_what_the_kernel_does_not_take():
     with pytest.raises(KernelUnsupported, match="fp32"):
         greedy(torch.zeros(2, 3).bfloat16())
     with pytest.raises(KernelUnsupported, match="consecutive"):
-        draw(torch.zeros(2, 3), torch.ones(3, 2).T, 1.0, 0.5)
+        draw(torch.zeros(2, 3), torch.ones(3, 2).T, torch.ones(2))
+    with pytest.raises(KernelUnsupported, match="float32"):
+        draw(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2).double())
+    with pytest.raises(KernelUnsupported, match="one behind the other"):
+        draw_nucleus(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2), torch.ones(2, 2, dtype=torch.int64)[:, 0])
+    with pytest.raises(KernelUnsupported, match="int64"):
+        chance_of(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(KernelUnsupported, match="int64"):
         noise(torch.zeros(2), torch.zeros(2, dtype=torch.int64), 5)

@@ -70,10 +70,12 @@ def samplers(bench: BenchmarkInputs) -> Iterator[Case]:
 
     def draw(bench: BenchmarkInputs) -> Work:
         def through(operation: Operation) -> Operation:
-            return lambda logits, noise: operation(logits, noise, TEMPERATURE, TOP_P)
+            return lambda logits, noise: operation(logits, noise, temperatures, limits)
 
         logits, noise = (bench.randn(rows, width, dtype=torch.float32) for _ in range(2))
-        return Work((logits, noise.exp()), through(sampling.draw), through(sampling_ref.draw), 0)
+        temperatures = torch.full((rows,), TEMPERATURE, device=bench.device)
+        limits = torch.full((rows,), sampling.limit_of(TOP_P), device=bench.device)
+        return Work((logits, noise.exp()), through(sampling.draw_nucleus), through(sampling_ref.draw_nucleus), 0)
 
     def noise(bench: BenchmarkInputs) -> Work:
         def through(operation: Operation) -> Operation:

@@ -13,7 +13,7 @@ from dsv4cli.engine.runtime.logprobs import Drawn, drawn_of
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
 from dsv4cli.engine.runtime.runner import Capacity, Ran, Runner
-from dsv4cli.engine.runtime.sampler import sample
+from dsv4cli.engine.runtime.sampler import Draws, sample
 
 # far below any logit, and finite at the lowest temperature
 BANNED = -1e30
@@ -169,7 +169,7 @@ class Engine:
 
     def _draw(self, ready: list[Request], logits: torch.Tensor) -> list[Drawn]:
         """The next token of each: what its sampling draws, where its constraint does not ask for another."""
-        tokens = self._sampled(ready, _allowed(ready, logits))
+        tokens = _sampled(ready, _allowed(ready, logits))
         for row, request in enumerate(ready):
             forced = None if request.constraint is None else request.constraint.forced()
             if forced is not None:
@@ -181,17 +181,6 @@ class Engine:
             if other is not None:
                 drawn[row] = drawn_of(logits[row : row + 1], torch.full_like(tokens[:1], other), count)[0]
         return drawn
-
-    def _sampled(self, ready: list[Request], logits: torch.Tensor) -> torch.Tensor:
-        alike: dict[tuple[float, float], list[int]] = {}
-        for row, request in enumerate(ready):
-            alike.setdefault((request.sampling.temperature, request.sampling.top_p), []).append(row)
-        if len(alike) == 1:
-            return _sample(ready, logits)
-        tokens = torch.empty(len(ready), dtype=torch.int64, device=logits.device)
-        for rows in alike.values():
-            tokens[rows] = _sample([ready[row] for row in rows], logits[rows])
-        return tokens
 
     def _finish(self, request: Request, token: int) -> Literal["stop", "length"] | None:
         stop_ids = self.model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
@@ -219,7 +208,7 @@ def _allowed(ready: list[Request], logits: torch.Tensor) -> torch.Tensor:
     return allowed
 
 
-def _sample(requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
-    """The next tokens of requests that share temperature and top_p: fp32 [R, V] -> int64 [R]."""
-    samplings = [request.sampling for request in requests]
-    return sample(logits, samplings[0], [one.seed for one in samplings], [len(request.ids) for request in requests])
+def _sampled(ready: list[Request], logits: torch.Tensor) -> torch.Tensor:
+    """The next token of each request, as its own sampling draws it: fp32 [R, V] -> int64 [R]."""
+    lengths = [len(request.ids) for request in ready]
+    return sample(logits, Draws.of([request.sampling for request in ready], lengths, logits.device))

@@ -1,12 +1,14 @@
 """From logits to a token: greedy, or drawn at a temperature from the nucleus of probability top_p."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.errors import UnsoundResult
-from dsv4cli.kernels.sampling import draw, greedy, noise
+from dsv4cli.kernels.sampling import draw, draw_nucleus, greedy, limit_of, noise
 
 
 def check_finite(logits: torch.Tensor) -> None:
@@ -28,13 +30,66 @@ def not_finite() -> UnsoundResult:
     )
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """One token per row: fp32 [R, V], a seed per row and how many tokens its sequence has -> int64 [R].
+Kind = Literal["greedy", "draw", "nucleus"]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What each row of a step is drawn with; the numbers lie on the device, and a graph may hold them.
+
+    seeds: int64 [R]
+    positions: int64 [R], the tokens of the row's sequence before the one that is drawn
+    temperatures: fp32 [R], 0 is greedy
+    limits: int64 [R], of the row's nucleus (kernels/sampling.limit_of)
+    kind: what the rows need together: "greedy" if all are greedy, "draw" if none has a nucleus
+    """
+
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    temperatures: torch.Tensor
+    limits: torch.Tensor
+    kind: Kind
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], positions: Sequence[int], device: torch.device | str) -> "Draws":
+        """Those of rows with these samplings, on the device in one copy that nothing waits for."""
+        numbers = packed(samplings, positions)
+        if torch.device(device).type == "cuda":
+            numbers = numbers.pin_memory()
+        return cls.within(numbers.to(device, non_blocking=True), kind_of(samplings))
+
+    @classmethod
+    def within(cls, numbers: torch.Tensor, kind: Kind) -> "Draws":
+        """Those that lie in these numbers, as `packed` makes them; int64 [4, R]."""
+        temperatures = numbers[3].view(torch.float32)[: numbers.shape[1]]
+        return cls(numbers[0], numbers[1], temperatures, numbers[2], kind)
+
+
+def packed(samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
+    """The numbers of rows, on the host: int64 [4, R], seeds, positions, limits, and temperatures as fp32."""
+    seeds, limits = [one.seed for one in samplings], [limit_of(one.top_p) for one in samplings]
+    numbers = torch.tensor([seeds, [*positions], limits, [0] * len(samplings)], dtype=torch.int64)
+    numbers[3].view(torch.float32)[: len(samplings)] = torch.tensor([one.temperature for one in samplings])
+    return numbers
+
+
+def kind_of(samplings: Iterable[Sampling]) -> Kind:
+    """What rows with these samplings need together."""
+    warm = [one for one in samplings if one.temperature > 0]
+    if not warm:
+        return "greedy"
+    return "nucleus" if any(one.top_p < 1 for one in warm) else "draw"
+
+
+def sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """One token per row: fp32 [R, V] -> int64 [R]. Nothing waits for the device.
 
     Gumbel-max as in the official generate.py: argmax(probability / exponential noise). A row's choice depends on its
-    own logits, seed and position only, not on the other rows and not on the device.
+    own logits and numbers only, not on the other rows and not on the device.
     """
-    if sampling.temperature == 0:
+    if draws.kind == "greedy":
         return greedy(logits)
-    numbers = torch.tensor([[*seeds], [*positions]]).to(logits.device, non_blocking=True)
-    return draw(logits, noise(numbers[0], numbers[1], logits.shape[1]), sampling.temperature, sampling.top_p)
+    made = noise(draws.seeds, draws.positions, logits.shape[1])
+    if draws.kind == "draw":
+        return draw(logits, made, draws.temperatures)
+    return draw_nucleus(logits, made, draws.temperatures, draws.limits)

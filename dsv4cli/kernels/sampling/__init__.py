@@ -1,7 +1,8 @@
-"""From logits to tokens: the likeliest, or one drawn at a temperature from the nucleus of probability top_p.
+"""From logits to tokens: the likeliest, or one drawn at a temperature, from all tokens or from the likeliest ones.
 
-Source: official generate.py (`sample`: Gumbel-max). Nothing waits for the device.
-Triton: fp32 with consecutive columns, seeds and positions one behind the other.
+Source: official generate.py (`sample`: Gumbel-max). Nothing waits for the device. A row's result, to the last bit,
+depends on its own numbers only: neither on the other rows nor on how many there are.
+Triton: fp32 with consecutive columns; a row's numbers one behind the other.
 """
 
 import torch
@@ -15,15 +16,35 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return choose(logits, ref).greedy(logits)
 
 
-def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """argmax(chance / noise) of each row over its nucleus, of equals the lowest column.
+def draw(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """argmax(chance / noise) of each row, of equals the lowest column; of a row with temperature 0, as `greedy`.
 
-    logits: finite fp32 [R, V]; noise: fp32 [R, V] above 0, exponential for draws that follow the chances; temperature
-    above 0. Chances are softmax(logits / temperature) in fp32. The nucleus, for top_p below 1: by falling
-    chance, the tokens before which the chances sum to less than top_p - 2 ** -16, and all that are as likely as the
-    last of these; the likeliest is always in it. Sums are exact, in whole numbers of 2 ** -62. Returns int64 [R].
+    logits: finite fp32 [R, V]; noise: fp32 [R, V] above 0, exponential for draws that follow the chances;
+    temperatures: fp32 [R], 0 or above. Chances are softmax(logits / temperature) in fp32. Returns int64 [R].
     """
-    return choose(logits, ref).draw(logits, noise, temperature, top_p)
+    return choose(logits, ref).draw(logits, noise, temperatures)
+
+
+def draw_nucleus(
+    logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    """As `draw`, each row over its nucleus.
+
+    limits: int64 [R] of `limit_of`. The nucleus: by falling chance, the tokens before which the chances sum to less
+    than the limit, and all that are as likely as the last of these; the likeliest is always in it. Sums are exact, in
+    whole numbers of 2 ** -62.
+    """
+    return choose(logits, ref).draw_nucleus(logits, noise, temperatures, limits)
+
+
+def limit_of(top_p: float) -> int:
+    """The limit of the nucleus of probability top_p, above 0: top_p - 2 ** -16; for 1 one that no sum reaches."""
+    return ref.limit_of(top_p)
+
+
+def chance_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The probability of a token of each row, at temperature 1: finite fp32 [R, V], int64 [R] -> fp32 [R]."""
+    return choose(logits, ref).chance_of(logits, tokens)
 
 
 def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:

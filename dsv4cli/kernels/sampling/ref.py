@@ -10,6 +10,8 @@ UNIT = 2**62
 # so near to top_p a sum has reached it, for the last bits of chances are not the same on every device: sums that the
 # logits make equal to top_p are off by less, and an edge here is one that no logits make
 SLACK = UNIT >> 16
+# more than any sum: the nucleus is everything
+EVERYTHING = 2**63 - 1
 # the same numbers of 64 bits with a sign
 _STEP, _FIRST, _SECOND = STEP - 2**64, FACTORS[0] - 2**64, FACTORS[1] - 2**64
 
@@ -38,23 +40,39 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    chances = (logits / temperature).softmax(-1)
-    if top_p < 1:
-        chances = nucleus(chances, top_p)
-    return (chances / noise).argmax(-1)
+def draw(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    return _race(logits, noise, temperatures, _chances(logits, temperatures))
 
 
-def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The probabilities [R, V] with everything outside the nucleus at 0; the likeliest token always stays."""
+def draw_nucleus(
+    logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    return _race(logits, noise, temperatures, nucleus(_chances(logits, temperatures), limits))
+
+
+def _chances(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Those of a row with temperature 0 are used by nothing."""
+    return (logits / temperatures.masked_fill(temperatures == 0, 1.0)[:, None]).softmax(-1)
+
+
+def _race(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    return torch.where(temperatures[:, None] == 0, logits, chances / noise).argmax(-1)
+
+
+def nucleus(chances: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """The probabilities [R, V] with everything outside each row's nucleus at 0; the likeliest token always stays."""
     ordered = chances.sort(dim=-1, descending=True)[0]
     units = (ordered.double() * UNIT).long()
-    # what the tokens before hold together: 0 for the first, so it stays for any top_p
-    inside = units.cumsum(-1) - units < limit_of(top_p)
+    # what the tokens before hold together: 0 for the first, so it stays for any limit
+    inside = units.cumsum(-1) - units < limits[:, None]
     smallest = ordered.gather(-1, inside.sum(-1, keepdim=True) - 1)
     return chances.masked_fill(chances < smallest, 0.0)
 
 
 def limit_of(top_p: float) -> int:
     """What the tokens before one of the nucleus hold less than, in `UNIT`ths."""
-    return max(int(top_p * UNIT) - SLACK, 1)
+    return max(int(top_p * UNIT) - SLACK, 1) if top_p < 1 else EVERYTHING
+
+
+def chance_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]

@@ -441,7 +441,7 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
     eos, letter = 1, dialogue().tokenizer.encode("a")[0]
     draws = []
 
-    def sample(logits, sampling, seeds, positions):
+    def sample(logits, draws_of_rows):
         allowed = bool(logits[0, eos] > -1e29)
         draws.append(allowed)
         return logits.argmax(-1) * 0 + (eos if allowed and len(draws) > 2 else letter)

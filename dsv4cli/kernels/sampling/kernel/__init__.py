@@ -6,24 +6,30 @@ import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
-from dsv4cli.kernels.sampling import ref
 from dsv4cli.kernels.sampling.kernel.split import NOWHERE, STEP, best_of, divided, mixed, partial
 from dsv4cli.kernels.sampling.kernel.top_p import (
     BINS,
     CHUNK,
     COPIES,
+    EVERYTHING,
     LEVELS,
+    MASS,
     add_mass,
     find_smallest,
     key_of,
+    least_of,
+    limit_at,
     race_of_nucleus,
 )
 
+# of a program that adds chances up: with others the last bits of a row's sums were to depend on the number of rows
+SUMMING = {"num_warps": 8}
 
-def warps(rows: int) -> int:
-    """Of a program that works on a part."""
+
+def warps(rows: int) -> dict[str, int]:
+    """Of a program that works on a part and adds up whole numbers, or none."""
     # H200, a nucleus: one row 24.6 us with eight and 32.6 with four, 16 rows 143 and 136
-    return 8 if rows <= 4 else 4
+    return {"num_warps": 8 if rows <= 4 else 4}
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -32,47 +38,127 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     part, parts = divided(width)
     best, columns = partial(rows, parts, logits.device)
     if rows:
-        _largest[(parts, rows)](
-            logits, best, columns, logits.stride(0), width, part, num_warps=warps(rows), **overlap(logits)
+        _largest[(parts, rows)](logits, best, columns, logits.stride(0), width, part, **warps(rows), **overlap(logits))
+    return first_of_best(best, columns)
+
+
+def draw(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    check(logits, noise)
+    check_numbers(temperatures, torch.float32)
+    rows, width = logits.shape
+    part, parts = divided(width)
+    best, columns = partial(rows, parts, logits.device)
+    if rows:
+        sums = sums_of(logits, temperatures, None)
+        strides, padded = (logits.stride(0), noise.stride(0)), padding(parts)
+        _race[(parts, rows)](
+            logits,
+            noise,
+            temperatures,
+            *sums,
+            best,
+            columns,
+            *strides,
+            width,
+            part,
+            padded,
+            **SUMMING,
+            **overlap(logits),
         )
     return first_of_best(best, columns)
 
 
-def draw(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    check(logits)
-    check(noise)
+def draw_nucleus(
+    logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    check(logits, noise)
+    check_numbers(temperatures, torch.float32)
+    check_numbers(limits, torch.int64)
     rows, width = logits.shape
     device, (part, parts) = logits.device, divided(width)
-    grid, padded = (parts, rows), max(2, triton.next_power_of_2(parts))
+    grid, overlapped = (parts, rows), overlap(logits)
     best, columns = partial(rows, parts, device)
     if not rows:
         return first_of_best(best, columns)
-    options = {"num_warps": warps(rows), **overlap(logits)}
-    chances = torch.empty(rows, width, dtype=torch.float32, device=device)
-    tops, sums = partial(rows, parts, device)[0], partial(rows, parts, device)[0]
     # the histograms of a row; what each level has found, some digits of a key and the sum of all above them
     mass = torch.empty(rows, LEVELS.value, COPIES.value, BINS.value, dtype=torch.int64, device=device)
     found = torch.empty(LEVELS.value + 1, rows, 2, dtype=torch.int64, device=device)
-    cleared = triton.next_power_of_2(triton.cdiv(mass[:1].numel(), parts))
-    _scaled[grid](logits, chances, tops, sums, mass, logits.stride(0), temperature, width, part, cleared, **options)
-    within, limit = top_p < 1, ref.limit_of(top_p)
-    # all that is less likely holds half of what the nucleus leaves out, at most; no such bound near 1, for fp32 errs
-    least = (1 - top_p) / (2 * width) if top_p < 0.9999 else 0.0
-    _chances[grid](chances, tops, sums, mass, least, parts, width, part, padded, within, **options)
-    if not within:
-        _race[grid](chances, noise, best, columns, noise.stride(0), width, part, **options)
-        return first_of_best(best, columns)
+    tops, sums = sums_of(logits, temperatures, mass)
+    chances = torch.empty(rows, width, dtype=torch.float32, device=device)
+    numbers = temperatures, limits
+    _chances[grid](
+        logits,
+        *numbers,
+        chances,
+        tops,
+        sums,
+        mass,
+        logits.stride(0),
+        width,
+        part,
+        padding(parts),
+        **SUMMING,
+        **overlapped,
+    )
     for level in range(1, LEVELS.value):
-        find_smallest[grid](chances, mass, found, limit, least, rows, width, part, level, **options)
+        find_smallest[grid](chances, *numbers, mass, found, rows, width, part, level, **warps(rows), **overlapped)
     race_of_nucleus[grid](
-        chances, noise, mass, found, best, columns, noise.stride(0), limit, rows, width, part, **options
+        chances,
+        noise,
+        *numbers,
+        mass,
+        found,
+        best,
+        columns,
+        noise.stride(0),
+        rows,
+        width,
+        part,
+        **warps(rows),
+        **overlapped,
     )
     return first_of_best(best, columns)
 
 
+def chance_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    check(logits)
+    check_numbers(tokens, torch.int64)
+    rows, width = logits.shape
+    parts = divided(width)[1]
+    chances = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        sums = sums_of(logits, None, None)
+        _chance_of[(rows,)](
+            logits, tokens, *sums, chances, logits.stride(0), parts, padding(parts), num_warps=1, **overlap(logits)
+        )
+    return chances
+
+
+def sums_of(
+    logits: torch.Tensor, temperatures: torch.Tensor | None, mass: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each part of a row, divided by its temperature, and the sum of exp of what is left: [R, parts].
+
+    Clears mass.
+    """
+    rows, width = logits.shape
+    part, parts = divided(width)
+    tops, sums = (partial(rows, parts, logits.device)[0] for _ in range(2))
+    cleared = triton.next_power_of_2(triton.cdiv(MASS.value, parts))
+    _sums[(parts, rows)](
+        logits, temperatures, tops, sums, mass, logits.stride(0), width, part, cleared, **SUMMING, **overlap(logits)
+    )
+    return tops, sums
+
+
+def padding(parts: int) -> int:
+    """So many parts a kernel takes that adds them up."""
+    return max(2, triton.next_power_of_2(parts))
+
+
 def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    if any(x.dtype != torch.int64 or (x.stride(0) != 1 and len(x) > 1) for x in (seeds, positions)):
-        raise KernelUnsupported("Triton makes noise from seeds and positions in int64, one behind the other")
+    check_numbers(seeds, torch.int64)
+    check_numbers(positions, torch.int64)
     made = torch.empty(len(seeds), width, dtype=torch.float32, device=seeds.device)
     part, parts = divided(width)
     if len(seeds):
@@ -80,10 +166,17 @@ def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Ten
     return made
 
 
-def check(x: torch.Tensor) -> None:
-    """Raises KernelUnsupported for what the kernels do not take."""
-    if x.dtype != torch.float32 or x.stride(1) != 1:
-        raise KernelUnsupported(f"Triton samples from fp32 with consecutive columns, not {x.dtype}, {x.stride()}")
+def check(*tensors: torch.Tensor) -> None:
+    """Raises KernelUnsupported for logits and noise that the kernels do not take."""
+    for x in tensors:
+        if x.dtype != torch.float32 or x.stride(1) != 1:
+            raise KernelUnsupported(f"Triton samples from fp32 with consecutive columns, not {x.dtype}, {x.stride()}")
+
+
+def check_numbers(x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises KernelUnsupported for a number of each row that the kernels do not take."""
+    if x.dtype != dtype or (x.stride(0) != 1 and len(x) > 1):
+        raise KernelUnsupported(f"Triton takes these numbers in {dtype}, one behind the other, not {x.dtype}")
 
 
 def first_of_best(best: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -116,15 +209,14 @@ def _first_of_best(best, columns, chosen, PARTS: tl.constexpr, PADDED: tl.conste
     tl.store(chosen + row, best_of(values, column, part < PARTS)[1].to(tl.int64))
 
 
-@triton.jit
-def _scaled(
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
+def _sums(
     logits,  # [rows, WIDTH]
-    scaled,  # [rows, WIDTH]: logits / temperature
-    tops,  # [rows, parts]: the largest of a part
-    sums,  # [rows, parts]: of exp(scaled - top)
-    mass,  # int64 [rows, LEVELS, COPIES, BINS], cleared
+    temperatures,  # [rows], or None for 1
+    tops,  # [rows, parts]: the largest of a part of logits / temperature
+    sums,  # [rows, parts]: of exp(logits / temperature - top)
+    mass,  # int64 [rows, LEVELS, COPIES, BINS], to be cleared, or None
     stride,
-    temperature,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     CLEARED: tl.constexpr,
@@ -134,59 +226,104 @@ def _scaled(
     column = part * PART + tl.arange(0, PART)
     wait_for_inputs(OVERLAP)
     values = tl.load(logits + row * stride + column, column < WIDTH, other=float("-inf"))
-    values = tl.div_rn(values, temperature)
-    tl.store(scaled + row * WIDTH + column, values, column < WIDTH)
-    number = part * CLEARED + tl.arange(0, CLEARED)
-    total: tl.constexpr = LEVELS * COPIES * BINS
-    tl.store(mass + row * total + number, tl.zeros([CLEARED], tl.int64), number < total)
+    if temperatures is not None:
+        values = scaled(values, tl.load(temperatures + row))
+    if mass is not None:
+        number = part * CLEARED + tl.arange(0, CLEARED)
+        tl.store(mass + row * MASS + number, tl.zeros([CLEARED], tl.int64), number < MASS)
     top = tl.max(values, 0)
     tl.store(tops + row * tl.num_programs(0) + part, top)
     tl.store(sums + row * tl.num_programs(0) + part, tl.sum(tl.exp(values - top), 0))
 
 
 @triton.jit
-def _chances(
-    chances,  # [rows, WIDTH]: logits / temperature, made chances
-    tops,
-    sums,
-    mass,
-    least,  # what is less likely is not in the nucleus
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    PADDED: tl.constexpr,
-    NUCLEUS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    row, part = tl.program_id(1).to(tl.int64), tl.arange(0, PADDED)
-    wait_for_inputs(OVERLAP)
+def scaled(values, temperature):
+    """values / temperature; with temperature 0, the values."""
+    return tl.div_rn(values, tl.where(temperature == 0, 1.0, temperature))
+
+
+@triton.jit
+def scale_of(tops, sums, row, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """What makes chances of logits / temperature: the largest of a row, and 1 / sum(exp(them - largest))."""
+    part = tl.arange(0, PADDED)
     highs = tl.load(tops + row * PARTS + part, part < PARTS, other=float("-inf"))
     parts = tl.load(sums + row * PARTS + part, part < PARTS, other=0.0)
     top = tl.max(highs, 0)
-    share = 1.0 / tl.sum(parts * tl.exp(highs - top), 0)
-    for chunk in tl.static_range(PART // CHUNK):
-        column = tl.program_id(0) * PART + chunk * CHUNK + tl.arange(0, CHUNK)
-        values = tl.load(chances + row * WIDTH + column, column < WIDTH, other=float("-inf"))
-        chance = tl.exp(values - top) * share
-        tl.store(chances + row * WIDTH + column, chance, column < WIDTH)
-        if NUCLEUS:
-            known = (column < WIDTH) & (chance > least)
-            add_mass(mass + row * LEVELS * COPIES * BINS, key_of(chance), known, 0, 1)
+    return top, 1.0 / tl.sum(parts * tl.exp(highs - top), 0)
 
 
-@triton.jit
-def _race(chances, noise, best, columns, stride, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
+def _race(
+    logits,
+    noise,
+    temperatures,
+    tops,
+    sums,
+    best,  # [rows, parts]: the best of a part
+    columns,
+    stride,
+    noise_stride,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * PART + tl.arange(0, PART)
+    inside = column < WIDTH
     wait_for_inputs(OVERLAP)
-    chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
-    race = chance / tl.load(noise + row * stride + column, column < WIDTH, other=1.0)
-    top, best_column = best_of(race, column, column < WIDTH)
-    tl.store(best + row * tl.num_programs(0) + part, top)
+    temperature = tl.load(temperatures + row)
+    top, share = scale_of(tops, sums, row, tl.cdiv(WIDTH, PART), PADDED)
+    values = tl.load(logits + row * stride + column, inside, other=float("-inf"))
+    chance = tl.exp(scaled(values, temperature) - top) * share
+    race = chance / tl.load(noise + row * noise_stride + column, inside, other=1.0)
+    first, best_column = best_of(tl.where(temperature == 0, values, race), column, inside)
+    tl.store(best + row * tl.num_programs(0) + part, first)
     tl.store(columns + row * tl.num_programs(0) + part, best_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "limits"])
+def _chances(
+    logits,
+    temperatures,
+    limits,
+    chances,  # [rows, WIDTH]; of a row with temperature 0, its logits
+    tops,
+    sums,
+    mass,
+    stride,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    wait_for_inputs(OVERLAP)
+    temperature, limit = tl.load(temperatures + row), limit_at(temperatures, limits, row)
+    top, share = scale_of(tops, sums, row, tl.cdiv(WIDTH, PART), PADDED)
+    least = least_of(limit, WIDTH)
+    for chunk in tl.static_range(PART // CHUNK):
+        column = tl.program_id(0) * PART + chunk * CHUNK + tl.arange(0, CHUNK)
+        values = tl.load(logits + row * stride + column, column < WIDTH, other=float("-inf"))
+        chance = tl.exp(scaled(values, temperature) - top) * share
+        tl.store(chances + row * WIDTH + column, tl.where(temperature == 0, values, chance), column < WIDTH)
+        if limit < EVERYTHING:
+            known = (column < WIDTH) & (chance > least)
+            add_mass(mass + row * MASS, key_of(chance), known, 0, 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
+def _chance_of(
+    logits, tokens, tops, sums, chances, stride, PARTS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(OVERLAP)
+    top, share = scale_of(tops, sums, row, PARTS, PADDED)
+    value = tl.load(logits + row * stride + tl.load(tokens + row))
+    tl.store(chances + row, tl.exp(value - top) * share)
+
+
+@triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
 def _noise(seeds, positions, noise, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
     row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * PART + tl.arange(0, PART)
     wait_for_inputs(OVERLAP)

@@ -8,14 +8,32 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.pdl import wait_for_inputs
+from dsv4cli.kernels.sampling import ref
 from dsv4cli.kernels.sampling.kernel.split import best_of
 
 LEVELS, BINS = tl.constexpr(5), tl.constexpr(64)
+EVERYTHING = tl.constexpr(ref.EVERYTHING)
+# what a nucleus leaves out, in `ref.UNIT`ths, from its limit; so little that the last bits of fp32 are not far less
+WHOLE, LITTLE = tl.constexpr(ref.UNIT - ref.SLACK), tl.constexpr(ref.UNIT // 10_000)
 # so many histograms of each level are added up, lest all programs add to the same few numbers
 COPIES = tl.constexpr(8)
+MASS = tl.constexpr(LEVELS.value * COPIES.value * BINS.value)
 # values that are taken together: the sum of so many mantissas of 24 bits fits into 32; from how many known ones among
 # them on a program adds them up first, which takes as long for few as for all; the last level that may have so many
 CHUNK, MANY, CROWDED = tl.constexpr(256), tl.constexpr(96), tl.constexpr(2)
+
+
+@triton.jit
+def limit_at(temperatures, limits, row):
+    """A row's limit, as ref.limit_of; a greedy row has nothing to look for."""
+    return tl.where(tl.load(temperatures + row) == 0, EVERYTHING, tl.load(limits + row))
+
+
+@triton.jit
+def least_of(limit, WIDTH: tl.constexpr):
+    """What is less likely is not in the nucleus: all of it holds half of what the nucleus leaves out, at most."""
+    left = WHOLE - limit
+    return tl.where(left > LITTLE, left.to(tl.float32) * (2.0**-63 / WIDTH), 0.0)
 
 
 @triton.jit
@@ -79,13 +97,13 @@ def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
     return prefix, above
 
 
-@triton.jit(do_not_specialize=["limit", "count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["temperatures", "limits"])
 def find_smallest(
     chances,
+    temperatures,
+    limits,
     mass,  # int64 [count, LEVELS, COPIES, BINS]
     found,  # int64 [LEVELS + 1, count, 2]: digits known of the smallest chance of the nucleus, sum of all above these
-    limit,  # as ref.limit_of
-    least,
     count,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
@@ -94,25 +112,29 @@ def find_smallest(
 ):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     wait_for_inputs(OVERLAP)
+    limit = limit_at(temperatures, limits, row)
     prefix, _ = lowest_bin(mass, found, row, count, limit, part == 0, LEVEL)
-    for chunk in tl.static_range(PART // CHUNK):
-        column = part * PART + chunk * CHUNK + tl.arange(0, CHUNK)
-        chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
-        key = key_of(chance)
-        same = ((key >> (LEVELS - LEVEL) * 6) == prefix) & (chance > least)
-        add_mass(mass + (row * LEVELS + LEVEL) * COPIES * BINS, key, same, prefix >> (LEVEL - 1) * 6, LEVEL + 1)
+    least = least_of(limit, WIDTH)
+    if limit < EVERYTHING:
+        for chunk in tl.static_range(PART // CHUNK):
+            column = part * PART + chunk * CHUNK + tl.arange(0, CHUNK)
+            chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
+            key = key_of(chance)
+            same = ((key >> (LEVELS - LEVEL) * 6) == prefix) & (chance > least)
+            add_mass(mass + row * MASS + LEVEL * COPIES * BINS, key, same, prefix >> (LEVEL - 1) * 6, LEVEL + 1)
 
 
-@triton.jit(do_not_specialize=["limit", "count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["temperatures", "limits"])
 def race_of_nucleus(
     chances,
     noise,
+    temperatures,
+    limits,
     mass,
     found,
     best,  # [count, parts]: the best of those that are as likely as the smallest chance, or likelier
     columns,
     stride,  # of noise
-    limit,
     count,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
@@ -124,7 +146,9 @@ def race_of_nucleus(
     wait_for_inputs(OVERLAP)
     chance = tl.load(chances + row * WIDTH + column, inside, other=0.0)
     race = chance / tl.load(noise + row * stride + column, inside, other=1.0)
-    smallest, _ = lowest_bin(mass, found, row, count, limit, False, LEVELS)
+    smallest, _ = lowest_bin(mass, found, row, count, limit_at(temperatures, limits, row), False, LEVELS)
+    race = tl.where(tl.load(temperatures + row) == 0, chance, race)
+    # the key of a logit below 0 is 0 or more, as the smallest of a greedy row is 0
     top, best_column = best_of(race, column, inside & (key_of(chance) >= smallest))
     slot = row * tl.num_programs(0) + part
     tl.store(best + slot, top)
