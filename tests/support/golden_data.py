@@ -19,11 +19,11 @@ from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import mtp_logits
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.indexer import ref as indexer_ref
+from tests.support.drafting import mtp_logits
 
 FOLDER = Path(__file__).parents[1] / "golden"
 NETS = ("tiny-flash", "tiny-pro")

@@ -18,7 +18,7 @@ import typer.main
 from dsv4cli import cli
 from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.moe import MoE
-from dsv4cli.engine.runtime import engine
+from dsv4cli.engine.runtime import drawing
 from dsv4cli.engine.text.prompt_text import calls_parts
 from dsv4cli.engine.text.tokenizer import Tokenizer
 
@@ -88,7 +88,7 @@ class Program:
         self.patch.setattr(Attention, "forward", lambda self, x, batch, cache: x)
         self.patch.setattr(MoE, "forward", lambda self, x, batch: x)
         ids = iter([*BYTES.encode(text), *([BYTES.eos_id] if ends else [])])
-        self.patch.setattr(engine, "sample", lambda *_: torch.tensor([next(ids)]))
+        self.patch.setattr(drawing, "sample", lambda *_: torch.tensor([next(ids)]))
 
 
 def calls_block(calls: list[dict[str, Any]]) -> str:

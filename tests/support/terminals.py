@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -23,13 +24,17 @@ from dsv4cli import cli
 from dsv4cli.commands.chat import turn
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime import engine
-from dsv4cli.engine.runtime.runner import Ran, Runner
+from dsv4cli.engine.model.transformer import HiddenStates, Transformer
+from dsv4cli.engine.runtime import drawing
+from dsv4cli.engine.runtime.draft_steps import Ran
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.weights import load
 from dsv4cli.engine.weights.load import load_model
 from tests.support.program import BYTES, SMALL
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.model.batch import Batch
 
 SECONDS = 60
 Sampler = Callable[..., torch.Tensor]
@@ -66,13 +71,14 @@ def speak(patch: pytest.MonkeyPatch, sample: Sampler, reading: float = 0.0) -> N
     def compute(runner: Runner, chunks: list[Chunk]) -> Ran:
         time.sleep(reading * sum(chunk.tokens for chunk in chunks if chunk.tokens > 1))
         runner._advance(chunks)
-        ready = [chunk.request for chunk in chunks if chunk.request.caught_up]
-        return Ran(chunks, ready, torch.zeros(len(ready), runner.model.config.vocab_size) if ready else None)
+        ready = [chunk for chunk in chunks if chunk.request.caught_up]
+        logits = torch.zeros(len(ready), runner.model.config.vocab_size) if ready else None
+        return Ran(chunks, [], ready, HiddenStates(torch.empty(0), None), cast("Batch", None), logits=logits)
 
     model = _small()
     patch.setattr(load, "load_model", lambda *_, **__: model)
     patch.setattr(Runner, "_compute", compute)
-    patch.setattr(engine, "sample", sample)
+    patch.setattr(drawing, "sample", sample)
 
 
 def speaking(sample: Sampler, reading: float, twice: float) -> Callable[[pytest.MonkeyPatch], None]:

@@ -17,13 +17,13 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import LayerCache
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import mtp_logits
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.text.prompt import with_tools
 from dsv4cli.engine.weights.load import load_model
+from tests.support.drafting import mtp_logits
 from tools.nano.heldout import BANDS, load
 from tools.nano.judge import is_right
 

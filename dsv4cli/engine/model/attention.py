@@ -84,6 +84,10 @@ class Attention(nn.Module):
         ring.data = stored.view(ring.data.shape)
         return q, kv
 
+    def store_keys(self, x: torch.Tensor, batch: Batch, ring: Ring) -> None:
+        """The ring takes the keys of x [T, D], of a layer of ratio 0; nothing is attended."""
+        self.prepare(x.new_empty(len(x), 0, self.config.head_dim), self.wkv(x), batch, ring)
+
     def key_norm(self) -> KeyNorm:
         """How keys are normed and rounded."""
         return KeyNorm(self.kv_norm.weight, self.config.rms_norm_eps, self.numerics.simulate)

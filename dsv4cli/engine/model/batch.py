@@ -3,7 +3,7 @@
 What depends only on the batch is computed once a step (runtime/prepare.py); layers index with it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -25,10 +25,6 @@ class Batch(StepMetadata):
     slots: torch.Tensor
     in_rings: bool
     window_rows: int
-
-    def with_ids(self, ids: torch.Tensor) -> "Batch":
-        """The same metadata with other token ids int64 [T] (the drafter reads the token after each position)."""
-        return replace(self, ids=ids)
 
     def entry_plan(self, ratio: int) -> EntryPlan:
         """The entries of a ratio that the step may complete, as many as for any with the same numbers of tokens."""

@@ -54,17 +54,16 @@ class Stage(Block):
 
     def absorb(self, main: torch.Tensor, batch: Batch, cache: LayerCache) -> None:
         """Stores the stage's keys of the context [T, D] of a step's tokens in its ring."""
-        nothing = main.new_empty(len(main), 0, self.attn.config.head_dim)
-        self.attn.prepare(nothing, self.attn.wkv(main), batch, cache.window)
+        self.attn.store_keys(main, batch, cache.window)
 
 
 @dataclass(frozen=True)
-class Drafts:
-    """The drafted tokens int64 [B, n], their logits fp32 [B, n, V] and the confidence in each, a logit fp32 [B, n]."""
+class DraftBlock:
+    """What the stages give for B blocks of n rows: states fp32 [B, n, D] before the last norm, logits fp32 [B, n, V]
+    without the Markov head."""
 
-    tokens: torch.Tensor
+    states: torch.Tensor
     logits: torch.Tensor
-    confidence: torch.Tensor
 
 
 class DSpark(nn.ModuleList):
@@ -90,33 +89,32 @@ class DSpark(nn.ModuleList):
         for number, stage in enumerate(self.stages()):
             stage.absorb(main, batch, caches[self.config.num_hidden_layers + number])
 
-    def draft(
+    def block(
         self,
         embedded: torch.Tensor,
-        first: torch.Tensor,
         batch: Batch,
         caches: Sequence[LayerCache],
         vocabulary: Callable[[torch.Tensor], torch.Tensor],
-        choose: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Drafts:
-        """Drafts the tokens after `first` int64 [B].
+    ) -> DraftBlock:
+        """Runs the stages over draft blocks.
 
         embedded: embedding of batch.ids [B * n, D]; caches: of all layers, the model's and the stages'; vocabulary: the
-        model's head over a normed state; choose: a token from each row of logits fp32 [B, V].
+        model's head over a normed state.
         """
         streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
         for number, stage in enumerate(self.stages()):
             streams = stage(streams, batch, caches[self.config.num_hidden_layers + number]).connect_post()
         last = self.stages()[-1]
         x = collapse(last, self.config, streams)
-        logits = vocabulary(last.norm(x)).unflatten(0, (-1, self.block_size))
-        states = x.float().unflatten(0, (-1, self.block_size))
-        tokens, biased, confidence, previous = [], [], [], first
-        for position in range(self.block_size):
-            memory = last.markov_head.markov_w1(previous)
-            bias = self.world.gather_columns(last.markov_head.markov_w2(memory))
-            biased.append(logits[:, position] + bias)
-            previous = choose(biased[-1])
-            tokens.append(previous)
-            confidence.append(last.confidence_head.proj(torch.cat((states[:, position], memory.float()), -1))[:, 0])
-        return Drafts(torch.stack(tokens, 1), torch.stack(biased, 1), torch.stack(confidence, 1))
+        blocks = (-1, self.block_size)
+        return DraftBlock(x.float().unflatten(0, blocks), vocabulary(last.norm(x)).unflatten(0, blocks))
+
+    def after(self, previous: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The Markov head's memory [B, R] of the token before, int64 [B], and its logits fp32 [B, V] with its bias."""
+        head = self.stages()[-1].markov_head
+        memory = head.markov_w1(previous)
+        return memory, logits + self.world.gather_columns(head.markov_w2(memory))
+
+    def confidence(self, states: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """How likely a draft is to be accepted, as a logit fp32 [B]: its state fp32 [B, D], the memory [B, R]."""
+        return self.stages()[-1].confidence_head.proj(torch.cat((states, memory.float()), -1))[:, 0]

@@ -25,15 +25,24 @@ class MTP(Block):
         self.hnorm = RMSNorm(config.rms_norm_eps)
         add_head(self, config)
 
+    def absorb(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Stores the stage's keys of positions that the model has computed; arguments as of `draft`."""
+        x, _, _ = self.connect(self.enter(streams, embedded), "attn")
+        self.attn.store_keys(self.attn_norm(x), batch, cache.window)
+
     def draft(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """The stage's own streams [T, N, D].
 
-        streams: the model's streams after its last layer, before the hyper-head [T, N, D]; embedded: embedding of the
-        token that follows each position [T, D]; batch: the positions of `streams`.
+        streams: the model's streams after its last layer, before the hyper-head [T, N, D], or those of this stage one
+        position before; embedded: embedding of the token that follows each position [T, D]; batch: the positions of
+        `streams`.
         """
+        return self(self.enter(streams, embedded), batch, cache).connect_post()
+
+    def enter(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """The streams [T, N, D] that the stage begins with; arguments as of `draft`."""
         hidden = self.h_proj(self.hnorm(streams).flatten(0, 1)).view(streams.shape)
-        streams = self.e_proj(self.enorm(embedded))[:, None] + hidden
-        return self(streams, batch, cache).connect_post()
+        return self.e_proj(self.enorm(embedded))[:, None] + hidden
 
     def normed(self, streams: torch.Tensor) -> torch.Tensor:
         """The stage's streams [R, N, D] -> the input of the shared head [R, D]."""

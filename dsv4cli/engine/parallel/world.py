@@ -63,6 +63,12 @@ class World:
         _all_gather(parts, x.contiguous())
         return parts.view(self.size, rows, columns).transpose(0, 1).flatten(1)
 
+    def broadcast_from_leader(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x on every rank, whose own is overwritten."""
+        if self.size > 1 and x.numel():
+            torch.distributed.broadcast(x, 0)
+        return x
+
     def broadcast_object(self, value: T) -> T:
         """Rank 0's value, on every rank; for what happens once, not in a step."""
         values = [value]

@@ -152,9 +152,9 @@ class _Step:
             return self.model.logits(streams if self.captured else streams[batch.last])
 
     @property
-    def next(self) -> list[tuple[Sequence, int]]:
+    def next(self) -> list[tuple[Sequence, list[int]]]:
         """The one token of each sequence."""
-        return [(sequence, ids[0]) for sequence, ids in self.work]
+        return self.work
 
     @property
     def replay(self) -> Call | None:
@@ -163,7 +163,7 @@ class _Step:
 
     def whole(self) -> torch.Tensor:
         """The step as it runs in use: captured where it can be."""
-        return self.run(Ranges(self.device)) if self.decoder is None else self.decoder.logits(self.next)
+        return self.run(Ranges(self.device)) if self.decoder is None else self.decoder.filled(self.next).run().logits
 
 
 def fill(cache: Cache) -> None:

@@ -1,69 +1,170 @@
-"""What the drafters are asked for: the steps that they run, and where these lie in the cache."""
+"""What the drafters are asked for: to take in what the model has computed, and to draft what may follow it.
+
+Nothing here waits for the device, and where everything lies is computed on it, so that a graph can hold it.
+"""
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import torch
 
+from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.model.batch import Batch
-from dsv4cli.engine.model.dspark import Drafts, DSpark
+from dsv4cli.engine.model.dspark import DSpark
 from dsv4cli.engine.model.mtp import MTP
-from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.model.transformer import HiddenStates, Transformer
+from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
+from dsv4cli.kernels.sampling import chance_of
+
+# draws a token int64 [B] from each row of logits fp32 [B, V]; the number counts the drafts of a step from 0
+Choose = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def mtp_logits(
-    model: Transformer, streams: torch.Tensor, next_ids: torch.Tensor, batch: Batch, cache: Cache, rows: torch.Tensor
-) -> torch.Tensor:
-    """The MTP block over the step's positions: for `rows` int64 [R], the distribution two tokens on, fp32 [R, V].
+@dataclass(frozen=True)
+class Newest:
+    """The newest token of each of B sequences, which is not yet in the cache.
 
-    streams: HiddenStates.streams of the step; next_ids: int64 [T], the token after each position.
+    tokens, positions, slots: int64 [B]. streams: [B, N, D], HiddenStates.streams at the position before.
     """
-    stage = model.mtp[0]
-    assert isinstance(stage, MTP)
-    layer = cache.layers[model.config.num_hidden_layers]
-    drafted = stage.draft(streams, model.embed(next_ids), batch.with_ids(next_ids), layer)
-    return model.vocabulary(stage.normed(drafted[rows]))
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    streams: torch.Tensor
 
 
-def dspark_drafts(
-    model: Transformer,
-    work: Items[tuple[Sequence, int]],
-    cache: Cache,
-    choose: Callable[[torch.Tensor], torch.Tensor],
-) -> Drafts:
-    """The DSpark drafts after each sequence's newest token, which is not yet in the cache.
+@dataclass(frozen=True)
+class Drafts:
+    """The drafted tokens int64 [B, n] and how likely each is to be accepted, as the drafter says, fp32 [B, n]."""
 
-    What the cache holds of the sequences must have gone through `model.mtp.absorb`. choose: see DSpark.draft.
-    """
-    assert isinstance(model.mtp, DSpark)
-    batch = dspark_batch(model.mtp, cache, work)
-    first = torch.tensor([token for _, token in work], dtype=torch.int64, device=cache.device)
-    return model.mtp.draft(model.embed(batch.ids), first, batch, cache.layers, model.vocabulary, choose)
+    tokens: torch.Tensor
+    chances: torch.Tensor
 
 
-def dspark_batch(drafter: DSpark, cache: Cache, work: Items[tuple[Sequence, int]]) -> Batch:
-    """The draft block of each sequence, of at least one token: its newest, not yet in the cache, and noise.
+class Drafter(Protocol):
+    """A model's drafter and its part of a cache."""
+
+    @property
+    def name(self) -> Literal["mtp", "dspark"]:
+        """What the checkpoint carries."""
+
+    @property
+    def most(self) -> int:
+        """The most drafts in a step."""
+
+    @property
+    def usual(self) -> int:
+        """Those that pay on prose."""
+
+    @property
+    def reads_next(self) -> bool:
+        """Whether its state of a position depends on the token that follows."""
+
+    def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
+        """Takes in a step of the model: what it gave, and the token after each of its rows, int64 [T]."""
+
+    def draft(self, newest: Newest, count: int, choose: Choose) -> Drafts:
+        """Drafts `count` tokens, at least one, after each sequence's newest."""
+
+
+def drafter_of(model: Transformer, cache: Cache) -> Drafter | None:
+    """The drafter of a model that was loaded with one."""
+    if model.config.drafter == "none":
+        return None
+    return DSparkDrafter(model, cache) if isinstance(model.mtp, DSpark) else MTPDrafter(model, cache)
+
+
+class MTPDrafter:
+    """The MTP block, run again on its own streams for each further draft."""
+
+    name: Literal["mtp"] = "mtp"
+    most = ROLLBACK - 1
+    usual = 3
+    # the key of a position is made from the token that follows it
+    reads_next = True
+
+    def __init__(self, model: Transformer, cache: Cache) -> None:
+        stage = model.mtp[0]
+        assert isinstance(stage, MTP)
+        self._model, self._cache, self._stage = model, cache, stage
+        self._layer = cache.layers[model.config.num_hidden_layers]
+
+    def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
+        """As of `Drafter`."""
+        self._stage.absorb(hidden.streams, self._model.embed(next_ids), batch, self._layer)
+
+    def draft(self, newest: Newest, count: int, choose: Choose) -> Drafts:
+        """As of `Drafter`."""
+        streams, token = newest.streams, newest.tokens
+        tokens, chances = [], []
+        for number in range(count):
+            batch = draft_batch(self._cache, newest.slots, newest.positions - 1 + number, token, 1)
+            streams = self._stage.draft(streams, self._model.embed(token), batch, self._layer)
+            logits = self._model.vocabulary(self._stage.normed(streams))
+            token = choose(logits, number)
+            tokens.append(token)
+            chances.append(chance_of(logits, token))
+        return Drafts(torch.stack(tokens, 1), torch.stack(chances, 1))
+
+
+class DSparkDrafter:
+    """The DSpark stages over a block of the newest token and noise."""
+
+    name: Literal["dspark"] = "dspark"
+    reads_next = False
+
+    def __init__(self, model: Transformer, cache: Cache) -> None:
+        assert isinstance(model.mtp, DSpark)
+        self._model, self._cache, self._stages = model, cache, model.mtp
+        self.most = self.usual = min(model.mtp.block_size, ROLLBACK - 1)
+
+    def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
+        """As of `Drafter`; the tokens play no part."""
+        assert hidden.context is not None
+        self._stages.absorb(hidden.context, batch, self._cache.layers)
+
+    def draft(self, newest: Newest, count: int, choose: Choose) -> Drafts:
+        """As of `Drafter`."""
+        model, stages = self._model, self._stages
+        batch = dspark_batch(stages, self._cache, newest)
+        block = stages.block(model.embed(batch.ids), batch, self._cache.layers, model.vocabulary)
+        tokens, chances, token = [], [], newest.tokens
+        for number in range(count):
+            memory, logits = stages.after(token, block.logits[:, number])
+            token = choose(logits, number)
+            tokens.append(token)
+            chances.append(stages.confidence(block.states[:, number], memory).sigmoid())
+        return Drafts(torch.stack(tokens, 1), torch.stack(chances, 1))
+
+
+def draft_batch(cache: Cache, slots: torch.Tensor, starts: torch.Tensor, ids: torch.Tensor, each: int) -> Batch:
+    """The batch of `each` tokens of every sequence, int64 [B * each], in layers that have a window only."""
+    numbers = Numbers(slots, starts, torch.full_like(slots, each), ids, torch.zeros_like(slots)[:, None])
+    return batch_of(cache, numbers, Extent(each, {}, {}))
+
+
+def dspark_batch(drafter: DSpark, cache: Cache, newest: Newest) -> Batch:
+    """The draft block of each sequence: its newest token and noise.
 
     Every row sees the last `sliding_window` tokens before the block and the whole block; nothing is stored.
     """
-    noise = [drafter.noise] * (drafter.block_size - 1)
-    batch = make_batch(cache, [(sequence, [token, *noise]) for sequence, token in work])
-    window, device = drafter.config.sliding_window, cache.device
-    capacity = window + cache.rollback
-    starts = torch.tensor([sequence.length for sequence, _ in work], device=device)[:, None]
-    owners = torch.arange(len(work), device=device)[:, None]
+    count, size, device = len(newest.tokens), drafter.block_size, cache.device
+    ids = torch.full((count, size), drafter.noise, device=device)
+    ids[:, 0] = newest.tokens
+    batch = draft_batch(cache, newest.slots, newest.positions, ids.flatten(), size)
+    window = drafter.config.sliding_window
+    capacity, starts = window + cache.rollback, newest.positions[:, None]
+    owners = torch.arange(count, device=device)[:, None]
     # the official order: by position modulo the window, the block last
     before = starts - 1 - (starts - 1 - torch.arange(window, device=device)) % window
     ring = torch.where(before >= 0, owners * capacity + before % capacity, -1)
-    block = len(work) * capacity + owners * drafter.block_size + torch.arange(drafter.block_size, device=device)
-    index = torch.cat((ring, block), 1)
+    block = count * capacity + owners * size + torch.arange(size, device=device)
     return replace(
         batch,
         in_rings=False,
-        window_rows=len(work) * (capacity + drafter.block_size),
-        window_index=index.repeat_interleave(drafter.block_size, 0),
+        window_rows=count * (capacity + size),
+        window_index=torch.cat((ring, block), 1).repeat_interleave(size, 0),
         window_cells=torch.full_like(batch.window_cells, -1),
     )

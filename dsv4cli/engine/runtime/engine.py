@@ -1,22 +1,25 @@
 """The loop that every caller runs: requests are added, each step gives each of them what it got, until they end."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import lost_others
+from dsv4cli.engine.runtime.draft_plan import DraftPlan
+from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.draft_steps import Ran
+from dsv4cli.engine.runtime.drawing import agreed, first_rows, sampled, taken
 from dsv4cli.engine.runtime.limits import check_text, max_new_tokens
-from dsv4cli.engine.runtime.logprobs import Drawn, drawn_of
+from dsv4cli.engine.runtime.logprobs import drawn_with
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
-from dsv4cli.engine.runtime.runner import Capacity, Ran, Runner
-from dsv4cli.engine.runtime.sampler import Draws, sample
+from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.stopwatch import Stopwatch
+from dsv4cli.engine.settings import Drafting
 
-# far below any logit, and finite at the lowest temperature
-BANNED = -1e30
 # the name of an order and what it carries, as JSON has them
 Order = tuple[str, dict[str, Any]]
 
@@ -43,10 +46,16 @@ class Engine:
         capacity: Capacity,
         device: torch.device | str,
         followers: Followers | None = None,
+        drafting: Drafting = Drafting(),  # noqa: B008 - frozen
     ) -> None:
+        """drafting: how many drafts of the model's drafter a step verifies; where it has none, none."""
         self.model = model
         self.followers = followers
+        capacity = replace(capacity, drafts=drafting.most != 0 and model.config.drafter != "none")
         self.runner = Runner(model, capacity, device)
+        drafts = self.runner.drafts
+        self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting.most)
+        self._watch = Stopwatch(self.runner.cache.device)
         self._orders: list[Order] = [("begin", asdict(capacity))]
         self._count = 0
 
@@ -57,6 +66,7 @@ class Engine:
         requests: list[Request],
         device: torch.device | str,
         followers: Followers | None = None,
+        drafting: Drafting = Drafting(),  # noqa: B008 - frozen
     ) -> "Engine":
         """An engine for these requests, which are added. Raises UsageError as `add`, before memory is taken; of several
         it names the prompt or the text by its number."""
@@ -66,7 +76,7 @@ class Engine:
         for one in requests:
             one.end = end_of(model, one)
         longest = None if any(one.scored for one in requests) else max((one.end for one in requests), default=1)
-        engine = cls(model, Capacity(len(requests), longest), device, followers)
+        engine = cls(model, Capacity(len(requests), longest), device, followers, drafting)
         for one in requests:
             engine._queue(one)
         return engine
@@ -101,20 +111,33 @@ class Engine:
             self._order("end", number=request.number)
             self._rest()
 
+    def draft_report(self) -> DraftReport | None:
+        """What drafts have come to so far; None where none are made."""
+        return None if self._plan is None else self._plan.report
+
     def step(self) -> list[Result]:
         """What each request of the next step got; a token with `finish` is its last. Raises UnsoundResult for logits
         that are not finite, NotEnoughMemory, RankLost."""
-        self._order("step")
+        count = 0 if self._plan is None else self._plan.begin(self.runner.scheduler.active)
+        drafts = [[one.number, one.drafts] for one in self.runner.scheduler.active if one.drafts]
+        self._order("step", drafts=drafts, count=count)
         try:
             self._tell()
+            self._watch.start()
             ran = self.runner.run()
-            drawn = [] if ran.logits is None else self._draw(ran.ready, ran.logits)
+            drawn, made = self._draw(ran, count)
+            tokens = [[token.id for token in one] for one in drawn]
+            self.runner.finish(ran, tokens)
         except Exception as error:
             if self.followers is not None and not lost_others(error):
                 self.followers.rest()  # whoever watches lost ranks sees which one has ended, and how
             raise
-        self._order("take", tokens=[token for token, _, _ in drawn])
-        return self._results(ran, dict(zip(ran.ready, drawn, strict=True)))
+        self._order("finish", drawn=tokens)
+        if self._plan is not None:
+            self._plan.take(ran.ready, drawn, made)
+            if not self.runner.preparing.happened:
+                self._plan.time(ran.chunks, count, self._watch.seconds())
+        return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), drawn, strict=True)))
 
     def forget(self) -> None:
         """Ends every request and gives back what is kept for later ones."""
@@ -134,6 +157,7 @@ class Engine:
             end=request.end,
             keep=request.keep,
             scored=request.scored,
+            sampling=asdict(request.sampling),
         )
         self.runner.add(request)
 
@@ -150,43 +174,53 @@ class Engine:
         if self.followers is not None and not self.busy:
             self.followers.rest()
 
-    def _results(self, ran: Ran, drawn: dict[Request, Drawn]) -> list[Result]:
+    def _results(self, ran: Ran, drawn: dict[Request, list[Token]]) -> list[Result]:
         results = []
         for chunk in ran.chunks:
-            request, tokens = chunk.request, []
-            if request in drawn:
-                number, logprob, top = drawn[request]
-                request.ids.append(number)
-                if request.constraint is not None:
-                    request.constraint.push(number)
-                finish = self._finish(request, number)
-                top = top[: request.limits.logprobs]
-                tokens.append(Token(number, logprob, top, finish, self.runner.preparing.happened))
+            request, tokens = chunk.request, drawn.get(chunk.request, [])
             if (request.scored and request.caught_up) or (tokens and tokens[-1].finish):
                 self.cancel(request)
             results.append(Result(request, tokens, ran.scores.get(request)))
         return results
 
-    def _draw(self, ready: list[Request], logits: torch.Tensor) -> list[Drawn]:
-        """The next token of each: what its sampling draws, where its constraint does not ask for another."""
-        tokens = _sampled(ready, _allowed(ready, logits))
-        for row, request in enumerate(ready):
-            forced = None if request.constraint is None else request.constraint.forced()
-            if forced is not None:
-                tokens[row] = forced
-        count = max(request.limits.logprobs for request in ready)
-        drawn = drawn_of(logits, tokens, count)
-        for row, request in enumerate(ready):
-            other = None if request.constraint is None else request.constraint.instead(drawn[row][0])
-            if other is not None:
-                drawn[row] = drawn_of(logits[row : row + 1], torch.full_like(tokens[:1], other), count)[0]
-        return drawn
+    def _draw(self, ran: Ran, count: int) -> tuple[list[list[Token]], list[list[float]]]:
+        """The next tokens of each request that is ready, and what was drafted behind them, as `DraftPlan.take` has it.
 
-    def _finish(self, request: Request, token: int) -> Literal["stop", "length"] | None:
-        stop_ids = self.model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
-        if token in stop_ids:
-            return "stop"
-        return "length" if len(request.ids) >= request.end else None
+        Waits for the device once; again where a constraint asks for other tokens than those that were drawn.
+        """
+        logits = ran.hidden.streams.new_empty(0, 1, dtype=torch.float32) if ran.logits is None else ran.logits
+        tokens = sampled(ran, logits)
+        self._watch.mark()
+        made = None
+        if self._plan is not None:
+            made = self.runner.speculate(ran, tokens, [len(chunk.drafts) for chunk in ran.ready], count)
+        self._watch.mark()
+        if not ran.ready:
+            return [], []
+        known, drafts = drawn_with(logits, tokens, max(one.request.limits.logprobs for one in ran.ready), made)
+        prepared, pairs, found = self.runner.preparing.happened, [], []
+        for chunk, row in zip(ran.ready, first_rows(ran.ready), strict=True):
+            rows = slice(row, row + 1 + len(chunk.drafts))
+            stop_ids = chunk.request.stop_ids
+            stop_ids = self.model.config.eos_token_ids if stop_ids is None else stop_ids
+            found.append(taken(chunk, logits[rows], known[rows], stop_ids, prepared))
+            pairs.append((found[-1], agreed(chunk, known[rows])))
+        if made is not None and any([token.id for token in own] != other for own, other in pairs):
+            drafts = self._speculate_again(ran, found, count)
+        return found, drafts
+
+    def _speculate_again(self, ran: Ran, found: list[list[Token]], count: int) -> list[list[float]]:
+        """What is drafted behind tokens that are not those that were drawn."""
+        considered = [len(own) - 1 for own in found]
+        self._order("speculate", considered=considered, count=count)
+        self._tell()
+        padded = [
+            [token.id for token in own] + [0] * (len(chunk.drafts) - most)
+            for own, chunk, most in zip(found, ran.ready, considered, strict=True)
+        ]
+        tokens = torch.tensor([token for row in padded for token in row], device=ran.hidden.streams.device)
+        made: list[list[float]] = self.runner.speculate(ran, tokens, considered, count).tolist()
+        return made
 
 
 def end_of(model: Transformer, request: Request) -> int:
@@ -195,20 +229,3 @@ def end_of(model: Transformer, request: Request) -> int:
         check_text(request.prompt, model.config, request.limits, request.name)
         return len(request.prompt)
     return len(request.prompt) + max_new_tokens(request.prompt, model.config, request.limits, request.name)
-
-
-def _allowed(ready: list[Request], logits: torch.Tensor) -> torch.Tensor:
-    """The logits fp32 [R, V] without the tokens that constraints ban; the given ones stay."""
-    allowed = logits
-    for row, request in enumerate(ready):
-        banned = () if request.constraint is None else request.constraint.banned()
-        if banned:
-            allowed = logits.clone() if allowed is logits else allowed
-            allowed[row, torch.tensor(banned, device=logits.device)] = BANNED
-    return allowed
-
-
-def _sampled(ready: list[Request], logits: torch.Tensor) -> torch.Tensor:
-    """The next token of each request, as its own sampling draws it: fp32 [R, V] -> int64 [R]."""
-    lengths = [len(request.ids) for request in ready]
-    return sample(logits, Draws.of([request.sampling for request in ready], lengths, logits.device))

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.engine import Order
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity, Ran, Runner
+from dsv4cli.engine.runtime.runner import Capacity, Runner
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UnsoundResult
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.runtime.draft_steps import Ran
 
 
 def follow(model: Transformer, device: torch.device | str, hear: Callable[[], list[Order] | None]) -> None:
@@ -29,14 +32,15 @@ class Follower:
         self._model, self._device = model, device
         self._runner: Runner | None = None
         self._requests: dict[int, Request] = {}
-        self._ran = Ran([])
+        self._ran: Ran | None = None
         self._carry_out: dict[str, Callable[..., None]] = {
             "begin": self._begin,
             "add": self._add,
             "end": self._end,
             "forget": self._forget,
             "step": self._step,
-            "take": self._take,
+            "speculate": self._speculate,
+            "finish": self._finish,
         }
 
     @property
@@ -59,9 +63,17 @@ class Follower:
         self.close()
         self._runner = Runner(self._model, Capacity(**capacity), self._device)
 
-    def _add(self, number: int, prompt: list[int], prefill_chunk: int, max_context: int | None, **given: Any) -> None:
+    def _add(
+        self,
+        number: int,
+        prompt: list[int],
+        prefill_chunk: int,
+        max_context: int | None,
+        sampling: dict[str, Any],
+        **given: Any,
+    ) -> None:
         limits = Limits(prefill_chunk=prefill_chunk, max_context=max_context)
-        self._requests[number] = request = Request(prompt, Sampling(), limits, **given)
+        self._requests[number] = request = Request(prompt, Sampling(**sampling), limits, **given)
         self.runner.add(request)
 
     def _end(self, number: int) -> None:
@@ -71,10 +83,23 @@ class Follower:
         self.runner.forget()
         self._requests.clear()
 
-    def _step(self) -> None:
+    def _step(self, drafts: list[tuple[int, list[int]]], count: int) -> None:
+        for request in self._requests.values():
+            request.drafts = []
+        for number, tokens in drafts:
+            self._requests[number].drafts = tokens
         with suppress(UnsoundResult):  # the leader says so
             self._ran = self.runner.run()
+            if self.runner.drafts is not None:
+                self._speculate([len(chunk.drafts) for chunk in self._ran.ready], count)
 
-    def _take(self, tokens: list[int]) -> None:
-        for request, token in zip(self._ran.ready, tokens, strict=True):
-            request.ids.append(token)
+    def _speculate(self, considered: list[int], count: int) -> None:
+        assert self._ran is not None
+        rows = sum(1 + len(chunk.drafts) for chunk in self._ran.ready)
+        # what the leader has drawn comes into these
+        tokens = torch.zeros(rows, dtype=torch.int64, device=self._ran.hidden.streams.device)
+        self.runner.speculate(self._ran, tokens, considered, count)
+
+    def _finish(self, drawn: list[list[int]]) -> None:
+        assert self._ran is not None
+        self.runner.finish(self._ran, drawn)

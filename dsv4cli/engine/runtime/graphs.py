@@ -1,4 +1,4 @@
-"""Decoding: a step of one token of each sequence, captured in a CUDA graph for some numbers of sequences and replayed.
+"""Decoding: a step of a few tokens of each sequence, captured in CUDA graphs for some numbers of these and replayed.
 
 A graph reads its numbers from memory that stays where it is. Rows that no sequence fills belong to the padding
 sequence, which has no tokens, so that capturing and padding touch no live state.
@@ -7,17 +7,21 @@ sequence, which has no tokens, so that capturing and padding touch no live state
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from threading import Lock
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS, ROLLBACK
 from dsv4cli.engine.model.batch import Batch
-from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
 from dsv4cli.kernels.workspace import Workspace
 
+T = TypeVar("T")
+# sequences, and the tokens of each: its newest and drafts
 SIZES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
+ROWS = (1, 2, 3, 4, 6, ROLLBACK)
 # how often a step runs before it is captured: compiles kernels, and finds the memory that they share
 WARM = 2
 # to capture begins with a wait for the whole device, which CUDA refuses while another thread captures
@@ -28,6 +32,14 @@ def do_nothing() -> None:
     """Reports no preparation."""
 
 
+class StepOutput(NamedTuple):
+    """A step's batch, what the model gave, and the logits of every row fp32 [T, V]."""
+
+    batch: Batch
+    hidden: HiddenStates
+    logits: torch.Tensor
+
+
 class GraphRunner:
     """Decodes the sequences of one cache, which must have a slot to spare; on a CPU without graphs."""
 
@@ -35,109 +47,140 @@ class GraphRunner:
         """tokens: the most that a sequence has, its next one included. workspace: of the engine around it."""
         self.model = model
         self.cache = cache
-        self.columns = -(-tokens // BLOCK_TOKENS)
+        self.columns = columns_of(tokens)
         self.padding = cache.allocate()
-        self._steps: dict[int, CapturedStep] = {}
+        self._steps: dict[tuple[int, int], CapturedStep] = {}
         self._blocks = 0
         self._workspace = workspace or Workspace()  # graphs hold addresses in it
         self._memory = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
 
     def lengthen(self, tokens: int) -> None:
         """A sequence may have so many tokens from now on; steps are prepared anew where that is more."""
-        columns = -(-tokens // BLOCK_TOKENS)
-        if columns > self.columns:
-            self.columns = columns
+        if columns_of(tokens) > self.columns:
+            self.columns = columns_of(tokens)
             self.forget()
 
     def forget(self) -> None:
         """Prepares steps anew when they are needed."""
         self._steps.clear()
 
-    def logits(self, work: Items[tuple[Sequence, int]], on_preparing: Callable[[], None] = do_nothing) -> torch.Tensor:
-        """What follows each sequence's next token: fp32 [B, V], overwritten by the next call. Reserves their blocks.
+    def filled(
+        self, work: Items[tuple[Sequence, list[int]]], on_preparing: Callable[[], None] = do_nothing
+    ) -> "CapturedStep":
+        """The step for these sequences, with their numbers in it. Reserves their blocks; lengths do not change.
 
-        work: up to MAX_SLOTS sequences. Lengths do not change. on_preparing is called where a step has to be prepared
+        work: up to MAX_SLOTS sequences and their next tokens, up to ROLLBACK. Each has as many rows as the longest or
+        more, of which those behind its tokens mean nothing. on_preparing is called where a step has to be prepared
         first. Raises NotEnoughMemory.
         """
-        return self.filled(work, on_preparing).run()[: len(work)]
-
-    def filled(
-        self, work: Items[tuple[Sequence, int]], on_preparing: Callable[[], None] = do_nothing
-    ) -> "CapturedStep":
-        """The step for these sequences, with their numbers in it."""
+        rows = next(rows for rows in ROWS if rows >= max(len(ids) for _, ids in work))
         for sequence, _ in work:
-            self.cache.reserve(sequence, 1)
+            self.cache.reserve(sequence, rows)
         if self._blocks != self.cache.blocks:  # the pools lie elsewhere now
             self._steps.clear()
             self._blocks = self.cache.blocks
-        size = next(size for size in SIZES if size >= len(work))
-        if size not in self._steps:
+        key = next(size for size in SIZES if size >= len(work)), rows
+        if key not in self._steps:
             on_preparing()
-            self._steps[size] = self._prepared(size)
-        self._steps[size].fill(work)
-        return self._steps[size]
+            self._steps[key] = self._prepared(*key)
+        self._steps[key].fill(work)
+        return self._steps[key]
 
     def batch(self, numbers: Numbers) -> Batch:
-        """The batch of a step of one token of each sequence, as large for every context."""
+        """The batch of a step of as many tokens of each sequence, as large for every context."""
         size, columns = numbers.blocks.shape
-        return batch_of(self.cache, numbers, Extent.of(self.model.config, [1] * size, columns * BLOCK_TOKENS))
+        each = [numbers.ids.numel() // size] * size
+        return batch_of(self.cache, numbers, Extent.of(self.model.config, each, columns * BLOCK_TOKENS))
 
-    @torch.no_grad()
-    def _compute(self, numbers: Numbers) -> torch.Tensor:
-        with self._workspace.current():
-            return self.model.logits(self.model(self.batch(numbers), self.cache.layers).streams)
-
-    def _prepared(self, size: int) -> "CapturedStep":
-        step = CapturedStep(self.cache, size, self.columns, self.padding.slot)
-        numbers = step.numbers  # nothing that `run` holds refers to the step: it goes when it is forgotten
+    def capture(self, compute: Callable[[], T]) -> Callable[[], T]:
+        """What computes this again and again, into the same memory; only tensors that stay where they are go in."""
         if self._memory is None:
-            step.run = lambda: self._compute(numbers)
-            return step
+            return self._within(compute)
+        compute = self._within(compute)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
-                self._compute(numbers)
+                compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # NCCL asks for its events from a thread of its own
         with _CAPTURING, torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-            logits = self._compute(numbers)
+            output = compute()
 
-        def replay() -> torch.Tensor:
+        def replay() -> T:
             graph.replay()
-            return logits
+            return output
 
-        step.run = replay
+        return replay
+
+    def _within(self, compute: Callable[[], T]) -> Callable[[], T]:
+        workspace = self._workspace
+
+        def within() -> T:
+            with torch.no_grad(), workspace.current():
+                return compute()
+
+        return within
+
+    def _prepared(self, size: int, rows: int) -> "CapturedStep":
+        step = CapturedStep(self.cache, size, rows, self.columns, self.padding.slot)
+        numbers = step.numbers  # nothing that `run` holds refers to the step: it goes when it is forgotten
+
+        def compute() -> StepOutput:
+            batch = self.batch(numbers)
+            hidden = self.model(batch, self.cache.layers)
+            return StepOutput(batch, hidden, self.model.logits(hidden.streams))
+
+        computed, held = self.capture(compute), step.held
+
+        def run() -> StepOutput:
+            held[:] = [computed()]
+            return held[0]
+
+        step.run = run
         return step
 
 
+def columns_of(tokens: int) -> int:
+    """The blocks of a sequence that has up to so many tokens, and drafts behind them."""
+    return -(-(tokens + ROLLBACK) // BLOCK_TOKENS)
+
+
 class CapturedStep:
-    """The step of `size` sequences: its numbers on the host and on the device; `run` computes logits [size, V] from
-    these."""
+    """The step of `rows` tokens of each of `size` sequences: its numbers on the host and on the device; `run` computes
+    from these.
 
-    run: Callable[[], torch.Tensor]
+    held: what it computed last.
+    """
 
-    def __init__(self, cache: Cache, size: int, columns: int, padding: int) -> None:
+    run: Callable[[], StepOutput]
+
+    def __init__(self, cache: Cache, size: int, rows: int, columns: int, padding: int) -> None:
+        self.size, self.rows = size, rows
+        self.held: list[StepOutput] = []
         self._padding = padding
         on_gpu = cache.device.type == "cuda"
-        # slots, starts and ids; the blocks have their own, they change seldom
-        self._few = torch.zeros(3, size, dtype=torch.int64, pin_memory=on_gpu)
+        # slots, starts, and the ids of each; the blocks have their own, they change seldom
+        self._few = torch.zeros(2 + rows, size, dtype=torch.int64, pin_memory=on_gpu)
         self._blocks = torch.zeros(size, columns, dtype=torch.int64, pin_memory=on_gpu)
         self._few[0] = padding
         self._rows: list[tuple[Sequence, int] | None] = [None] * size  # whose blocks lie in each row, which of them
         few, blocks = self._few.to(cache.device), self._blocks.to(cache.device)
         self._on_device = few, blocks
         self._arrived = torch.cuda.Event() if on_gpu else None
-        self.numbers = Numbers(few[0], few[1], torch.ones_like(few[0]), few[2], blocks)
+        self.numbers = Numbers(few[0], few[1], torch.full_like(few[0], rows), few[2:].view(-1), blocks)
 
-    def fill(self, work: Items[tuple[Sequence, int]]) -> None:
-        """Takes the numbers of these sequences, when those of the last call have arrived on the device."""
+    def fill(self, work: Items[tuple[Sequence, list[int]]]) -> None:
+        """Takes the numbers of these sequences, when those of the last call have arrived on the device. Behind the
+        tokens of a sequence comes token 0."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        few = self._few.numpy()
-        few[:, len(work) :] = [[self._padding], [0], [0]]
-        few[:, : len(work)] = list(zip(*((one.slot, one.length, token) for one, token in work), strict=True))
+        few, ids = self._few.numpy(), self._few[2:].view(self.size, self.rows).numpy()
+        few[0], few[1:] = self._padding, 0
+        for row, (sequence, own) in enumerate(work):
+            few[:2, row] = sequence.slot, sequence.length
+            ids[row, : len(own)] = own
         self._on_device[0].copy_(self._few, non_blocking=True)
         if self._fill_blocks([one for one, _ in work]):
             self._on_device[1].copy_(self._blocks, non_blocking=True)

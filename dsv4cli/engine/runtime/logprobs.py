@@ -15,23 +15,38 @@ LOGIT_ROWS = 256
 Drawn = tuple[int, float, Alternatives]
 
 
-@torch.no_grad()
 def drawn_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Drawn]:
     """What is known of the tokens int64 [R] that go on after these logits fp32 [R, V], `count` alternatives each.
 
-    The one place of a step that waits for the device. Raises UnsoundResult for logits that are not finite.
+    Waits for the device. Raises UnsoundResult for logits that are not finite.
     """
+    return drawn_with(logits, tokens, count, None)[0]
+
+
+@torch.no_grad()
+def drawn_with(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int, more: torch.Tensor | None
+) -> tuple[list[Drawn], list[list[float]]]:
+    """The same beside other numbers of the device, fp64 [B, n], which come with it in one wait."""
     total = logits.logsumexp(-1, keepdim=True)
     best = logits.topk(min(count, logits.shape[-1]), -1)
     # fp64 holds all of it exactly
     columns = [tokens[:, None], logits.gather(-1, tokens[:, None]) - total, finite(logits)[:, None]]
     columns += [best.indices, best.values - total]
-    table = torch.cat([column.double() for column in columns], 1).tolist()
+    known = torch.cat([column.double() for column in columns], 1)
+    flat = known.flatten() if more is None else torch.cat((known.flatten(), more.flatten()))
+    numbers = flat.tolist()
+    table = _rows(numbers[: known.numel()], *known.shape)
     if not all(row[2] for row in table):
         raise not_finite()
     middle = 3 + best.indices.shape[1]
     tops = [list(zip(map(int, row[3:middle]), row[middle:], strict=True)) for row in table]
-    return [(int(row[0]), row[1], top) for row, top in zip(table, tops, strict=True)]
+    drawn = [(int(row[0]), row[1], top) for row, top in zip(table, tops, strict=True)]
+    return drawn, [] if more is None else _rows(numbers[known.numel() :], *more.shape)
+
+
+def _rows(numbers: list[float], count: int, width: int) -> list[list[float]]:
+    return [numbers[row * width : (row + 1) * width] for row in range(count)]
 
 
 @torch.no_grad()

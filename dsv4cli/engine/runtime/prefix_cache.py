@@ -17,9 +17,11 @@ class Mark:
 class Prefixes:
     """One conversation's state in a cache: the request that ran last and up to `most` marks, by length."""
 
-    def __init__(self, cache: Cache, most: int) -> None:
+    def __init__(self, cache: Cache, most: int, reads_next: bool = False) -> None:
+        """reads_next: whether the state of a position depends on the token after it, which may be another now."""
         self.cache = cache
         self._most = most
+        self._again = int(reads_next)
         self._marks: list[Mark] = []
         self._last: Request | None = None
 
@@ -85,7 +87,7 @@ class Prefixes:
     def _usable(self, held: list[int], length: int, high: int, ids: list[int]) -> int:
         """How many tokens a state of `length` tokens shares with the prompt, less its last one; 0 where rolling back
         does not reach them."""
-        count = shared(held, ids, min(length, len(ids) - 1))
+        count = max(shared(held, ids, min(length, len(ids) - 1)) - self._again, 0)
         return count if high - count <= self.cache.rollback else 0
 
 

@@ -81,6 +81,6 @@ def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
         entries=extent.entries,
     )
     chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
-    ratios = sorted(set(config.compress_ratios))
+    ratios = [ratio for ratio in sorted(set(config.compress_ratios)) if ratio in (0, *extent.groups)]
     found = step_metadata.step_metadata(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
     return Batch(**vars(found), ids=numbers.ids, slots=numbers.slots, in_rings=in_rings, window_rows=layout.rows)

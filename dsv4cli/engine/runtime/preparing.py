@@ -18,22 +18,23 @@ def do_nothing(preparing: bool) -> None:
 class Preparing:
     """Notes whether Triton compiles a kernel inside; on a CPU nothing does. May be entered again and again.
 
-    happened: whether anything was prepared the last time. on_preparing may be set.
+    happened: whether anything was prepared since it was last set to False. on_preparing may be set.
     """
 
     def __init__(self, device: torch.device, on_preparing: OnPreparing = do_nothing) -> None:
         self.happened = False
         self.on_preparing = on_preparing
         self._watches = device.type == "cuda"
+        self._reported = False
 
     def begin(self) -> None:
         """It begins, as the caller knows."""
-        if not self.happened:
-            self.happened = True
+        self.happened = True
+        if not self._reported:
+            self._reported = True
             self.on_preparing(True)
 
     def __enter__(self) -> "Preparing":
-        self.happened = False
         if self._watches:
             _watch_compilers()
         self._outer = _running.set(self)
@@ -43,7 +44,8 @@ class Preparing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _running.reset(self._outer)
-        if self.happened:
+        if self._reported:
+            self._reported = False
             self.on_preparing(False)
 
 

@@ -2,21 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
+from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.backend import captures
 from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.graphs import GraphRunner
+from dsv4cli.engine.runtime.draft import drafter_of
+from dsv4cli.engine.runtime.draft_steps import DraftSteps, Ran
+from dsv4cli.engine.runtime.graphs import GraphRunner, columns_of
 from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.runtime.logprobs import score_rows
 from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.preparing import Preparing
-from dsv4cli.engine.runtime.request import Request, RowScores
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Chunk, Scheduler
 from dsv4cli.engine.system.device import step_memory, step_threads
 from dsv4cli.errors import NotEnoughMemory
@@ -31,21 +33,13 @@ FEWEST_TOKENS = 8192
 @dataclass(frozen=True)
 class Capacity:
     """How much a runner holds. slots: sequences at once. longest: the most tokens of a sequence that steps captured in
-    graphs are prepared for, None for no graphs. snapshots: of one sequence, kept for what begins alike; 0: none."""
+    graphs are prepared for, None for no graphs. snapshots: of one sequence, kept for what begins alike; 0: none.
+    drafts: whether the model's drafter takes part."""
 
     slots: int = 1
     longest: int | None = None
     snapshots: int = 0
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A step: its chunks, the requests that have caught up, the logits after them fp32 [R, V], scored rows."""
-
-    chunks: list[Chunk]
-    ready: list[Request] = field(default_factory=list)
-    logits: torch.Tensor | None = None
-    scores: dict[Request, RowScores] = field(default_factory=dict)
+    drafts: bool = False
 
 
 class Runner:
@@ -65,13 +59,16 @@ class Runner:
         self.preparing = Preparing(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=self._slots + graphs, device=device)
         self.scheduler = Scheduler(self.cache)
-        self.prefixes = Prefixes(self.cache, capacity.snapshots) if capacity.snapshots else None
+        drafter = drafter_of(model, self.cache) if capacity.drafts else None
+        again = drafter is not None and drafter.reads_next
+        self.prefixes = Prefixes(self.cache, capacity.snapshots, again) if capacity.snapshots else None
         self.graphs: GraphRunner | None = None
         self._torn = False
         self._workspace = Workspace()
         if graphs and capacity.longest is not None:
             self.graphs = GraphRunner(model, self.cache, capacity.longest, self._workspace)
             self._provide(capacity.longest)
+        self.drafts = None if drafter is None else DraftSteps(drafter, self.graphs, self.cache.device)
 
     def add(self, request: Request) -> None:
         """Queues a request; a prefix cache gives it what it holds of the prompt. Raises NotEnoughMemory."""
@@ -96,11 +93,32 @@ class Runner:
         with self._whole(), step_memory(self.cache.device):
             chunks = self.scheduler.chunks()
             threads = step_threads(sum(chunk.tokens for chunk in chunks), self._weights)
+            self.preparing.happened = False
             with threads, self.preparing, self._workspace.current():
-                ran = self._compute(chunks)
-            if self.prefixes is not None and any(chunk.end in chunk.request.keep for chunk in chunks):
+                return self._compute(chunks)
+
+    def speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor:
+        """As `DraftSteps.after`; with several ranks of what the leader drew. May be called again with other tokens.
+        Raises NotEnoughMemory."""
+        assert self.drafts is not None
+        tokens = self.model.world.broadcast_from_leader(tokens)
+        with self._whole(), step_memory(self.cache.device), torch.no_grad():
+            threads = step_threads(len(tokens), self._weights)
+            with threads, self.preparing, self._workspace.current():
+                return self.drafts.after(ran, tokens, considered, count, self.preparing.begin)
+
+    def finish(self, ran: Ran, drawn: list[list[int]]) -> None:
+        """Ends a step: each request that is ready gets its next tokens, at least one, of which all but the last are its
+        first drafts; the other drafts never were. Raises NotEnoughMemory."""
+        with self._whole(), step_memory(self.cache.device):
+            for chunk, tokens in zip(ran.ready, drawn, strict=True):
+                request = chunk.request
+                assert request.sequence is not None
+                self.cache.roll_back(request.sequence, len(chunk.drafts) + 1 - len(tokens))
+                request.ids += tokens
+                request.done += len(tokens) - 1
+            if self.prefixes is not None and any(chunk.end in chunk.request.keep for chunk in ran.chunks):
                 self.prefixes.mark()
-            return ran
 
     def forget(self) -> None:
         """Ends every request and gives back what a prefix cache holds."""
@@ -138,38 +156,48 @@ class Runner:
 
     def _lengthen(self, request: Request) -> None:
         """Graphs are captured anew for each doubling."""
-        if self.graphs is not None and request.end > self.graphs.columns * BLOCK_TOKENS:
+        if self.graphs is not None and columns_of(request.end) > self.graphs.columns:
             doubled = max(FEWEST_TOKENS, 1 << (request.end - 1).bit_length())
             self._provide(min(doubled, context_of(self.model.config, request.limits)))
 
     def _provide(self, longest: int) -> None:
         assert self.graphs is not None
-        self.cache.provide(min(self._slots * -(-longest // BLOCK_TOKENS) + self._spare, BLOCKS_AT_ONCE))
+        self.cache.provide(min(self._slots * columns_of(longest) + self._spare, BLOCKS_AT_ONCE))
         self.graphs.lengthen(longest)
 
     @torch.no_grad()
     def _compute(self, chunks: list[Chunk]) -> Ran:
-        if self.graphs is not None and all(chunk.tokens == 1 and not chunk.request.scored for chunk in chunks):
-            every = self.graphs.logits([(one, ids[0]) for one, ids in _work(chunks)], self.preparing.begin)
-            self._advance(chunks)
-            ready = [chunk for chunk in chunks if chunk.request.caught_up]
-            logits = every if len(ready) == len(chunks) else every[[chunk.last_row for chunk in ready]]
-            return Ran(chunks, [chunk.request for chunk in ready], logits if ready else None)
-        streams = self.model(make_batch(self.cache, _work(chunks)), self.cache.layers).streams
+        work = [(chunk.request.sequence, chunk.ids) for chunk in chunks]
+        given = [(sequence, ids) for sequence, ids in work if sequence is not None]
+        decodes = all(chunk.end - chunk.first == 1 and not chunk.request.scored for chunk in chunks)
+        ran = self._replayed(chunks, given) if self.graphs is not None and decodes else self._computed(chunks, given)
         self._advance(chunks)
-        ready = [chunk for chunk in chunks if chunk.request.caught_up and not chunk.request.scored]
-        last = self.model.logits(streams[[chunk.last_row for chunk in ready]]) if ready else None
-        scored = [chunk for chunk in chunks if chunk.request.scored]
-        scores = score_rows(self.model, scored, streams) if scored else {}
-        return Ran(chunks, [chunk.request for chunk in ready], last, scores)
+        return ran
 
     def _advance(self, chunks: list[Chunk]) -> None:
-        for chunk, (sequence, ids) in zip(chunks, _work(chunks), strict=True):
-            self.cache.advance(sequence, len(ids))
+        for chunk in chunks:
+            assert chunk.request.sequence is not None
+            self.cache.advance(chunk.request.sequence, chunk.tokens)
             chunk.request.done = chunk.end
 
+    def _replayed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> Ran:
+        assert self.graphs is not None
+        step = self.graphs.filled(work, self.preparing.begin)
+        output = step.run()
+        bases = list(range(0, len(chunks) * step.rows, step.rows))
+        ran = Ran(chunks, bases, _ready(chunks), output.hidden, output.batch, step)
+        rows = ran.rows()
+        every = output.logits[: len(rows)] if rows == list(range(len(rows))) else output.logits[rows]
+        return replace(ran, logits=every if rows else None)
 
-def _work(chunks: list[Chunk]) -> list[tuple[Sequence, list[int]]]:
-    """The sequence of each chunk and its tokens."""
-    work = [(chunk.request.sequence, chunk.request.ids[chunk.first : chunk.end]) for chunk in chunks]
-    return [(sequence, ids) for sequence, ids in work if sequence is not None]
+    def _computed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> Ran:
+        batch = make_batch(self.cache, work)
+        hidden = self.model(batch, self.cache.layers)
+        ran = Ran(chunks, [chunk.row for chunk in chunks], _ready(chunks), hidden, batch)
+        logits = self.model.logits(hidden.streams[ran.rows()]) if ran.ready else None
+        scored = [chunk for chunk in chunks if chunk.request.scored]
+        return replace(ran, logits=logits, scores=score_rows(self.model, scored, hidden.streams) if scored else {})
+
+
+def _ready(chunks: list[Chunk]) -> list[Chunk]:
+    return [chunk for chunk in chunks if chunk.end == len(chunk.request.ids) and not chunk.request.scored]

@@ -10,22 +10,33 @@ from dsv4cli.engine.runtime.request import Request
 
 @dataclass(frozen=True)
 class Chunk:
-    """One request's part of a step: tokens first .. end - 1 of it, in rows row .. row + (end - first) - 1."""
+    """One request's part of a step: tokens first .. end - 1 of it and then drafts, in the rows from `row` on."""
 
     request: Request
     first: int
     end: int
     row: int
+    drafts: list[int]
 
     @property
     def tokens(self) -> int:
-        """How many it has."""
-        return self.end - self.first
+        """How many it has, drafts included."""
+        return self.end - self.first + len(self.drafts)
+
+    @property
+    def ids(self) -> list[int]:
+        """All of them."""
+        return self.request.ids[self.first : self.end] + self.drafts
 
     @property
     def last_row(self) -> int:
         """The row of its last token."""
         return self.row + self.tokens - 1
+
+    @property
+    def newest_row(self) -> int:
+        """The row of its last token that is no draft."""
+        return self.last_row - len(self.drafts)
 
 
 class Scheduler:
@@ -40,6 +51,11 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._waiting or self._active)
+
+    @property
+    def active(self) -> list[Request]:
+        """Those that have a sequence, in the order of their chunks."""
+        return list(self._active)
 
     def add(self, request: Request) -> None:
         """Queues a request of at least one token; one that has a sequence goes on at once."""
@@ -70,6 +86,12 @@ class Scheduler:
             ahead = min([len(request.ids), *stops]) - request.done
             count = min(ahead, request.limits.prefill_chunk, MAX_STEP_TOKENS - row)
             if count > 0:
-                chunks.append(Chunk(request, request.done, request.done + count, row))
-                row += count
+                chunk = Chunk(request, request.done, request.done + count, row, self._drafts(request, count, row))
+                chunks.append(chunk)
+                row += chunk.tokens
         return chunks
+
+    def _drafts(self, request: Request, count: int, row: int) -> list[int]:
+        """What follows the next `count` tokens of a request from this row on: drafts behind its newest."""
+        catches_up = request.done + count == len(request.ids)
+        return request.drafts[: MAX_STEP_TOKENS - row - count] if catches_up else []

@@ -11,7 +11,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from dsv4cli.engine.runtime import engine
+from dsv4cli.engine.runtime import drawing
 from tests.support.program import BYTES, IMPORTS_NOTHING_HEAVY, ROOT, SMALL
 from tests.support.terminals import Terminal
 
@@ -21,9 +21,9 @@ import torch
 torch.set_num_threads(1)
 from itertools import cycle
 from dsv4cli import cli
-from dsv4cli.engine.runtime import engine
+from dsv4cli.engine.runtime import drawing
 ids = cycle(byte + 3 for byte in b"words\\n")
-engine.sample = lambda *_: torch.tensor([next(ids)])
+drawing.sample = lambda *_: torch.tensor([next(ids)])
 cli.main()
 """
 RUN = ["run", "hi", "--model", SMALL]
@@ -42,7 +42,7 @@ def environment() -> dict[str, str]:
 def saying(text: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Prepares a program whose model says the bytes of `text` for ever."""
     ids = cycle(BYTES.encode(text))
-    return lambda patch: patch.setattr(engine, "sample", lambda *_: torch.tensor([next(ids)]))
+    return lambda patch: patch.setattr(drawing, "sample", lambda *_: torch.tensor([next(ids)]))
 
 
 def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():

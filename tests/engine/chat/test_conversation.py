@@ -446,7 +446,7 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
         draws.append(allowed)
         return logits.argmax(-1) * 0 + (eos if allowed and len(draws) > 2 else letter)
 
-    monkeypatch.setattr("dsv4cli.engine.runtime.engine.sample", sample)
+    monkeypatch.setattr("dsv4cli.engine.runtime.drawing.sample", sample)
     with new_conversation("high", max_tokens=40) as one:
         answer, _ = drain(one.reply(LONG, SEEDED))
     assert [step.id for step in answer.tokens] == [letter, letter, END, letter, eos]

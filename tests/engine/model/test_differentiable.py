@@ -13,9 +13,9 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import mtp_logits
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random
+from tests.support.drafting import mtp_logits
 from tests.support.golden_data import chunks
 
 LENGTHS = (9, 133, 1)

@@ -11,7 +11,7 @@ from dsv4cli.engine.model.moe import matrices
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.rope import frequencies
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import dspark_drafts
+from dsv4cli.engine.runtime.draft import DSparkDrafter, Newest
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.kernels import experts, hyper_connections, norm, rope
@@ -34,10 +34,6 @@ def model():
     return build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
 
 
-def greedy(logits):
-    return logits.argmax(-1)
-
-
 def run_target(model, cache, work):
     """A target step of each (sequence, ids); the drafter takes its context in."""
     batch = make_batch(cache, work)
@@ -46,6 +42,19 @@ def run_target(model, cache, work):
     for sequence, ids in work:
         cache.advance(sequence, len(ids))
     return hidden
+
+
+def drafts(model, cache, work):
+    """Five drafts behind each sequence's newest token, greedy: Drafts, and the logits of each fp32 [B, 5, V]."""
+    rows = []
+
+    def choose(logits, number):
+        rows.append(logits)
+        return logits.argmax(-1)
+
+    numbers = [[token, sequence.length, sequence.slot] for sequence, token in work]
+    newest = Newest(*torch.tensor(numbers).unbind(1), torch.empty(len(work), 0))
+    return DSparkDrafter(model, cache).draft(newest, 5, choose), torch.stack(rows, 1)
 
 
 def keys_by_hand(attn, h, turn):
@@ -103,11 +112,11 @@ def test_drafts_follow_the_formulas(model, length):
     cache = Cache(model.config, model.numerics)
     sequence = cache.allocate()
     hidden = run_target(model, cache, [(sequence, ids)])
-    drafts = dspark_drafts(model, [(sequence, 7)], cache, greedy)
+    found, rows = drafts(model, cache, [(sequence, 7)])
     tokens, logits, confidence = draft_by_hand(model, hidden.context, 7)
-    assert drafts.tokens[0].tolist() == tokens
-    torch.testing.assert_close(drafts.logits[0], logits, rtol=TOLERANCE, atol=TOLERANCE * float(logits.abs().max()))
-    torch.testing.assert_close(drafts.confidence[0], confidence, rtol=TOLERANCE, atol=TOLERANCE)
+    assert found.tokens[0].tolist() == tokens
+    torch.testing.assert_close(rows[0], logits, rtol=TOLERANCE, atol=TOLERANCE * float(logits.abs().max()))
+    torch.testing.assert_close(found.chances[0], confidence.sigmoid(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_context_is_the_mean_of_the_streams_of_the_target_layers(model):
@@ -131,14 +140,14 @@ def test_ragged_drafts_in_steps_equal_each_alone(model):
         cache = Cache(model.config, model.numerics)
         sequence = cache.allocate()
         run_target(model, cache, [(sequence, ids)])
-        alone.append(dspark_drafts(model, [(sequence, 9)], cache, greedy))
+        alone.append(drafts(model, cache, [(sequence, 9)]))
     cache = Cache(model.config, model.numerics, slots=2)
     first, second = cache.allocate(), cache.allocate()
     run_target(model, cache, [(first, texts[0][:1]), (second, texts[1][:131])])
-    dspark_drafts(model, [(first, 4), (second, 4)], cache, greedy)
+    drafts(model, cache, [(first, 4), (second, 4)])
     run_target(model, cache, [(second, texts[1][131:]), (first, texts[0][1:])])
-    both = dspark_drafts(model, [(first, 9), (second, 9)], cache, greedy)
-    for row, one in enumerate(alone):
+    both, rows = drafts(model, cache, [(first, 9), (second, 9)])
+    for row, (one, [logits]) in enumerate(alone):
         assert both.tokens[row].tolist() == one.tokens[0].tolist()
-        bound = TOLERANCE * float(one.logits.abs().max())
-        torch.testing.assert_close(both.logits[row], one.logits[0], rtol=TOLERANCE, atol=bound)
+        bound = TOLERANCE * float(logits.abs().max())
+        torch.testing.assert_close(rows[row], logits, rtol=TOLERANCE, atol=bound)

@@ -13,11 +13,11 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.draft import mtp_logits
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.gemm import ref as gemm_ref
+from tests.support.drafting import mtp_logits
 from tests.support.golden_data import NETS, Golden, chunks, golden, remember_weights
 
 LENGTHS = (1, 3, 127, 128, 129, 300)

@@ -54,8 +54,8 @@ def test_graphs_go_before_the_ranks_part(monkeypatch, work):
     steps, left, held = WeakSet(), [], []
     prepared, destroy = GraphRunner._prepared, distributed.destroy_process_group
 
-    def remembered(decoder, size):
-        step = prepared(decoder, size)
+    def remembered(decoder, *key):
+        step = prepared(decoder, *key)
         steps.add(step)
         left.append(len(steps))
         return step

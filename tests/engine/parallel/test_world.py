@@ -25,12 +25,12 @@ from dsv4cli.engine.parallel import processes
 from dsv4cli.engine.parallel.processes import check_devices, joined
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import mtp_logits
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.fill import fill, local_slice, made
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.random_weights import random_tensors
 from dsv4cli.errors import CheckpointError, NotEnoughMemory, UnsupportedHardware, UsageError
+from tests.support.drafting import mtp_logits
 
 NANO = resolve_model("nano")
 # layers of ratio 0, 0, 4, 128

@@ -7,12 +7,12 @@ from dsv4cli.engine.checkpoint.source import FolderSource, resolve_model
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import mtp_logits
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.kernels.block_scale import dequantise, fp4_round, fp8_round
 from dsv4cli.kernels.dispatch import use
 from tests.commands.run.test_nano import MANY, MOST_WRONG, chosen
+from tests.support.drafting import mtp_logits
 from tests.support.golden_data import BLOCK_PROMPTS, FOLDER, NETS, chunks, golden
 from tools.nano.judge import is_right
 from tools.nano.score import Examinee

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime import engine as engine_module
-from dsv4cli.engine.runtime import runner, scheduler, score
+from dsv4cli.engine.runtime import drawing, runner, scheduler, score
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.graphs import SIZES
@@ -84,11 +83,11 @@ def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longe
     asked, waited = [], []
     one.report_preparing(waited.append)
 
-    def logits(work, on_preparing):
+    def filled(work, on_preparing):
         asked.append(len(work))
-        return type(decoded).logits(decoded, work, on_preparing)
+        return type(decoded).filled(decoded, work, on_preparing)
 
-    monkeypatch.setattr(decoded, "logits", logits)
+    monkeypatch.setattr(decoded, "filled", filled)
     steps = list(drawn(one))
     assert ids_of(steps) == {number: [step.id for step in steps] for number, steps in enumerate(expected)}
     assert max(asked) == min(slots, len(texts))
@@ -115,14 +114,14 @@ def test_the_limit_of_an_answer_is_that_of_its_tokens_or_of_the_context():
 
 def test_the_end_token_ends_a_sequence_and_its_slot_is_used_again(monkeypatch):
     monkeypatch.setattr(runner, "MAX_SLOTS", 2)
-    whole, draws = engine_module.sample, iter(range(100))
+    whole, draws = drawing.sample, iter(range(100))
 
     def sample(logits, *rest):
         drawn = whole(logits, *rest)
         drawn[-1] = 1 if next(draws) == 2 else 5  # the third draw ends the second sequence
         return drawn
 
-    monkeypatch.setattr(engine_module, "sample", sample)
+    monkeypatch.setattr(drawing, "sample", sample)
     one = engine([[3], [4], [5, 6]], max_tokens=6)
     steps = list(drawn(one))
     finished = [(number, step.finish) for number, step in steps if step.finish]

@@ -67,6 +67,10 @@ class Side:
         self.cache.free(self.sequences.pop(name))
 
 
+def decode(decoder, work):
+    return decoder.filled(work).run().logits[: len(work)]
+
+
 @torch.no_grad()
 def test_it_gives_what_any_step_gives_while_sequences_come_and_go(case):
     """Sequences join and leave, so rows are padded, move, and are used again; pools grow on the way."""
@@ -87,7 +91,7 @@ def test_it_gives_what_any_step_gives_while_sequences_come_and_go(case):
         for step in range(STEPS):
             tokens = {name: (31 * name + 7 * step) % 500 for name in sorted(live, reverse=len(live) % 2 == 0)}
             expected = plain.step(tokens)
-            found = decoder.logits([(ours.sequences[name], token) for name, token in tokens.items()])
+            found = decode(decoder, [(ours.sequences[name], [token]) for name, token in tokens.items()])
             torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
             plain.advance(tokens)
             ours.advance(tokens)
@@ -109,13 +113,13 @@ def test_blocks_that_others_take_are_not_read_any_more(case):
         side.read("text", ids[:126])
     snapshot = ours.cache.snapshot(ours.sequences["text"])
     for token in others[126:]:
-        decoder.logits([(ours.sequences["text"], token)])
+        decode(decoder, [(ours.sequences["text"], [token])])
         ours.advance(["text"])
     ours.cache.restore(ours.sequences["text"], snapshot)
     ours.cache.drop(snapshot)
     ours.read("other", others)  # into what has become free
     for token in ids[126:]:
-        found = decoder.logits([(ours.sequences["text"], token)])
+        found = decode(decoder, [(ours.sequences["text"], [token])])
         torch.testing.assert_close(found, plain.step({"text": token}), rtol=0, atol=tolerance)
         plain.advance(["text"])
         ours.advance(["text"])
@@ -135,7 +139,7 @@ def test_two_thousand_steps_leave_nothing_behind(case):
         if (len(side.sequences) < slots and choice.random() < 0.05) or not side.sequences:
             side.read(next(names), [choice.randrange(3, 500) for _ in range(choice.randrange(1, 200))])
         tokens = {name: choice.randrange(3, 500) for name in side.sequences}
-        decoder.logits([(side.sequences[name], token) for name, token in tokens.items()])
+        decode(decoder, [(side.sequences[name], [token]) for name, token in tokens.items()])
         side.advance(tokens)
         for name in [name for name in tokens if choice.random() < 0.02 or side.sequences[name].length == 400]:
             side.drop(name)

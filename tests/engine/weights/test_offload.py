@@ -63,11 +63,11 @@ def history(model, decodes):
     decoder = GraphRunner(model, cache, 60) if decodes else None
     for step in range(6):
         live = work[: 1 + step % 2]
-        tokens = [(sequence, 3 + (7 * step + 13 * number) % 90) for number, (sequence, _) in enumerate(live)]
+        tokens = [(sequence, [3 + (7 * step + 13 * number) % 90]) for number, (sequence, _) in enumerate(live)]
         if decoder is not None:
-            found.append(decoder.logits(tokens).clone())
+            found.append(decoder.filled(tokens).run().logits[: len(tokens)].clone())
         else:
-            batch = make_batch(cache, [(sequence, [token]) for sequence, token in tokens])
+            batch = make_batch(cache, tokens)
             found.append(model.logits(model(batch, cache.layers).streams))
         for sequence, _ in tokens:
             cache.advance(sequence, 1)

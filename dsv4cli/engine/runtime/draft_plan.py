@@ -1,0 +1,60 @@
+"""What the leader decides about drafts: which a step verifies, how many follow it, and what they have come to."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dsv4cli.engine.runtime.draft import Drafter
+from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.gate import Gate
+from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.runtime.scheduler import Chunk
+
+
+class DraftPlan:
+    """Of one engine. report: what drafts came to."""
+
+    def __init__(self, drafter: Drafter, most: int | None) -> None:
+        """most: of a sequence in a step, None for as many as pay."""
+        bound = drafter.most if most is None else min(most, drafter.most)
+        self.gate = Gate(bound, drafter.usual if most is None else bound)
+        self.report = DraftReport(drafter.name, per_position=[0] * bound)
+        self._chances: dict[Request, list[float]] = {}
+
+    def begin(self, requests: Sequence[Request]) -> int:
+        """Leaves the active requests the drafts that the next step verifies; how many to make after it."""
+        for gone in self._chances.keys() - set(requests):
+            del self._chances[gone]
+        count = self.gate.drafts(len(requests), [self._chances.get(request, []) for request in requests])
+        for request in requests:
+            request.drafts = request.drafts[: max(min(count, request.end - len(request.ids) - 1), 0)]
+        return self.gate.count(len(requests))
+
+    def take(self, ready: Sequence[Chunk], drawn: Sequence[Sequence[Token]], made: Sequence[Sequence[float]]) -> None:
+        """Takes in what each request that was ready has got, and what was drafted for it: tokens, then chances. Drafts
+        behind the end of an answer do not count."""
+        report, per_position, drafted = self.report, list(self.report.per_position), 0
+        for chunk, tokens, row in zip(ready, drawn, made, strict=True):
+            accepted = len(tokens) - 1
+            verified = accepted if tokens[-1].finish else len(chunk.drafts)
+            drafted += verified
+            self.gate.note_drafts(self._chances.get(chunk.request, []), verified, accepted)
+            for number in range(accepted):
+                per_position[number] += 1
+            middle = len(row) // 2
+            chunk.request.drafts = [int(token) for token in row[:middle]]
+            self._chances[chunk.request] = list(row[middle:])
+        self.report = replace(
+            report,
+            steps=report.steps + len(ready),
+            drafted=report.drafted + drafted,
+            accepted=report.accepted + sum(map(len, drawn)) - len(ready),
+            per_position=per_position,
+            tokens=report.tokens + sum(map(len, drawn)),
+        )
+
+    def time(self, chunks: Sequence[Chunk], count: int, seconds: Sequence[float]) -> None:
+        """Takes in how long a step of tokens that follow each other took, and the drafting behind it."""
+        if all(chunk.end - chunk.first == 1 for chunk in chunks):
+            verifying, drafting = seconds
+            self.gate.verifying.note(len(chunks), max(chunk.tokens for chunk in chunks), verifying)
+            self.gate.drafting.note(len(chunks), count, drafting)

@@ -1,0 +1,156 @@
+"""The drafter's part of each step of a runner: as it comes, or captured in a graph behind a step that is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.transformer import HiddenStates
+from dsv4cli.engine.runtime.draft import Drafter
+from dsv4cli.engine.runtime.graphs import CapturedStep, GraphRunner
+from dsv4cli.engine.runtime.request import Request, RowScores
+from dsv4cli.engine.runtime.sampler import Draws, Kind, kind_of, packed
+from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.speculate import Verified, speculate
+from dsv4cli.engine.settings import Sampling
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step that the model has computed.
+
+    bases: the row of each chunk's first token. ready: the chunks whose requests have caught up and get tokens. hidden,
+    batch: what the model gave, and for what. step: the captured step that they came from, if any. logits: fp32 [R, V],
+    of the newest token of each that is ready and of the drafts behind it. scores: of scored rows.
+    """
+
+    chunks: list[Chunk]
+    bases: list[int]
+    ready: list[Chunk]
+    hidden: HiddenStates
+    batch: Batch
+    step: CapturedStep | None = None
+    logits: torch.Tensor | None = None
+    scores: dict[Request, RowScores] = field(default_factory=dict)
+
+    def newest(self) -> list[int]:
+        """The row of the newest token of each that is ready."""
+        pairs = zip(self.chunks, self.bases, strict=True)
+        rows = {id(chunk): base + chunk.end - chunk.first - 1 for chunk, base in pairs}
+        return [rows[id(chunk)] for chunk in self.ready]
+
+    def rows(self) -> list[int]:
+        """The rows of `logits` in the step."""
+        pairs = zip(self.ready, self.newest(), strict=True)
+        return [row + number for chunk, row in pairs for number in range(1 + len(chunk.drafts))]
+
+
+class DraftSteps:
+    """What a drafter does after each step."""
+
+    def __init__(self, drafter: Drafter, graphs: GraphRunner | None, device: torch.device) -> None:
+        self.drafter = drafter
+        self._graphs, self._device = graphs, device
+        # of each captured step, by how many drafts are made and how they are drawn
+        self._steps: WeakKeyDictionary[CapturedStep, dict[tuple[int, Kind], CapturedDraft]] = WeakKeyDictionary()
+
+    def after(
+        self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int, on_preparing: Callable[[], None]
+    ) -> torch.Tensor:
+        """Takes in a step and drafts `count` tokens for each request that is ready: as `speculate`, in their order.
+
+        tokens: int64 [R], what the model drew at the rows of ran.logits. considered: how many drafts of each that is
+        ready may be accepted. Nothing waits for the device.
+        """
+        next_ids = self._next_ids(ran, tokens)
+        if ran.step is not None:
+            return self._captured(ran, ran.step, next_ids, considered, count, on_preparing)
+        ready, width = ran.ready, max((len(chunk.drafts) for chunk in ran.ready), default=0)
+        padded = [[*chunk.drafts, *[0] * (width - len(chunk.drafts))] for chunk in ready]
+        sequences = [chunk.request.sequence for chunk in ready]
+        columns = [
+            [one.slot for one in sequences if one is not None],
+            [chunk.end - 1 for chunk in ready],
+            ran.newest(),
+            considered,
+            *map(list, zip(*padded, strict=True)),
+        ]
+        slots, starts, rows, drafted, *drafts = torch.tensor(columns, dtype=torch.int64).to(self._device)
+        own = torch.stack(drafts, 1) if drafts else slots.new_empty(len(ready), 0)
+        draws = Draws.of(_samplings(ready), [0] * len(ready), self._device)
+        verified = Verified(slots, starts, rows, drafted, own)
+        return speculate(self.drafter, (ran.hidden, ran.batch), next_ids, verified, draws, count if ready else 0)
+
+    def _next_ids(self, ran: Ran, tokens: torch.Tensor) -> torch.Tensor:
+        """The token after each row of the step, int64 [T]: of the prompt, or what was drawn."""
+        count = len(ran.hidden.streams)
+        known, rows = [0] * count, ran.rows()
+        for chunk, base in zip(ran.chunks, ran.bases, strict=True):
+            following = chunk.request.ids[chunk.first + 1 : chunk.end + 1]
+            known[base : base + len(following)] = following
+        numbers = torch.tensor(known + rows, dtype=torch.int64).to(self._device)
+        return numbers[:count].scatter(0, numbers[count:], tokens)
+
+    def _captured(
+        self,
+        ran: Ran,
+        step: CapturedStep,
+        next_ids: torch.Tensor,
+        considered: list[int],
+        count: int,
+        on_preparing: Callable[[], None],
+    ) -> torch.Tensor:
+        kind = kind_of(_samplings(ran.ready)) if count else "greedy"
+        prepared = self._steps.setdefault(step, {})
+        if (count, kind) not in prepared:
+            assert self._graphs is not None
+            on_preparing()
+            prepared[count, kind] = CapturedDraft(self.drafter, self._graphs, step, count, kind)
+        places = [row // step.rows for row in ran.newest()]
+        made = prepared[count, kind].run(next_ids, places, considered, _samplings(ran.ready))
+        return made if places == list(range(len(made))) else made[places]
+
+
+class CapturedDraft:
+    """The drafter's part of a captured step; all sequences of the step draft alike."""
+
+    def __init__(self, drafter: Drafter, graphs: GraphRunner, step: CapturedStep, count: int, kind: Kind) -> None:
+        """Computes once what the step left."""
+        numbers, device = step.numbers, step.numbers.slots.device
+        self._next_ids = torch.zeros(step.size * step.rows, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(5, step.size, dtype=torch.int64, device=device)
+        held, drafted, next_ids = step.held, self._numbers[4], self._next_ids
+        draws = Draws.within(self._numbers[:4], kind)
+        rows, drafts = step.rows, numbers.ids.view(step.size, step.rows)[:, 1:]
+
+        def compute() -> torch.Tensor:
+            first = torch.arange(0, len(next_ids), rows, device=device)
+            verified = Verified(numbers.slots, numbers.starts, first, drafted, drafts)
+            [own] = held
+            return speculate(drafter, (own.hidden, own.batch), next_ids, verified, draws, count)
+
+        self._run = graphs.capture(compute)
+
+    def run(
+        self, next_ids: torch.Tensor, places: list[int], considered: list[int], samplings: list[Sampling]
+    ) -> torch.Tensor:
+        """What `speculate` gives for every sequence of the step, overwritten by the next call.
+
+        places: which of them are ready, with how many drafts of each to consider and how each draws.
+        """
+        size = self._numbers.shape[1]
+        every, drafted = [Sampling(0.0)] * size, [0] * size
+        for place, sampling, most in zip(places, samplings, considered, strict=True):
+            every[place], drafted[place] = sampling, most
+        numbers = torch.cat((packed(every, [0] * size), torch.tensor([drafted])))
+        if self._numbers.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._next_ids.copy_(next_ids)
+        return self._run()
+
+
+def _samplings(chunks: list[Chunk]) -> list[Sampling]:
+    return [chunk.request.sampling for chunk in chunks]

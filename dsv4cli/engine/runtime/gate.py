@@ -1,0 +1,124 @@
+"""How many drafts pay: from what they were worth so far and from what steps took; no torch.
+
+What comes out does not depend on it, only when, so it may look at the clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dsv4cli.engine.config.capacity import MAX_SLOTS
+
+# the chances that drafters report, in so many bins, each with so many drafts that bear the report out to begin with
+BINS, BELIEF = 10, 4.0
+# what one more step adds to a mean, and one more draft to a bin
+RATE, FORGET = 0.1, 0.995
+# how likely drafts are taken to be at first
+FIRST_GUESS = 0.8
+# where drafts do not pay, one step in so many makes some, for that may change
+PROBE = 64
+# of a step of fewer rows than any that was timed: the share of its time that rows do not change, at least
+FIXED_SHARE = 0.6
+# rows of a step that graphs hold
+MOST_ROWS = MAX_SLOTS
+
+
+@dataclass
+class Costs:
+    """Seconds of steps by how many sequences and how much of each: means of those that were timed."""
+
+    seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def note(self, sequences: int, amount: int, seconds: float) -> None:
+        """Takes in a step."""
+        key = size_of(sequences), amount
+        before = self.seconds.get(key)
+        self.seconds[key] = seconds if before is None else before + RATE * (min(seconds, 2 * before) - before)
+
+    def guess(self, sequences: int, amount: int) -> float | None:
+        """What a step takes; of one that was not timed less than it can take, so that it is tried; None for none."""
+        size = size_of(sequences)
+        known = {own: value for (other, own), value in self.seconds.items() if other == size}
+        if not known:
+            return None
+        if amount in known:
+            return known[amount]
+        smaller = [own for own in known if own < amount]
+        if smaller:
+            return known[max(smaller)]
+        nearest = min(known)
+        return known[nearest] * (FIXED_SHARE + (1 - FIXED_SHARE) * amount / nearest)
+
+
+class Gate:
+    """Chooses for one engine. most: the most drafts of a sequence in a step; usual: those that are tried first."""
+
+    def __init__(self, most: int, usual: int) -> None:
+        self._most, self._usual = most, min(most, usual)
+        self.verifying, self.drafting = Costs(), Costs()
+        self._accepted = [(number + 0.5) / BINS * BELIEF for number in range(BINS)]
+        self._seen = [BELIEF] * BINS
+        self._mean = [FIRST_GUESS] * most
+        self._closed = 0
+
+    def believed(self, chance: float) -> float:
+        """How likely a draft is to be accepted of which the drafter reports this chance."""
+        number = _bin(chance)
+        return self._accepted[number] / self._seen[number]
+
+    def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
+        """How many of the drafts that there are, with their chances, the next step verifies of each sequence."""
+        longest = max((len(own) for own in chances), default=0)
+        most = min(longest, MOST_ROWS // size_of(sequences) - 1)
+        drafting = self.drafting.guess(sequences, longest) or 0.0
+        expected, survival = [float(sequences)], [1.0] * len(chances)
+        for number in range(most):
+            survival = [
+                so_far * (self.believed(own[number]) if number < len(own) else 0.0)
+                for so_far, own in zip(survival, chances, strict=True)
+            ]
+            expected.append(expected[-1] + sum(survival))
+        if not self.verifying.seconds:
+            return most
+        return max(
+            range(most + 1), key=lambda count: (self._worth(expected[count], sequences, count, drafting), -count)
+        )
+
+    def count(self, sequences: int) -> int:
+        """How many drafts to make after the next step of so many sequences."""
+        most = min(self._most, MOST_ROWS // size_of(sequences) - 1)
+        usual = min(self._usual, most)
+        if not self.drafting.seconds:
+            return usual
+        best = max(range(most + 1), key=lambda count: (self._steady(sequences, count), -count))
+        self._closed = 0 if best else self._closed + 1
+        return best or (usual if self._closed % PROBE == 0 else 0)
+
+    def note_drafts(self, chances: Sequence[float], verified: int, accepted: int) -> None:
+        """Takes in one sequence's step: the drafts that there were, how many were verified, how many accepted."""
+        for number, chance in enumerate(chances):
+            self._mean[number] += RATE * (self.believed(chance) - self._mean[number])
+        for number in range(min(verified, accepted + 1)):
+            at = _bin(chances[number])
+            self._seen[at] = FORGET * self._seen[at] + 1
+            self._accepted[at] = FORGET * self._accepted[at] + (number < accepted)
+
+    def _steady(self, sequences: int, count: int) -> float:
+        """Tokens a second of steps that all make and verify so many drafts."""
+        expected, survival = 1.0, 1.0
+        for mean in self._mean[:count]:
+            survival *= mean
+            expected += survival
+        drafting = (self.drafting.guess(sequences, count) or 0.0) if count else 0.0
+        return self._worth(expected, sequences, count, drafting)
+
+    def _worth(self, tokens: float, sequences: int, count: int, drafting: float) -> float:
+        return tokens / ((self.verifying.guess(sequences, count + 1) or 1e-9) + drafting)
+
+
+def size_of(sequences: int) -> int:
+    """So many sequences as a captured step has them: the next power of two."""
+    return 1 << max(sequences - 1, 0).bit_length()
+
+
+def _bin(chance: float) -> int:
+    return min(max(int(chance * BINS), 0), BINS - 1)

@@ -1,0 +1,34 @@
+"""How long the parts of a step take, on the device that computes them, without waiting for it."""
+
+from time import perf_counter
+
+import torch
+
+
+class Stopwatch:
+    """Marks what has been launched; `seconds` may be asked for when the device has come there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def start(self) -> None:
+        """Forgets earlier marks, and sets the first."""
+        self._marks, self._times = [], []
+        self.mark()
+
+    def mark(self) -> None:
+        """Sets a mark."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._times.append(perf_counter())
+
+    def seconds(self) -> list[float]:
+        """The time between each mark and the next."""
+        if self._on_gpu:
+            return [one.elapsed_time(other) / 1e3 for one, other in zip(self._marks, self._marks[1:], strict=False)]
+        return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
