@@ -3,13 +3,14 @@
 python -m tests.benchmarks.decode_speed --model random:flash,experts=192 --context 4096 --context 131072
 torchrun --nproc-per-node 2 -m tests.benchmarks.decode_speed --batch 1 --batch 16 --batch 64 --prefill 8192
 torchrun --nproc-per-node 4 -m tests.benchmarks.decode_speed --model random:pro --host-memory 320GB
+python -m tests.benchmarks.decode_speed --model random:flash,experts=192 --draft 0 --draft 1 --draft 3 --draft auto
 python -m tests.benchmarks.decode_speed    # all 256 experts: those that do not fit stay in host memory
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
@@ -24,9 +25,10 @@ from dsv4cli.engine.parallel.processes import joined
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.profiling.step import fill
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
 
@@ -55,13 +57,30 @@ def say(world: World, *words: object) -> None:
         print(*words, flush=True)
 
 
-def filled(model: Transformer, device: torch.device, context: int, batch: int) -> Engine:
-    """An engine with a request for each of `batch` sequences, random values in place of all but one of its tokens."""
-    more = STEPS + TRACED + 1
-    engine = Engine(model, Capacity(batch, context + more), device)
+class Always(Gate):
+    """A gate that lets all drafts through."""
+
+    def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
+        """Verifies all there are."""
+        return max(map(len, chances), default=0)
+
+    def count(self, sequences: int) -> int:
+        """Makes as many as it may."""
+        return self._most
+
+
+def filled(
+    model: Transformer, device: torch.device, context: int, batch: int, draft: int | None, temperature: float
+) -> Engine:
+    """An engine with a request for each of `batch` sequences, random values in place of all but one of its tokens; so
+    many drafts in every step, None for as many as pay."""
+    more = (STEPS + TRACED) * (1 + (7 if draft is None else draft)) + 1
+    engine = Engine(model, Capacity(batch, context + more), device, drafting=Drafting(draft))
+    if draft and engine._plan is not None:
+        engine._plan.gate = Always(draft, draft)
     cache = engine.runner.cache
     for number in range(batch):
-        request = Request([0] * context, Sampling(seed=number), Limits(max_tokens=more))
+        request = Request([0] * context, Sampling(temperature, seed=number), Limits(max_tokens=more))
         request.sequence, request.done = cache.allocate(), context - 1
         cache.reserve(request.sequence, context)
         cache.advance(request.sequence, context - 1)
@@ -71,12 +90,22 @@ def filled(model: Transformer, device: torch.device, context: int, batch: int) -
     return engine
 
 
-def decode(model: Transformer, world: World, device: torch.device, context: int, batch: int, trace: str | None) -> None:
+def decode(
+    model: Transformer,
+    world: World,
+    device: torch.device,
+    shape: tuple[int, int],
+    draft: int | None,
+    temperature: float,
+    trace: str | None,
+) -> None:
     """Prints the median of the engine's step; each has the tokens that the one before has drawn, of random weights any.
 
-    trace: a file for a trace of more such steps.
+    shape: tokens before the step, sequences. draft: of each, None for as many as pay. trace: a file for a trace of more
+    such steps.
     """
-    engine, wall = filled(model, device, context, batch), []
+    context, batch = shape
+    engine, wall, parts = filled(model, device, context, batch, draft, temperature), [], []
     for step in range(STEPS):
         if step == WARM:
             before = traffic(model)
@@ -87,11 +116,19 @@ def decode(model: Transformer, world: World, device: torch.device, context: int,
         assert len(results) == batch
         if step >= WARM:
             wall.append(seconds * 1e3)
+            parts.append(engine._drawing.watch.seconds())
     say(
         world,
         f"decode, context {context:,}, batch {batch}: {median(wall):.2f} ms ({min(wall):.2f} to {max(wall):.2f}), "
-        f"{batch / median(wall) * 1e3:,.0f} tokens/s",
+        f"{batch / median(wall) * 1e3:,.0f} tokens/s without drafts",
     )
+    if (report := engine.draft_report()) is not None:
+        verifying, drafting = (median(column) * 1e3 for column in zip(*parts, strict=True))
+        say(
+            world,
+            f"  {'auto' if draft is None else draft} drafts of {report.drafter}: {verifying:.2f} ms to verify, "
+            f"{drafting:.2f} to draft; {report.drafted} verified in {report.steps} steps, {report.accepted} accepted",
+        )
     chosen, found, nbytes = (after - first for after, first in zip(traffic(model), before, strict=True))
     if chosen:
         each = nbytes / len(wall) / batch
@@ -136,6 +173,8 @@ def main() -> None:
     parser.add_argument("--model", default="random:flash")
     parser.add_argument("--context", type=int, action="append", help="tokens before the step; 4096 if absent")
     parser.add_argument("--batch", type=int, action="append", help="sequences; 1 if absent")
+    parser.add_argument("--draft", action="append", help="drafts in each step, or auto; 0 if absent")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prefill", type=int, action="append", default=[], help="tokens of a prompt")
     parser.add_argument("--chunk", type=int, action="append", help="of a prompt; 4096 if absent")
     parser.add_argument("--host-memory", metavar="SIZE", help="what experts of all ranks may take of it")
@@ -156,7 +195,9 @@ def main() -> None:
                 prefill(model, world, device, tokens, chunk)
         for context in asked.context or [4096]:
             for batch in asked.batch or [1]:
-                decode(model, world, device, context, batch, asked.trace)
+                for text in asked.draft or ["0"]:
+                    draft = None if text == "auto" else int(text)
+                    decode(model, world, device, (context, batch), draft, asked.temperature, asked.trace)
 
 
 if __name__ == "__main__":

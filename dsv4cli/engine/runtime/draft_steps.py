@@ -15,6 +15,7 @@ from dsv4cli.engine.runtime.sampler import Draws, Kind, kind_of, packed
 from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.runtime.speculate import Verified, speculate
 from dsv4cli.engine.settings import Sampling
+from dsv4cli.engine.system.device import upload
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class DraftSteps:
             considered,
             *map(list, zip(*padded, strict=True)),
         ]
-        slots, starts, rows, drafted, *drafts = torch.tensor(columns, dtype=torch.int64).to(self._device)
+        slots, starts, rows, drafted, *drafts = upload(torch.tensor(columns, dtype=torch.int64), self._device)
         own = torch.stack(drafts, 1) if drafts else slots.new_empty(len(ready), 0)
         draws = Draws.of(_samplings(ready), [0] * len(ready), self._device)
         verified = Verified(slots, starts, rows, drafted, own)
@@ -90,7 +91,7 @@ class DraftSteps:
         for chunk, base in zip(ran.chunks, ran.bases, strict=True):
             following = chunk.request.ids[chunk.first + 1 : chunk.end + 1]
             known[base : base + len(following)] = following
-        numbers = torch.tensor(known + rows, dtype=torch.int64).to(self._device)
+        numbers = upload(torch.tensor(known + rows, dtype=torch.int64), self._device)
         return numbers[:count].scatter(0, numbers[count:], tokens)
 
     def _captured(
@@ -110,7 +111,7 @@ class DraftSteps:
             prepared[count, kind] = CapturedDraft(self.drafter, self._graphs, step, count, kind)
         places = [row // step.rows for row in ran.newest()]
         made = prepared[count, kind].run(next_ids, places, considered, _samplings(ran.ready))
-        return made if places == list(range(len(made))) else made[places]
+        return made if places == list(range(len(made))) else made[upload(torch.tensor(places), self._device)]
 
 
 class CapturedDraft:
@@ -145,9 +146,7 @@ class CapturedDraft:
         for place, sampling, most in zip(places, samplings, considered, strict=True):
             every[place], drafted[place] = sampling, most
         numbers = torch.cat((packed(every, [0] * size), torch.tensor([drafted])))
-        if self._numbers.device.type == "cuda":
-            numbers = numbers.pin_memory()
-        self._numbers.copy_(numbers, non_blocking=True)
+        self._numbers.copy_(upload(numbers, self._numbers.device))
         self._next_ids.copy_(next_ids)
         return self._run()
 

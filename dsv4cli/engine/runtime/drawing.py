@@ -1,18 +1,76 @@
 """What a step's logits give each request: its next token, and those behind it that its drafts had right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
 from dsv4cli.engine.runtime.draft_steps import Ran
-from dsv4cli.engine.runtime.logprobs import Drawn, drawn_of
+from dsv4cli.engine.runtime.logprobs import Drawn, drawn_of, drawn_with
 from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampler import Draws, sample
 from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.stopwatch import Stopwatch
 
 # far below any logit, and finite at the lowest temperature
 BANNED = -1e30
+
+
+class Drawing:
+    """Draws the tokens of a runner's steps and has its drafter follow them. watch: of the last step's two parts."""
+
+    def __init__(self, runner: Runner, again: Callable[[list[int], int], None]) -> None:
+        """again: called before the drafter follows a step once more, with what `Runner.speculate` is given."""
+        self.watch = Stopwatch(runner.cache.device)
+        self._runner, self._again = runner, again
+
+    def step(self, count: int) -> tuple[Ran, list[list[Token]], list[list[float]]]:
+        """The next step, the tokens of each request that is ready, and `count` drafts behind these, as `speculate` has
+        them. Waits for the device once; again where a constraint asks for other tokens than those that were drawn.
+
+        Raises UnsoundResult for logits that are not finite, NotEnoughMemory.
+        """
+        self.watch.start()
+        ran = self._runner.run()
+        found, drafts = self._draw(ran, count)
+        self._runner.finish(ran, [[token.id for token in own] for own in found])
+        return ran, found, drafts
+
+    def _draw(self, ran: Ran, count: int) -> tuple[list[list[Token]], list[list[float]]]:
+        ready, runner = ran.ready, self._runner
+        logits = ran.hidden.streams.new_empty(0, 1, dtype=torch.float32) if ran.logits is None else ran.logits
+        tokens = sampled(ran, logits)
+        self.watch.mark()
+        made = None
+        if runner.drafts is not None:
+            made = runner.speculate(ran, tokens, [len(chunk.drafts) for chunk in ready], count)
+        self.watch.mark()
+        if not ready:
+            return [], []
+        known, drafts = drawn_with(logits, tokens, max(one.request.limits.logprobs for one in ready), made)
+        found, again = [], False
+        for chunk, row in zip(ready, first_rows(ready), strict=True):
+            rows, request = slice(row, row + 1 + len(chunk.drafts)), chunk.request
+            stop_ids = runner.model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
+            own = taken(chunk, logits[rows], known[rows], stop_ids, runner.preparing.happened)
+            found.append(own)
+            again |= not own[-1].finish and [token.id for token in own] != agreed(chunk, known[rows])
+        if made is not None and again:
+            drafts = self._speculate_again(ran, found, count)
+        return found, drafts
+
+    def _speculate_again(self, ran: Ran, found: list[list[Token]], count: int) -> list[list[float]]:
+        """What is drafted behind tokens that are not those that were drawn."""
+        considered = [len(own) - 1 for own in found]
+        self._again(considered, count)
+        padded = [
+            [token.id for token in own] + [0] * (len(chunk.drafts) - most)
+            for own, chunk, most in zip(found, ran.ready, considered, strict=True)
+        ]
+        tokens = torch.tensor([token for row in padded for token in row], device=ran.hidden.streams.device)
+        made: list[list[float]] = self._runner.speculate(ran, tokens, considered, count).tolist()
+        return made
 
 
 def sampled(ran: Ran, logits: torch.Tensor) -> torch.Tensor:

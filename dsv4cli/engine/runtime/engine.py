@@ -11,13 +11,11 @@ from dsv4cli.engine.parallel.world import lost_others
 from dsv4cli.engine.runtime.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.draft_steps import Ran
-from dsv4cli.engine.runtime.drawing import agreed, first_rows, sampled, taken
+from dsv4cli.engine.runtime.drawing import Drawing
 from dsv4cli.engine.runtime.limits import check_text, max_new_tokens
-from dsv4cli.engine.runtime.logprobs import drawn_with
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
 from dsv4cli.engine.runtime.runner import Capacity, Runner
-from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting
 
 # the name of an order and what it carries, as JSON has them
@@ -55,7 +53,7 @@ class Engine:
         self.runner = Runner(model, capacity, device)
         drafts = self.runner.drafts
         self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting.most)
-        self._watch = Stopwatch(self.runner.cache.device)
+        self._drawing = Drawing(self.runner, self._speculate_again)
         self._orders: list[Order] = [("begin", asdict(capacity))]
         self._count = 0
 
@@ -118,26 +116,22 @@ class Engine:
     def step(self) -> list[Result]:
         """What each request of the next step got; a token with `finish` is its last. Raises UnsoundResult for logits
         that are not finite, NotEnoughMemory, RankLost."""
-        count = 0 if self._plan is None else self._plan.begin(self.runner.scheduler.active)
-        drafts = [[one.number, one.drafts] for one in self.runner.scheduler.active if one.drafts]
-        self._order("step", drafts=drafts, count=count)
+        requests = self.runner.scheduler.active
+        count = 0 if self._plan is None else self._plan.begin(requests)
+        self._order("step", drafts=[[one.number, one.drafts] for one in requests if one.drafts], count=count)
         try:
             self._tell()
-            self._watch.start()
-            ran = self.runner.run()
-            drawn, made = self._draw(ran, count)
-            tokens = [[token.id for token in one] for one in drawn]
-            self.runner.finish(ran, tokens)
+            ran, tokens, drafts = self._drawing.step(count)
         except Exception as error:
             if self.followers is not None and not lost_others(error):
                 self.followers.rest()  # whoever watches lost ranks sees which one has ended, and how
             raise
-        self._order("finish", drawn=tokens)
+        self._order("finish", drawn=[[token.id for token in own] for own in tokens])
         if self._plan is not None:
-            self._plan.take(ran.ready, drawn, made)
+            self._plan.take(ran.ready, tokens, drafts)
             if not self.runner.preparing.happened:
-                self._plan.time(ran.chunks, count, self._watch.seconds())
-        return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), drawn, strict=True)))
+                self._plan.time(ran.chunks, count, self._drawing.watch.seconds())
+        return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
 
     def forget(self) -> None:
         """Ends every request and gives back what is kept for later ones."""
@@ -161,6 +155,10 @@ class Engine:
         )
         self.runner.add(request)
 
+    def _speculate_again(self, considered: list[int], count: int) -> None:
+        self._order("speculate", considered=considered, count=count)
+        self._tell()
+
     def _order(self, name: str, **given: Any) -> None:
         if self.followers is not None:
             self._orders.append((name, given))
@@ -182,45 +180,6 @@ class Engine:
                 self.cancel(request)
             results.append(Result(request, tokens, ran.scores.get(request)))
         return results
-
-    def _draw(self, ran: Ran, count: int) -> tuple[list[list[Token]], list[list[float]]]:
-        """The next tokens of each request that is ready, and what was drafted behind them, as `DraftPlan.take` has it.
-
-        Waits for the device once; again where a constraint asks for other tokens than those that were drawn.
-        """
-        logits = ran.hidden.streams.new_empty(0, 1, dtype=torch.float32) if ran.logits is None else ran.logits
-        tokens = sampled(ran, logits)
-        self._watch.mark()
-        made = None
-        if self._plan is not None:
-            made = self.runner.speculate(ran, tokens, [len(chunk.drafts) for chunk in ran.ready], count)
-        self._watch.mark()
-        if not ran.ready:
-            return [], []
-        known, drafts = drawn_with(logits, tokens, max(one.request.limits.logprobs for one in ran.ready), made)
-        prepared, pairs, found = self.runner.preparing.happened, [], []
-        for chunk, row in zip(ran.ready, first_rows(ran.ready), strict=True):
-            rows = slice(row, row + 1 + len(chunk.drafts))
-            stop_ids = chunk.request.stop_ids
-            stop_ids = self.model.config.eos_token_ids if stop_ids is None else stop_ids
-            found.append(taken(chunk, logits[rows], known[rows], stop_ids, prepared))
-            pairs.append((found[-1], agreed(chunk, known[rows])))
-        if made is not None and any([token.id for token in own] != other for own, other in pairs):
-            drafts = self._speculate_again(ran, found, count)
-        return found, drafts
-
-    def _speculate_again(self, ran: Ran, found: list[list[Token]], count: int) -> list[list[float]]:
-        """What is drafted behind tokens that are not those that were drawn."""
-        considered = [len(own) - 1 for own in found]
-        self._order("speculate", considered=considered, count=count)
-        self._tell()
-        padded = [
-            [token.id for token in own] + [0] * (len(chunk.drafts) - most)
-            for own, chunk, most in zip(found, ran.ready, considered, strict=True)
-        ]
-        tokens = torch.tensor([token for row in padded for token in row], device=ran.hidden.streams.device)
-        made: list[list[float]] = self.runner.speculate(ran, tokens, considered, count).tolist()
-        return made
 
 
 def end_of(model: Transformer, request: Request) -> int:

@@ -9,6 +9,7 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels import step_metadata
 
 
@@ -59,7 +60,7 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
     longest = max(len(one.blocks) for one, _ in work)
     columns += [[*one.blocks, *([0] * (longest - len(one.blocks)))] for one, _ in work]
     flat = torch.tensor([number for column in columns for number in column], dtype=torch.int64)
-    slots, starts, sizes, ids, blocks = flat.to(cache.device).split(
+    slots, starts, sizes, ids, blocks = upload(flat, cache.device).split(
         [len(work), len(work), len(work), sum(counts), len(work) * longest]
     )
     return batch_of(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest)), extent)

@@ -20,7 +20,7 @@ from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.preparing import Preparing
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Chunk, Scheduler
-from dsv4cli.engine.system.device import step_memory, step_threads
+from dsv4cli.engine.system.device import step_memory, step_threads, upload
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.workspace import Workspace
 
@@ -187,14 +187,16 @@ class Runner:
         bases = list(range(0, len(chunks) * step.rows, step.rows))
         ran = Ran(chunks, bases, _ready(chunks), output.hidden, output.batch, step)
         rows = ran.rows()
-        every = output.logits[: len(rows)] if rows == list(range(len(rows))) else output.logits[rows]
-        return replace(ran, logits=every if rows else None)
+        if rows == list(range(len(rows))):
+            return replace(ran, logits=output.logits[: len(rows)] if rows else None)
+        return replace(ran, logits=output.logits[upload(torch.tensor(rows), self.cache.device)])
 
     def _computed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> Ran:
         batch = make_batch(self.cache, work)
         hidden = self.model(batch, self.cache.layers)
         ran = Ran(chunks, [chunk.row for chunk in chunks], _ready(chunks), hidden, batch)
-        logits = self.model.logits(hidden.streams[ran.rows()]) if ran.ready else None
+        rows = upload(torch.tensor(ran.rows(), dtype=torch.int64), self.cache.device)
+        logits = self.model.logits(hidden.streams[rows]) if ran.ready else None
         scored = [chunk for chunk in chunks if chunk.request.scored]
         return replace(ran, logits=logits, scores=score_rows(self.model, scored, hidden.streams) if scored else {})
 

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from dsv4cli.engine.settings import Sampling
+from dsv4cli.engine.system.device import upload
 from dsv4cli.errors import UnsoundResult
 from dsv4cli.kernels.sampling import draw, draw_nucleus, greedy, limit_of, noise
 
@@ -53,10 +54,7 @@ class Draws:
     @classmethod
     def of(cls, samplings: Sequence[Sampling], positions: Sequence[int], device: torch.device | str) -> "Draws":
         """Those of rows with these samplings, on the device in one copy that nothing waits for."""
-        numbers = packed(samplings, positions)
-        if torch.device(device).type == "cuda":
-            numbers = numbers.pin_memory()
-        return cls.within(numbers.to(device, non_blocking=True), kind_of(samplings))
+        return cls.within(upload(packed(samplings, positions), device), kind_of(samplings))
 
     @classmethod
     def within(cls, numbers: torch.Tensor, kind: Kind) -> "Draws":

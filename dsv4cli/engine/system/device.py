@@ -31,6 +31,12 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def upload(numbers: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Numbers of the host on a device, in a copy that nothing waits for: from memory of its own kind to a GPU."""
+    on_gpu = torch.device(device).type == "cuda"
+    return (numbers.pin_memory() if on_gpu else numbers).to(device, non_blocking=True)
+
+
 @contextmanager
 def step_memory(device: torch.device | str) -> Iterator[None]:
     """Raises NotEnoughMemory when what runs inside finds no room on the device."""
