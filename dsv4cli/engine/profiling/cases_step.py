@@ -6,7 +6,7 @@ import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.model.batch import Batch
-from dsv4cli.engine.profiling.bounds import EXACT, NOISE, ROTATIONS
+from dsv4cli.engine.profiling.bounds import EXACT, FP32, NOISE, ROTATIONS
 from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
@@ -58,7 +58,7 @@ def _tensors(batch: Batch) -> Tensors:
 
 
 def samplers(bench: BenchmarkInputs) -> Iterator[Case]:
-    """The likeliest token of each sequence, one drawn from a nucleus, and the noise for it."""
+    """The likeliest token of each sequence, one drawn from a nucleus, the noise for it, and a token's probability."""
     # every rank has the logits of the whole vocabulary
     rows, width = bench.sequences, bench.shapes.config.vocab_size
     needs, words = 4 * rows * width, f"{rows} rows of {width}"
@@ -85,6 +85,11 @@ def samplers(bench: BenchmarkInputs) -> Iterator[Case]:
         lengths = torch.full_like(seeds, bench.context)
         return Work((seeds, lengths), through(sampling.noise), through(sampling_ref.noise), 0)
 
+    def chance(bench: BenchmarkInputs) -> Work:
+        logits, tokens = bench.randn(rows, width, dtype=torch.float32), torch.arange(rows, device=bench.device)
+        return Work((logits, tokens), sampling.chance_of, sampling_ref.chance_of, 0)
+
     yield Case("greedy", "sampling", words, needs, rows * width, EXACT, greedy)
     yield Case("draw", "sampling", f"{words}, top-p {TOP_P}", 2 * needs, 50 * rows * width, EXACT, draw)
     yield Case("noise", "sampling", words, needs, 50 * rows * width, NOISE, noise)
+    yield Case("chance", "sampling", words, needs, 20 * rows * width, FP32, chance)

@@ -1,0 +1,195 @@
+"""What a drafted step gives follows the model's distribution, whatever a drafter proposes: chi-square of 100,000 draws.
+
+Model and drafter are tables of what follows each token; drawing, drafting and accepting are the engine's own.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.transformer import HiddenStates
+from dsv4cli.engine.runtime.draft import Choose, Drafts, Newest
+from dsv4cli.engine.runtime.drawing import BANNED
+from dsv4cli.engine.runtime.sampler import Draws, sample
+from dsv4cli.engine.runtime.speculate import Verified, speculate
+from dsv4cli.engine.settings import Sampling
+from tests.engine.runtime.test_sampler import slow_nucleus
+
+VOCABULARY, REQUESTS, DRAFTS, FIRST = 24, 100_000, 2, 3
+# after any token; the drafter does not know
+FORBIDDEN = [2, 7, 11]
+# what the model drew after the newest token and each draft, int64 [R, 1 + DRAFTS], the drafts, and what is likeliest
+# after the same tokens -> what is taken for drawn
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def model(banned: bool = False) -> torch.Tensor:
+    """The logits after each token: fp32 [V, V]."""
+    logits = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 1.5
+    if banned:
+        logits[:, FORBIDDEN] = BANNED
+    return logits
+
+
+def drafters() -> dict[str, torch.Tensor]:
+    """The logits that a drafter has after each token: fp32 [V, V]."""
+    generator = torch.Generator().manual_seed(4)
+    near = model() + torch.randn(VOCABULARY, VOCABULARY, generator=generator)
+    blind = near.masked_fill(torch.rand(VOCABULARY, VOCABULARY, generator=generator) < 0.4, BANNED)
+    return {"near": near, "elsewhere": -2 * model(), "blind": blind}
+
+
+class TableDrafter:
+    name, most, usual, reads_next = "mtp", DRAFTS, DRAFTS, False
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
+        pass
+
+    def draft(self, newest: Newest, count: int, choose: Choose) -> Drafts:
+        tokens, token = [], newest.tokens
+        for number in range(count):
+            token = choose(self._logits[token], number)
+            tokens.append(token)
+        return Drafts(torch.stack(tokens, 1), torch.ones(len(token), count))
+
+
+def drafted(table: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Behind prompts that end with FIRST: int64 [REQUESTS, DRAFTS]."""
+    numbers = torch.arange(REQUESTS)
+    none = torch.zeros(REQUESTS, 0, dtype=torch.int64)
+    before = Verified(numbers, draws.positions - 2, numbers, torch.zeros_like(numbers), none)
+    hidden = HiddenStates(torch.zeros(REQUESTS, 1, 1), None)
+    # no position but the one that is made from where the newest token stands
+    unplaced = replace(draws, positions=torch.zeros_like(numbers))
+    given = torch.full((REQUESTS,), FIRST)
+    return speculate(TableDrafter(table), (hidden, None), given, before, unplaced, DRAFTS)[:, :DRAFTS].long()
+
+
+def drawn(logits: torch.Tensor, drafts: torch.Tensor, draws: Draws, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model draws after FIRST and after each draft, int64 [R, 1 + DRAFTS], and how many drafts it accepts."""
+    newest = torch.full((REQUESTS, 1), FIRST)
+    before = torch.cat((newest, drafts), 1)
+    places = [replace(draws, positions=draws.positions + ahead) for ahead in range(1 + DRAFTS)]
+    own = torch.stack([sample(logits[before[:, ahead]], place) for ahead, place in enumerate(places)], 1)
+    own = rule(own, drafts, logits.argmax(-1)[before])
+    numbers = torch.arange(REQUESTS)
+    verified = Verified(numbers, draws.positions - 1, numbers * (1 + DRAFTS), torch.full_like(numbers, DRAFTS), drafts)
+    return own, verified.accepted(own.flatten())
+
+
+def as_drawn(own: torch.Tensor, drafts: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    return own
+
+
+def likeliest_as_well(own: torch.Tensor, drafts: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """Greedy acceptance: a draft that is the model's likeliest token is accepted."""
+    kept = torch.where(drafts == likeliest[:, :-1], drafts, own[:, :-1])
+    return torch.cat((kept, own[:, -1:]), 1)
+
+
+def unverified(own: torch.Tensor, drafts: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    return torch.cat((drafts, own[:, -1:]), 1)
+
+
+def draws_of(sampling: Sampling) -> Draws:
+    """Of the token after FIRST: four requests of each seed, at places far apart."""
+    numbers = torch.arange(REQUESTS)
+    one = Draws.of([sampling], [0], "cpu")
+    alike = one.temperatures.expand(REQUESTS), one.limits.expand(REQUESTS)
+    return Draws(1 + numbers // 4, 5 + 100 * (numbers % 4), *alike, one.kind)
+
+
+def pairs(logits: torch.Tensor, table: torch.Tensor, sampling: Sampling, rule: Rule) -> torch.Tensor:
+    """The first two tokens of each request, int64 [REQUESTS, 2]."""
+    draws = draws_of(sampling)
+    own, accepted = drawn(logits, drafted(table, draws), draws, rule)
+    # the next step's first row
+    short = (accepted == 0).nonzero()[:, 0]
+    place = draws.seeds[short], draws.positions[short] + 1, draws.temperatures[short], draws.limits[short]
+    own[short, 1] = sample(logits[own[short, 0]], Draws(*place, draws.kind))
+    return own[:, :2]
+
+
+def chances_of(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Of each token after each: fp64 [V, V]."""
+    chances = (logits.double() / sampling.temperature).softmax(-1)
+    inside = torch.tensor([slow_nucleus(row, sampling.top_p) for row in chances.tolist()], dtype=torch.float64)
+    return inside / inside.sum(-1, keepdim=True)
+
+
+def chi_square(found: torch.Tensor, chances: torch.Tensor) -> float:
+    """The probability of a deviation as large: int64 [n] of cells, fp64 [cells]. Rare cells are taken together."""
+    expected, counts = chances * len(found), found.bincount(minlength=len(chances)).double()
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
+    known = expected > 0
+    distance = ((counts - expected)[known] ** 2 / expected[known]).sum()
+    return float(torch.special.gammaincc((known.sum() - 1) / 2, distance / 2))
+
+
+def likelihood(tokens: torch.Tensor, chances: torch.Tensor) -> float:
+    """The least of chi-square of the first token, of the second, and of both."""
+    both = chances[FIRST][:, None] * chances
+    first, second = tokens.unbind(1)
+    cells = (first, chances[FIRST]), (second, both.sum(0)), (first * VOCABULARY + second, both.flatten())
+    return min(chi_square(found, expected) for found, expected in cells)
+
+
+# sampling, whether tokens are banned
+SAMPLINGS = {
+    "T=1": (Sampling(1.0), False),
+    "T=0.7": (Sampling(0.7), False),
+    "top-p": (Sampling(1.0, 0.9), False),
+    "banned": (Sampling(1.0), True),
+    "all": (Sampling(0.7, 0.9), True),
+}
+CASES = [(name, drafter) for name in SAMPLINGS for drafter in ("near", "elsewhere", "blind")]
+FAST = {("T=1", "near"), ("all", "blind")}
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+)
+def test_drafted_tokens_follow_the_model(name, drafter):
+    sampling, banned = SAMPLINGS[name]
+    logits = model(banned)
+    tokens = pairs(logits, drafters()[drafter], sampling, as_drawn)
+    assert likelihood(tokens, chances_of(logits, sampling)) > 0.01
+    # for this reason: no draft changes a token
+    draws = draws_of(sampling)
+    first = sample(logits[torch.full((REQUESTS,), FIRST)], draws)
+    second = sample(logits[first], replace(draws, positions=draws.positions + 1))
+    assert torch.equal(tokens, torch.stack((first, second), 1))
+
+
+@pytest.mark.parametrize("rule", [likeliest_as_well, unverified], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("name", ["T=1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("T=0.7", "top-p"))])
+def test_other_ways_to_accept_are_noticed(name, rule):
+    sampling, banned = SAMPLINGS[name]
+    logits = model(banned)
+    assert likelihood(pairs(logits, drafters()["near"], sampling, rule), chances_of(logits, sampling)) < 1e-6
+
+
+@pytest.mark.slow
+def test_tokens_behind_a_rejected_draft_are_noticed(monkeypatch):
+    monkeypatch.setattr(Verified, "accepted", lambda verified, next_ids: verified.drafted)
+    sampling, logits = Sampling(1.0), model()
+    assert likelihood(pairs(logits, drafters()["near"], sampling, as_drawn), chances_of(logits, sampling)) < 1e-6
+
+
+@pytest.mark.parametrize("name", [pytest.param("T=1", marks=pytest.mark.slow), "top-p"])
+def test_a_drafter_that_knows_the_model_is_always_right(name):
+    """Its draws have the noise, the temperature and the nucleus of the model's at the same place."""
+    sampling, _ = SAMPLINGS[name]
+    draws = draws_of(sampling)
+    _, accepted = drawn(model(), drafted(model(), draws), draws, as_drawn)
+    assert (accepted == DRAFTS).all()
