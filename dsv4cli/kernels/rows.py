@@ -6,6 +6,8 @@ import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 
+# a step of up to so many rows gives each the bits that it gets alone: what decodes, with drafts to verify or without
+ROWS_ALIKE = 64
 # values that a program holds at once where rows are shorter, 8 for each of 128 threads
 TILE = 1024
 # the longest row that a program holds: 64 fp32 values for each of 256 threads

@@ -21,6 +21,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import load_model
+from dsv4cli.kernels import alike
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.indexer import ref as indexer_ref
 from tests.support.drafting import mtp_logits
@@ -79,6 +80,16 @@ def _dequantised(
     if key not in known:
         known[key] = dequantise(weight, scale)
     return known[key]
+
+
+def official_sums(patch: pytest.MonkeyPatch) -> None:
+    """Sums and functions as PyTorch takes them for all rows of a step at once, as the official code does.
+
+    Of one row, two and eight they round in three ways: no code whose rows do not depend on each other gives every
+    recorded bit.
+    """
+    patch.setattr(alike, "product", torch.nn.functional.linear)
+    patch.setattr(alike, "each", lambda function, x: function(x))
 
 
 def run_blocks(net: Golden, prompt: int, split: Iterable[int], copies: int = 1) -> list[list[torch.Tensor]]:

@@ -1,6 +1,7 @@
 """Attention over listed rows in plain PyTorch."""
 
 import torch
+import torch.nn.functional as F
 
 from dsv4cli.kernels.rope import ref as rope
 
@@ -42,7 +43,8 @@ def attended(
     maximum = queries.new_full((tokens, heads, 1), FLOOR)
     denominator = queries.new_zeros(tokens, heads, 1)
     weighted = queries.new_zeros(tokens, heads, width)
-    for block in index.split(BLOCK, 1):
+    # products of one shape, so that their rounding does not depend on the length of the lists
+    for block in F.pad(index, (0, -index.shape[1] % BLOCK), value=-1).split(BLOCK, 1):
         rows = listed_rows(window, entries, block).float()
         scores = torch.einsum("thd,tkd->thk", queries, rows) * scale
         scores = scores.masked_fill((block < 0)[:, None], float("-inf"))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from dsv4cli.kernels import alike
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import ref as gemm
@@ -18,7 +19,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
     gate, up = gate.float(), up.float()
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return F.silu(gate) * up
+    return alike.each(F.silu, gate) * up
 
 
 def routed_experts(

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
+from dsv4cli.kernels import alike
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.norm import ref as norm
@@ -19,7 +19,7 @@ def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.linear(x.float(), weight.float())
+    return alike.product(x.float(), weight.float())
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -34,8 +34,9 @@ def linears(
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    inputs = block_scale.fp8_round(x, FP8_BLOCK) if rounded else x
     return (
-        [rounded_linear(x, weight, scale) for weight, scale in rounded],
+        [linear(inputs, weight, scale) for weight, scale in rounded],
         [linear(x, weight, scale) for weight, scale in plain],
         [linear_fp32(x, weight) for weight in fp32],
     )

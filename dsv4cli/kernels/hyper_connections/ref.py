@@ -2,6 +2,7 @@
 
 import torch
 
+from dsv4cli.kernels import alike
 from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.hyper_connections.types import Connection
 from dsv4cli.kernels.norm import ref as norm
@@ -28,10 +29,10 @@ def connect_pre(streams: torch.Tensor, connection: Connection) -> tuple[torch.Te
     count = streams.shape[1]
     pre, post, comb = project(streams, connection.fn, connection.norm_eps).split((count, count, count * count), -1)
     pre_base, post_base, comb_base = connection.base.split((count, count, count * count))
-    pre = torch.sigmoid(pre * scale[0] + pre_base) + eps
-    post = 2 * torch.sigmoid(post * scale[1] + post_base)
+    gates = torch.cat((pre * scale[0] + pre_base, post * scale[1] + post_base), -1)
+    pre, post = alike.each(torch.sigmoid, gates).chunk(2, -1)
     comb = sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (count, count)), connection.iterations, eps)
-    return collapse(streams, pre), post, comb
+    return collapse(streams, pre + eps), 2 * post, comb
 
 
 def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -58,4 +59,5 @@ def connect_post_pre(
 
 def connect_head(streams: torch.Tensor, connection: Connection) -> torch.Tensor:
     mix = project(streams, connection.fn, connection.norm_eps)
-    return collapse(streams, torch.sigmoid(mix * connection.scale + connection.base) + connection.hc_eps)
+    gates = alike.each(torch.sigmoid, mix * connection.scale + connection.base)
+    return collapse(streams, gates + connection.hc_eps)

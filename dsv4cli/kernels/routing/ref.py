@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from dsv4cli.kernels import alike
 from dsv4cli.kernels.gemm import ref as gemm
 
 
@@ -22,7 +23,7 @@ def route_by_id(
 
 
 def scores(logits: torch.Tensor) -> torch.Tensor:
-    return F.softplus(logits.float()).sqrt()
+    return alike.each(F.softplus, logits.float()).sqrt()
 
 
 def choose(score: torch.Tensor, bias: torch.Tensor, k: int) -> torch.Tensor:
