@@ -1,22 +1,32 @@
 """What a drafted step gives follows the model's distribution, whatever a drafter proposes: chi-square of 100,000 draws.
 
-Model and drafter are tables of what follows each token; drawing, drafting and accepting are the engine's own.
+Model and drafter are tables of what follows each token; drawing, drafting and accepting are the engine's own. At the
+end the whole engine, with small random nets.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
+from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.model.batch import Batch
-from dsv4cli.engine.model.transformer import HiddenStates
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.draft import Choose, Drafts, Newest
+from dsv4cli.engine.runtime.draft_plan import DraftPlan
+from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.drawing import BANNED
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.sampler import Draws, sample
 from dsv4cli.engine.runtime.speculate import Verified, speculate
-from dsv4cli.engine.settings import Sampling
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.engine.weights.load import build_random
 from tests.engine.runtime.test_sampler import slow_nucleus
+from tests.support.synthetic import DSPARK, SMALL
 
 VOCABULARY, REQUESTS, DRAFTS, FIRST = 24, 100_000, 2, 3
 # after any token; the drafter does not know
@@ -193,3 +203,54 @@ def test_a_drafter_that_knows_the_model_is_always_right(name):
     draws = draws_of(sampling)
     _, accepted = drawn(model(), drafted(model(), draws), draws, as_drawn)
     assert (accepted == DRAFTS).all()
+
+
+NETS = {"mtp": SMALL, "dspark": DSPARK}
+# requests of a step, and those of 1 + 7 rows that graphs hold
+TOGETHER = 8
+
+
+@cache
+def net(drafter: str) -> Transformer:
+    return build_random(parse_config(NETS[drafter], "test"), Numerics.plain())
+
+
+@cache
+def answers(drafter: str, sampling: Sampling, drafts: int) -> tuple[list[list[int]], DraftReport | None]:
+    """Of requests that differ in seed, prompt and length, all at once."""
+    requests = [
+        Request(
+            [3 + number % 50] * (3 + number % 5),
+            replace(sampling, seed=sampling.seed + number),
+            Limits(max_tokens=6 + number % 3),
+        )
+        for number in range(TOGETHER)
+    ]
+    with Engine.of(net(drafter), requests, "cpu", drafting=Drafting(drafts)) as engine:
+        while engine.busy:
+            engine.step()
+        return [request.ids for request in requests], engine.draft_report()
+
+
+# how many drafts, how they are drawn, how many seeds
+FEW = [(3, Sampling(1.0), 1)]
+MANY = [(drafts, Sampling(1.0), 5) for drafts in range(1, 8)]
+MANY += [(drafts, sampling, 3) for drafts in (2, 7) for sampling in (Sampling(0.7), Sampling(1.0, 0.9), Sampling(4.0))]
+
+
+@pytest.mark.parametrize("drafter", NETS)
+@pytest.mark.parametrize(
+    ("drafts", "sampling", "batches"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
+)
+def test_a_seed_draws_the_same_with_drafts(monkeypatch, drafts, sampling, batches, drafter):
+    # drafts are made whether or not they pay
+    monkeypatch.setattr(DraftPlan, "time", lambda *_: None)
+    accepted = rejected = 0
+    for batch in range(batches):
+        seeded = replace(sampling, seed=batch * TOGETHER)
+        found, report = answers(drafter, seeded, drafts)
+        assert found == answers(drafter, seeded, 0)[0]
+        assert report is not None
+        accepted, rejected = accepted + report.accepted, rejected + report.drafted - report.accepted
+    assert accepted > 0
+    assert rejected > 0
