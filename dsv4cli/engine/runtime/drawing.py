@@ -113,7 +113,8 @@ def taken(
         if constraint is not None:
             if number and constraint.banned():
                 break
-            other = (constraint.forced() if number else None) or constraint.instead(one[0])
+            forced = constraint.forced() if number else None  # that of the first row was drawn with
+            other = constraint.instead(one[0]) if forced is None else forced
             if other is not None and other != one[0]:
                 given = torch.full((1,), other, dtype=torch.int64, device=logits.device)
                 [one] = drawn_of(logits[number : number + 1], given, request.limits.logprobs)
