@@ -5,6 +5,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.output import counted
@@ -44,8 +45,9 @@ def drawn(
 
     clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(
-        model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers
-    ):
+        model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers,
+        drafting=job.drafting, on_drafts=clock.note_drafts,
+    ):  # fmt: skip
         clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces
 
@@ -71,11 +73,12 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
     if answer.finish == "length":
         job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
     report_traffic(job.out, clock.experts)
+    report_drafts(job.out, clock.drafts)
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
     job.out.document(
         {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels}
         | record_of(job, answer, request)
-        | {"seed": job.sampling.seed, "seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
+        | {"seed": job.sampling.seed, **clock.record()}
     )
 
 
@@ -105,11 +108,11 @@ def answer_samples(job: Job, samples: Samples) -> None:
             _show_answer(job, done[shown])
             shown += 1
     report_traffic(job.out, clock.experts)
+    report_drafts(job.out, clock.drafts)
     job.out.status(f"{counted(samples.wanted, 'answer')}, {clock.sentence()}")
     records = [record_of(job, done[n], one) | {"seed": one.sampling.seed} for n, one in enumerate(requests)]
     job.out.document(
-        {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels, "answers": records}
-        | {"seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
+        {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels, "answers": records} | clock.record()
     )
 
 
