@@ -19,7 +19,7 @@ from dsv4cli.engine.inspection.fit.advice import run_command
 from dsv4cli.engine.inspection.fit.machine import Machine, parse_machine
 from dsv4cli.engine.inspection.fit.plan import plan_fit
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.settings import Drafting
+from dsv4cli.engine.settings import Drafting, parse_drafting
 from dsv4cli.engine.weights import load
 from dsv4cli.engine.weights.placement import (
     FreeMemory,
@@ -208,6 +208,9 @@ def asked_with(command: str) -> tuple[int, str, MemoryLimits]:
     words = words[words.index("dsv4") :]
     run = typer.main.get_command(app).commands["run"]
     values = run.make_context("run", words[2:]).params
+    assert (
+        parse_drafting(values["draft"]) == load._Target(torch.device("cpu"), load.SINGLE, MemoryLimits(), None).drafting
+    )
     return values["tp"] or 1, values["device"], memory_limits(values["gpu_memory"], values["host_memory"])
 
 
