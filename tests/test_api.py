@@ -9,6 +9,7 @@ import pytest
 
 import dsv4cli
 from dsv4cli import Model
+from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import ModelNotFound, UnsupportedHardware, UsageError
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
@@ -54,6 +55,20 @@ def test_thinking_and_tools(nano):
     result = {"role": "tool", "tool_call_id": call["id"], "content": '{"temperature": 5}'}
     messages = [{"role": "user", "content": "What is the weather in Paris?"}, called, result]
     assert "5" in nano.chat(messages, tools=[{"type": "function", "function": WEATHER}], temperature=0)["content"]
+
+
+@pytest.mark.parametrize(("draft", "drafter", "most"), [("off", "none", 0), (2, "mtp", 2), ("2", "mtp", 2)])
+def test_drafts(draft, drafter, most):
+    with Model("random:tiny,layers=1", device="cpu", draft=draft) as model:
+        conversation = model._open()
+        assert conversation.model.config.drafter == drafter
+        assert conversation.engine.drafting == Drafting(most)
+
+
+@pytest.mark.parametrize("draft", ["on", 8, -1, True])
+def test_drafts_that_cannot_be(draft):
+    with pytest.raises(UsageError, match="--draft cannot be"):
+        Model("random:tiny,layers=1", draft=draft)
 
 
 def test_limits(nano):

@@ -212,7 +212,8 @@ class Conversation:
             for token in result.tokens:
                 if self._stopping:
                     break
-                answer.closed = thinking.closed
+                if token.id == thinking.think_end:  # the thinking has seen all tokens of the step
+                    answer.closed = thinking.closed
                 yield answer, answer.push(token)
                 if answer.finish:
                     self.engine.cancel(request)
