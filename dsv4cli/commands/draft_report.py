@@ -33,6 +33,6 @@ def report_no_drafter(out: Output, config: "ModelConfig", model: "Transformer", 
     if drafting.most is not None or config.drafter == "none" or model.config.drafter != "none":
         return
     if offload_of(model) is not None:
-        out.status("no drafts: they do not pay with experts in host memory; --draft N makes them")
+        out.status("no drafts: they do not pay with experts in host memory")
     else:
         out.status("no drafts: the drafter finds no room beside the other weights")

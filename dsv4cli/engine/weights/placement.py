@@ -209,7 +209,7 @@ def _with_drafter(sizes: RankSizes, room: FreeMemory, without: Placement, drafti
     if drafting.required:
         raise NotEnoughMemory(
             f"the drafter takes {sizes.drafter / 1e9:.4g} GB and finds no room beside the other weights",
-            "give --draft off, or use more GPUs (--tp) or a machine with more memory",
+            "give --draft off, or make room: a higher --gpu-memory, more GPUs (--tp), a machine with more memory",
         )
     return without
 
