@@ -23,30 +23,28 @@ class ManyTokens:
 
     def _step(self, engine: Engine) -> list[Result]:
         found = {one.request: one for one in self.single(engine)}
-        if all(_decodes(one) for one in found.values()):
-            for _ in range(self.most - 1):
-                # those that go on; none of them begins
-                for more in self.single(engine) if engine.busy else ():
-                    before = found[more.request]
-                    found[more.request] = Result(more.request, before.tokens + more.tokens)
-            self._count(engine, list(found.values()))
+        drafts = self.most - 1 if all(_decodes(one) for one in found.values()) else 0
+        for _ in range(drafts):
+            for more in self.single(engine) if engine.busy else ():
+                before = found[more.request]
+                found[more.request] = Result(more.request, before.tokens + more.tokens)
+        self._count(engine, [len(one.tokens) for one in found.values()], drafts)
         self.steps.append([len(one.tokens) for one in found.values()])
         return list(found.values())
 
     def _report(self, engine: Engine) -> DraftReport:
         return self.reports.get(engine, DraftReport("mtp"))
 
-    def _count(self, engine: Engine, results: list[Result]) -> None:
-        before, drafted = self._report(engine), self.most - 1
-        accepted = [len(one.tokens) - 1 for one in results]
-        earlier = before.per_position or [0] * drafted
+    def _count(self, engine: Engine, given: list[int], drafts: int) -> None:
+        before, given = self._report(engine), [count for count in given if count]
+        earlier = before.per_position or [0] * (self.most - 1)
         self.reports[engine] = DraftReport(
             "mtp",
-            before.steps + len(results),
-            before.drafted + drafted * len(results),
-            before.accepted + sum(accepted),
-            [had + sum(count > place for count in accepted) for place, had in enumerate(earlier)],
-            before.tokens + sum(len(one.tokens) for one in results),
+            before.steps + len(given),
+            before.drafted + drafts * len(given),
+            before.accepted + sum(given) - len(given),
+            [had + sum(count > place + 1 for count in given) for place, had in enumerate(earlier)],
+            before.tokens + sum(given),
         )
 
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class DraftReport:
-    """The steps of decoding requests, each counted once a request, with drafts or without, and what they gave.
+    """The steps that gave requests tokens, each counted once a request, with drafts or without, and what they gave.
 
     drafted, accepted: how many drafts were verified, how many of them the model drew itself. per_position: accepted
-    drafts by their place behind the newest token. tokens: what these steps gave their requests.
+    drafts by their place behind the newest token. tokens: what these steps gave.
     """
 
     drafter: Literal["mtp", "dspark"]

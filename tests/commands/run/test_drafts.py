@@ -93,8 +93,8 @@ def test_drafts_are_told_below_the_answer_and_in_the_document(dsv4, monkeypatch)
     assert (document["ids"], document["usage"]) == (alone["ids"], alone["usage"])
     assert list(document["draft"]) == KEYS
     draft = document["draft"]
-    assert 1 + draft["steps"] + draft["accepted"] == len(document["ids"])
-    assert draft["drafted"] == 2 * draft["steps"]
+    assert draft["steps"] + draft["accepted"] == len(document["ids"])
+    assert draft["drafted"] == 2 * (draft["steps"] - 1)  # none in the step that reads the prompt
     share = round(100 * draft["accepted"] / draft["drafted"])
     line = rf"drafts: {draft['tokens_per_step']:.1f} tokens a step, {share} % of {draft['drafted']} accepted \(mtp\)\n"
     assert re.search(rf"^{line}\d+ tokens; first", several.err, re.MULTILINE)
@@ -104,13 +104,13 @@ def test_several_answers_have_one_report(dsv4, monkeypatch, tmp_path):
     ManyTokens(monkeypatch)
     samples = ("run", "hi", "--model", SMALL, "--max-tokens", "7", "--seed", "1", "-n", "3", "--draft", "off")
     document = json.loads(dsv4(*samples, "--json").out)
-    assert document["draft"]["tokens_per_step"] == 3
+    assert document["draft"]["tokens_per_step"] == 7 / 3
     assert all("draft" not in answer for answer in document["answers"])
-    assert "\ndrafts: 3.0 tokens a step, 100 % of 12 accepted (mtp)\n3 answers, 21 tokens;" in dsv4(*samples).err
+    assert "\ndrafts: 2.3 tokens a step, 100 % of 12 accepted (mtp)\n3 answers, 21 tokens;" in dsv4(*samples).err
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "hi"}\n{"prompt": "you"}\n', encoding="utf-8")
     many = dsv4("run", "--prompts", str(lines), *samples[2:8], "--draft", "off")
-    assert "\ndrafts: 3.0 tokens a step, 100 % of 8 accepted (mtp)\n2 answers, 14 tokens;" in many.err
+    assert "\ndrafts: 2.3 tokens a step, 100 % of 8 accepted (mtp)\n2 answers, 14 tokens;" in many.err
     assert all("draft" not in json.loads(line) for line in many.out.splitlines())
 
 

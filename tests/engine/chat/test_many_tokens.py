@@ -96,8 +96,8 @@ def test_each_turn_counts_its_own_drafts(monkeypatch):
         for messages in (FIRST, SECOND):
             turn(one, messages)
             report = one.drafts
-            assert (report.steps, report.drafted, report.accepted, report.per_position) == (2, 4, 4, [2, 2])
-        assert one.engine.draft_report().steps == 4
+            assert (report.steps, report.drafted, report.accepted, report.per_position) == (3, 4, 4, [2, 2])
+        assert one.engine.draft_report().steps == 6
 
 
 def test_a_conversation_without_drafts_counts_none():
