@@ -8,6 +8,7 @@ from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
+from dsv4cli.commands.run.show import show_answer, stream_answer
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
     from dsv4cli.engine.runtime.request import Request
 
     clock, request = Clock(), Request(prompt_ids(job, messages), job.sampling, job.limits)
-    answer = _stream_answer(job, answers(job, [request], clock, job.out.compiling))
+    answer = stream_answer(job, answers(job, [request], clock, job.out.compiling))
     if answer.complaint:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
@@ -105,7 +106,7 @@ def answer_samples(job: Job, samples: Samples) -> None:
             if shown:
                 job.out.line()
             job.out.status(f"answer {shown + 1} of {samples.wanted}, seed {requests[shown].sampling.seed}")
-            _show_answer(job, done[shown])
+            show_answer(job, done[shown])
             shown += 1
     report_traffic(job.out, clock.experts)
     report_drafts(job.out, clock.drafts)
@@ -114,49 +115,6 @@ def answer_samples(job: Job, samples: Samples) -> None:
     job.out.document(
         {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels, "answers": records} | clock.record()
     )
-
-
-def _show_answer(job: Job, answer: "Answer") -> None:
-    record = answer.record()
-    job.out.reasoning(record["reasoning_content"])
-    job.out.end_line()
-    job.out.stream(record["content"])
-    job.out.end_line()
-    _show_calls(job, record["tool_calls"])
-    if answer.complaint:
-        job.out.warning(answer.complaint)
-
-
-def _show_calls(job: Job, calls: "Sequence[dict[str, Any]]") -> None:
-    for call in calls:
-        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
-
-
-def _stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "Answer":
-    """Shows the text as it comes, then the tool calls; a line that is left open is ended, but not after Ctrl-C, where
-    the boundary does so."""
-    answer, calls = None, ""
-    try:
-        for _, answer, pieces in steps:  # noqa: B007 - the last one is used
-            for kind, text in pieces:
-                if kind == "content":
-                    job.out.stream(text)
-                elif kind == "reasoning":
-                    job.out.reasoning(text)
-                else:
-                    calls += text
-        assert answer is not None
-        tool_calls = answer.record()["tool_calls"]
-        if not tool_calls:
-            job.out.stream(calls)  # cut off or malformed: as the model wrote it
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        job.out.end_line()
-        raise
-    job.out.end_line()
-    _show_calls(job, tool_calls)
-    return answer
 
 
 def record_of(job: Job, answer: "Answer", request: "Request") -> dict[str, Any]:
