@@ -15,7 +15,7 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.backend import Backend, resolve_backend, use
 from dsv4cli.engine.runtime.score import Score, score
-from dsv4cli.engine.settings import Limits, check_device, require
+from dsv4cli.engine.settings import Limits, check_device, parse_drafting, require
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, with_tools
 from dsv4cli.engine.text.reply import name_calls
@@ -91,6 +91,7 @@ class Model:
         backend: Backend = "auto",
         max_context: int | None = None,
         gpu_memory: int | None = None,
+        draft: Literal["auto", "off"] | int = "auto",
     ) -> None:
         """model: what `--model` takes, a folder, `flash`, `org/name`, `nano`, `random:tiny`; a repository must be in
         the cache. The rest as the options of the same names, gpu_memory in bytes. Raises a Dsv4Error."""
@@ -98,6 +99,7 @@ class Model:
         require(dtype in get_args(Dtype), "dtype", dtype, f"use one of {', '.join(get_args(Dtype))}")
         require(backend in get_args(Backend), "backend", backend, f"use one of {', '.join(get_args(Backend))}")
         require(gpu_memory is None or gpu_memory > 0, "gpu_memory", gpu_memory, "give more than 0 bytes")
+        drafting = parse_drafting(str(draft))
         self._source, self._device = resolve_model(model), resolve_device(device)
         self._kernels, self._max_context = resolve_backend(backend, self._device), max_context
         numerics = Numerics.reference() if dtype == "auto" else Numerics.plain(getattr(torch, dtype))
@@ -105,8 +107,11 @@ class Model:
         dialogue: Dialogue = self._dialogue("off")
         limits = Limits(max_context=max_context)
         with use(self._kernels):
-            loaded = load_model(self._source, numerics, device=self._device, limits=MemoryLimits(gpu=gpu_memory))
-            self._conversation: Conversation | None = Conversation(loaded, dialogue, limits, self._device)
+            memory = MemoryLimits(gpu=gpu_memory)
+            loaded = load_model(self._source, numerics, device=self._device, limits=memory, drafting=drafting)
+            self._conversation: Conversation | None = Conversation(
+                loaded, dialogue, limits, self._device, drafting=drafting
+            )
 
     def chat(self, messages: Messages, **options: Unpack[Options]) -> Message:
         """The answer to a conversation, as a message that can be appended to it; options as those of `stream`."""

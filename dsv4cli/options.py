@@ -78,6 +78,14 @@ DtypeOpt = Annotated[
     Literal["auto", "bfloat16", "float32"],
     typer.Option(help="auto rounds as the official code does; the others compute in that type, without quantisation."),
 ]
+DraftOpt = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|off|N",
+        help="How many tokens the model's drafter guesses ahead of a step, which then checks them: as many as pay, "
+        "none, or at most N, 1 to 7. The answer is the same, only sooner.",
+    ),
+]
 
 GpuMemoryOpt = Annotated[
     str | None,
@@ -118,6 +126,7 @@ class ModelOptions:
     seed: SeedOpt = None
     stop: StopOpt = None
     special_tokens: SpecialTokensOpt = False
+    draft: DraftOpt = "auto"
     prefill_chunk: PrefillChunkOpt = 4096
     max_context: MaxContextOpt = None
     device: DeviceOpt = "auto"

@@ -56,6 +56,21 @@ def test_thinking_and_tools(nano):
     assert "5" in nano.chat(messages, tools=[{"type": "function", "function": WEATHER}], temperature=0)["content"]
 
 
+@pytest.mark.parametrize(("draft", "drafter", "most"), [("off", "none", 0), (2, "mtp", 2), ("2", "mtp", 2)])
+def test_drafts(draft, drafter, most):
+    with Model("random:tiny,layers=1", device="cpu", draft=draft) as model:
+        conversation = model._open()
+        assert conversation.model.config.drafter == drafter
+        report = conversation.engine.draft_report()
+        assert (0 if report is None else len(report.per_position)) == most
+
+
+@pytest.mark.parametrize("draft", ["on", 8, -1, True])
+def test_drafts_that_cannot_be(draft):
+    with pytest.raises(UsageError, match="--draft cannot be"):
+        Model("random:tiny,layers=1", draft=draft)
+
+
 def test_limits(nano):
     reply = nano.stream(HI, max_tokens=2, temperature=0)
     assert list(reply)

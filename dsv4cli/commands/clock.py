@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsv4cli.output import counted, duration_text
 
 if TYPE_CHECKING:
+    from dsv4cli.engine.runtime.draft_report import DraftReport
     from dsv4cli.engine.weights.offload import ExpertOffload
 
 
 @dataclass
 class Clock:
     """When tokens came: seconds from the start. experts: those whose way from host memory took part of the time.
+    drafts: what they came to, once all answers are there.
 
     prepared: seconds of steps for which kernels were compiled or graphs captured; the rate leaves them out.
     """
@@ -23,6 +25,7 @@ class Clock:
     tokens: int = 0
     prepared: float = 0.0
     experts: "ExpertOffload | None" = None
+    drafts: "DraftReport | None" = None
 
     def __post_init__(self) -> None:
         self._steady, self._seconds, self._begun = 0, 0.0, False
@@ -41,10 +44,19 @@ class Clock:
         self.first = self.first or now
         self.tokens += 1
 
+    def note_drafts(self, report: "DraftReport | None") -> None:
+        """Takes what drafts came to."""
+        self.drafts = report
+
     @property
     def rate(self) -> float | None:
         """Tokens per second after the first one."""
         return self._steady / self._seconds if self._seconds > 0 else None
+
+    def record(self) -> dict[str, Any]:
+        """As JSON has it."""
+        drafts = None if self.drafts is None else self.drafts.record()
+        return {"seconds_to_first_token": self.first, "tokens_per_second": self.rate, "draft": drafts}
 
     def sentence(self) -> str:
         """For people."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
+from dsv4cli.commands.draft_report import report_no_drafter
 from dsv4cli.commands.offload_report import division_sentence, memory_limits
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output, size_text
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.parallel.followers import Followers
     from dsv4cli.engine.parallel.world import World
     from dsv4cli.engine.runtime.backend import Backend
-    from dsv4cli.engine.settings import Limits, Sampling
+    from dsv4cli.engine.settings import Drafting, Limits, Sampling
     from dsv4cli.engine.weights.placement import MemoryLimits
 
     Find = Callable[[str], FolderSource | RandomSource]
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every mode needs. device_name, dtype, backend: the options' words. memory: what the model may take. world,
-    followers: None in one process. loaded: called once the model is there."""
+    """What every mode needs. device_name, dtype, backend: the options' words. drafting: what of a drafter is loaded and
+    used. memory: what the model may take. world, followers: None in one process. loaded: called once the model is
+    there."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -39,6 +41,7 @@ class Job:
     backend: "Backend"
     limits: "Limits"
     sampling: "Sampling"
+    drafting: "Drafting"
     memory: "MemoryLimits | None" = None
     special_tokens: bool = False
     world: "World | None" = None
@@ -91,7 +94,15 @@ class Job:
             self.followers.tell([])  # they load too
         start = perf_counter()
         with self.out.progress("loading") as progress:
-            model = load_model(self.source, numerics, device=device, world=world, progress=progress, limits=self.memory)
+            model = load_model(
+                self.source,
+                numerics,
+                device=device,
+                world=world,
+                progress=progress,
+                limits=self.memory,
+                drafting=self.drafting,
+            )
         seconds, offload = perf_counter() - start, offload_of(model)
         size = sum(parameter.nbytes for parameter in model.parameters()) + (offload.nbytes if offload else 0)
         loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
@@ -102,6 +113,7 @@ class Job:
             self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
         if offload is not None:
             self.out.status(division_sentence(offload))
+        report_no_drafter(self.out, self.source.identity.config, model, self.drafting)
         if self.source.name == BUILT_IN:
             self.out.status("nano is the small model that is built in; --model names another")
         return model
@@ -109,12 +121,13 @@ class Job:
 
 def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find | None" = None) -> Job:
     """The job that the options ask for; `find` finds the model by its name. Raises Dsv4Error."""
-    from dsv4cli.engine.checkpoint.source import resolve_model
-    from dsv4cli.engine.settings import Limits
+    from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
+    from dsv4cli.engine.settings import Limits, parse_drafting
 
     stop = tuple(options.stop or ())
     limits = Limits(options.max_tokens, options.max_context, options.prefill_chunk, logprobs, stop)
-    source = (find or resolve_model)(options.model)
+    drafting, source = parse_drafting(options.draft), (find or resolve_model)(options.model)
+    check_drafter(source, drafting)
     return Job(
         out=out,
         source=source,
@@ -124,6 +137,7 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
         backend=options.backend,
         limits=limits,
         sampling=source.sampling.chosen(options.temperature, options.top_p, options.seed),
+        drafting=drafting,
         memory=memory_limits(options.gpu_memory, options.host_memory),
         special_tokens=options.special_tokens,
     )

@@ -103,6 +103,9 @@ class Drafting:
         return bool(self.most)
 
 
+AUTO_DRAFTING, NO_DRAFTS = Drafting(None), Drafting(0)
+
+
 def parse_drafting(text: str) -> Drafting:
     """What `auto`, `off` or a number of drafts from 1 on asks for. Raises UsageError."""
     if text in ("auto", "off"):

@@ -16,6 +16,7 @@ import torch
 import typer.main
 
 from dsv4cli import cli
+from dsv4cli.engine import settings
 from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.runtime import drawing
@@ -83,12 +84,19 @@ class Program:
     def model_says(self, text: str, *, ends: bool = True) -> None:
         """The next run of one prompt is answered with `text`, a byte a token, and the end token if it `ends`.
 
-        What would be computed is not asked for, and the sublayers compute nothing.
+        What would be computed is not asked for, and the sublayers compute nothing. It makes no drafts by itself.
         """
+        no_drafts_by_default(self.patch)
         self.patch.setattr(Attention, "forward", lambda self, x, batch, cache: x)
         self.patch.setattr(MoE, "forward", lambda self, x, batch: x)
         ids = iter([*BYTES.encode(text), *([BYTES.eos_id] if ends else [])])
         self.patch.setattr(drawing, "sample", lambda *_: torch.tensor([next(ids)]))
+
+
+def no_drafts_by_default(patch: pytest.MonkeyPatch) -> None:
+    """`--draft auto` makes no drafts: for models whose draws do not follow from what they compute."""
+    parse = settings.parse_drafting
+    patch.setattr(settings, "parse_drafting", lambda text: settings.NO_DRAFTS if text == "auto" else parse(text))
 
 
 def calls_block(calls: list[dict[str, Any]]) -> str:

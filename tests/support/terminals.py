@@ -31,7 +31,7 @@ from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.weights import load
 from dsv4cli.engine.weights.load import load_model
-from tests.support.program import BYTES, SMALL
+from tests.support.program import BYTES, SMALL, no_drafts_by_default
 
 if TYPE_CHECKING:
     from dsv4cli.engine.model.batch import Batch
@@ -76,6 +76,7 @@ def speak(patch: pytest.MonkeyPatch, sample: Sampler, reading: float = 0.0) -> N
         return Ran(chunks, [], ready, HiddenStates(torch.empty(0), None), cast("Batch", None), logits=logits)
 
     model = _small()
+    no_drafts_by_default(patch)
     patch.setattr(load, "load_model", lambda *_, **__: model)
     patch.setattr(Runner, "_compute", compute)
     patch.setattr(drawing, "sample", sample)

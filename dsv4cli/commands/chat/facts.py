@@ -3,6 +3,7 @@
 import json
 
 from dsv4cli.commands.chat.turn import Chat
+from dsv4cli.commands.draft_report import draft_words
 from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
@@ -38,6 +39,9 @@ def show_stats(chat: Chat, _: str) -> None:
         rows.append(["first token of the last answer", f"{last.first:.2f} s"])
     if last.rate:
         rows.append(["then", f"{last.rate:.1f} tokens/s"])
+    drafts = chat.conversation.engine.draft_report()
+    if drafts is not None and drafts.steps:
+        rows.append(["drafts", draft_words(drafts)])
     chat.out.table(rows)
     from dsv4cli.engine.weights.offload import offload_of
 

@@ -67,7 +67,7 @@ class Models:
 
         Raises UsageError with several ranks, and what loading raises.
         """
-        from dsv4cli.engine.checkpoint.source import resolve_model
+        from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
 
         if self._ranks > 1:
             raise UsageError(
@@ -75,6 +75,7 @@ class Models:
                 f"leave, then: dsv4 chat --continue --tp {self._ranks} --model {shell_word(name)}",
             )
         before, source, choices = self.job, resolve_model(name), chat.session.choices
+        check_drafter(source, before.drafting)
         sampling = source.sampling.chosen(choices.temperature, choices.top_p, chat.sampling.seed)
         after = replace(before, source=source, think=choices.think, sampling=sampling, limits=chat.conversation.limits)
         _ = after.dialogue  # refused before the first model goes

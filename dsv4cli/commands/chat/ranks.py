@@ -18,7 +18,10 @@ def open_conversation(job: Job, size: int) -> "Iterator[Conversation]":
 
     dialogue = job.dialogue  # refused before the model is loaded
     if size == 1:
-        with job.model() as model, Conversation(model, dialogue, job.limits, job.device) as conversation:
+        with (
+            job.model() as model,
+            Conversation(model, dialogue, job.limits, job.device, drafting=job.drafting) as conversation,
+        ):
             yield conversation
         return
     from dsv4cli.engine.system.ending import ends_soon
@@ -29,6 +32,8 @@ def open_conversation(job: Job, size: int) -> "Iterator[Conversation]":
         starting.enter_context(ends_soon(left_by(job.out)))
         led = stack.enter_context(leading_ranks(job, size, GO_ON))
         model = stack.enter_context(led.model())
-        conversation = stack.enter_context(Conversation(model, dialogue, job.limits, led.device, led.followers))
+        conversation = stack.enter_context(
+            Conversation(model, dialogue, job.limits, led.device, led.followers, job.drafting)
+        )
         starting.close()
         yield conversation

@@ -259,6 +259,9 @@ class Chat:
         self.count.drawn += drawn
         used = conversation.prompt_tokens + drawn
         rate = f" · {clock.rate:.1f} tokens/s" if clock.rate else ""
+        drafts = conversation.drafts
+        per_step = None if drafts is None else drafts.tokens_per_step
+        rate += f", {per_step:.1f} a step" if rate and per_step else ""
         first = f" · first after {clock.first:.2f} s"
         ended = ENDED[answer.closed] if answer.closed else ""
         ended += " · stopped" if self.stopped else " · cut off at its limit" if answer.finish == "length" else ""

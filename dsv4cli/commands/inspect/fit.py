@@ -139,8 +139,14 @@ def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
             f"{where} are {division.rows} of each layer's {division.experts} experts at a time; {division.offloaded} "
             f"stay in host memory, {size_text(best.host * best.ranks)} in all."
         )
-    if not placement.drafter:
-        yield f"{where} the drafter is left out; no command uses it."
+    if fit.drafter == "none":
+        yield "The model has no drafter: no drafts."
+    elif placement.drafter:
+        yield f"{where} drafts are on; the drafter is among the weights."
+    elif placement.division is not None:
+        yield f"{where} drafts are off: they do not pay with experts in host memory."
+    else:
+        yield f"{where} drafts are off: the drafter finds no room beside the other weights."
     batch = "this batch" if fit.batch > 1 else "one sequence"
     longest, most = fit.largest_context, fit.largest_batch
     yield f"{where} the largest context of {batch} is {longest:,} tokens, and this context fits {most} sequences."

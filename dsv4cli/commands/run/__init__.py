@@ -1,6 +1,7 @@
 """`dsv4 run`: prompts in, answers out; or, with --score, how likely the model finds given texts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -86,7 +87,14 @@ def run(
     given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out)
     _check(given, options.device, only_show, as_json, logprobs)
     ranks = (None, False) if only_show else (tp, torchrun is not None)
-    in_ranks(job, *ranks, lambda: _work(job, given, only_show))
+    in_ranks(_without_drafts(job) if score else job, *ranks, lambda: _work(job, given, only_show))
+
+
+def _without_drafts(job: Job) -> Job:
+    """The same where nothing is drawn."""
+    from dsv4cli.engine.settings import NO_DRAFTS
+
+    return replace(job, drafting=NO_DRAFTS)
 
 
 class Inputs(NamedTuple):

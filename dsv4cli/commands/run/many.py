@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.commands.run.modes import drawn, record_of
@@ -176,6 +177,7 @@ def answer_many(job: Job, many: Many) -> None:
         job.out.status(f"{many.out} has {counted(many.total, 'answer')} already; none is missing")
         return
     report_traffic(job.out, clock.experts)
+    report_drafts(job.out, clock.drafts)
     job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {many.seed}")
     if before:
         job.out.status(f"{many.out} already had {counted(before, 'answer')}")

@@ -5,8 +5,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
+from dsv4cli.commands.run.show import show_answer, stream_answer
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
@@ -44,8 +46,9 @@ def drawn(
 
     clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(
-        model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers
-    ):
+        model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers,
+        drafting=job.drafting, on_drafts=clock.note_drafts,
+    ):  # fmt: skip
         clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces
 
@@ -65,17 +68,18 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
     from dsv4cli.engine.runtime.request import Request
 
     clock, request = Clock(), Request(prompt_ids(job, messages), job.sampling, job.limits)
-    answer = _stream_answer(job, answers(job, [request], clock, job.out.compiling))
+    answer = stream_answer(job, answers(job, [request], clock, job.out.compiling))
     if answer.complaint:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
         job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
     report_traffic(job.out, clock.experts)
+    report_drafts(job.out, clock.drafts)
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
     job.out.document(
         {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels}
         | record_of(job, answer, request)
-        | {"seed": job.sampling.seed, "seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
+        | {"seed": job.sampling.seed, **clock.record()}
     )
 
 
@@ -102,58 +106,15 @@ def answer_samples(job: Job, samples: Samples) -> None:
             if shown:
                 job.out.line()
             job.out.status(f"answer {shown + 1} of {samples.wanted}, seed {requests[shown].sampling.seed}")
-            _show_answer(job, done[shown])
+            show_answer(job, done[shown])
             shown += 1
     report_traffic(job.out, clock.experts)
+    report_drafts(job.out, clock.drafts)
     job.out.status(f"{counted(samples.wanted, 'answer')}, {clock.sentence()}")
     records = [record_of(job, done[n], one) | {"seed": one.sampling.seed} for n, one in enumerate(requests)]
     job.out.document(
-        {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels, "answers": records}
-        | {"seconds_to_first_token": clock.first, "tokens_per_second": clock.rate}
+        {"schema": "dsv4.run/1", "model": job.source.name, "backend": job.kernels, "answers": records} | clock.record()
     )
-
-
-def _show_answer(job: Job, answer: "Answer") -> None:
-    record = answer.record()
-    job.out.reasoning(record["reasoning_content"])
-    job.out.end_line()
-    job.out.stream(record["content"])
-    job.out.end_line()
-    _show_calls(job, record["tool_calls"])
-    if answer.complaint:
-        job.out.warning(answer.complaint)
-
-
-def _show_calls(job: Job, calls: "Sequence[dict[str, Any]]") -> None:
-    for call in calls:
-        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
-
-
-def _stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "Answer":
-    """Shows the text as it comes, then the tool calls; a line that is left open is ended, but not after Ctrl-C, where
-    the boundary does so."""
-    answer, calls = None, ""
-    try:
-        for _, answer, pieces in steps:  # noqa: B007 - the last one is used
-            for kind, text in pieces:
-                if kind == "content":
-                    job.out.stream(text)
-                elif kind == "reasoning":
-                    job.out.reasoning(text)
-                else:
-                    calls += text
-        assert answer is not None
-        tool_calls = answer.record()["tool_calls"]
-        if not tool_calls:
-            job.out.stream(calls)  # cut off or malformed: as the model wrote it
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        job.out.end_line()
-        raise
-    job.out.end_line()
-    _show_calls(job, tool_calls)
-    return answer
 
 
 def record_of(job: Job, answer: "Answer", request: "Request") -> dict[str, Any]:

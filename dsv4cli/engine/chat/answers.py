@@ -7,9 +7,11 @@ import torch
 from dsv4cli.engine.chat.answer import Answer
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.draft_report import OnDrafts, ignore_drafts
 from dsv4cli.engine.runtime.engine import Engine, Followers
 from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.settings import NO_DRAFTS, Drafting
 from dsv4cli.engine.text.reply import Kind
 
 # the text that one token made certain, by kind
@@ -24,13 +26,16 @@ def generate_answers(
     *,
     on_preparing: OnPreparing = do_nothing,
     followers: Followers | None = None,
+    drafting: Drafting = NO_DRAFTS,
+    on_drafts: OnDrafts = ignore_drafts,
 ) -> Iterator[tuple[int, Answer, Pieces]]:
     """After each drawn token: the request's number, its answer so far and what the token added. An answer whose
     `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
 
-    on_preparing: as `Preparing` has it. followers: the other ranks that compute the model.
+    on_preparing: as `Preparing` has it. followers: the other ranks that compute the model. on_drafts: called after the
+    last answer with what drafts came to, None where none were to be made.
     """
-    with Engine.of(model, list(requests), device, followers) as engine:
+    with Engine.of(model, list(requests), device, followers, drafting) as engine:
         engine.report_preparing(on_preparing)
         answers = {one: Answer(dialogue.tokenizer, dialogue.thinking, one.limits.stops) for one in requests}
         while engine.busy:
@@ -43,3 +48,4 @@ def generate_answers(
                     yield result.request.number, answer, pieces
                     if answer.finish:
                         break
+        on_drafts(engine.draft_report())

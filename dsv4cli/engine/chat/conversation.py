@@ -12,12 +12,13 @@ from dsv4cli.engine.chat.answers import Pieces
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine, Followers
 from dsv4cli.engine.runtime.limits import context_of, max_new_tokens
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import FEWEST_TOKENS, Capacity
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
 from dsv4cli.engine.weights.offload import offload_of
@@ -58,6 +59,7 @@ class Conversation:
         limits: Limits,
         device: torch.device | str,
         followers: Followers | None = None,
+        drafting: Drafting = NO_DRAFTS,
     ) -> None:
         """followers: the other ranks that compute the model."""
         self.model = model
@@ -66,7 +68,8 @@ class Conversation:
         self.prompt_tokens = self.reused = self.prefilled = 0
         self.lookalikes: list[str] = []
         capacity = Capacity(longest=min(FEWEST_TOKENS, self.context), snapshots=SNAPSHOTS)
-        self.engine = Engine(model, capacity, device, followers)
+        self.engine = Engine(model, capacity, device, followers, drafting)
+        self._drafts_before: DraftReport | None = None
         self._reply: Reply | None = None
         self._stopping = False
 
@@ -87,6 +90,12 @@ class Conversation:
     def report_preparing(self, on_preparing: OnPreparing) -> None:
         """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
         self.engine.report_preparing(on_preparing)
+
+    @property
+    def drafts(self) -> DraftReport | None:
+        """What the drafts of the last turn have come to so far; None where none are to be made."""
+        report = self.engine.draft_report()
+        return None if report is None else report.since(self._drafts_before)
 
     @property
     def unread(self) -> int:
@@ -143,6 +152,7 @@ class Conversation:
         room = max_new_tokens(ids, self.dialogue.config, self.limits)
         thinking = self._thinking(ids, room, think_budget)
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0
+        self._drafts_before = self.engine.draft_report()
         self._stopping = False
         self._reply = self._turn(ids, sampling, thinking)
         return self._reply
@@ -202,7 +212,8 @@ class Conversation:
             for token in result.tokens:
                 if self._stopping:
                     break
-                answer.closed = thinking.closed
+                if token.id == thinking.think_end:  # the thinking has seen all tokens of the step
+                    answer.closed = thinking.closed
                 yield answer, answer.push(token)
                 if answer.finish:
                     self.engine.cancel(request)

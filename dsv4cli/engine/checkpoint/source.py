@@ -15,7 +15,7 @@ from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describ
 from dsv4cli.engine.config.model_config import ModelConfig, parse_config
 from dsv4cli.engine.config.presets import PRESETS, shortened
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.settings import Sampling
+from dsv4cli.engine.settings import Drafting, Sampling
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
 from dsv4cli.harmless import shell_word
 
@@ -72,6 +72,15 @@ class RandomSource:
     def sampling(self) -> Sampling:
         """The model's probabilities as they are."""
         return Sampling()
+
+
+def check_drafter(source: FolderSource | RandomSource, drafting: Drafting) -> None:
+    """Raises UsageError where a number of drafts is asked of a model that has no drafter."""
+    if drafting.required and source.identity.config.drafter == "none":
+        raise UsageError(
+            f"{source.name} has no drafter, and --draft {drafting.most} needs one",
+            "leave out --draft, or name a model that has one: --model nano",
+        )
 
 
 def resolve_model(text: str) -> FolderSource | RandomSource:

@@ -1,15 +1,16 @@
 """What an engine's drafts have come to: how many were made, and how many the model drew itself; no torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """The steps of decoding requests, each counted once a request, with drafts or without, and what they gave.
+    """The steps that gave requests tokens, each counted once a request, with drafts or without, and what they gave.
 
     drafted, accepted: how many drafts were verified, how many of them the model drew itself. per_position: accepted
-    drafts by their place behind the newest token. tokens: what these steps gave their requests.
+    drafts by their place behind the newest token. tokens: what these steps gave.
     """
 
     drafter: Literal["mtp", "dspark"]
@@ -48,3 +49,11 @@ class DraftReport:
             "per_position": self.per_position,
             "tokens_per_step": self.tokens_per_step,
         }
+
+
+# called once with what an engine's drafts have come to, None where none were to be made
+OnDrafts = Callable[[DraftReport | None], None]
+
+
+def ignore_drafts(report: DraftReport | None) -> None:
+    """What is called where nobody asks."""

@@ -6,12 +6,13 @@ import torch
 
 from dsv4cli.engine.checkpoint.coverage import check_coverage
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
-from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, check_drafter
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.weights.fill import Progress, Supply, fill, local_slice, made
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
@@ -29,21 +30,23 @@ def load_model(
     world: World = SINGLE,
     progress: Progress | None = None,
     limits: MemoryLimits | None = None,
+    drafting: Drafting = AUTO_DRAFTING,
 ) -> Transformer:
     """The model of a source on a device. progress is called as weights arrive, with bytes done and in all. Where the
-    device has no room for all weights, the drafter is left out, and routed experts stay in host memory.
+    device has no room for all weights, routed experts stay in host memory. The drafter is loaded as `decide` says.
 
-    Raises UnsupportedCheckpoint for what the engine does not run, CheckpointError for a checkpoint that does not match
-    the table tensor by tensor, NotEnoughMemory when the weights do not fit on the device.
+    Raises UsageError where `drafting` asks for a number of drafts and there is no drafter, UnsupportedCheckpoint for
+    what the engine does not run, CheckpointError for a checkpoint that does not match the table tensor by tensor,
+    NotEnoughMemory when the weights do not fit on the device.
     """
     # the fp32 products of the reference are fp32
     torch.set_float32_matmul_precision("highest")
+    check_drafter(source, drafting)
+    target = _Target(torch.device(device), world, limits or MemoryLimits(), progress, drafting)
     try:
         if isinstance(source, RandomSource):
-            return build_random(
-                source.config, numerics, seed=source.seed, device=device, world=world, progress=progress, limits=limits
-            )  # fmt: skip
-        return _load_folder(source, numerics, _Target(torch.device(device), world, limits or MemoryLimits(), progress))
+            return _build(source.config, numerics, Formats(), source.seed, target)
+        return _load_folder(source, numerics, target)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise NotEnoughMemory(
             f"the weights do not fit on {device}: {error}", "use a machine with more memory, or a lower --gpu-memory"
@@ -63,9 +66,13 @@ def build_random(
 ) -> Transformer:
     """A model of random weights in the given formats; with `bf16` or `f32` throughout, one that can be trained."""
     target = _Target(torch.device(device), world, limits or MemoryLimits(), progress)
+    return _build(config, numerics, formats, seed, target)
+
+
+def _build(config: ModelConfig, numerics: Numerics, formats: Formats, seed: int, target: "_Target") -> Transformer:
     config, specs, placement = _placed(config, formats, target)
-    whole = random_tensors(specs.values(), seed, config.n_routed_experts, device)
-    tensors = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in whole)
+    whole = random_tensors(specs.values(), seed, config.n_routed_experts, target.device)
+    tensors = ((spec, tensor[local_slice(spec, target.world)]) for spec, tensor in whole)
     return _filled(config, numerics, specs, made(tensors), placement, target)
 
 
@@ -77,6 +84,7 @@ class _Target:
     world: World
     limits: MemoryLimits
     progress: Progress | None
+    drafting: Drafting = AUTO_DRAFTING
 
     def room(self) -> FreeMemory:
         """What there is, as the ranks find it together: the same on each, so that all decide the same."""
@@ -99,8 +107,9 @@ def _placed(
 ) -> tuple[ModelConfig, dict[str, TensorSpec], Placement]:
     """The model and its table, without the drafter where the plan leaves it out, and where its weights lie."""
     specs = expected_tensors(config, formats)
-    placement = decide(measure(specs.values(), config.num_experts_per_tok, target.world.size), target.room())
-    if placement.drafter:
+    sizes = measure(specs.values(), config.num_experts_per_tok, target.world.size)
+    placement = decide(sizes, target.room(), target.drafting)
+    if placement.drafter or config.drafter == "none":
         return config, specs, placement
     config = config.without_drafter()
     return config, expected_tensors(config, formats), placement

@@ -17,7 +17,7 @@ from torch import nn
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
-from dsv4cli.engine.weights.placement import Division, expert_layers, expert_part
+from dsv4cli.engine.weights.placement import Division, expert_layers, expert_part, is_drafter
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels import expert_cache
 from dsv4cli.kernels.expert_cache import ExpertCache
@@ -48,8 +48,8 @@ def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 
 def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> OffloadPlan:
-    """The plan of a table whose experts are divided so."""
-    layers, form = expert_layers(specs, ranks)
+    """The plan of a table whose experts, but for those of a drafter, are divided so."""
+    layers, form = expert_layers((spec for spec in specs if not is_drafter(spec)), ranks)
     return OffloadPlan(layers, {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}, division)
 
 

@@ -5,12 +5,14 @@ Loading asks with what it finds, `inspect --fit` with the machine that it descri
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import prod
 
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.sharding import part_shape
+from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
 from dsv4cli.errors import NotEnoughMemory
 
 # of a GPU's free memory: the cache, a step of 4,096 tokens, graphs, what CUDA and Triton load
@@ -119,8 +121,8 @@ class Division:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank's weights lie. drafter: whether it is loaded, which no command uses. division: None where all
-    experts lie on the device. device, host: bytes of weights on the device, of experts in host memory."""
+    """Where one rank's weights lie. drafter: whether one is loaded. division: None where all experts lie on the device.
+    device, host: bytes of weights on the device, of experts in host memory."""
 
     drafter: bool
     division: Division | None
@@ -180,18 +182,14 @@ def expert_part(spec: TensorSpec) -> tuple[str, str]:
     return module, f"{matrix}.{role}"
 
 
-def decide(sizes: RankSizes, room: FreeMemory) -> Placement:
-    """Where the weights of each rank lie: all on the device; else without the drafter; else with experts in host
-    memory. Raises NotEnoughMemory."""
-    most = room.device_weights
-    if most is None:
-        return _on_cpu(sizes, room)
-    if sizes.total <= most:
-        found = Placement(True, None, sizes.total)
-    elif sizes.main <= most:
-        found = Placement(False, None, sizes.main)
-    else:
-        found = _divided(sizes, room, most)
+def decide(sizes: RankSizes, room: FreeMemory, drafting: Drafting = AUTO_DRAFTING) -> Placement:
+    """Where the weights of each rank lie: all on the device, else with experts in host memory. The drafter is loaded
+    where it fits beside all other weights; beside experts in host memory only if a number of drafts is asked for, as
+    drafts do not pay there. Raises NotEnoughMemory."""
+    without = replace(sizes, total=sizes.main, drafter=0)
+    found = _place(without, room)
+    if drafting.most != 0 and sizes.drafter:
+        found = _with_drafter(sizes, room, found, drafting)
     if room.gpu is not None and found.device > room.gpu:
         raise NotEnoughMemory(
             f"the weights on the GPU take {found.device / 1e9:.4g} GB, and {room.gpu / 1e9:.4g} GB of it are free",
@@ -200,13 +198,31 @@ def decide(sizes: RankSizes, room: FreeMemory) -> Placement:
     return found
 
 
-def _on_cpu(sizes: RankSizes, room: FreeMemory) -> Placement:
-    """All of it in host memory, without the drafter where that is too much."""
-    free = room.host_weights
-    if free is None or sizes.total * room.ranks_here <= free:
-        return Placement(True, None, sizes.total)
-    _check_host(sizes.main, room)
-    return Placement(False, None, sizes.main)
+def _with_drafter(sizes: RankSizes, room: FreeMemory, without: Placement, drafting: Drafting) -> Placement:
+    """The placement with the drafter where it has room; else the one `without` it, or NotEnoughMemory."""
+    found = None
+    if without.division is None or drafting.required:
+        with suppress(NotEnoughMemory):
+            found = replace(_place(replace(sizes, drafter=0), room), drafter=True)
+    if found is not None and (found.division is None or without.division is not None):
+        return found
+    if drafting.required:
+        raise NotEnoughMemory(
+            f"the drafter takes {sizes.drafter / 1e9:.4g} GB and finds no room beside the other weights",
+            "give --draft off, or make room: a higher --gpu-memory, more GPUs (--tp), a machine with more memory",
+        )
+    return without
+
+
+def _place(sizes: RankSizes, room: FreeMemory) -> Placement:
+    """Where weights lie of which none can be left out. Raises NotEnoughMemory."""
+    most = room.device_weights
+    if most is None:
+        _check_host(sizes.total, room)
+        return Placement(False, None, sizes.total)
+    if sizes.total <= most:
+        return Placement(False, None, sizes.total)
+    return _divided(sizes, room, most)
 
 
 def _check_host(needed: int, room: FreeMemory) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -10,6 +11,11 @@ import sys
 import pytest
 
 from dsv4cli.engine.chat.conversation import Conversation
+from dsv4cli.engine.checkpoint import source
+from dsv4cli.engine.checkpoint.source import RandomSource
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY, shortened
+from tests.support.drafts import ManyTokens
 from tests.support.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program, calls_block
 from tests.support.terminals import says, speak
 
@@ -222,6 +228,25 @@ def test_a_thinking_that_was_ended_is_reported(chat):
     done = chat("why?", answers=("hm", "Yes."), options=("--think", "high"))
     assert done.out == "Yes.\n"
     assert "asked for one" in done.err
+
+
+def test_drafts_are_told_in_the_line_and_in_the_stats(chat, dsv4):
+    alone = chat("hello", "/stats", answers=("seventy",))
+    assert "a step" not in alone.err + alone.out
+    ManyTokens(dsv4.patch)
+    done = chat("hello", "again", "/stats", answers=("seventy",))
+    assert done.out.startswith("seventy\nseventy\n")
+    assert len(re.findall(r" tokens · \d[\d.]* tokens/s, 2\.0 a step · first after ", done.err)) == 2
+    assert re.search(r"^drafts +2\.0 tokens a step, 67 % of 12 accepted \(mtp\)$", done.out, re.MULTILINE)
+
+
+def test_another_model_must_have_the_drafter_that_was_asked_for(chat, dsv4):
+    bare = RandomSource("bare", parse_config(shortened(TINY, 1, 8), "bare").without_drafter(), 1)
+    known = source.resolve_model
+    dsv4.patch.setattr(source, "resolve_model", lambda name: bare if name == "bare" else known(name))
+    done = chat("/model bare", "/model", options=("--draft", "2"))
+    assert "error: bare has no drafter, and --draft 2 needs one\n" in done.err
+    assert done.err.endswith(f"\nmodel: {SMALL}\n")
 
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}

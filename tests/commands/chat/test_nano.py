@@ -7,7 +7,7 @@ from tests.support.terminals import Terminal
 
 COMMAND = "$ dsv4 chat --tools price.json\n"
 # what no two runs have alike
-MEASURED = re.compile(r"\d+\.\d+(?= (s|tokens/s|GB/s)\b)")
+MEASURED = re.compile(r"\d+\.\d+(?= (s|tokens/s|GB/s|a step|tokens a step)\b)|\d+(?= % of )|(?<= % of )\d+")
 
 
 def shown_in_the_document():

@@ -12,7 +12,8 @@ from dsv4cli.engine.runtime import runner
 from tests.support.program import SMALL, Program
 
 USER = "<｜User｜>"
-SHORT = ("--model", SMALL, "--max-tokens", "3", "--prefill-chunk", "8")
+# without drafts: they decide in which order answers end
+SHORT = ("--model", SMALL, "--max-tokens", "3", "--prefill-chunk", "8", "--draft", "off")
 LABELLED = [
     {"prompt": "long " * 30, "id": 7},
     {"prompt": "x"},

@@ -26,7 +26,7 @@ ids = cycle(byte + 3 for byte in b"words\\n")
 drawing.sample = lambda *_: torch.tensor([next(ids)])
 cli.main()
 """
-RUN = ["run", "hi", "--model", SMALL]
+RUN = ["run", "hi", "--model", SMALL, "--draft", "off"]
 SECONDS = 60
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsv4cli.cli import app
-from dsv4cli.commands.inspect.fit import show_fit
+from dsv4cli.commands.inspect.fit import _notes, show_fit
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.sharding import divides
 from dsv4cli.engine.config import capacity
@@ -560,11 +560,27 @@ def test_experts_in_host_memory_are_shown(capsys):
     assert re.search(
         r"On cuda:0 are \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
     )
-    assert "On cuda:0 the drafter is left out; no command uses it." in words
+    assert "On cuda:0 drafts are off: they do not pay with experts in host memory." in words
     document = json.loads(shown(capsys, model, "15GB", ram="24GB", as_json=True)[1])
     best = document["shares"][document["best"]]
     assert best["host"] == best["placement"]["host"] > 0
     assert best["placement"]["division"]["experts"] == 64
+
+
+def test_whether_drafts_are_on_is_said():
+    def words(free):
+        machine = Machine((Device("cuda:0", "GPU", free, free),), None, is_here=False)
+        fit = plan_fit(config, OFFICIAL, machine, context=8192, batch=1)
+        assert fit.best is fit.shares[0]
+        assert sum(fit.whole.values()) == fit.best.whole
+        return " ".join(" ".join(_notes(fit, list(fit.shares))).split())
+
+    config = parse_config(shortened(FLASH, 3, 16), "short")
+    assert "On cuda:0 drafts are on; the drafter is among the weights." in words(20 * 10**9)
+    # 3.2 GB of weights and 0.4 GB of the drafter
+    assert "On cuda:0 drafts are off: the drafter finds no room beside the other weights." in words(75 * 10**8)
+    config = config.without_drafter()
+    assert "The model has no drafter: no drafts." in words(20 * 10**9)
 
 
 def test_the_document(capsys):

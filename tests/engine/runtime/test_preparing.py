@@ -93,6 +93,18 @@ def test_the_rate_is_that_of_steps_that_only_compute(monkeypatch):
     assert one.sentence() == sentence
 
 
+def test_tokens_of_one_step_come_together(monkeypatch):
+    """0.4 s to the first token, a step that captures for 0.6 s and gives 3, then 4 steps of 0.25 s that give 3 each."""
+    ends = [0.4, *[1.0] * 3, *(1.0 + 0.25 * step for step in range(1, 5) for _ in range(3))]
+    times = iter(ends)
+    monkeypatch.setattr(clock, "perf_counter", lambda: next(times))
+    one = Clock()
+    for number in range(len(ends)):
+        one.tick(prepared=1 <= number <= 3)
+    assert (one.tokens, one.first, one.prepared) == (16, 0.4, pytest.approx(0.6))
+    assert one.rate == pytest.approx(12)
+
+
 def test_the_first_tokens_of_many_answers_are_no_rate(monkeypatch):
     times = iter([1.0, 1.0, 1.0, 1.5, 1.5, 1.5])
     monkeypatch.setattr(clock, "perf_counter", lambda: next(times))

@@ -24,6 +24,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.weights.fill import fill, local_slice, made
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.engine.weights.random_weights import PATTERN, random_tensors
@@ -191,6 +192,22 @@ def test_random_models_are_well_scaled(values):
     # distinct rows, and no token certain
     assert logits.std(0).mean() > 1e-2
     assert logits.softmax(-1).amax(-1).mean() < 0.9
+
+
+@pytest.mark.parametrize(("most", "drafter"), [(None, "mtp"), (3, "mtp"), (0, "none")])
+@pytest.mark.parametrize("name", ["nano", "random:tiny,layers=1"])
+def test_the_drafter_is_loaded_unless_drafts_are_off(name, most, drafter):
+    model = load_model(resolve_model(name), Numerics.reference(), drafting=Drafting(most))
+    assert model.config.drafter == drafter
+    assert (dict(model.named_parameters()).keys() >= {"mtp.0.norm.weight"}) is (drafter == "mtp")
+
+
+def test_drafts_that_are_asked_of_a_model_without_a_drafter_are_refused():
+    bare = RandomSource("bare", parse_config(shortened(TINY, 1, 8), "bare").without_drafter(), 1)
+    with pytest.raises(UsageError, match=r"^bare has no drafter, and --draft 3 needs one$") as error:
+        load_model(bare, Numerics.reference(), drafting=Drafting(3))
+    assert "leave out --draft" in error.value.remedy
+    assert load_model(bare, Numerics.reference(), drafting=Drafting(None)).config.drafter == "none"
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -15,7 +15,7 @@ from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights import load, offload
 from dsv4cli.engine.weights.fill import total_bytes
 from dsv4cli.engine.weights.load import load_model
@@ -138,6 +138,23 @@ def test_every_tensor_has_its_place():
     # the drafter is left out
     others = {name for name in whole if ".ffn.experts." not in name and not name.startswith("mtp.")}
     assert dict(model.named_parameters()).keys() == others
+
+
+def test_a_drafter_that_is_asked_for_lies_on_the_device_beside_some_experts():
+    drafting, rows = Drafting(2), PER_TOKEN
+    every, source = loaded(BUILT_IN), resolve_model(BUILT_IN)
+    drafter = sum(parameter.nbytes for parameter in every.mtp.parameters())
+    limits = MemoryLimits(gpu=budget(BUILT_IN, rows) + drafter)
+    model = load_model(source, Numerics.reference(), limits=limits, drafting=drafting)
+    plan = offload_of(model).plan
+    assert (plan.division.rows, plan.layers) == (rows, offload_of(loaded(BUILT_IN, rows=rows)).plan.layers)
+    for name, parameter in every.mtp.named_parameters():
+        same = model.get_parameter(f"mtp.{name}").view(torch.uint8)
+        assert torch.equal(same, parameter.view(torch.uint8))
+    assert torch.equal(history(model, False), history(every, False))
+    limits = replace(limits, gpu=limits.gpu - 1)
+    with pytest.raises(NotEnoughMemory, match="the drafter takes"):
+        load_model(source, Numerics.reference(), limits=limits, drafting=drafting)
 
 
 def test_a_budget_too_small_for_the_experts_of_a_token_is_refused():

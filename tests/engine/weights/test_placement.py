@@ -1,6 +1,7 @@
 """Where weights lie: one decision, for loading and for `inspect --fit`."""
 
 import shlex
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -18,13 +19,16 @@ from dsv4cli.engine.inspection.fit.advice import run_command
 from dsv4cli.engine.inspection.fit.machine import Machine, parse_machine
 from dsv4cli.engine.inspection.fit.plan import plan_fit
 from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.settings import Drafting, parse_drafting
 from dsv4cli.engine.weights import load
 from dsv4cli.engine.weights.placement import (
     FreeMemory,
     MemoryLimits,
+    Placement,
     RankSizes,
     decide,
     least_in_host,
+    least_on_gpu,
     measure,
     most_rows,
 )
@@ -106,6 +110,50 @@ def test_on_a_cpu_the_ranks_need_it_together():
     assert decide(sizes, FreeMemory(None, 100 * GB, 2, MemoryLimits(host=200 * GB))).drafter
 
 
+FLASH_TOTAL, FLASH_MAIN = 159_609_485_896, 159_609_485_896 - 3_593_787_756
+ROOMY, TIGHT = FLASH_TOTAL + 7 * GB, FLASH_TOTAL + 7 * GB - 1
+
+
+@pytest.mark.parametrize(
+    ("gpu", "most", "drafter"),
+    [(ROOMY, None, True), (ROOMY, 3, True), (ROOMY, 0, False), (TIGHT, None, False), (TIGHT, 0, False)],
+)
+def test_the_drafter_is_loaded_where_it_is_used_and_fits(gpu, most, drafter):
+    placement = decide(sizes_of("flash", 1), FreeMemory(gpu, 400 * GB), Drafting(most))
+    assert placement == Placement(drafter, None, FLASH_TOTAL if drafter else FLASH_MAIN)
+
+
+def test_a_drafter_that_is_asked_for_and_finds_no_room():
+    with pytest.raises(NotEnoughMemory, match=r"^the drafter takes 3\.594 GB and finds no room") as error:
+        decide(sizes_of("flash", 1), FreeMemory(TIGHT, 400 * GB), Drafting(3))
+    assert "--draft off" in error.value.remedy
+    with pytest.raises(NotEnoughMemory, match=r"^the drafter takes"):
+        decide(sizes_of("flash", 1), FreeMemory(None, FLASH_TOTAL - 1), Drafting(3))
+    with pytest.raises(NotEnoughMemory, match=r"^the weights take 156\.02 GB"):  # it is not the drafter's fault
+        decide(sizes_of("flash", 1), FreeMemory(None, 100 * GB), Drafting(3))
+
+
+def test_beside_experts_in_host_memory_it_is_loaded_only_if_asked_for():
+    sizes, room = sizes_of("flash", 1), FreeMemory(H100, 400 * GB)
+    without = decide(sizes, room)
+    assert (without.drafter, without.division.rows) == (False, 116)
+    assert decide(sizes, room, Drafting(0)) == without
+    beside = decide(sizes, room, Drafting(3))
+    assert (beside.drafter, beside.division.rows) == (True, 109)
+    assert beside.device <= H100 - 7 * GB
+    # room for what lies there in any case, for six experts of each layer, and for nothing else
+    least = least_on_gpu(sizes)
+    assert decide(sizes, FreeMemory(None, None, limits=MemoryLimits(gpu=least))).division.rows == 6
+    with pytest.raises(NotEnoughMemory, match=r"^the drafter takes"):
+        decide(sizes, FreeMemory(None, None, limits=MemoryLimits(gpu=least)), Drafting(1))
+
+
+@pytest.mark.parametrize("most", [None, 0])
+def test_a_model_without_a_drafter_has_none_to_load(most):
+    sizes = replace(sizes_of("flash", 1), total=FLASH_MAIN, drafter=0)
+    assert decide(sizes, FreeMemory(ROOMY, 400 * GB), Drafting(most)) == Placement(False, None, FLASH_MAIN)
+
+
 def test_a_limit_above_the_gpu_is_refused():
     with pytest.raises(NotEnoughMemory, match=r"and 84\.5 GB of it are free"):
         decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB, limits=MemoryLimits(gpu=200 * GB)))
@@ -160,6 +208,9 @@ def asked_with(command: str) -> tuple[int, str, MemoryLimits]:
     words = words[words.index("dsv4") :]
     run = typer.main.get_command(app).commands["run"]
     values = run.make_context("run", words[2:]).params
+    assert (
+        parse_drafting(values["draft"]) == load._Target(torch.device("cpu"), load.SINGLE, MemoryLimits(), None).drafting
+    )
     return values["tp"] or 1, values["device"], memory_limits(values["gpu_memory"], values["host_memory"])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.model_config import Drafter, ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit.machine import Device, Machine
 from dsv4cli.engine.inspection.fit.share import Share, SharedModel
@@ -23,18 +23,20 @@ MORE_GPUS = (2, 4, 8, 16, 32)
 class Fit:
     """The answer for sequences of `context` tokens, `batch` at once.
 
-    shares: one GPU, then each number of GPUs that divides the model, then the CPU. whole: bytes that every GPU holds,
-    by family. best: the way to run it that is recommended, None where none fits; others: slower ways that fit, too.
-    largest_context at this batch and largest_batch at this context are those of the best way, or else of the best one
-    for a short sequence; 0 for not even one. shorter, fewer: that share at each of the two, None at 0. layers: how many
-    of the first layers the `largest` device can run, None where something runs all of them. more_gpus: GPUs like those
-    of the machine that would hold it. more_host: the share that `host_needed` bytes of free host memory would run.
+    shares: one GPU, then each number of GPUs that divides the model, then the CPU. drafter: the one that the model has.
+    whole: bytes that every GPU holds, by family. best: the way to run it that is recommended, None where none fits;
+    others: slower ways that fit, too. largest_context at this batch and largest_batch at this context are those of the
+    best way, or else of the best one for a short sequence; 0 for not even one. shorter, fewer: that share at each of
+    the two, None at 0. layers: how many of the first layers the `largest` device can run, None where something runs all
+    of them. more_gpus: GPUs like those of the machine that would hold it. more_host: the share that `host_needed` bytes
+    of free host memory would run.
     """
 
     context: int
     batch: int
     machine: Machine
     shares: tuple[Share, ...]
+    drafter: Drafter
     whole: dict[str, int]
     best: Share | None
     others: tuple[Share, ...]
@@ -89,7 +91,8 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
         batch=batch,
         machine=machine,
         shares=shares,
-        whole=model.whole(drafter=False),
+        drafter=config.drafter,
+        whole=model.whole(drafter=best is not None and best.drafts),
         best=best,
         others=_others(shares, best),
         largest_context=longer,

@@ -74,6 +74,11 @@ class Share:
         return 0 if self.placement is None else self.placement.host
 
     @property
+    def drafts(self) -> bool:
+        """Whether a drafter is loaded."""
+        return self.placement is not None and self.placement.drafter
+
+    @property
     def needed(self) -> int:
         """Bytes on each device."""
         return self.weights + self.cache + self.workspace + self.reserve

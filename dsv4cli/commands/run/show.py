@@ -1,0 +1,55 @@
+"""How `dsv4 run` shows an answer: as it comes, or once it has ended."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dsv4cli.commands.job import Job
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.chat.answer import Answer
+    from dsv4cli.engine.chat.answers import Pieces
+
+
+def show_answer(job: Job, answer: "Answer") -> None:
+    """Shows an answer that has ended."""
+    record = answer.record()
+    job.out.reasoning(record["reasoning_content"])
+    job.out.end_line()
+    job.out.stream(record["content"])
+    job.out.end_line()
+    show_calls(job, record["tool_calls"])
+    if answer.complaint:
+        job.out.warning(answer.complaint)
+
+
+def show_calls(job: Job, calls: Sequence[dict[str, Any]]) -> None:
+    """Shows calls of tools, a line each."""
+    for call in calls:
+        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
+
+
+def stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "Answer":
+    """Shows the text as it comes, then the tool calls; a line that is left open is ended, but not after Ctrl-C, where
+    the boundary does so."""
+    answer, calls = None, ""
+    try:
+        for _, answer, pieces in steps:  # noqa: B007 - the last one is used
+            for kind, text in pieces:
+                if kind == "content":
+                    job.out.stream(text)
+                elif kind == "reasoning":
+                    job.out.reasoning(text)
+                else:
+                    calls += text
+        assert answer is not None
+        tool_calls = answer.record()["tool_calls"]
+        if not tool_calls:
+            job.out.stream(calls)  # cut off or malformed: as the model wrote it
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        job.out.end_line()
+        raise
+    job.out.end_line()
+    show_calls(job, tool_calls)
+    return answer
