@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from dsv4cli.kernels import alike
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import ref as gemm
@@ -19,7 +18,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
     gate, up = gate.float(), up.float()
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return alike.each(F.silu, gate) * up
+    return F.silu(gate) * up
 
 
 def routed_experts(
@@ -30,22 +29,35 @@ def routed_experts(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
+    return _routed(
+        block_scale.fp8_round(x, FP8_BLOCK) if round_inputs else x, weights, experts, routing, limit, round_inputs
+    )
+
+
+def _routed(
+    inputs: torch.Tensor,
+    weights: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inner: bool,
+) -> torch.Tensor:
+    """The same of inputs that are rounded where they are to be."""
     experts, slots = experts.sort(-1)  # ascending, the order in which a token's experts are added
     routing = routing.gather(-1, slots)
     per_token = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # pairs (token, place) by expert
     tokens, factors = order // per_token, routing.flatten()[order]
-    inputs = block_scale.fp8_round(x, FP8_BLOCK) if round_inputs else x
     counts = torch.bincount(experts.flatten(), minlength=weights.count).tolist()
     stacked = range(len(counts)) if weights.rows is None else weights.rows.tolist()
     outputs, start = [], 0
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            outputs.append(_expert(inputs[tokens[rows]], weights, stacked[expert], factors[rows], limit, round_inputs))
+            outputs.append(_expert(inputs[tokens[rows]], weights, stacked[expert], factors[rows], limit, round_inner))
             start += count
     if not outputs:
-        return x.new_zeros(x.shape, dtype=torch.float32)
+        return inputs.new_zeros(inputs.shape, dtype=torch.float32)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     parts = torch.cat(outputs)[places].unflatten(0, (-1, per_token)).float()  # [T, k, D]
     total = parts[:, 0]
@@ -69,12 +81,19 @@ def _expert(
 
 
 def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
-    def linear(given: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        rounded = round_inputs and scale is not None
-        return gemm.linear(block_scale.fp8_round(given, FP8_BLOCK) if rounded else given, weight, scale)
+    return _shared(x, _rounded(x, round_inputs, weights.w1_scale, weights.w3_scale), weights, limit, round_inputs)
 
-    inner = gated(linear(x, weights.w1, weights.w1_scale), linear(x, weights.w3, weights.w3_scale), limit).to(x.dtype)
-    return linear(inner, weights.w2, weights.w2_scale)
+
+def _shared(
+    x: torch.Tensor, rounded: torch.Tensor, weights: "ExpertWeights", limit: float, round_inner: bool
+) -> torch.Tensor:
+    """The same of x for weights without a scale, of `rounded` for those with one."""
+    gate = gemm.linear(x if weights.w1_scale is None else rounded, weights.w1, weights.w1_scale)
+    up = gemm.linear(x if weights.w3_scale is None else rounded, weights.w3, weights.w3_scale)
+    inner = gated(gate, up, limit).to(x.dtype)
+    if round_inner and weights.w2_scale is not None:
+        inner = block_scale.fp8_round(inner, FP8_BLOCK)
+    return gemm.linear(inner, weights.w2, weights.w2_scale)
 
 
 def mixture(
@@ -87,5 +106,14 @@ def mixture(
     round_inputs: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
-    return (routed + shared_expert(x, shared, limit, round_inputs).float()).to(dtype)
+    # the input of both is rounded once
+    rounded = _rounded(x, round_inputs, weights.w1_scale, shared.w1_scale, shared.w3_scale)
+    round_routed = round_inputs and weights.w1_scale is not None
+    routed = _routed(rounded if round_routed else x, weights, experts, routing, limit, round_routed)
+    return (routed + _shared(x, rounded, shared, limit, round_inputs).float()).to(dtype)
+
+
+def _rounded(x: torch.Tensor, round_inputs: bool, *scales: torch.Tensor | None) -> torch.Tensor:
+    """x through fp8_round for weights with these scales; x where none has one."""
+    wanted = round_inputs and any(scale is not None for scale in scales)
+    return block_scale.fp8_round(x, FP8_BLOCK) if wanted else x
