@@ -21,8 +21,8 @@ def draft_words(report: "DraftReport") -> str:
 
 
 def report_drafts(out: Output, report: "DraftReport | None") -> None:
-    """Says what drafts came to; nothing where no step could have had any, as the first reads the prompt."""
-    if report is not None and report.steps > 1:
+    """Says what drafts came to; nothing where no step could have had any."""
+    if report is not None and report.steps:
         out.status(f"drafts: {draft_words(report)}")
 
 

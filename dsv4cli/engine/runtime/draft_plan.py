@@ -32,9 +32,11 @@ class DraftPlan:
     def take(self, ready: Sequence[Chunk], drawn: Sequence[Sequence[Token]], made: Sequence[Sequence[float]]) -> None:
         """Takes in what each request that was ready has got, and what was drafted for it: tokens, then chances. Drafts
         behind the end of an answer do not count."""
-        report, per_position, drafted = self.report, list(self.report.per_position), 0
+        report, per_position, steps, drafted, count = self.report, list(self.report.per_position), 0, 0, 0
         for chunk, tokens, row in zip(ready, drawn, made, strict=True):
             accepted = len(tokens) - 1
+            decodes = chunk.first >= len(chunk.request.prompt)  # not where a prompt is read
+            steps, count = steps + decodes, count + len(tokens) * decodes
             verified = accepted if tokens[-1].finish else len(chunk.drafts)
             drafted += verified
             self.gate.note_drafts(self._chances.get(chunk.request, []), verified, accepted)
@@ -45,11 +47,11 @@ class DraftPlan:
             self._chances[chunk.request] = list(row[middle:])
         self.report = replace(
             report,
-            steps=report.steps + len(ready),
+            steps=report.steps + steps,
             drafted=report.drafted + drafted,
-            accepted=report.accepted + sum(map(len, drawn)) - len(ready),
+            accepted=sum(per_position),
             per_position=per_position,
-            tokens=report.tokens + sum(map(len, drawn)),
+            tokens=report.tokens + count,
         )
 
     def time(self, chunks: Sequence[Chunk], count: int, seconds: Sequence[float]) -> None:

@@ -119,7 +119,7 @@ def test_several_answers_have_one_report(dsv4, monkeypatch, tmp_path):
     [
         (DraftReport("dspark", 9, 0, 0, [], 9), "drafts: none (dspark)\n"),
         (DraftReport("mtp", 1000, 2500, 1605, [800, 805], 2605), "2.6 tokens a step, 64 % of 2,500 accepted (mtp)\n"),
-        (DraftReport("mtp", 1, 0, 0, [], 1), ""),
+        (DraftReport("mtp", 0, 0, 0, [], 0), ""),
     ],
 )
 def test_what_drafts_came_to_in_words(dsv4, monkeypatch, report, line):
