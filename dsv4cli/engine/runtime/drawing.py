@@ -7,7 +7,7 @@ import torch
 
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.logprobs import Drawn, drawn_of, drawn_with
-from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampler import Draws, sample
 from dsv4cli.engine.runtime.scheduler import Chunk
@@ -113,10 +113,9 @@ def taken(
         if constraint is not None:
             if number and constraint.banned():
                 break
-            forced = constraint.forced() if number else None  # that of the first row was drawn with
-            other = constraint.instead(one[0]) if forced is None else forced
-            if other is not None and other != one[0]:
-                given = torch.full((1,), other, dtype=torch.int64, device=logits.device)
+            wanted = _wanted(constraint, one[0], forced=constraint.forced() if number else None)
+            if wanted != one[0]:
+                given = torch.full((1,), wanted, dtype=torch.int64, device=logits.device)
                 [one] = drawn_of(logits[number : number + 1], given, request.limits.logprobs)
             constraint.push(one[0])
         token, logprob, top = one
@@ -125,6 +124,13 @@ def taken(
         if finish or number == len(chunk.drafts) or token != chunk.drafts[number]:
             break
     return tokens
+
+
+def _wanted(constraint: Constraint, drawn: int, forced: int | None) -> int:
+    """What a constraint takes for a token that was drawn."""
+    token = drawn if forced is None else forced
+    other = constraint.instead(token)
+    return token if other is None else other
 
 
 def agreed(chunk: Chunk, drawn: Sequence[Drawn]) -> list[int]:

@@ -129,7 +129,7 @@ class Engine:
         self._order("finish", drawn=[[token.id for token in own] for own in tokens])
         if self._plan is not None:
             self._plan.take(ran.ready, tokens, drafts)
-            if not self.runner.preparing.happened:
+            if ran.ready and not self.runner.preparing.happened:  # else nothing has waited for the device
                 self._plan.time(ran.chunks, count, self._drawing.watch.seconds())
         return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
 

@@ -1,7 +1,8 @@
 """Decoding: a step of a few tokens of each sequence, captured in CUDA graphs for some numbers of these and replayed.
 
 A graph reads its numbers from memory that stays where it is. Rows that no sequence fills belong to the padding
-sequence, which has no tokens, so that capturing and padding touch no live state.
+sequence, which has no tokens and a block that they complete entries in, so that capturing and padding touch no live
+state.
 """
 
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class GraphRunner:
         self.cache = cache
         self.columns = columns_of(tokens)
         self.padding = cache.allocate()
+        cache.reserve(self.padding, ROLLBACK)
         self._steps: dict[tuple[int, int], CapturedStep] = {}
         self._blocks = 0
         self._workspace = workspace or Workspace()  # graphs hold addresses in it
@@ -124,7 +126,7 @@ class GraphRunner:
         return within
 
     def _prepared(self, size: int, rows: int) -> "CapturedStep":
-        step = CapturedStep(self.cache, size, rows, self.columns, self.padding.slot)
+        step = CapturedStep(self.cache, size, rows, self.columns, self.padding)
         numbers = step.numbers  # nothing that `run` holds refers to the step: it goes when it is forgotten
 
         def compute() -> StepOutput:
@@ -156,15 +158,15 @@ class CapturedStep:
 
     run: Callable[[], StepOutput]
 
-    def __init__(self, cache: Cache, size: int, rows: int, columns: int, padding: int) -> None:
+    def __init__(self, cache: Cache, size: int, rows: int, columns: int, padding: Sequence) -> None:
         self.size, self.rows = size, rows
         self.held: list[StepOutput] = []
         self._padding = padding
         on_gpu = cache.device.type == "cuda"
         # slots, starts, and the ids of each; the blocks have their own, they change seldom
         self._few = torch.zeros(2 + rows, size, dtype=torch.int64, pin_memory=on_gpu)
-        self._blocks = torch.zeros(size, columns, dtype=torch.int64, pin_memory=on_gpu)
-        self._few[0] = padding
+        self._blocks = torch.full((size, columns), padding.blocks[0], dtype=torch.int64, pin_memory=on_gpu)
+        self._few[0] = padding.slot
         self._rows: list[tuple[Sequence, int] | None] = [None] * size  # whose blocks lie in each row, which of them
         few, blocks = self._few.to(cache.device), self._blocks.to(cache.device)
         self._on_device = few, blocks
@@ -177,12 +179,12 @@ class CapturedStep:
         if self._arrived is not None:
             self._arrived.synchronize()
         few, ids = self._few.numpy(), self._few[2:].view(self.size, self.rows).numpy()
-        few[0], few[1:] = self._padding, 0
+        few[0], few[1:] = self._padding.slot, 0
         for row, (sequence, own) in enumerate(work):
             few[:2, row] = sequence.slot, sequence.length
             ids[row, : len(own)] = own
         self._on_device[0].copy_(self._few, non_blocking=True)
-        if self._fill_blocks([one for one, _ in work]):
+        if self._fill_blocks([one for one, _ in work] + [self._padding] * (self.size - len(work))):
             self._on_device[1].copy_(self._blocks, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()

@@ -54,7 +54,7 @@ class Runner:
         self.model = model
         self._weights = sum(parameter.nbytes for parameter in model.parameters())
         self._slots = max(1, min(capacity.slots, MAX_SLOTS))
-        self._spare = 2 * capacity.snapshots
+        self._spare = 2 * capacity.snapshots + 1  # and the padding of graphs
         graphs = capacity.longest is not None and captures(torch.device(device))
         self.preparing = Preparing(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=self._slots + graphs, device=device)

@@ -85,9 +85,9 @@ def _fresh(ids, sampling, think, limits):
 
 
 def held(one):
-    """Slots that are taken and blocks that are held; of a decoder's slot nothing."""
+    """Slots that are taken and blocks that are held; of a decoder's slot and block nothing."""
     cache, decodes = one.engine.runner.cache, one.engine.runner.graphs is not None
-    return cache.slots - cache.free_slots - decodes, cache.used_blocks
+    return cache.slots - cache.free_slots - decodes, cache.used_blocks - decodes
 
 
 def ask(one, messages, sampling=SEEDED, **options):

@@ -96,7 +96,8 @@ def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longe
     assert waited == [True, False] * len(sizes)
     assert 0 < sum(step.prepared for _, step in steps) < len(steps)
     cache = one.runner.cache
-    assert (cache.free_slots, cache.used_blocks) == (cache.slots - 1, 0)
+    # the padding's
+    assert (cache.free_slots, cache.used_blocks) == (cache.slots - 1, 1)
 
 
 def test_seeds():

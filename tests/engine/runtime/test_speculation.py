@@ -1,0 +1,464 @@
+"""Drafts change nothing but the number of steps: tokens, ends and log-probabilities are those without drafts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain, cycle, product
+
+import pytest
+
+from dsv4cli.engine.chat.thinking import Thinking
+from dsv4cli.engine.runtime import runner, scheduler
+from dsv4cli.engine.runtime.draft_steps import DraftSteps
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.request import Constraint, Request, Token
+from dsv4cli.engine.runtime.runner import Capacity
+from dsv4cli.engine.runtime.stopwatch import Stopwatch
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.errors import NotEnoughMemory
+from tests.support.speculation import Mistake, know, model_of, open_gate, text
+
+DRAFTERS = ("mtp", "dspark")
+MOST = {"mtp": 7, "dspark": 5}
+GREEDY, WARM = Sampling(0.0), Sampling(0.8, 0.9, 11)
+LENGTHS = (1, 126, 4, 7, 33, 12)
+# fp32 sums over other numbers of rows are made in another order
+LOGPROB = 1e-4
+
+Build = Callable[[], list[Request]]
+
+
+def asked(sampling: Sampling, count: int = len(LENGTHS), **limits) -> list[Request]:
+    """Prompts of many lengths, answers of 9 tokens and more, prompt chunks between them."""
+    return [
+        Request(
+            text(length, number), sampling.plus(number), Limits(**{"max_tokens": 10 + number, **limits}), stop_ids=()
+        )
+        for number, length in enumerate(LENGTHS[:count])
+    ]
+
+
+@dataclass
+class Played:
+    """What requests got, how many tokens each step gave one of them, and the engine."""
+
+    engine: Engine
+    tokens: list[list[Token]]
+    steps: list[int] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [[token.id for token in found] for found in self.tokens]
+
+
+def play(engine: Engine, requests: list[Request], together: int = 8, each: Callable[[int], None] = id) -> Played:
+    """Adds requests, one each other step, at most so many at once; each: called with the number of a step before it."""
+    played, waiting, number = Played(engine, [[] for _ in requests]), list(requests), 0
+    while waiting or engine.busy:
+        if waiting and len(engine.runner.scheduler.active) < together and (number % 2 == 0 or not engine.busy):
+            engine.add(waiting.pop(0))
+        each(number)
+        for result in engine.step():
+            played.tokens[requests.index(result.request)] += result.tokens
+            played.steps += [len(result.tokens)] if result.tokens else []
+        number += 1
+    return played
+
+
+def engine(drafter: str, most: int | None = 0, slots: int = 8, longest: int | None = 300) -> Engine:
+    return Engine(model_of(drafter), Capacity(slots, longest), "cpu", drafting=Drafting(most))
+
+
+_PLAIN: dict[tuple[str, Sampling], Played] = {}
+
+
+def plain(drafter: str, sampling: Sampling) -> Played:
+    """What each of `asked` gets alone, without drafts."""
+    if (drafter, sampling) not in _PLAIN:
+        _PLAIN[drafter, sampling] = play(engine(drafter, slots=1), asked(sampling), 1)
+    return _PLAIN[drafter, sampling]
+
+
+def whole(requests: list[Request], played: Played) -> list[list[int]]:
+    """The prompts and their answers."""
+    return [one.prompt + ids for one, ids in zip(requests, played.ids, strict=True)]
+
+
+def everywhere() -> Mistake:
+    """Mistakes at every depth, one after another, of each request beginning with another one."""
+    depths = {number: cycle([(7 - number - step) % 8 for step in range(8)]) for number in range(9)}
+    return lambda number, place: next(depths[number])
+
+
+def nothing_is_held(one: Engine) -> bool:
+    cache, padding = one.runner.cache, one.runner.graphs is not None
+    return (cache.free_slots + padding, cache.used_blocks - padding) == (cache.slots, 0)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(params=[pytest.param(False, marks=SLOW), True], ids=["eager", "captured"])
+def captured(request, monkeypatch):
+    """Steps as on a GPU, but for the graphs."""
+    monkeypatch.setattr(runner, "captures", lambda device: request.param)
+    return request.param
+
+
+def cases(numbers, *always):
+    """Drafter, sampling, a number, and whether steps are captured: all of them, most only among the slow tests."""
+    every = product(DRAFTERS, (GREEDY, WARM), numbers, (False, True))
+    return [case if case in always else pytest.param(*case, marks=SLOW) for case in every]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sampling", "most", "captured"),
+    cases(
+        range(1, 8),
+        ("mtp", WARM, 7, True),
+        ("dspark", GREEDY, 5, True),
+    ),
+    indirect=["captured"],
+)
+def test_a_net_with_its_own_drafts_draws_the_same(drafter, sampling, most, captured, monkeypatch):
+    """All at once with joins, leaves and prompt chunks between; all drafts are verified."""
+    open_gate(monkeypatch)
+    monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 90)
+    one = engine(drafter, most)
+    played = play(one, asked(sampling, prefill_chunk=50))
+    assert played.ids == plain(drafter, sampling).ids
+    assert one.draft_report().drafted > 40
+    assert nothing_is_held(one)
+
+
+@pytest.mark.parametrize("drafter", [pytest.param("mtp", marks=SLOW), "dspark"])
+def test_as_many_drafts_as_pay(drafter):
+    one = engine(drafter, None)
+    assert play(one, asked(WARM)).ids == plain(drafter, WARM).ids
+    assert nothing_is_held(one)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sampling", "together", "captured"),
+    cases(
+        (8, 1),
+        ("mtp", GREEDY, 8, True),
+        ("dspark", WARM, 8, False),
+    ),
+    indirect=["captured"],
+)
+def test_every_kept_prefix_draws_the_same(drafter, sampling, together, captured, monkeypatch):
+    """A drafter that is right up to a chosen draft: steps give 1 to 1 + k tokens, no more than an answer has."""
+    open_gate(monkeypatch)
+    one, requests = engine(drafter, 7, slots=together), asked(sampling, prefill_chunk=60)
+    know(one, whole(requests, plain(drafter, sampling)), everywhere())
+    played = play(one, requests, together)
+    assert played.ids == plain(drafter, sampling).ids
+    assert set(played.steps) == set(range(1, MOST[drafter] + 2))
+    assert [found[-1].finish for found in played.tokens] == ["length"] * len(LENGTHS)
+    report = one.draft_report()
+    assert (report.tokens, report.steps) == (sum(played.steps), len(played.steps))
+    assert report.accepted == report.tokens - report.steps == sum(report.per_position)
+    expected = [sum(count > 1 + depth for count in played.steps) for depth in range(MOST[drafter])]
+    assert report.per_position == expected
+    assert nothing_is_held(one)
+
+
+@pytest.mark.parametrize("most", [pytest.param(2, marks=SLOW), 7])
+def test_right_drafts_are_all_accepted(most, captured, monkeypatch):
+    """So the answers take as few steps as they can, and only drafts that can be accepted are made."""
+    open_gate(monkeypatch)
+    requests = asked(GREEDY)
+    one = engine("mtp", most)
+    know(one, whole(requests, plain("mtp", GREEDY)), lambda number, place: 9)
+    played = play(one, requests)
+    assert played.ids == plain("mtp", GREEDY).ids
+    # the first token comes with the prompt
+    assert len(played.steps) == sum(1 + -(-(len(ids) - 1) // (most + 1)) for ids in played.ids)
+    assert one.draft_report().drafted == one.draft_report().accepted
+
+
+def test_log_probabilities_are_those_without_drafts(captured, monkeypatch):
+    open_gate(monkeypatch)
+    expected = play(engine("mtp"), asked(WARM, 4, logprobs=3), 4)
+    requests = asked(WARM, 4, logprobs=3)
+    one = engine("mtp", 7)
+    know(one, whole(requests, expected), everywhere())
+    played = play(one, requests, 4)
+    assert max(played.steps) > 4
+    for ours, theirs in zip(chain(*played.tokens), chain(*expected.tokens), strict=True):
+        assert ours.id == theirs.id
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=LOGPROB)
+        assert [one for one, _ in ours.top] == [one for one, _ in theirs.top]
+        assert [value for _, value in ours.top] == pytest.approx([value for _, value in theirs.top], abs=LOGPROB)
+
+
+def test_answers_end_within_accepted_drafts(captured, monkeypatch):
+    """At a stop id, at the limit of an answer, at the end of the context; the drafter sees none of it."""
+    open_gate(monkeypatch)
+    [prompt] = [text(9, 3)]
+    [[*free]] = play(engine("dspark"), [Request(prompt, WARM, Limits(30), stop_ids=())]).ids
+    stop = next(token for place, token in enumerate(free) if place > 6 and token not in free[:place])
+    cases = [
+        ({}, (stop,), "stop", free.index(stop) + 1),
+        ({"max_tokens": 8}, (), "length", 8),
+        ({"max_context": 20}, (), "length", 11),
+        ({"max_tokens": 1}, (), "length", 1),
+        ({"max_tokens": 2}, (free[1],), "stop", 2),
+    ]
+    requests = [Request(prompt, WARM, Limits(**{"max_tokens": 30, **given}), stop_ids=ids) for given, ids, *_ in cases]
+    one = engine("dspark", 5)
+    know(one, [prompt + free] * len(cases), lambda number, place: 9)
+    played = play(one, requests)
+    for (_, _, finish, length), found, ids in zip(cases, played.tokens, played.ids, strict=True):
+        assert (found[-1].finish, ids) == (finish, free[:length])
+        assert all(token.finish is None for token in found[:-1])
+    # a prompt's token and then 6 a step
+    report = one.draft_report()
+    assert report.drafted == report.accepted
+    assert report.steps == sum(1 + -(-(length - 1) // 6) for *_, length in cases)
+    assert nothing_is_held(one)
+
+
+class Script(Constraint):
+    """Asks for other tokens at chosen places of an answer."""
+
+    def __init__(self, forced=None, banned=None, instead=None):
+        self._forced, self._banned, self._instead = forced or {}, banned or {}, instead or {}
+        self.seen: list[int] = []
+
+    def forced(self):
+        return self._forced.get(len(self.seen))
+
+    def banned(self):
+        return self._banned.get(len(self.seen), ())
+
+    def instead(self, token):
+        return self._instead.get((len(self.seen), token))
+
+    def push(self, token):
+        self.seen.append(token)
+
+
+def constraints(free: list[int]) -> list[Constraint]:
+    """free: what comes without any."""
+    every = range(128)
+    return [
+        Script(forced={3: 9, 4: 0, 8: 12}),
+        Script(banned={2: [free[2]], 6: every[::2]}),
+        Script(instead={(5, free[5]): 77}),
+        Script(forced={0: 5}, banned={1: every[4:]}, instead={(1, token): 40 for token in every[:4]}),
+        Script(forced={6: 9}, instead={(6, 9): 10}),
+        Thinking(True, 20, 4, 50, (free[0], 1)),
+        Thinking(True, 12, None, 50, tuple(every[::3])),
+        Thinking(True, 20, 0, 50, tuple(every[::5])),
+    ]
+
+
+@pytest.mark.parametrize(("drafter", "most"), [pytest.param("mtp", 2, marks=SLOW), ("dspark", 5)])
+def test_constraints_act_within_a_step(drafter, most, captured, monkeypatch):
+    """What is forced, banned and replaced behind accepted drafts; whichever of these the drafter foresees."""
+    open_gate(monkeypatch)
+    prompt = text(6, 8)
+
+    def requests(free):
+        return [Request(prompt, WARM, Limits(12), rule, stop_ids=()) for rule in constraints(free)]
+
+    [free] = play(engine(drafter), [Request(prompt, WARM, Limits(12), stop_ids=())]).ids
+    expected = play(engine(drafter, slots=1), plainly := requests(free), 1).ids
+    for texts in ([prompt + ids for ids in expected], [prompt + free] * 8):
+        one, ours = engine(drafter, most), requests(free)
+        know(one, texts, lambda number, place: 9)
+        played = play(one, ours)
+        assert played.ids == expected
+        assert max(played.steps) == most + 1
+        for request, other in zip(ours, plainly, strict=True):
+            mine, theirs = request.constraint, other.constraint
+            assert vars(mine) == vars(theirs)
+    assert [rule.closed for rule in (one.constraint for one in plainly[5:])] != ["", "", ""]
+
+
+def test_what_is_drafted_anew_follows_the_tokens_that_came(captured, monkeypatch):
+    """A constraint replaces a token: the drafter is asked again, and reads what was taken."""
+    open_gate(monkeypatch)
+    prompt = text(6, 8)
+    [free] = play(engine("mtp"), [Request(prompt, GREEDY, Limits(12), stop_ids=())]).ids
+    asked_for = []
+    own = type(engine("mtp", 3).runner.drafts.drafter).draft
+
+    def draft(self, newest, count, choose):
+        asked_for.append((newest.positions[0].item(), newest.tokens[0].item()))
+        return own(self, newest, count, choose)
+
+    one = engine("mtp", 3, slots=1)
+    monkeypatch.setattr(type(one.runner.drafts.drafter), "draft", draft)
+    rule = Script(forced={4: 9})
+    request = Request(prompt, GREEDY, Limits(6), rule, stop_ids=())
+    played = play(one, [request], 1)
+    assert played.ids[0][:5] == [*free[:4], 9]
+    # the place of each newest token, and the token that is there in the end
+    final = dict(asked_for)
+    assert all(request.ids[place] == token for place, token in final.items())
+    assert final[len(prompt) + 4] == 9
+
+
+def turn(one: Engine, ids: list[int], number: int) -> Request:
+    """Answers a turn of a conversation, of which two places are kept."""
+    request = Request(ids, WARM.plus(number), Limits(12), stop_ids=(), keep=(len(ids) // 2, len(ids)))
+    one.add(request)
+    return request
+
+
+def finish(one: Engine) -> None:
+    while one.busy:
+        one.step()
+
+
+# of each turn: how many tokens of the one before go, and how many new ones come
+TURNS = ((0, 0), (0, 20), (3, 5), (9, 2), (40, 9), (0, 1), (1, 130), (13, 1))
+
+
+@pytest.mark.parametrize("drafter", ["mtp", pytest.param("dspark", marks=SLOW)])
+def test_a_prefix_cache_keeps_no_draft(drafter, captured, monkeypatch):
+    """Turn after turn in one cache, also after some tokens were taken back: as each turn would be answered alone."""
+    open_gate(monkeypatch)
+    capacity = Capacity(longest=300, snapshots=8)
+    one = Engine(model_of(drafter), capacity, "cpu", drafting=Drafting(7))
+    ids, texts, held = text(130, 5), [], []
+    for number, (back, more) in enumerate(TURNS):
+        ids = ids[: len(ids) - back] + text(more, 60 + number)
+        alone = engine(drafter, slots=1)
+        expected = turn(alone, ids, number)
+        finish(alone)
+        texts.append(expected.ids)
+        know(one, texts, everywhere())
+        found = turn(one, ids, number)
+        held.append(len(ids) - found.done)
+        finish(one)
+        assert found.ids == expected.ids
+        ids = found.ids
+    # what is read of each prompt: all of the first, then little but what is new
+    assert held[0] == 130
+    assert max(held[1:4]) < 40
+    one.forget()
+    assert nothing_is_held(one)
+
+
+@pytest.mark.parametrize("drafter", ["mtp", pytest.param("dspark", marks=SLOW)])
+def test_requests_are_cancelled_between_steps(drafter, captured, monkeypatch):
+    open_gate(monkeypatch)
+    one, requests = engine(drafter, 7), asked(WARM)
+    know(one, whole(requests, plain(drafter, WARM)), everywhere())
+
+    def cancel(number: int) -> None:
+        for victim, step in ((0, 2), (3, 8), (5, 11)):
+            if step == number:
+                one.cancel(requests[victim])
+                one.cancel(requests[victim])  # harmless
+
+    played = play(one, requests, each=cancel)
+    for number, (ours, theirs) in enumerate(zip(played.ids, plain(drafter, WARM).ids, strict=True)):
+        assert ours == (theirs[: len(ours)] if number in (0, 3, 5) else theirs)
+    assert any(len(played.ids[number]) < len(plain(drafter, WARM).ids[number]) for number in (0, 3, 5))
+    assert nothing_is_held(one)
+
+
+@pytest.mark.parametrize("drafter", ["mtp", pytest.param("dspark", marks=SLOW)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, NotEnoughMemory("full", "less")], ids=["ctrl-c", "memory"])
+def test_a_step_that_is_broken_off_while_it_drafts(drafter, error, captured, monkeypatch):
+    """Requests are gone, and what comes later is as ever."""
+    open_gate(monkeypatch)
+    one = Engine(model_of(drafter), Capacity(longest=300, snapshots=4), "cpu", drafting=Drafting(5))
+    ids = text(140, 6)
+    alone = engine(drafter, slots=1)
+    expected = turn(alone, ids, 0)
+    finish(alone)
+    know(one, [expected.ids] * 9, lambda number, place: 9)
+    own = DraftSteps.after
+    for steps in (1, 2, 3):
+        calls = iter(range(9))
+
+        def after(self, *given, steps=steps, calls=calls):
+            made = own(self, *given)
+            if next(calls) == steps - 1:
+                raise error
+            return made
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DraftSteps, "after", after)
+            turn(one, ids, 0)
+            with pytest.raises(type(error) if isinstance(error, Exception) else error):
+                finish(one)
+        found = turn(one, ids, 0)
+        finish(one)
+        assert found.ids == expected.ids
+    one.forget()
+    assert nothing_is_held(one)
+
+
+def test_scored_requests_beside_drafts(captured, monkeypatch):
+    open_gate(monkeypatch)
+    scored = Request(text(90, 1), GREEDY, Limits(prefill_chunk=7), scored=True)
+    requests = asked(GREEDY, 4)
+
+    def scores(one: Engine) -> list[float]:
+        found = []
+        for request in (scored, *requests):
+            one.add(request)
+        while one.busy:
+            found += [value for result in one.step() if result.scores for value in result.scores.logprobs]
+        return found
+
+    expected = scores(engine("mtp"))
+    answers = whole(asked(GREEDY), plain("mtp", GREEDY))[:4]
+    scored, requests = Request(scored.prompt, GREEDY, scored.limits, scored=True), asked(GREEDY, 4)
+    one = engine("mtp", 7)
+    know(one, [scored.prompt, *answers], lambda number, place: 4)
+    assert scores(one)[:-1] == pytest.approx(expected[:-1], abs=LOGPROB)
+    assert [request.ids for request in requests] == answers
+    assert one.draft_report().accepted > 20
+
+
+def test_the_time_is_asked_for_only_where_the_device_was_waited_for(monkeypatch):
+    """On a GPU a mark that it has not reached yet has no time."""
+    one, waited = engine("mtp", 3), []
+
+    def seconds(watch):
+        waited.append(one.draft_report().steps)
+        return [1.0, 1.0]
+
+    monkeypatch.setattr(Stopwatch, "seconds", seconds)
+    one.add(Request(text(40, 1), GREEDY, Limits(4, prefill_chunk=10)))
+    while one.busy:
+        one.step()
+    assert waited
+    assert min(waited) == 1
+
+
+def test_an_answer_that_ends_is_drafted_for_once(monkeypatch):
+    """Nothing follows an end token, whatever the drafts behind it were."""
+    open_gate(monkeypatch)
+    prompt = text(6, 8)
+    [free] = play(engine("mtp"), [Request(prompt, GREEDY, Limits(12), stop_ids=())]).ids
+    one, calls, own = engine("mtp", 7), [], DraftSteps.after
+    monkeypatch.setattr(DraftSteps, "after", lambda *given: (calls.append(1), own(*given))[1])
+    know(one, [prompt + free], lambda number, place: 9)
+    played = play(one, [Request(prompt, GREEDY, Limits(12), stop_ids=(free[4],))], 1)
+    assert played.ids == [free[: free.index(free[4]) + 1]]
+    assert len(calls) == len(played.steps)
+
+
+@SLOW
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("most", [None, *range(1, 8)])
+def test_two_thousand_tokens(drafter, most, captured, monkeypatch):
+    """Greedy and drawn, of prompts of any length, 8 at once."""
+    monkeypatch.setattr(runner, "captures", lambda device: False)
+    requests = [
+        [Request(text(3 + 40 * n, n), (GREEDY, WARM)[n % 2].plus(n // 2), Limits(250), stop_ids=()) for n in range(8)]
+        for _ in range(2)
+    ]
+    expected = play(engine(drafter, longest=600), requests[0]).ids
+    monkeypatch.setattr(runner, "captures", lambda device: captured)
+    one = engine(drafter, most, longest=600)
+    assert play(one, requests[1]).ids == expected
+    assert sum(map(len, expected)) == 2000

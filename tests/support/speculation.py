@@ -1,0 +1,94 @@
+"""Small nets with both drafters, drafters that are right or wrong on purpose, and a gate that lets every draft pass."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.draft import Drafter, Drafts
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.gate import MOST_ROWS, Gate, size_of
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.weights.load import build_random
+
+VOCABULARY = 128
+# every kind of layer and router; few entries chosen
+SMALL = TINY | {
+    "hidden_size": 64, "head_dim": 96, "qk_rope_head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 32,
+    "index_head_dim": 32, "index_topk": 8, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "num_hidden_layers": 3, "vocab_size": VOCABULARY,
+}  # fmt: skip
+CONFIGS = {
+    "mtp": SMALL | {"compress_ratios": [0, 4, 128, 0]},
+    "dspark": SMALL
+    | {"compress_ratios": [0, 4, 128, 0, 0], "dspark_block_size": 5, "dspark_noise_token_id": 100}
+    | {"dspark_target_layer_ids": [0, 1, 2], "dspark_markov_rank": 8},
+}
+# of a request and the place of its newest token: at which of the drafts behind it the mistake is
+Mistake = Callable[[int, int], int]
+
+
+@cache
+def model_of(drafter: str) -> Transformer:
+    """A small model of random weights with this drafter, in plain fp32."""
+    config = parse_config(CONFIGS[drafter], "test")
+    return build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
+
+
+def text(length: int, seed: int) -> list[int]:
+    """Any tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many drafts as there may be in every step, however long it takes."""
+
+    def most(gate: Gate, sequences: int) -> int:
+        return min(gate._most, MOST_ROWS // size_of(sequences) - 1)
+
+    def drafts(gate: Gate, sequences: int, chances: Sequence[Sequence[float]]) -> int:
+        return min(max(map(len, chances), default=0), most(gate, sequences))
+
+    monkeypatch.setattr(Gate, "count", most)
+    monkeypatch.setattr(Gate, "drafts", drafts)
+
+
+class Knowing:
+    """A drafter that knows what comes, and makes a mistake where it is told to; its state is that of the real one."""
+
+    def __init__(self, own: Drafter, engine: Engine, texts: Sequence[list[int]], mistake: Mistake) -> None:
+        """texts: of each request, by its number, the prompt and its answer."""
+        self.own, self._engine, self._texts, self._mistake = own, engine, texts, mistake
+        self.name, self.most, self.usual, self.reads_next = own.name, own.most, own.usual, own.reads_next
+        self.absorb = own.absorb
+
+    def draft(self, newest, count, choose) -> Drafts:
+        """The text of each sequence but for the mistake, and token 0 for sequences that are no request's."""
+        made = self.own.draft(newest, count, choose)
+        requests = {one.sequence.slot: one for one in self._engine.runner.scheduler.active if one.sequence is not None}
+        rows = []
+        for slot, place in zip(newest.slots.tolist(), newest.positions.tolist(), strict=True):
+            request = requests.get(slot)
+            rows.append([0] * count if request is None else self._row(request, place, count))
+        return Drafts(torch.tensor(rows), made.chances)
+
+    def _row(self, request: Request, place: int, count: int) -> list[int]:
+        following = self._texts[request.number][place + 1 : place + 1 + count]
+        row = following + [7] * (count - len(following))
+        wrong = self._mistake(request.number, place)
+        if wrong < count:
+            row[wrong] = (row[wrong] + 1) % VOCABULARY
+        return row
+
+
+def know(engine: Engine, texts: Sequence[list[int]], mistake: Mistake) -> None:
+    """Has an engine's drafter know these texts."""
+    assert engine.runner.drafts is not None
+    engine.runner.drafts.drafter = Knowing(engine.runner.drafts.drafter, engine, texts, mistake)
