@@ -10,7 +10,7 @@ from dsv4cli.commands.run import modes
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from tests.support import damage
-from tests.support.golden_data import golden, need_recorded_arithmetic
+from tests.support.golden_data import golden, need_recorded_arithmetic, official_sums
 from tests.support.program import SMALL, Program, calls_block
 
 KEYS = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason", "usage"]
@@ -254,9 +254,10 @@ def test_scores(dsv4, tmp_path):
 
 
 @pytest.mark.parametrize(("chunk", "scored"), [(1, 5), (5, 2), (31, 2)])
-def test_scores_are_the_official_ones(dsv4, tmp_path, chunk, scored):
+def test_scores_are_the_official_ones(dsv4, tmp_path, chunk, scored, monkeypatch):
     """A chunk of P tokens, then one: as it was recorded; and no tokenizer is in the folder."""
     need_recorded_arithmetic()
+    official_sums(monkeypatch)
     net = golden("tiny-flash")
     ids = net.tokens[:, : chunk + scored - 1].tolist()
     path = jsonl(tmp_path / "s.jsonl", *({"ids": one} for one in ids))
