@@ -54,15 +54,13 @@ def test_the_same_answer_in_little_memory(dsv4):
     given = ("run", "What is 17 + 25?", "--temperature", "0")
     few, enough = dsv4(*given, "--gpu-memory", "9MB"), dsv4(*given)
     assert few.out == enough.out == "17 + 25 = 42.\n"
-    loaded, division, drafts, _, traffic, _ = few.err.splitlines()
+    loaded, division, _, traffic, _ = few.err.splitlines()
     assert loaded.startswith("nano on cpu: ")
     lie = r"of each layer's 8 experts \d are on the GPU at a time; \d stay in host memory, \d\.\d\d MB in all"
     assert re.fullmatch(lie, division)
     words = r"[1-9]\d\.\d % of the experts were on the GPU; \d+\.\d\d kB a token came from host memory"
     assert re.fullmatch(words, traffic)
-    assert drafts == "no drafts: they do not pay with experts in host memory"
     assert "host memory" not in enough.err
-    assert "no drafts" not in dsv4(*given, "--gpu-memory", "9MB", "--draft", "off").err
 
 
 def test_what_came_from_host_memory_is_reported_below_the_answer(dsv4, monkeypatch):
@@ -77,7 +75,7 @@ def test_one_document_and_a_silent_stderr(dsv4):
     assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
     assert not set("\x1b\x9b\x7f") & set(done.out)
     document = json.loads(done.out)
-    timing = ["seed", "seconds_to_first_token", "tokens_per_second", "draft"]
+    timing = ["seed", "seconds_to_first_token", "tokens_per_second"]
     assert list(document) == ["schema", "model", "backend", *KEYS[1:], *timing]
     assert (document["schema"], document["model"], document["backend"]) == ("dsv4.run/1", SMALL, "torch")
     assert (document["content"], document["finish_reason"]) == ("A\x1b[31m\x9b1mB\x7f", "stop")
@@ -256,7 +254,7 @@ def test_scores(dsv4, tmp_path):
 
 
 @pytest.mark.parametrize(("chunk", "scored"), [(1, 5), (5, 2), (31, 2)])
-def test_scores_are_the_official_ones(dsv4, tmp_path, monkeypatch, chunk, scored):
+def test_scores_are_the_official_ones(dsv4, tmp_path, chunk, scored, monkeypatch):
     """A chunk of P tokens, then one: as it was recorded; and no tokenizer is in the folder."""
     need_recorded_arithmetic()
     official_sums(monkeypatch)
