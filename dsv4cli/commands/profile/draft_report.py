@@ -48,8 +48,8 @@ def _launches(model: dict[str, Any] | None, drafter: dict[str, Any] | None) -> l
 def _break_even(draft: dict[str, Any]) -> str:
     length, most = draft["break_even"], draft["drafts"] + 1
     if length > most:
-        return f"never: it takes {length:.2f} tokens a step, and {most} are the most"
-    return f"from {length:.2f} tokens a step on drafts pay"
+        return f"{length:.2f} tokens a step, of which {most} are the most: these drafts never pay"
+    return f"{length:.2f} tokens a step; drafts pay above that"
 
 
 def _row(line: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:

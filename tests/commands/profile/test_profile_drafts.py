@@ -59,8 +59,8 @@ def test_step_with_drafts_for_people(dsv4):
 @pytest.mark.parametrize(
     ("break_even", "launches", "words"),
     [
-        (1.25, None, "from 1.25 tokens a step on drafts pay"),
-        (2.5, None, "never: it takes 2.50 tokens a step, and 2 are the most"),
+        (1.25, None, "1.25 tokens a step; drafts pay above that"),
+        (2.5, None, "2.50 tokens a step, of which 2 are the most: these drafts never pay"),
         (1.25, {"count": 1234, "busy_seconds": 1.0}, "1,234 to verify, 1,234 to draft"),
     ],
 )

@@ -17,6 +17,7 @@ from dsv4cli.errors import UnsoundResult, UsageError
 from tests.support.synthetic import DSPARK
 
 CPU = torch.device("cpu")
+SAMPLING = Sampling(0.7, 0.9)
 SHORT = TINY | {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
 
 
@@ -37,12 +38,16 @@ def few(monkeypatch):
 
 @pytest.mark.parametrize("name", ["mtp", "dspark"])
 def test_each_number_of_rows_is_one_step_of_the_runner(models, monkeypatch, name):
-    steps, drafted = [], []
+    steps, drafted, watched, filled = [], [], [], []
+    nothing_compiles, fill = drafting.nothing_compiles, drafting.fill
+    monkeypatch.setattr(drafting, "nothing_compiles", lambda: watched.append(len(steps)) or nothing_compiles())
+    monkeypatch.setattr(drafting, "fill", lambda cache: filled.append(cache.blocks) or fill(cache))
     run, speculate = runner.Runner.run, runner.Runner.speculate
 
     def running(self):
         ran = run(self)
         steps.append([(chunk.first, chunk.ids) for chunk in ran.chunks])
+        assert all(chunk.request.sampling == SAMPLING for chunk in ran.chunks)
         return ran
 
     def speculating(self, ran, tokens, considered, count):
@@ -51,13 +56,18 @@ def test_each_number_of_rows_is_one_step_of_the_runner(models, monkeypatch, name
 
     monkeypatch.setattr(runner.Runner, "run", running)
     monkeypatch.setattr(runner.Runner, "speculate", speculating)
-    found = profile_drafts(models[name], StepShape(1, 130, 2), DraftLoad(2), Sampling(), CPU)
+    found = profile_drafts(models[name], StepShape(1, 130, 2), DraftLoad(2), SAMPLING, CPU)
     assert (found.drafter, [(one.rows, one.computed) for one in found.rows]) == (name, [(1, 1), (2, 2), (3, 3)])
     assert (found.launches, found.rows[0].launches) == (None, None)
     # always after 130 tokens of both sequences, which have other tokens
     assert {first for one in steps for first, _ in one} == {130}
     assert {tuple(len(ids) for _, ids in one) for one in steps} == {(1, 1), (2, 2), (3, 3)}
     assert all(ids != other for (_, ids), (_, other) in steps)
+    assert len(filled) == 1
+    assert filled[0] > 0
+    # each after steps that may compile
+    assert len(watched) == 3
+    assert watched[0] > 0
     # only behind all rows, any of which may be accepted
     assert len(drafted) == 3
     assert all(one == (6, [2, 2], 2) for one in drafted)
@@ -73,6 +83,13 @@ def test_a_drafter_that_is_not_finite_is_unsound(models, monkeypatch):
     speculate = runner.Runner.speculate
     broken = lambda *inputs: speculate(*inputs) * float("nan")  # noqa: E731
     monkeypatch.setattr(runner.Runner, "speculate", broken)
+    with pytest.raises(UnsoundResult):
+        profile_drafts(models["mtp"], StepShape(1, 5, 1), DraftLoad(1), Sampling(), CPU)
+
+
+def test_logits_that_are_not_finite_are_unsound(models, monkeypatch):
+    logits = models["mtp"].logits
+    monkeypatch.setattr(models["mtp"], "logits", lambda streams: logits(streams) * float("nan"))
     with pytest.raises(UnsoundResult):
         profile_drafts(models["mtp"], StepShape(1, 5, 1), DraftLoad(1), Sampling(), CPU)
 
