@@ -45,6 +45,7 @@ def test_each_number_of_rows_is_one_step_of_the_runner(models, monkeypatch, name
     run, speculate = runner.Runner.run, runner.Runner.speculate
 
     def running(self):
+        assert [one.sequence.length for one in self.scheduler.active] == [130, 130]
         ran = run(self)
         steps.append([(chunk.first, chunk.ids) for chunk in ran.chunks])
         assert all(chunk.request.sampling == SAMPLING for chunk in ran.chunks)
