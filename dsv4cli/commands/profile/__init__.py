@@ -49,14 +49,12 @@ BeforeOpt = Annotated[
 ]
 BatchOpt = Annotated[int, typer.Option(min=1, max=64, help="Sequences in the step.")]
 DraftsOpt = Annotated[
-    int | None,
+    str,
     typer.Option(
         "--draft",
-        metavar="N",
-        min=1,
-        max=7,
-        help="Also time decoding with N drafts of the model's drafter, 1 to 7: what each further row costs, what "
-        "drafting costs, and what a token takes.",
+        metavar="auto|off|N",
+        help="Also time decoding with N drafts of the model's drafter in a step, 1 to 7: what each further row costs, "
+        "what drafting costs, what a token takes. auto: as many as are usual for the drafter.",
     ),
 ]
 AcceptOpt = Annotated[
@@ -156,7 +154,7 @@ def step(
     tokens: StepTokensOpt = 1,
     before: BeforeOpt = None,
     batch: BatchOpt = 1,
-    draft: DraftsOpt = None,
+    draft: DraftsOpt = "off",
     accept: AcceptOpt = None,
     baseline: BaselineOpt = None,
     trace: TraceOpt = None,
@@ -177,6 +175,7 @@ def step(
     from dsv4cli.engine.profiling.drafting import choose_drafts, profile_drafts
     from dsv4cli.engine.profiling.step import choose_load, profile_step
     from dsv4cli.engine.runtime.backend import resolve_backend
+    from dsv4cli.engine.settings import parse_drafting
     from dsv4cli.engine.system.device import resolve_device
 
     out, source, torch_device = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
@@ -184,7 +183,7 @@ def step(
     if trace is not None and not trace.parent.is_dir():
         raise UsageError(f"--trace: there is no folder {trace.parent}", "make it, or name another")
     load = choose_load(source.identity.config, tokens, before, batch)
-    drafts = choose_drafts(source.identity.config, load, draft, accept)
+    drafts = choose_drafts(source.identity.config, load, parse_drafting(draft), accept)
     ceilings = measure_ceilings(torch_device)
     transformer = _load(out, source, torch_device)
     found = profile_step(transformer, load, torch_device, chosen, trace)

@@ -13,6 +13,7 @@ from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.step import FEWEST, MOST, SECONDS, WARM, StepShape, fill
+from dsv4cli.engine.runtime.draft import MTPDrafter
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawing import sampled
 from dsv4cli.engine.runtime.gate import size_of
@@ -20,7 +21,7 @@ from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity, Runner
 from dsv4cli.engine.runtime.sampler import check_finite
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.device import step_memory
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import Backend, use
@@ -114,10 +115,11 @@ def _launched(launches: Launches | None) -> dict[str, Any] | None:
     return None if launches is None else {"count": launches.count, "busy_seconds": launches.busy}
 
 
-def choose_drafts(config: ModelConfig, load: StepShape, drafts: int | None, accept: float | None) -> DraftLoad | None:
-    """What --draft and --accept ask for, None without --draft. Raises UsageError for what the model, a step or the
-    other options do not allow."""
-    if drafts is None:
+def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, accept: float | None) -> DraftLoad | None:
+    """What --draft and --accept ask for, None for no drafts. Where `drafting` leaves their number open it is the usual
+    one of the model's drafter. Raises UsageError for what the model, a step or the other options do not allow."""
+    drafts = _usual_drafts(config) if drafting.most is None else drafting.most
+    if not drafts:
         if accept is not None:
             raise UsageError(f"--accept {accept:g} is the length that drafts reach, and none are made", "add --draft 3")
         return None
@@ -135,13 +137,24 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafts: int | None, acce
     return DraftLoad(drafts, accept)
 
 
+def _usual_drafts(config: ModelConfig) -> int:
+    """As many as the model's drafter makes where nobody knows better, 0 without one."""
+    if config.drafter == "none":
+        return 0
+    return MTPDrafter.usual if config.dspark is None else _most_drafts(config)
+
+
+def _most_drafts(config: ModelConfig) -> int:
+    return ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
+
+
 def _check_drafter(config: ModelConfig, drafts: int) -> None:
     if config.drafter == "none":
         raise UsageError(
             f"the model has no drafter, and --draft {drafts} needs one",
             "leave out --draft, or name a model that has one: --model nano",
         )
-    most = ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
+    most = _most_drafts(config)
     if drafts > most:
         raise UsageError(
             f"--draft {drafts}: the model's drafter makes at most {most} drafts in a step", f"use --draft {most}"

@@ -89,6 +89,7 @@ def test_whether_drafts_pay(capfd, break_even, launches, words):
         (["--draft", "3", "--tokens", "2"], "--tokens 2"),
         (["--draft", "3", "--accept", "4.5"], "--accept 4.5"),
         (["--accept", "2"], "--accept 2"),
+        (["--draft", "8"], "--draft"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

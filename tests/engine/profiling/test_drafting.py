@@ -11,7 +11,7 @@ from dsv4cli.engine.profiling.clock import Timing
 from dsv4cli.engine.profiling.drafting import DraftLoad, DraftProfile, VerifiedRows, choose_drafts, profile_drafts
 from dsv4cli.engine.profiling.step import StepShape
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.settings import Sampling
+from dsv4cli.engine.settings import Drafting, Sampling
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import UnsoundResult, UsageError
 from tests.support.synthetic import DSPARK
@@ -122,18 +122,25 @@ CONFIG = parse_config(SHORT, "tiny")
 
 def test_what_may_be_asked_for():
     dspark = parse_config(DSPARK, "tiny")
-    assert choose_drafts(CONFIG, StepShape(1, 0, 1), None, None) is None
-    assert choose_drafts(CONFIG, StepShape(1, 0, 8), 7, 8.0) == DraftLoad(7, 8.0)
-    assert choose_drafts(CONFIG, StepShape(1, 0, 32), 1, 1.0) == DraftLoad(1, 1.0)
-    assert choose_drafts(dspark, StepShape(1, 0, 1), 5, None).accepted == [1, 2, 3, 4, 5, 6]
+    assert choose_drafts(CONFIG, StepShape(1, 0, 1), Drafting(0), None) is None
+    assert choose_drafts(CONFIG, StepShape(1, 0, 8), Drafting(7), 8.0) == DraftLoad(7, 8.0)
+    assert choose_drafts(CONFIG, StepShape(1, 0, 32), Drafting(1), 1.0) == DraftLoad(1, 1.0)
+    assert choose_drafts(dspark, StepShape(1, 0, 1), Drafting(5), None).accepted == [1, 2, 3, 4, 5, 6]
     most = CONFIG.max_position_embeddings - 16
-    assert choose_drafts(CONFIG, StepShape(1, most, 1), 7, None) == DraftLoad(7)
+    assert choose_drafts(CONFIG, StepShape(1, most, 1), Drafting(7), None) == DraftLoad(7)
+
+
+def test_auto_is_what_is_usual_for_the_drafter():
+    dspark, load = parse_config(DSPARK, "tiny"), StepShape(1, 0, 1)
+    assert choose_drafts(CONFIG, load, Drafting(None), 4.0) == DraftLoad(3, 4.0)
+    assert choose_drafts(dspark, load, Drafting(None), None) == DraftLoad(5)
+    assert choose_drafts(CONFIG.without_drafter(), load, Drafting(None), None) is None
 
 
 @pytest.mark.parametrize(
     ("values", "load", "drafts", "accept", "words"),
     [
-        (SHORT, StepShape(1, 0, 1), None, 2.0, ["--accept 2", "add --draft 3"]),
+        (SHORT, StepShape(1, 0, 1), 0, 2.0, ["--accept 2", "add --draft 3"]),
         (SHORT, StepShape(5, 0, 1), 3, None, ["--tokens 5", "leave out --tokens"]),
         (DSPARK, StepShape(1, 0, 1), 6, None, ["at most 5 drafts", "use --draft 5"]),
         (SHORT, StepShape(1, 0, 16), 7, None, ["--batch 16", "16 x 8 rows", "use --batch 8 or --draft 3"]),
@@ -147,7 +154,7 @@ def test_what_may_be_asked_for():
 )
 def test_refusals(values, load, drafts, accept, words):
     with pytest.raises(UsageError) as refused:
-        choose_drafts(parse_config(values, "tiny"), load, drafts, accept)
+        choose_drafts(parse_config(values, "tiny"), load, Drafting(drafts), accept)
     said = f"{refused.value} {refused.value.remedy}"
     assert all(word in said for word in words), said
     assert "or --draft 0" not in said
@@ -155,7 +162,7 @@ def test_refusals(values, load, drafts, accept, words):
 
 def test_a_model_without_a_drafter_is_refused():
     with pytest.raises(UsageError, match="no drafter"):
-        choose_drafts(CONFIG.without_drafter(), StepShape(1, 0, 1), 3, None)
+        choose_drafts(CONFIG.without_drafter(), StepShape(1, 0, 1), Drafting(3), None)
 
 
 @pytest.mark.gpu
