@@ -1,7 +1,8 @@
 """Times decoding with drafts: what each verified row costs, what the drafter costs, and from where on drafts pay."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -197,9 +198,8 @@ def profile_drafts(
     with use(backend):
         with step_memory(device):
             steps = _Steps(model, load, drafts.drafts, sampling, device)
-        rows = [steps.verified(count) for count in range(1, drafts.drafts + 1)]
-        last, drafting, launches = steps.drafted()
-        return DraftProfile(steps.drafter, drafts, load.batch, sampling, [*rows, last], drafting, launches)
+        rows, drafting, launches = steps.measured()
+        return DraftProfile(steps.drafter, drafts, load.batch, sampling, rows, drafting, launches)
 
 
 class _Steps:
@@ -226,18 +226,15 @@ class _Steps:
         if load.context:
             fill(cache)
 
-    def verified(self, rows: int) -> VerifiedRows:
-        """Of so many rows, without drafting."""
-        seconds, sampling = self._time(lambda: self._verify(rows))
-        return self._described(rows, seconds, sampling)
-
-    def drafted(self) -> tuple[VerifiedRows, Timing, Launches | None]:
-        """Of the newest token and all drafts; also the drafter's part behind it, and what that launches."""
-        rows = self._drafts + 1
-        check_finite(self._draft(*self._verify(rows)))
-        seconds, sampling, drafting = self._time(lambda: self._draft(*self._verify(rows)))
-        ran, tokens = self._verify(rows)
-        return self._described(rows, seconds, sampling), drafting, self._launches(lambda: self._draft(ran, tokens))
+    def measured(self) -> tuple[list[VerifiedRows], Timing, Launches | None]:
+        """Steps of each number of rows, the last with drafting behind it; also that part, and what it launches."""
+        most = self._drafts + 1
+        steps: list[Call] = [partial(self._verify, count) for count in range(1, most)]
+        *times, (seconds, sampling, drafting) = self._time([*steps, lambda: self._draft(*self._verify(most))])
+        rows = [self._described(count, *own) for count, own in enumerate([*times, [seconds, sampling]], 1)]
+        ran, tokens = self._verify(most)
+        check_finite(self._draft(ran, tokens))
+        return rows, drafting, self._launches(lambda: self._draft(ran, tokens))
 
     def _described(self, rows: int, seconds: Timing, sampling: Timing) -> VerifiedRows:
         ran, _ = self._verify(rows)
@@ -273,19 +270,21 @@ class _Steps:
         self._watch.mark()
         return made
 
-    def _time(self, step: Callable[[], object]) -> list[Timing]:
-        """What passes between the marks of a step, again and again."""
-        for _ in range(WARM):
-            step()
-        runs: list[list[float]] = []
-        with nothing_compiles():
-            while len(runs) < FEWEST or (sum(map(sum, runs)) < SECONDS and len(runs) < MOST):
-                wait(self._device)
+    def _time(self, steps: list[Call]) -> list[list[Timing]]:
+        """What passes between the marks of each step. They take turns: a machine that slows down slows all of them."""
+        runs: list[list[list[float]]] = [[] for _ in steps]
+        for step in steps:
+            for _ in range(WARM):
                 step()
-                wait(self._device)
-                runs.append(self._watch.seconds())
+        with nothing_compiles():
+            while len(runs[0]) < FEWEST or (sum(chain(*chain(*runs))) < SECONDS * len(runs) and len(runs[0]) < MOST):
+                for step, own in zip(steps, runs, strict=True):
+                    wait(self._device)
+                    step()
+                    wait(self._device)
+                    own.append(self._watch.seconds())
         on_gpu = self._device.type == "cuda"
-        return [Timing.of(part, "events" if on_gpu else "host") for part in zip(*runs, strict=True)]
+        return [[Timing.of(part, "events" if on_gpu else "host") for part in zip(*own, strict=True)] for own in runs]
 
     def _launches(self, part: Call) -> Launches | None:
         return trace_step(part, self._device, None) if self._device.type == "cuda" else None
