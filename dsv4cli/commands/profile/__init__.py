@@ -169,7 +169,7 @@ def step(
     --draft adds steps that verify drafts. Their rows are random tokens, which share few experts: those of a text share
     more and cost no more.
     """
-    from dsv4cli.engine.checkpoint.source import resolve_model
+    from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import step_document
     from dsv4cli.engine.profiling.drafting import choose_drafts, profile_drafts
@@ -183,9 +183,11 @@ def step(
     if trace is not None and not trace.parent.is_dir():
         raise UsageError(f"--trace: there is no folder {trace.parent}", "make it, or name another")
     load = choose_load(source.identity.config, tokens, before, batch)
-    drafts = choose_drafts(source.identity.config, load, parse_drafting(draft), accept)
+    drafting = parse_drafting(draft)
+    check_drafter(source, drafting)
+    drafts = choose_drafts(source.identity.config, load, drafting, accept)
     ceilings = measure_ceilings(torch_device)
-    transformer = _load(out, source, torch_device)
+    transformer = _load(out, source, torch_device, 0 if drafts is None else drafts.drafts)
     found = profile_step(transformer, load, torch_device, chosen, trace)
     drafted = None
     if drafts is not None:
@@ -210,12 +212,13 @@ def _again(document: dict[str, Any], old: dict[str, Any] | None, as_json: bool) 
     return [line for line in lines if line["seconds"]]
 
 
-def _load(out: Output, source: "FolderSource | RandomSource", device: "torch.device") -> "Transformer":
+def _load(out: Output, source: "FolderSource | RandomSource", device: "torch.device", drafts: int) -> "Transformer":
     from dsv4cli.engine.model.numerics import Numerics
+    from dsv4cli.engine.settings import Drafting
     from dsv4cli.engine.weights.load import load_model
 
     with out.progress("loading") as progress:
-        model = load_model(source, Numerics.reference(), device=device, progress=progress)
+        model = load_model(source, Numerics.reference(), device=device, progress=progress, drafting=Drafting(drafts))
     out.status(f"{source.name} on {device}: {size_text(sum(p.nbytes for p in model.parameters()))}")
     return model
 

@@ -118,7 +118,8 @@ def _launched(launches: Launches | None) -> dict[str, Any] | None:
 
 def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, accept: float | None) -> DraftLoad | None:
     """What --draft and --accept ask for, None for no drafts. Where `drafting` leaves their number open it is the usual
-    one of the model's drafter. Raises UsageError for what the model, a step or the other options do not allow."""
+    one of the model's drafter; where it has a number the model must have a drafter. Raises UsageError for what the
+    drafter, a step or the other options do not allow."""
     drafts = _usual_drafts(config) if drafting.most is None else drafting.most
     if not drafts:
         if accept is not None:
@@ -128,7 +129,11 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
         raise UsageError(
             f"--draft {drafts} is for decoding, and --tokens {load.tokens} is a part of a prompt", "leave out --tokens"
         )
-    _check_drafter(config, drafts)
+    most = _most_drafts(config)
+    if drafts > most:
+        raise UsageError(
+            f"--draft {drafts}: the model's drafter makes at most {most} drafts in a step", f"use --draft {most}"
+        )
     _check_room(config, load, drafts)
     if accept is not None and not 1 <= accept <= drafts + 1:
         raise UsageError(
@@ -147,19 +152,6 @@ def _usual_drafts(config: ModelConfig) -> int:
 
 def _most_drafts(config: ModelConfig) -> int:
     return ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
-
-
-def _check_drafter(config: ModelConfig, drafts: int) -> None:
-    if config.drafter == "none":
-        raise UsageError(
-            f"the model has no drafter, and --draft {drafts} needs one",
-            "leave out --draft, or name a model that has one: --model nano",
-        )
-    most = _most_drafts(config)
-    if drafts > most:
-        raise UsageError(
-            f"--draft {drafts}: the model's drafter makes at most {most} drafts in a step", f"use --draft {most}"
-        )
 
 
 def _check_room(config: ModelConfig, load: StepShape, drafts: int) -> None:

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from dsv4cli.commands.profile.draft_report import show_drafts
+from dsv4cli.engine.checkpoint import source
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY, shortened
 from dsv4cli.engine.profiling import clock, drafting, step
 from dsv4cli.output import Colours, Output
 from tests.support.program import Program
@@ -47,6 +50,8 @@ def test_step_with_drafts_for_people(dsv4):
     assert '"draft": null' in dsv4(*STEP, "--json").out
     done = dsv4(*STEP, "--draft", "1")
     assert done.code == 0
+    # the drafter is loaded for this only
+    assert done.err.splitlines()[0] != dsv4(*STEP).err.splitlines()[0]
     assert max(map(len, done.out.splitlines())) <= 80
     assert "mtp, 1 a step, temperature 1" in done.out
     assert "share few experts" in done.out
@@ -80,6 +85,15 @@ def test_whether_drafts_pay(capfd, break_even, launches, words):
     assert words in said
     assert "2, computed as 3" in said
     assert ("kernels" in said) == (launches is not None)
+
+
+def test_a_model_without_a_drafter(dsv4, monkeypatch):
+    bare = source.RandomSource("bare", parse_config(shortened(TINY, 1, 8), "bare").without_drafter(), 1)
+    monkeypatch.setattr(source, "resolve_model", lambda text: bare)
+    done = dsv4(*STEP, "--draft", "3")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: bare has no drafter, and --draft 3 needs one")
+    assert '"draft": null' in dsv4(*STEP, "--draft", "auto", "--json").out
 
 
 @pytest.mark.parametrize(

@@ -160,11 +160,6 @@ def test_refusals(values, load, drafts, accept, words):
     assert "or --draft 0" not in said
 
 
-def test_a_model_without_a_drafter_is_refused():
-    with pytest.raises(UsageError, match="no drafter"):
-        choose_drafts(CONFIG.without_drafter(), StepShape(1, 0, 1), Drafting(3), None)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mtp", "dspark"])
 def test_drafts_on_a_gpu(name):
