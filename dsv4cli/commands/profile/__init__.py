@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.commands.profile.report import show_changes, show_kernels, show_step
 from dsv4cli.errors import UnsoundResult, UsageError
 from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, epilog
@@ -47,6 +48,23 @@ BeforeOpt = Annotated[
     typer.Option("--context", min=0, help="Tokens before the step; if absent, 4096 to decode and 0 for a prompt."),
 ]
 BatchOpt = Annotated[int, typer.Option(min=1, max=64, help="Sequences in the step.")]
+DraftsOpt = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="auto|off|N",
+        help="Also time decoding with N drafts of the model's drafter in a step, 1 to 7: what each further row costs, "
+        "what drafting costs, what a token takes. auto: as many as are usual for the drafter.",
+    ),
+]
+AcceptOpt = Annotated[
+    float | None,
+    typer.Option(
+        metavar="LENGTH",
+        help="With --draft: how many tokens a step gives, its accepted drafts and the model's own, 1 to N + 1. "
+        "If absent, every whole number.",
+    ),
+]
 TraceOpt = Annotated[
     Path | None, typer.Option(metavar="FILE.json", help="Write one step as a trace for Perfetto or chrome://tracing.")
 ]
@@ -127,6 +145,7 @@ def kernels(
         "dsv4 profile step --model flash --context 131072",
         "dsv4 profile step --model random:flash,layers=6 --tokens 2048",
         "dsv4 profile step --batch 16 --trace step.json",
+        "dsv4 profile step --draft 3 --accept 2.34",
     ),
 )
 def step(
@@ -135,6 +154,8 @@ def step(
     tokens: StepTokensOpt = 1,
     before: BeforeOpt = None,
     batch: BatchOpt = 1,
+    draft: DraftsOpt = "off",
+    accept: AcceptOpt = None,
     baseline: BaselineOpt = None,
     trace: TraceOpt = None,
     device: DeviceOpt = "auto",
@@ -144,12 +165,17 @@ def step(
     """Time a whole step of a model, prefill or decode, and each part of it.
 
     The tokens before the step are random values in the cache: nothing has to be prefilled.
+
+    --draft adds steps that verify drafts. Their rows are random tokens, which share few experts: those of a text share
+    more and cost no more.
     """
-    from dsv4cli.engine.checkpoint.source import resolve_model
+    from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import step_document
+    from dsv4cli.engine.profiling.drafting import choose_drafts, profile_drafts
     from dsv4cli.engine.profiling.step import choose_load, profile_step
     from dsv4cli.engine.runtime.backend import resolve_backend
+    from dsv4cli.engine.settings import parse_drafting
     from dsv4cli.engine.system.device import resolve_device
 
     out, source, torch_device = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
@@ -157,10 +183,16 @@ def step(
     if trace is not None and not trace.parent.is_dir():
         raise UsageError(f"--trace: there is no folder {trace.parent}", "make it, or name another")
     load = choose_load(source.identity.config, tokens, before, batch)
+    drafting = parse_drafting(draft)
+    check_drafter(source, drafting)
+    drafts = choose_drafts(source.identity.config, load, drafting, accept)
     ceilings = measure_ceilings(torch_device)
-    transformer = _load(out, source, torch_device)
+    transformer = _load(out, source, torch_device, 0 if drafts is None else drafts.drafts)
     found = profile_step(transformer, load, torch_device, chosen, trace)
-    document = step_document(model, chosen, torch_device, load, ceilings, found)
+    drafted = None
+    if drafts is not None:
+        drafted = profile_drafts(transformer, load, drafts, source.sampling, torch_device, chosen)
+    document = step_document(model, chosen, torch_device, load, ceilings, found, drafted)
     _report(out, document, old)
     if trace is not None:
         out.hint(f"open {trace} in https://ui.perfetto.dev")
@@ -180,12 +212,13 @@ def _again(document: dict[str, Any], old: dict[str, Any] | None, as_json: bool) 
     return [line for line in lines if line["seconds"]]
 
 
-def _load(out: Output, source: "FolderSource | RandomSource", device: "torch.device") -> "Transformer":
+def _load(out: Output, source: "FolderSource | RandomSource", device: "torch.device", drafts: int) -> "Transformer":
     from dsv4cli.engine.model.numerics import Numerics
+    from dsv4cli.engine.settings import Drafting
     from dsv4cli.engine.weights.load import load_model
 
     with out.progress("loading") as progress:
-        model = load_model(source, Numerics.reference(), device=device, progress=progress)
+        model = load_model(source, Numerics.reference(), device=device, progress=progress, drafting=Drafting(drafts))
     out.status(f"{source.name} on {device}: {size_text(sum(p.nbytes for p in model.parameters()))}")
     return model
 
@@ -196,5 +229,7 @@ def _report(out: Output, document: dict[str, Any], old: dict[str, Any] | None) -
     comparison = None if old is None else compare(old, document)
     out.document(document | {"baseline": comparison and comparison.record()})
     (show_kernels if document["kind"] == "kernels" else show_step)(out, document)
+    if document.get("draft"):
+        show_drafts(out, document["draft"])
     if comparison is not None:
         show_changes(out, comparison)

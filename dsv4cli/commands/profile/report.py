@@ -38,7 +38,7 @@ def show_kernels(out: Output, document: Document) -> None:
     for line in results:
         if line["wrong"]:
             out.line(f"WRONG {line['name']} x{line['tokens']}: {line['wrong']}", strong=True)
-    _warn_of_spreads(out, shown)
+    warn_of_spreads(out, shown)
     _warn_of_rates(out, shown)
 
 
@@ -51,20 +51,22 @@ def show_step(out: Output, document: Document) -> None:
     sequences, tokens = counted(document["batch"], "sequence"), counted(document["tokens"], "token")
     rows = [
         ("step", f"{what}: {sequences}, {tokens} of each after {document['context']:,}"),
-        ("time", f"{_time(seconds['median'])} ({_time(seconds['low'])} to {_time(seconds['high'])})"),
+        ("time", f"{time_text(seconds['median'])} ({time_text(seconds['low'])} to {time_text(seconds['high'])})"),
         ("", f"{document['tokens_per_second']:,.1f} tokens/s" + (", in a CUDA graph" if document["captured"] else "")),
-        ("weights", f"{size_text(weights['bytes'])} read, which alone takes {_time(weights['floor_seconds'])}"),
+        ("weights", f"{size_text(weights['bytes'])} read, which alone takes {time_text(weights['floor_seconds'])}"),
         ("", f"{weights['of_bandwidth']:.1%} of the bandwidth measured"),
     ]
     launched = document["kernels"]
     if launched:
         each = launched["per_token"]
         rows.append(("kernels", f"{launched['count']:,} in the step, {each['count']:,.0f} for a token"))
-        rows.append(("gaps", f"{_time(launched['gap_seconds'])}: the GPU is busy {_time(launched['busy_seconds'])}"))
+        rows.append(
+            ("gaps", f"{time_text(launched['gap_seconds'])}: the GPU is busy {time_text(launched['busy_seconds'])}")
+        )
     out.table(rows)
     out.line()
     out.table([STEP, *(_part(line) for line in parts)], numbers=True)
-    _warn_of_spreads(out, [whole])
+    warn_of_spreads(out, [whole])
 
 
 def show_changes(out: Output, comparison: "BaselineComparison") -> None:
@@ -77,8 +79,8 @@ def show_changes(out: Output, comparison: "BaselineComparison") -> None:
     rows = [
         (
             change.name,
-            _time(change.before.median if change.before else None),
-            _time(change.now.median if change.now else None),
+            time_text(change.before.median if change.before else None),
+            time_text(change.now.median if change.now else None),
             f"{change.speedup:.2f}x" if change.speedup else "-",
             change.verdict or "",
         )
@@ -92,7 +94,7 @@ def show_changes(out: Output, comparison: "BaselineComparison") -> None:
         )
 
 
-def _warn_of_spreads(out: Output, shown: list[Document]) -> None:
+def warn_of_spreads(out: Output, shown: list[Document]) -> None:
     """Of times that say little."""
     loose = [line for line in shown if _spread(line) > WIDE]
     if loose:
@@ -141,7 +143,7 @@ def _kernel(line: Document) -> tuple[str, ...]:
     return (
         line["name"],
         f"{line['tokens']:,}",
-        _time(seconds["median"]),
+        time_text(seconds["median"]),
         f"{_spread(line):.0%}",
         f"{line['bytes_per_second'] / 1e9:,.1f}",
         f"{line['of_bandwidth']:.1%}",
@@ -157,23 +159,24 @@ def _others(line: Document) -> tuple[str, ...]:
     return (
         line["name"],
         f"{line['tokens']:,}",
-        _time(ours),
-        _time(reference),
+        time_text(ours),
+        time_text(reference),
         f"{reference / ours:.3g}x" if reference else "-",
-        f"{name} {_time(rival)}",
+        f"{name} {time_text(rival)}",
         f"{rival / ours:.3g}x" if rival else "-",
     )
 
 
 def _part(line: Document) -> tuple[str, ...]:
     count = "" if line["count"] is None else f"{line['count']}"
-    return line["name"], count, _time(line["seconds"]["median"]), f"{line['share']:.1%}"
+    return line["name"], count, time_text(line["seconds"]["median"]), f"{line['share']:.1%}"
 
 
-def _time(seconds: float | None) -> str:
+def time_text(seconds: float | None) -> str:
+    """Seconds for people."""
     if seconds is None:
         return "-"
-    return f"{seconds * 1e6:,.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:,.2f} ms"
+    return f"{seconds * 1e6:,.1f} µs" if abs(seconds) < 1e-3 else f"{seconds * 1e3:,.2f} ms"
 
 
 def _rate(bytes_per_second: float) -> str:

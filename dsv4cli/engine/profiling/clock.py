@@ -26,7 +26,7 @@ class Timing:
 
     method: "host" wall clock of a CPU; "graph" calls one after another in a CUDA graph; "events" one by one between two
     CUDA events after the cache was flushed, for operations that wait for the host, whose gaps are part of the time, and
-    for long ones.
+    for long ones; of the parts of a step, between the events around each.
     """
 
     median: float

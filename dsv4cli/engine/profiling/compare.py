@@ -144,19 +144,25 @@ def _label(line: Mapping[str, Any]) -> str:
 
 
 def _sound(document: Mapping[str, Any]) -> bool:
-    machine, lines = document.get("machine"), document.get("results")
-    return (
-        isinstance(machine, dict)
-        and isinstance(lines, list)
-        and all(isinstance(line, dict) and isinstance(line.get("name"), str) for line in lines)
-    )
+    machine, results, draft = document.get("machine"), document.get("results"), document.get("draft")
+    if not isinstance(machine, dict) or not isinstance(results, list):
+        return False
+    if draft is not None and not (isinstance(draft, dict) and isinstance(draft.get("rows"), list)):
+        return False
+    return all(isinstance(line, dict) and isinstance(line.get("name"), str) for line in _lines(document))
+
+
+def _lines(document: Mapping[str, Any]) -> list[Any]:
+    """What has a name and perhaps a time; what was timed of drafts comes last."""
+    draft = document.get("draft")
+    return list(document["results"]) + ([*draft["rows"], draft.get("drafting")] if draft else [])
 
 
 def _times(document: Mapping[str, Any]) -> dict[str, MeasuredTimes]:
     """Each line that has a time, by its name and number of tokens; a part of a step has the range of the whole."""
     found: dict[str, MeasuredTimes] = {}
     whole = MeasuredTimes(1.0, 1.0, 1.0)
-    for line in document["results"]:
+    for line in _lines(document):
         timing = line.get("seconds")
         if isinstance(timing, dict) and isinstance(median := timing.get("median"), int | float):
             times = MeasuredTimes(

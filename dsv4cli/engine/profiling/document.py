@@ -7,6 +7,7 @@ import torch
 
 from dsv4cli.engine.profiling.ceilings import Ceilings
 from dsv4cli.engine.profiling.compare import SCHEMA
+from dsv4cli.engine.profiling.drafting import DraftProfile
 from dsv4cli.engine.profiling.kernels import MeasuredOperation
 from dsv4cli.engine.profiling.machine import describe_machine
 from dsv4cli.engine.profiling.step import StepProfile, StepShape
@@ -25,7 +26,13 @@ def kernels_document(
 
 
 def step_document(
-    model: str, backend: str, device: torch.device, load: StepShape, ceilings: Ceilings, profile: StepProfile
+    model: str,
+    backend: str,
+    device: torch.device,
+    load: StepShape,
+    ceilings: Ceilings,
+    profile: StepProfile,
+    drafts: DraftProfile | None,
 ) -> dict[str, Any]:
     """Of `profile step`."""
     seconds, floor = profile.total.median, profile.weight_bytes / ceilings.bandwidth
@@ -44,6 +51,7 @@ def step_document(
         "weights": {"bytes": profile.weight_bytes, "floor_seconds": floor, "of_bandwidth": floor / seconds},
         "results": [{"name": "step", "count": 1, "seconds": profile.total.record(), "share": None}, *classes],
         "kernels": profile.launches and profile.launches.record(seconds, load.total),
+        "draft": drafts and drafts.record(),
     }
 
 

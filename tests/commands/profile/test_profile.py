@@ -270,7 +270,9 @@ def test_refusals(dsv4, arguments, code, word):
 @pytest.mark.parametrize(
     "text",
     ["", "[]", '{"schema": "dsv4.run/1"}', f'{{"schema": "{SCHEMA}", "kind": "step"}}',
-     f'{{"schema": "{SCHEMA}", "kind": "kernels", "machine": {{}}, "results": [1]}}'],
+     f'{{"schema": "{SCHEMA}", "kind": "kernels", "machine": {{}}, "results": [1]}}',
+     f'{{"schema": "{SCHEMA}", "kind": "kernels", "machine": {{}}, "results": [], "draft": {{"rows": [1]}}}}',
+     f'{{"schema": "{SCHEMA}", "kind": "kernels", "machine": {{}}, "results": [], "draft": 1}}'],
 )  # fmt: skip
 def test_what_is_no_baseline(dsv4, tmp_path, text):
     path = tmp_path / "old.json"

@@ -1,0 +1,282 @@
+"""Times decoding with drafts: what each verified row costs, what the drafter costs, and from where on drafts pay."""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from dsv4cli.engine.config.capacity import MAX_SLOTS, ROLLBACK
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.profiling.clock import Call, Timing, wait
+from dsv4cli.engine.profiling.compiling import nothing_compiles
+from dsv4cli.engine.profiling.launches import Launches, trace_step
+from dsv4cli.engine.profiling.step import FEWEST, MOST, SECONDS, WARM, StepShape, fill
+from dsv4cli.engine.runtime.draft import MTPDrafter
+from dsv4cli.engine.runtime.draft_steps import Ran
+from dsv4cli.engine.runtime.drawing import sampled
+from dsv4cli.engine.runtime.gate import size_of
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.sampler import check_finite
+from dsv4cli.engine.runtime.stopwatch import Stopwatch
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.engine.system.device import step_memory
+from dsv4cli.errors import UsageError
+from dsv4cli.kernels.dispatch import Backend, use
+
+
+@dataclass(frozen=True)
+class DraftLoad:
+    """drafts: of each sequence in a step. accept: how many tokens such a step gives each, None for every whole number
+    that it can give."""
+
+    drafts: int
+    accept: float | None = None
+
+    @property
+    def accepted(self) -> list[float]:
+        """The accepted lengths to report."""
+        return [float(length) for length in range(1, self.drafts + 2)] if self.accept is None else [self.accept]
+
+
+@dataclass(frozen=True)
+class VerifiedRows:
+    """A step that verifies: `rows` tokens of each sequence, of which a captured step computes `computed`. seconds: of
+    the model; sampling: of drawing a token at each row; launches: of the model, None on a CPU."""
+
+    rows: int
+    computed: int
+    seconds: Timing
+    sampling: Timing
+    launches: Launches | None
+
+    @property
+    def total(self) -> float:
+        """Seconds of both."""
+        return self.seconds.median + self.sampling.median
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": f"verify {self.rows} row{'s' if self.rows > 1 else ''}",
+            "rows": self.rows,
+            "computed": self.computed,
+            "seconds": self.seconds.record(),
+            "sampling": self.sampling.record(),
+            "launches": _launched(self.launches),
+        }
+
+
+@dataclass(frozen=True)
+class DraftProfile:
+    """Steps of 1, 2, .. `load.drafts` + 1 rows, the last with the drafter behind it. drafting: of the drafter's part;
+    launches: of that part, None on a CPU."""
+
+    drafter: str
+    load: DraftLoad
+    sequences: int
+    sampling: Sampling
+    rows: list[VerifiedRows]
+    drafting: Timing
+    launches: Launches | None
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        drafts, without = self.load.drafts, self.rows[0].total
+        seconds = self.rows[-1].total + self.drafting.median
+        return {
+            "drafter": self.drafter,
+            "drafts": drafts,
+            "accept": self.load.accept,
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "rows": [one.record() for one in self.rows],
+            "drafting": {
+                "name": f"draft {drafts} token{'s' if drafts > 1 else ''}",
+                "seconds": self.drafting.record(),
+                "share": self.drafting.median / seconds,
+                "launches": _launched(self.launches),
+            },
+            "step_seconds": seconds,
+            "without": self._token(without, 1.0),
+            "seconds_per_token": [{"accepted": one, **self._token(seconds, one)} for one in self.load.accepted],
+            "break_even": seconds / without,
+        }
+
+    def _token(self, seconds: float, accepted: float) -> dict[str, float]:
+        """Of steps that take so long and give each sequence so many tokens."""
+        each = seconds / accepted
+        return {"seconds": each, "tokens_per_second": self.sequences / each, "speedup": self.rows[0].total / each}
+
+
+def _launched(launches: Launches | None) -> dict[str, Any] | None:
+    return None if launches is None else {"count": launches.count, "busy_seconds": launches.busy}
+
+
+def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, accept: float | None) -> DraftLoad | None:
+    """What --draft and --accept ask for, None for no drafts. Where `drafting` leaves their number open it is the usual
+    one of the model's drafter; where it has a number the model must have a drafter. Raises UsageError for what the
+    drafter, a step or the other options do not allow."""
+    drafts = _usual_drafts(config) if drafting.most is None else drafting.most
+    if not drafts:
+        if accept is not None:
+            raise UsageError(f"--accept {accept:g} is the length that drafts reach, and none are made", "add --draft 3")
+        return None
+    if load.tokens > 1:
+        raise UsageError(
+            f"--draft {drafts} is for decoding, and --tokens {load.tokens} is a part of a prompt", "leave out --tokens"
+        )
+    most = _most_drafts(config)
+    if drafts > most:
+        raise UsageError(
+            f"--draft {drafts}: the model's drafter makes at most {most} drafts in a step", f"use --draft {most}"
+        )
+    _check_room(config, load, drafts)
+    if accept is not None and not 1 <= accept <= drafts + 1:
+        raise UsageError(
+            f"--accept {accept:g} is no length that a step with --draft {drafts} can reach",
+            f"use a number from 1 to {drafts + 1}: accepted drafts and the token that the model draws itself",
+        )
+    return DraftLoad(drafts, accept)
+
+
+def _usual_drafts(config: ModelConfig) -> int:
+    """As many as the model's drafter makes where nobody knows better, 0 without one."""
+    if config.drafter == "none":
+        return 0
+    return MTPDrafter.usual if config.dspark is None else _most_drafts(config)
+
+
+def _most_drafts(config: ModelConfig) -> int:
+    return ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
+
+
+def _check_room(config: ModelConfig, load: StepShape, drafts: int) -> None:
+    sequences, rows = size_of(load.batch), drafts + 1
+    if sequences * rows > MAX_SLOTS:
+        fewer, batch = MAX_SLOTS // sequences - 1, 1 << (MAX_SLOTS // rows).bit_length() - 1
+        counted = "" if sequences == load.batch else f" ({load.batch} sequences take the room of {sequences})"
+        raise UsageError(
+            f"--batch {load.batch} and --draft {drafts} are {sequences} x {rows} rows{counted}, and a step with drafts "
+            f"has at most {MAX_SLOTS}",
+            f"use --batch {batch}" + (f" or --draft {fewer}" if fewer else ""),
+        )
+    most = config.max_position_embeddings - 2 * ROLLBACK
+    if load.context > most:
+        raise UsageError(
+            f"after --context {load.context} the model's context has no room for drafts and what follows them",
+            f"use --context {most}, or less",
+        )
+
+
+@torch.no_grad()
+def profile_drafts(
+    model: Transformer,
+    load: StepShape,
+    drafts: DraftLoad,
+    sampling: Sampling,
+    device: torch.device,
+    backend: Backend = "auto",
+) -> DraftProfile:
+    """Runs steps of 1 row of each sequence up to the newest token and all drafts, as the engine runs them.
+
+    The state before them is random, and so are the tokens: rows share fewer experts than those of a text.
+    Raises UnsoundResult for logits or chances that are not finite, and where a kernel is compiled while time is taken;
+    NotEnoughMemory.
+    """
+    with use(backend):
+        with step_memory(device):
+            steps = _Steps(model, load, drafts.drafts, sampling, device)
+        rows, drafting, launches = steps.measured()
+        return DraftProfile(steps.drafter, drafts, load.batch, sampling, rows, drafting, launches)
+
+
+class _Steps:
+    """Steps over the same places, whenever they run: lengths do not change."""
+
+    def __init__(
+        self, model: Transformer, load: StepShape, drafts: int, sampling: Sampling, device: torch.device
+    ) -> None:
+        self._device, self._drafts = device, drafts
+        self._runner = Runner(model, Capacity(load.batch, load.context + 1, drafts=True), device)
+        self._watch = Stopwatch(device)
+        assert self._runner.drafts is not None
+        self.drafter = self._runner.drafts.drafter.name
+        cache, generator = self._runner.cache, torch.Generator().manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (load.batch, 1 + drafts), generator=generator)
+        self._work: list[tuple[Request, list[int]]] = []
+        for newest, *further in ids.tolist():
+            request = Request([*[0] * load.context, newest], sampling, Limits())
+            request.sequence, request.done = cache.allocate(), load.context
+            cache.reserve(request.sequence, load.context + ROLLBACK)
+            cache.advance(request.sequence, load.context)
+            self._runner.add(request)
+            self._work.append((request, further))
+        if load.context:
+            fill(cache)
+
+    def measured(self) -> tuple[list[VerifiedRows], Timing, Launches | None]:
+        """Steps of each number of rows, the last with drafting behind it; also that part, and what it launches."""
+        most = self._drafts + 1
+        steps: list[Call] = [partial(self._verify, count) for count in range(1, most)]
+        *times, (seconds, sampling, drafting) = self._time([*steps, lambda: self._draft(*self._verify(most))])
+        rows = [self._described(count, *own) for count, own in enumerate([*times, [seconds, sampling]], 1)]
+        ran, tokens = self._verify(most)
+        check_finite(self._draft(ran, tokens))
+        return rows, drafting, self._launches(lambda: self._draft(ran, tokens))
+
+    def _described(self, rows: int, seconds: Timing, sampling: Timing) -> VerifiedRows:
+        ran, _ = self._verify(rows)
+        assert ran.logits is not None
+        check_finite(ran.logits)
+        computed = rows if ran.step is None else ran.step.rows
+        return VerifiedRows(rows, computed, seconds, sampling, self._launches(self._run))
+
+    def _verify(self, rows: int) -> tuple[Ran, torch.Tensor]:
+        """The step and what it draws, int64 [R]."""
+        for request, further in self._work:
+            request.drafts = further[: rows - 1]
+        self._watch.start()
+        ran = self._run()
+        self._watch.mark()
+        assert ran.logits is not None
+        tokens = sampled(ran, ran.logits)
+        self._watch.mark()
+        return ran, tokens
+
+    def _run(self) -> Ran:
+        """The model's part."""
+        ran = self._runner.run()
+        for chunk in ran.chunks:
+            assert chunk.request.sequence is not None
+            self._runner.cache.roll_back(chunk.request.sequence, chunk.tokens)
+            chunk.request.done = chunk.first
+        return ran
+
+    def _draft(self, ran: Ran, tokens: torch.Tensor) -> torch.Tensor:
+        """The drafts and their chances, as `speculate` gives them."""
+        made = self._runner.speculate(ran, tokens, [len(chunk.drafts) for chunk in ran.ready], self._drafts)
+        self._watch.mark()
+        return made
+
+    def _time(self, steps: list[Call]) -> list[list[Timing]]:
+        """What passes between the marks of each step. They take turns: a machine that slows down slows all of them."""
+        runs: list[list[list[float]]] = [[] for _ in steps]
+        for step in steps:
+            for _ in range(WARM):
+                step()
+        with nothing_compiles():
+            while len(runs[0]) < FEWEST or (sum(chain(*chain(*runs))) < SECONDS * len(runs) and len(runs[0]) < MOST):
+                for step, own in zip(steps, runs, strict=True):
+                    wait(self._device)
+                    step()
+                    wait(self._device)
+                    own.append(self._watch.seconds())
+        on_gpu = self._device.type == "cuda"
+        return [[Timing.of(part, "events" if on_gpu else "host") for part in zip(*own, strict=True)] for own in runs]
+
+    def _launches(self, part: Call) -> Launches | None:
+        return trace_step(part, self._device, None) if self._device.type == "cuda" else None
