@@ -69,6 +69,22 @@ class Always(Gate):
         return self._most
 
 
+class Agreed(Gate):
+    """A gate whose ranks, each of which leads here, decide alike."""
+
+    def __init__(self, world: World, *bounds: int) -> None:
+        super().__init__(*bounds)
+        self._world = world
+
+    def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
+        """The fewest that any rank verifies."""
+        return self._world.least([super().drafts(sequences, chances)])[0] or 0
+
+    def count(self, sequences: int) -> int:
+        """The fewest that any rank makes."""
+        return self._world.least([super().count(sequences)])[0] or 0
+
+
 def filled(
     model: Transformer, device: torch.device, context: int, batch: int, draft: int | None, temperature: float
 ) -> Engine:
@@ -76,8 +92,9 @@ def filled(
     many drafts in every step, None for as many as pay."""
     more = (STEPS + TRACED) * (1 + (7 if draft is None else draft)) + 1
     engine = Engine(model, Capacity(batch, context + more), device, drafting=Drafting(draft))
-    if draft and engine._plan is not None:
-        engine._plan.gate = Always(draft, draft)
+    if engine._plan is not None:
+        bounds = (engine.runner.drafts.drafter.most, engine.runner.drafts.drafter.usual)
+        engine._plan.gate = Always(draft, draft) if draft else Agreed(model.world, *bounds)
     cache = engine.runner.cache
     for number in range(batch):
         request = Request([0] * context, Sampling(temperature, seed=number), Limits(max_tokens=more))
