@@ -74,6 +74,17 @@ def test_each_number_of_rows_is_one_step_of_the_runner(models, monkeypatch, name
     assert all(one == (6, [2, 2], 2) for one in drafted)
 
 
+def test_each_time_is_that_between_two_marks(models, monkeypatch):
+    class Watch(drafting.Stopwatch):
+        def seconds(self):
+            return [1.0, 2.0, 4.0][: len(super().seconds())]
+
+    monkeypatch.setattr(drafting, "Stopwatch", Watch)
+    found = profile_drafts(models["mtp"], StepShape(1, 5, 1), DraftLoad(1), Sampling(), CPU)
+    assert [(one.seconds.median, one.sampling.median) for one in found.rows] == [(1.0, 2.0)] * 2
+    assert found.drafting.median == 4.0
+
+
 def test_a_captured_step_may_have_more_rows_than_asked_for(models, monkeypatch):
     monkeypatch.setattr(runner, "captures", lambda device: True)
     found = profile_drafts(models["mtp"], StepShape(1, 0, 1), DraftLoad(4), Sampling(0.0), CPU)
