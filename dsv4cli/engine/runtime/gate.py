@@ -5,32 +5,41 @@ What comes out does not depend on it, only when, so it may look at the clock.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 
 # the chances that drafters report, in so many bins, each with so many drafts that bear the report out to begin with
-BINS, BELIEF = 10, 4.0
-# what one more step adds to a mean, and one more draft to a bin
-RATE, FORGET = 0.1, 0.995
-# how likely drafts are taken to be at first
-FIRST_GUESS = 0.8
-# where drafts do not pay, one step in so many makes some, for that may change
-PROBE = 64
+BINS, BELIEF = 10, 2.0
+# what one more step adds to a mean of times, and to one of chances; what one more draft leaves of a bin
+RATE, SOON, FORGET = 0.1, 0.2, 0.99
+# how likely drafts are taken to be at first; and how likely they must be to be verified before a step was timed
+FIRST_GUESS, WORTH_A_TRY = 0.8, 0.25
+# where drafts do not pay, one step in so many makes one, for that may change; the next do too while so many times as
+# many of these are right as was thought, and at most so many steps after
+PROBE, SURPRISE, PATIENCE = 128, 1.5, 3
 # of a step of fewer rows than any that was timed: the share of its time that rows do not change, at least
 FIXED_SHARE = 0.6
+# of a step of more rows than any that was timed: what each adds at least, as a share
+LEAST_ROW = 0.05
 # rows of a step that graphs hold
 MOST_ROWS = MAX_SLOTS
 
 
 @dataclass
 class Costs:
-    """Seconds of steps by how many sequences and how much of each: means of those that were timed."""
+    """Seconds of steps by how many sequences and how much of each: means of those that were timed, but for the first,
+    which may have waited for what the others find."""
 
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    begun: set[tuple[int, int]] = field(default_factory=set)
 
     def note(self, sequences: int, amount: int, seconds: float) -> None:
         """Takes in a step."""
         key = size_of(sequences), amount
+        if key not in self.begun:
+            self.begun.add(key)
+            return
         before = self.seconds.get(key)
         self.seconds[key] = seconds if before is None else before + RATE * (min(seconds, 2 * before) - before)
 
@@ -42,9 +51,9 @@ class Costs:
             return None
         if amount in known:
             return known[amount]
-        smaller = [own for own in known if own < amount]
-        if smaller:
-            return known[max(smaller)]
+        smaller = max((own for own in known if own < amount), default=None)
+        if smaller is not None:
+            return known[smaller] * (1 + LEAST_ROW * (amount - smaller))
         nearest = min(known)
         return known[nearest] * (FIXED_SHARE + (1 - FIXED_SHARE) * amount / nearest)
 
@@ -58,7 +67,10 @@ class Gate:
         self._accepted = [(number + 0.5) / BINS * BELIEF for number in range(BINS)]
         self._seen = [BELIEF] * BINS
         self._mean = [FIRST_GUESS] * most
-        self._closed = 0
+        # steps since drafts have paid; of drafts that are made to see: whether the last step made some, how many more do;
+        # of the first drafts of this step: how many were taken to be right, and were
+        self._closed, self._probing, self._patience = 0, False, 0
+        self._thought, self._right = 0.0, 0
 
     def believed(self, chance: float) -> float:
         """How likely a draft is to be accepted of which the drafter reports this chance."""
@@ -78,9 +90,10 @@ class Gate:
             ]
             expected.append(expected[-1] + sum(survival))
         if not self.verifying.seconds:
-            return most
+            return sum(more - less > WORTH_A_TRY * sequences for less, more in pairwise(expected))
+        least = min(most, int(self._probing))
         return max(
-            range(most + 1), key=lambda count: (self._worth(expected[count], sequences, count, drafting), -count)
+            range(least, most + 1), key=lambda count: (self._worth(expected[count], sequences, count, drafting), -count)
         )
 
     def count(self, sequences: int) -> int:
@@ -91,12 +104,19 @@ class Gate:
             return usual
         best = max(range(most + 1), key=lambda count: (self._steady(sequences, count), -count))
         self._closed = 0 if best else self._closed + 1
-        return best or (usual if self._closed % PROBE == 0 else 0)
+        if self._thought:
+            change = 1 if self._right > SURPRISE * self._thought else -1
+            self._patience = min(max(self._patience + change, 0), PATIENCE)
+        self._probing = not best and (self._patience > 0 or self._closed % PROBE == 0)
+        self._thought, self._right = 0.0, 0
+        return best or min(most, int(self._probing))
 
     def note_drafts(self, chances: Sequence[float], verified: int, accepted: int) -> None:
         """Takes in one sequence's step: the drafts that there were, how many were verified, how many accepted."""
-        for number, chance in enumerate(chances):
-            self._mean[number] += RATE * (self.believed(chance) - self._mean[number])
+        for number in range(self._most if chances else 0):  # those behind the last are taken to be worth as much
+            self._mean[number] += SOON * (self.believed(chances[min(number, len(chances) - 1)]) - self._mean[number])
+        if verified:
+            self._thought, self._right = self._thought + self.believed(chances[0]), self._right + min(accepted, 1)
         for number in range(min(verified, accepted + 1)):
             at = _bin(chances[number])
             self._seen[at] = FORGET * self._seen[at] + 1
