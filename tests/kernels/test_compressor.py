@@ -240,6 +240,33 @@ def test_both_compressors_of_a_layer(packed, round_keys):
             assert ours is theirs or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.usefixtures("triton_backend")
+def test_few_rows_of_a_sequence_take_one_launch_for_both(monkeypatch):
+    from dsv4cli.kernels.compressor import kernel
+
+    monkeypatch.setattr(kernel, "_compress", lambda *given: pytest.fail("a launch for each"))
+    texts, index = Texts([7], 4, 2, 80, 8), Texts([7], 4, 2, 32, 8)
+    (kv, score, plan), (index_kv, index_score, _) = texts.step([7]), index.step([7])
+    own, other = (
+        Compression(*rows, one.ape, one.weight, EPS, one.state(torch.bfloat16))
+        for one, rows in ((texts, (kv, score)), (index, (index_kv, index_score)))
+    )
+    assert compress_both(own, other, plan, False)[1].entries[0].any()
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_entries_do_not_depend_on_how_many_rows_come_at_once():
+    texts, states = Texts([13], 4, 2, 512, 32), []
+    for split in ([1] * 13, [3, 8, 2], [13]):
+        texts.done, state = [0], texts.state(torch.float32)
+        for count in split:
+            kv, score, plan = texts.step([count])
+            compress_keys(Compression(kv, score, texts.ape, texts.weight, EPS, state), plan, False)
+        states.append(state)
+    for state in states[1:]:
+        assert torch.equal(state.entries, states[0].entries)
+
+
 @pytest.mark.usefixtures("backend")
 def test_rows_of_a_wider_product():
     texts = Texts([9], 4, 2, 64, 8)

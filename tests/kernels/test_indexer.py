@@ -71,9 +71,9 @@ def test_scores_round_each_step(shape, stored):
     [
         pytest.param(1, 1, 70, torch.bfloat16, marks=pytest.mark.slow),
         (1, 1, 33, torch.bfloat16),
-        pytest.param(16, 2, 130, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(16, 2, 70, torch.float8_e4m3fn, marks=pytest.mark.slow),
-        (8, 1, 33, torch.float8_e4m3fn),
+        pytest.param(32, 2, 130, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(32, 2, 70, torch.float8_e4m3fn, marks=pytest.mark.slow),
+        (16, 1, 33, torch.float8_e4m3fn),
     ],
 )
 def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entries, operand, monkeypatch):
@@ -89,6 +89,19 @@ def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entr
     inputs = (q, weights, SCALE, codes, scale, table, sequence, visible)
     # dots are exact; the sum over heads may round to the other neighbour where its fp32 sum has another order
     torch.testing.assert_close(index_scores(*grouped(*inputs)), ref.index_scores(*grouped(*inputs)), rtol=2**-7, atol=0)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_rows_of_a_verified_draft_are_scored_as_one_is(monkeypatch):
+    from dsv4cli.kernels.indexer import kernel
+
+    monkeypatch.setattr(kernel, "_score_many", lambda *given: pytest.fail("eight rows are few"))
+    codes, scale = fp4_codes(torch.randn(20, 32).bfloat16(), 32)
+    q, weights = fp4_round(torch.randn(8, 4, 32).bfloat16(), 32), torch.randn(8, 4).bfloat16()
+    table, zero = torch.arange(20)[None], torch.zeros(8, dtype=torch.int64)
+    every = index_scores(*grouped(q, weights, SCALE, codes, scale, table, zero, zero + 20))
+    alone = index_scores(*grouped(q[3:4], weights[3:4], SCALE, codes, scale, table, zero[:1], zero[:1] + 20))
+    assert torch.equal(every[3:4], alone)
 
 
 @pytest.mark.usefixtures("triton_backend")

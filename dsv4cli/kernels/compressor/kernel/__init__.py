@@ -17,7 +17,7 @@ from dsv4cli.kernels.compressor.kernel.pool import keep_rows, plan_of, pooled_of
 from dsv4cli.kernels.compressor.types import Compression, EntryPlan, State
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
-from dsv4cli.kernels.pdl import overlap
+from dsv4cli.kernels.pdl import FEW, overlap
 from dsv4cli.kernels.rows import rows, tile
 
 # from how many members on a group's channels are divided among programs where most groups are complete
@@ -84,7 +84,7 @@ def compress_index_keys(own: Compression, plan: EntryPlan) -> State:
 def compress_both(own: Compression, index: Compression, plan: EntryPlan, round_keys: bool) -> tuple[State, State]:
     job = _of_keys(own, plan, round_keys)
     other = _of_index_keys(index, plan) if round_keys else _of_keys(index, plan, round_keys)
-    if len(own.kv) <= len(plan.entries) and job.members == other.members < MANY:
+    if len(own.kv) <= max(FEW, len(plan.entries)) and job.members == other.members < MANY:
         _launch(job, other, plan)
     else:
         _compress(job, plan)
@@ -123,7 +123,7 @@ def _launch(job: CompressorLaunch, other: CompressorLaunch | None, plan: EntryPl
     if not groups:
         return
     second = other or job
-    at_once, kept, warps = entry_tiles(job.members, job.width, len(job.own.kv) // groups)
+    at_once, kept, warps = entry_tiles(job.members, job.width, len(job.own.kv), groups)
     make_entries[(groups, 1 if other is None else 2)](
         *job.tensors(), *second.tensors(), plan.groups, plan.entries, turns, turns.stride(0), job.own.eps, *job.shape(),
         *second.shape(), other is not None, job.capacity, second.capacity, job.ratio, job.members,
@@ -146,18 +146,18 @@ def _compress_in_parts(job: CompressorLaunch, plan: EntryPlan) -> None:
     )  # fmt: skip
 
 
-def entry_tiles(members: int, width: int, tokens: int) -> EntryTiles:
+def entry_tiles(members: int, width: int, tokens: int, groups: int) -> EntryTiles:
     """Of a program that makes a whole entry.
 
-    tokens: of the step, for each group. Measured on an H200 with 4,096 tokens of ratio 4: 13.8 us at width 512 (with 8
-    members at once 14.8), 7.2 at width 128. A thread has all members of four columns; with twice as many warps it
-    takes 23 and 10 us.
+    tokens, groups: of the step. Measured on an H200 with 4,096 tokens of ratio 4: 13.8 us at width 512 (with 8 members
+    at once 14.8), 7.2 at width 128. A thread has all members of four columns; with twice as many warps it takes 23 and
+    10 us.
     """
-    warps = min(max(width // 128, 1), 4)
+    warps, kept = min(max(width // 128, 1), 4), 1 if tokens <= groups else 4
     if members >= MANY:
-        return EntryTiles(32, 1, 8)
-    if tokens <= 1:
-        return EntryTiles(8, 1, warps)
+        return EntryTiles(32, kept, 8)
+    if tokens <= max(FEW, groups):
+        return EntryTiles(8, kept, warps)
     return EntryTiles(4, 4, warps) if width > 128 else EntryTiles(8, 8, warps)
 
 
