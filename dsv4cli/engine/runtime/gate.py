@@ -67,8 +67,8 @@ class Gate:
         self._accepted = [(number + 0.5) / BINS * BELIEF for number in range(BINS)]
         self._seen = [BELIEF] * BINS
         self._mean = [FIRST_GUESS] * most
-        # steps since drafts have paid; of drafts that are made to see: whether the last step made some, how many more do;
-        # of the first drafts of this step: how many were taken to be right, and were
+        # steps since drafts have paid; of drafts that are made to see: whether the last step made some, how many more
+        # do; of the first drafts of this step: how many were taken to be right, and were
         self._closed, self._probing, self._patience = 0, False, 0
         self._thought, self._right = 0.0, 0
 
