@@ -90,10 +90,10 @@ class Job:
         from dsv4cli.engine.weights.offload import offload_of
 
         device, world = self.device, self.world or SINGLE
-        if self.dtype == "auto":
-            numerics = Numerics.reference(self.exact)
-        else:
-            numerics = Numerics.plain(getattr(torch, self.dtype), self.exact)
+        exact = self.exact
+        numerics = (
+            Numerics.reference(exact) if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype), exact)
+        )
         if self.followers is not None:
             self.followers.tell([])  # they load too
         start = perf_counter()

@@ -35,7 +35,7 @@ def exact_rows(exact: bool) -> Iterator[None]:
 
 
 def planned_rows(count: int, like: int = ROWS_EXACT) -> int:
-    """For how many rows to choose an order of sums: for `count`, but inside `exact_rows` for `like`, if they are few."""
+    """For how many rows to choose an order of sums: `count`, but inside `exact_rows` the number `like` for all few."""
     return like if _exact.get() and 0 < count <= ROWS_EXACT else count
 
 

@@ -96,22 +96,31 @@ def connect_head(large: bool) -> Case:
 
 
 def route(large: bool) -> Case:
-    width, count = (4096, 256) if large else (1088, 8)
+    width, count = (4096, 256) if large else (4096, 8)
     weight, bias = normal(count, width) / width**0.5, normal(count, dtype=torch.float32)
     return lambda x: routing.route(x, weight, bias, 6, 1.5), (normal(ROWS_EXACT, width),)
 
 
 def mixture(large: bool) -> Case:
-    width, inner, count = (4096, 2048, 16) if large else (128, 128, 3)
-    k = 6 if large else 2
+    """The halves of the shared expert cancel each other: of rows without any other, rounding alone is left."""
+    width, inner, count, k = (4096, 2048, 16, 6) if large else (128, 128, 3, 2)
+    shared_inner = 2048 if large else 256
     first, third, second = fp4(count, inner, width), fp4(count, inner, width), fp4(count, width, inner)
-    own = fp8(inner, width), fp8(inner, width), fp8(width, inner)
+    own = fp8(shared_inner, width), fp8(shared_inner, width), fp8(width, shared_inner)
+    half = shared_inner // 2
+    for codes, scale in own[:2]:
+        codes[half:], scale[-(-half // 128) :] = codes[:half].clone(), scale[: half // 128].clone()
+    codes, scale = own[2]
+    codes.view(torch.uint8)[:, half:] = codes.view(torch.uint8)[:, :half] ^ 128
+    scale[:, half // 128 :] = scale[:, : half // 128].clone()
     every = ExpertWeights(*first, *second, *third)
     shared = ExpertWeights(*own[0], *own[2], *own[1])
     chosen = torch.stack([torch.randperm(count)[:k] for _ in range(ROWS_EXACT)])
     chosen[:, 0] = 0  # of one expert all rows, unless a row has it already
     chosen[:, 1:] = torch.stack([1 + torch.randperm(count - 1)[: k - 1] for _ in range(ROWS_EXACT)])
-    given = normal(ROWS_EXACT, width), chosen, torch.rand(ROWS_EXACT, k)
+    weights = torch.rand(ROWS_EXACT, k)
+    weights[:2] = 0
+    given = normal(ROWS_EXACT, width), chosen, weights
     return lambda x, c, w: experts.mixture(x, every, shared, c, w, 10.0, True, BF16), given
 
 
@@ -203,6 +212,42 @@ def test_at_the_sizes_of_flash(name, triton_backend):
         pytest.skip("the GPU's own sizes")
     with torch.device("cuda"):
         assert_alike((FAMILIES | LARGE)[name](True), STEPS)
+
+
+@pytest.mark.parametrize("length", [128, 160, 640, 1152, 2176, 8320])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_lists_are_attended_over_in_one_order(length, heads):
+    from dsv4cli.kernels.attention.kernel import plan
+
+    plans = {plan(torch.empty(count, heads, 512, dtype=BF16), length) for count in range(1, ROWS_EXACT + 1)}
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32_768, 1024), (8192, 4096), (4096, 8192)])
+def test_weights_are_multiplied_in_one_order(rows, columns):
+    from dsv4cli.kernels.gemm.kernel.dequant import Product
+    from dsv4cli.kernels.gemm.kernel.gemv import gemv_tiles
+
+    product = Product(torch.empty(rows, columns, dtype=torch.uint8, device="meta"), None, False, BF16)
+    for products in ([product], [product] * 2):
+        tiles = {gemv_tiles(torch.empty(n, 1, columns), products)._replace(tokens=0) for n in range(1, ROWS_EXACT + 1)}
+        assert len(tiles) == 1
+
+
+@pytest.mark.parametrize("inner", [512, 2048])
+def test_experts_are_added_up_in_one_order(inner):
+    from dsv4cli.kernels.experts.kernel.few_tokens import few_tokens_tiles
+
+    # of w1 and w3; each token's w2 is multiplied as if it were alone
+    assert len({few_tokens_tiles(count, inner).up.warps for count in range(1, ROWS_EXACT + 1)}) == 1
+
+
+@pytest.mark.parametrize("length", [1000, 10_000, 70_000, 1_000_000])
+def test_entries_are_listed_in_one_order(length):
+    from dsv4cli.kernels.indexer.kernel.topk import _parts, takes_prefilter
+
+    counts = range(1, ROWS_EXACT + 1)
+    assert len({(takes_prefilter(count, length, 512), _parts(count)[1]) for count in counts}) == 1
 
 
 def test_only_few_rows_are_planned_alike():

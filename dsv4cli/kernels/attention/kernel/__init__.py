@@ -22,8 +22,8 @@ from dsv4cli.kernels.rows import planned_rows, rows
 LONGEST = 512
 # programs that fill an H200 with tiles of 64 heads, one on a multiprocessor
 PROGRAMS = 132
-# tokens whose order of sums up to ROWS_EXACT have where all shall have one (H200, a step at 4K: of one token 0.1 % slower
-# than with its own, of eight 1.1)
+# of up to ROWS_EXACT tokens, whose order of sums all have where they shall have one (H200, a step at 4K: of one token
+# 0.1 % slower than with its own, of eight 1.1)
 PLANNED = 2
 # the longest list that is never cut into parts; the most parts of another
 SHORT, MOST_PARTS = 256, 32

@@ -165,7 +165,7 @@ def _one_token(call: _Call, up: ProductTiles) -> None:
 
 
 def _down_by_token(call: _Call, inner: torch.Tensor, shared_inner: torch.Tensor, place: torch.Tensor | None) -> None:
-    """Each token as if it were alone; place: the position of each pair in `inner`, None of one token."""
+    """w2 of each token as if it were alone; place: the position of each pair in `inner`, None of one token."""
     (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
     places = triton.next_power_of_2(per_token)
     splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
@@ -173,9 +173,9 @@ def _down_by_token(call: _Call, inner: torch.Tensor, shared_inner: torch.Tensor,
     each = each if call.shared else ALONE_EACH
     steps, shared_steps = inner_width // 128, shared_width // 64 // splits
     one_token_gemm.down[(width // rows, call.tokens)](
-        inner, shared_inner, *call.last(), call.experts, call.weights.rows, place, call.y, width, inner_width, shared_width,
-        per_token, places, splits, rows, min(ahead, steps), math.gcd(each, steps), min(shared_ahead, shared_steps),
-        math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
+        inner, shared_inner, *call.last(), call.experts, call.weights.rows, place, call.y, width, inner_width,
+        shared_width, per_token, places, splits, rows, min(ahead, steps), math.gcd(each, steps),
+        min(shared_ahead, shared_steps), math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
     )  # fmt: skip
 
 
