@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 
+from dsv4cli.commands.job import open_job
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
@@ -14,6 +15,8 @@ from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.rows import planned_rows
+from dsv4cli.options import ModelOptions
+from dsv4cli.output import Colours, Output
 
 LONGEST = 640
 # what sequences hold, and the rows of each in the step
@@ -74,6 +77,14 @@ def test_a_captured_step_of_several_rows_is_several_steps_of_one(name, device, l
         assert same(ours, torch.cat(parts))
     for sequence, other in zip(sequences, own, strict=True):
         assert all(same(*pair) for pair in zip(state(cache, sequence), state(alone, other), strict=True))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_the_option_reaches_the_model(dtype, exact):
+    options = ModelOptions(model="random:tiny,layers=1", device="cpu", dtype=dtype, exact=exact)
+    with open_job(Output(Colours()), options).model() as model:
+        assert model.numerics.exact == exact
 
 
 @pytest.mark.parametrize("exact", [False, True])
