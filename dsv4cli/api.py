@@ -88,6 +88,7 @@ class Model:
         *,
         device: str = "auto",
         dtype: Dtype = "auto",
+        exact: bool = False,
         backend: Backend = "auto",
         max_context: int | None = None,
         gpu_memory: int | None = None,
@@ -102,7 +103,7 @@ class Model:
         drafting = parse_drafting(str(draft))
         self._source, self._device = resolve_model(model), resolve_device(device)
         self._kernels, self._max_context = resolve_backend(backend, self._device), max_context
-        numerics = Numerics.reference() if dtype == "auto" else Numerics.plain(getattr(torch, dtype))
+        numerics = Numerics.reference(exact) if dtype == "auto" else Numerics.plain(getattr(torch, dtype), exact)
         self._dialogue = cache(lambda think: open_dialogue(self._source, think))
         dialogue: Dialogue = self._dialogue("off")
         limits = Limits(max_context=max_context)

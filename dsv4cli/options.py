@@ -86,6 +86,14 @@ DraftOpt = Annotated[
         "none, or at most N, 1 to 7. The answer is the same, only sooner.",
     ),
 ]
+ExactOpt = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="On a GPU, steps of up to 8 rows give each row the same bits whatever the other rows are. Else the last "
+        "bits depend on how many prompts and drafts a step has. A CPU always does.",
+    ),
+]
 
 GpuMemoryOpt = Annotated[
     str | None,
@@ -131,6 +139,7 @@ class ModelOptions:
     max_context: MaxContextOpt = None
     device: DeviceOpt = "auto"
     dtype: DtypeOpt = "auto"
+    exact: ExactOpt = False
     backend: BackendOpt = "auto"
     gpu_memory: GpuMemoryOpt = None
     host_memory: HostMemoryOpt = None

@@ -65,6 +65,13 @@ def test_drafts(draft, drafter, most):
         assert (0 if report is None else len(report.per_position)) == most
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_exact(dtype, exact):
+    with Model("random:tiny,layers=1", device="cpu", dtype=dtype, exact=exact) as model:
+        assert model._open().model.numerics.exact == exact
+
+
 @pytest.mark.parametrize("draft", ["on", 8, -1, True])
 def test_drafts_that_cannot_be(draft):
     with pytest.raises(UsageError, match="--draft cannot be"):

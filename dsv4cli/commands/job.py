@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every mode needs. device_name, dtype, backend: the options' words. drafting: what of a drafter is loaded and
-    used. memory: what the model may take. world, followers: None in one process. loaded: called once the model is
-    there."""
+    """What every mode needs. device_name, dtype, exact, backend: the options' words. drafting: what of a drafter is
+    loaded and used. memory: what the model may take. world, followers: None in one process. loaded: called once the
+    model is there."""
 
     out: Output
     source: "FolderSource | RandomSource"
     think: str
     device_name: str
     dtype: str
+    exact: bool
     backend: "Backend"
     limits: "Limits"
     sampling: "Sampling"
@@ -89,7 +90,10 @@ class Job:
         from dsv4cli.engine.weights.offload import offload_of
 
         device, world = self.device, self.world or SINGLE
-        numerics = Numerics.reference() if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype))
+        exact = self.exact
+        numerics = (
+            Numerics.reference(exact) if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype), exact)
+        )
         if self.followers is not None:
             self.followers.tell([])  # they load too
         start = perf_counter()
@@ -134,6 +138,7 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
         think=options.think,
         device_name=options.device,
         dtype=options.dtype,
+        exact=options.exact,
         backend=options.backend,
         limits=limits,
         sampling=source.sampling.chosen(options.temperature, options.top_p, options.seed),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.parallel.world import World
 
 # of a job, what followers are given
-SHARED = ("source", "think", "dtype", "backend", "limits", "sampling", "drafting", "memory", "special_tokens")
+SHARED = ("source", "think", "dtype", "exact", "backend", "limits", "sampling", "drafting", "memory", "special_tokens")
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """How a kernel that works row by row sees a tensor: its rows without a copy, and how many of them a program takes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -8,10 +11,32 @@ from dsv4cli.kernels.dispatch import KernelUnsupported
 
 # a step of up to so many rows gives each the bits that it gets alone: what decodes, with drafts to verify or without
 ROWS_ALIKE = 64
+# the most rows of a step on a GPU that get the bits that each gets alone, where that is demanded
+ROWS_EXACT = 8
 # values that a program holds at once where rows are shorter, 8 for each of 128 threads
 TILE = 1024
 # the longest row that a program holds: 64 fp32 values for each of 256 threads
 LONGEST = 16_384
+
+
+# what `exact_rows` has set, in each thread for itself
+_exact: ContextVar[bool] = ContextVar("exact rows", default=False)
+
+
+@contextmanager
+def exact_rows(exact: bool) -> Iterator[None]:
+    """Inside, in this thread, Triton's kernels add up a row of a step of up to ROWS_EXACT rows as they do a row alone,
+    if `exact`; else in whichever order is the fastest for that number of rows."""
+    before = _exact.set(exact)
+    try:
+        yield
+    finally:
+        _exact.reset(before)
+
+
+def planned_rows(count: int, like: int = ROWS_EXACT) -> int:
+    """For how many rows to choose an order of sums: `count`, but inside `exact_rows` the number `like` for all few."""
+    return like if _exact.get() and 0 < count <= ROWS_EXACT else count
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dsv4cli.engine.model.mtp import MTP
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import LayerCache
 from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.kernels.rows import exact_rows
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,18 @@ class Transformer(nn.Module):
         state = self.embed(batch.ids)[:, None].expand(-1, config.hc_mult, -1)
         targets = config.dspark.target_layer_ids if config.dspark else ()
         means = []
-        for number, layer in enumerate(self.layers):
-            state = layer(state, batch, caches[number])
-            if number in targets:
-                streams = state.connect_post()
-                means.append(streams.float().mean(1).to(streams.dtype))
+        with exact_rows(self.numerics.exact):
+            for number, layer in enumerate(self.layers):
+                state = layer(state, batch, caches[number])
+                if number in targets:
+                    streams = state.connect_post()
+                    means.append(streams.float().mean(1).to(streams.dtype))
         return HiddenStates(state.connect_post(), torch.cat(means, -1) if means else None)
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         """Streams of the wanted rows [R, N, D] -> fp32 [R, V], never rounded."""
-        return self.vocabulary(self.norm(collapse(self, self.config, streams)))
+        with exact_rows(self.numerics.exact):
+            return self.vocabulary(self.norm(collapse(self, self.config, streams)))
 
     def vocabulary(self, x: torch.Tensor) -> torch.Tensor:
         """The shared head over a normed hidden state [R, D] -> fp32 [R, V]."""

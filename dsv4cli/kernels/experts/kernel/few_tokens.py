@@ -18,6 +18,7 @@ import triton
 from dsv4cli.kernels.experts.kernel import few_tokens_gemm, few_tokens_prepare, one_token_gemm
 from dsv4cli.kernels.experts.kernel.dequant_mma import FP4_TOKENS, FP8_TOKENS
 from dsv4cli.kernels.pdl import overlap
+from dsv4cli.kernels.rows import planned_rows
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
@@ -153,8 +154,6 @@ def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[t
 
 def _one_token(call: _Call, up: ProductTiles) -> None:
     (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
-    places = triton.next_power_of_2(per_token)
-    splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
     inputs, shared_inputs, counters, *_ = _prepare(call, 1, 1 if call.shared else 0, 0)
     inner, shared_inner = call.new(2, per_token, inner_width), call.new(2, shared_width)
     one_token_gemm.up[(shared_width // up.rows + per_token * (inner_width // up.rows),)](
@@ -162,13 +161,21 @@ def _one_token(call: _Call, up: ProductTiles) -> None:
         counters, call.limit, width, inner_width, shared_width, per_token, call.round_inputs, *up, **overlap(call.x),
         num_warps=up.warps,
     )  # fmt: skip
+    _down_by_token(call, inner, shared_inner, None)
+
+
+def _down_by_token(call: _Call, inner: torch.Tensor, shared_inner: torch.Tensor, place: torch.Tensor | None) -> None:
+    """w2 of each token as if it were alone; place: the position of each pair in `inner`, None of one token."""
+    (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
+    places = triton.next_power_of_2(per_token)
+    splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
     rows, ahead, each, shared_ahead, shared_each = ONE_TOKEN_DOWN
     each = each if call.shared else ALONE_EACH
     steps, shared_steps = inner_width // 128, shared_width // 64 // splits
-    one_token_gemm.down[(width // rows,)](
-        inner, shared_inner, *call.last(), call.experts, call.weights.rows, call.y, width, inner_width, shared_width,
-        per_token, places, splits, rows, min(ahead, steps), math.gcd(each, steps), min(shared_ahead, shared_steps),
-        math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
+    one_token_gemm.down[(width // rows, call.tokens)](
+        inner, shared_inner, *call.last(), call.experts, call.weights.rows, place, call.y, width, inner_width,
+        shared_width, per_token, places, splits, rows, min(ahead, steps), math.gcd(each, steps),
+        min(shared_ahead, shared_steps), math.gcd(shared_each, shared_steps), **overlap(call.x), num_warps=places,
     )  # fmt: skip
 
 
@@ -184,6 +191,9 @@ def _tokens(call: _Call, tiles: FewTokensTiles) -> None:
         shared_chunks, call.limit, width, inner_width, shared_width, per_token, chunk, shared_chunk, call.round_inputs,
         *up, **overlap(call.x), **_registers(call.x, chunk), num_warps=up.warps,
     )  # fmt: skip
+    if planned_rows(tokens, 1) == 1:
+        _down_by_token(call, inner, shared_inner, place)
+        return
     parts, shared_part = call.new(pairs, width), call.new(shared_tokens, width)
     few_tokens_gemm.down[(width // down.rows, shared_chunks + pairs)](
         inner, shared_inner, *call.last(), parts, shared_part, chunks, tokens, shared_chunks, width, inner_width,
@@ -201,7 +211,7 @@ def few_tokens_tiles(tokens: int, inner: int) -> FewTokensTiles:
     two and 104 with one, 64 the reverse, 267 and 243.
     """
     narrow = inner <= NARROW
-    warps = 8 if narrow and tokens == 1 else 2 if tokens <= (16 if narrow else 8) else 1
+    warps = 8 if narrow and planned_rows(tokens) == 1 else 2 if tokens <= (16 if narrow else 8) else 1
     up = ProductTiles(16, warps, 2, 2)
     if tokens <= 4:
         # of whole experts 111.6 us of four tokens with the narrow ones, 108.1 with the others

@@ -127,18 +127,23 @@ def down(
     inner, shared_inner,  # as up leaves them
     w2, w2_scale,  # FP4 [E, D, INNER]
     shared_w2, shared_w2_scale,  # FP8 [D, SHARED_INNER]
-    experts,  # int64 [PAIRS]
+    experts,  # int64 [T, PAIRS]
     rows,  # int64 [E] of the stacks, or None
-    y,  # [D] the sum
+    place,  # int32 [T, PAIRS] the position of each pair in inner; None: of one token its number
+    y,  # [T, D] the sum
     D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, PAIRS: tl.constexpr, PLACES: tl.constexpr,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr, SHARED_AHEAD: tl.constexpr,
     SHARED_EACH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * ROWS
+    first, token = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64)
+    experts += token * PAIRS
     if SHARED_INNER > 0:
         own_words, own_scales = fp8_rows(shared_w2, shared_w2_scale, first, SHARED_INNER, ROWS, SPLITS)
         own_tiles, own_factors = first_steps((own_words,), (own_scales,), SHARED_AHEAD, SHARED_EACH)
     pair, expert = _sorted(experts, PAIRS, PLACES)
+    if place is not None:
+        # `prepare` has ended
+        pair = tl.load(place + token * PAIRS + pair, cache_modifier=".cg")
     row = _row_of(expert, rows)[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS)
     words, scales = fp4_rows(w2, w2_scale, row, tl.zeros((1, PLACES, 1), tl.int32), INNER, EACH)
     tiles, factors = first_steps((words,), (scales,), AHEAD, EACH)
@@ -147,7 +152,8 @@ def down(
     if SHARED_INNER > 0:
         column = tl.arange(0, 4 * _SHARED_TOKENS)
         (sums,) = fp8_products(
-            (own_words,), (own_scales,), own_tiles, own_factors, shared_inner, column.to(tl.int64) * 0, column < 4,
+            (own_words,), (own_scales,), own_tiles, own_factors, shared_inner + token * SHARED_INNER,
+            column.to(tl.int64) * 0, column < 4,
             SHARED_INNER, _SHARED_TOKENS, SHARED_EACH,
         )  # fmt: skip
         own = tl.sum(tl.where(tl.arange(0, _SHARED_TOKENS)[None] == 0, sums, 0.0), 1).to(tl.bfloat16)
@@ -159,4 +165,4 @@ def down(
     total = _ascending_sum(_only(parts).to(tl.bfloat16).to(tl.float32), PAIRS, PLACES.bit_length() - 1)
     if SHARED_INNER > 0:
         total += own.to(tl.float32)
-    tl.store(y + to, total.to(y.dtype.element_ty))
+    tl.store(y + token * D + to, total.to(y.dtype.element_ty))

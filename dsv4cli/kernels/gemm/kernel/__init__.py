@@ -8,6 +8,7 @@ import torch
 from dsv4cli.kernels.gemm.kernel import gemv, swap_ab, tiled
 from dsv4cli.kernels.gemm.kernel.dequant import Norm
 from dsv4cli.kernels.norm import kernel as norm
+from dsv4cli.kernels.rows import planned_rows
 
 # the most rows that stream without tensor cores; of FP4, which is decoded anew for every two
 FEW, FEW_FP4 = 16, 2
@@ -17,7 +18,7 @@ def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
     """Of x [T, K] or [T, G, K]."""
     if swap_ab.takes(x[:, None] if x.ndim == 2 else x, weight):
         return gemv
-    return gemv if x.shape[0] <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
+    return gemv if planned_rows(x.shape[0], 1) <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -60,6 +61,6 @@ def normed_linears(
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     # of more tokens each program would norm too much again (H200, wq_b of 16: 35 us, instead of 13 and a norm's launch)
-    if x.shape[0] == 1 and all(_way(x, weight) is gemv for weight, _ in (*rounded, *plain)):
+    if planned_rows(x.shape[0]) == 1 and all(_way(x, weight) is gemv for weight, _ in (*rounded, *plain)):
         return gemv.linears(x, rounded, plain, (), Norm(norm_weight.contiguous(), eps))[:2]
     return linears(norm.rms_norm(x, norm_weight, eps), rounded, plain, ())[:2]

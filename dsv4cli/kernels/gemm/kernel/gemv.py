@@ -27,6 +27,7 @@ from dsv4cli.kernels.gemm.kernel.dequant import (
 )
 from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.rows import planned_rows
 
 # the widest row that a program holds
 WIDEST = 16_384
@@ -87,7 +88,7 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
     ]
     if not tokens or not products:
         return results
-    if tokens > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
+    if planned_rows(tokens) > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
         swap_ab.multiply(x, products, results, swap_ab.swap_tiles(x, products))
     else:
         _launch(x, norm, products, results, gemv_tiles(x, products))
@@ -135,14 +136,15 @@ class GemvTiles(NamedTuple):
 def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
     """The fastest of those measured on an H200."""
     tokens, groups, columns = x.shape
+    alone = planned_rows(tokens) == 1
     width = max(128, triton.next_power_of_2(columns)) * max(p.weight.itemsize for p in products)
     size = sum(p.weight.nbytes for p in products)
     rows, warps, each = (8, 4, 0) if width <= 1024 else (4, min(16, max(4, width // 1024)), 0)
-    if tokens == 1 and width <= 1024 and size > 16e6:
+    if alone and width <= 1024 and size > 16e6:
         rows, warps, each = (8, 4, 65_536) if size > 35e6 else (8, 2, 32_768) if size > 32e6 else (8, 4, 16_384)
-    elif tokens == 1 and width == 4096 and len(products) == 1 and size > 16e6:
+    elif alone and width == 4096 and len(products) == 1 and size > 16e6:
         rows, each = (4, 65_536) if size > 32e6 else (2, 32_768)
-    elif tokens == 1 and width == 8192 and len(products) > 1:
+    elif alone and width == 8192 and len(products) > 1:
         rows, each = 2, 16_384
     # rows of a program lie in one group
     while groups > 1 and any(p.weight.shape[0] // groups % rows for p in products):

@@ -17,7 +17,7 @@ from dsv4cli.kernels.hyper_connections.kernel.fused import FEW, fused_connect
 from dsv4cli.kernels.hyper_connections.kernel.project import mix_and_project, split_weights
 from dsv4cli.kernels.hyper_connections.types import Connection
 from dsv4cli.kernels.pdl import overlap_of_few
-from dsv4cli.kernels.rows import LONGEST, rows
+from dsv4cli.kernels.rows import LONGEST, ROWS_EXACT, rows
 from dsv4cli.kernels.workspace import words
 
 # tokens whose post and comb one program of `weigh_and_collapse` computes, where their projections have few parts
@@ -43,8 +43,8 @@ class FusedConnectTiles(NamedTuple):
 
 
 def fused_tiles(count: int) -> FusedConnectTiles:
-    """Measured on an H200 at a width of 4096."""
-    return FusedConnectTiles(0, 128, 8) if count <= 4 else FusedConnectTiles(16, 32, 8)
+    """Measured on an H200 at a width of 4096: eight tokens take as long either way, and are added up as one is."""
+    return FusedConnectTiles(0, 128, 8) if count <= ROWS_EXACT else FusedConnectTiles(16, 32, 8)
 
 
 class ProjectTiles(NamedTuple):

@@ -14,6 +14,7 @@ from dsv4cli.kernels.indexer.kernel.scores_tiled import prepare_queries, scores_
 from dsv4cli.kernels.indexer.kernel.topk import choose_entries, choose_prefiltered, takes_prefilter, top_entries
 from dsv4cli.kernels.indexer.types import IndexEntries, IndexKeys, IndexQueries, WindowList
 from dsv4cli.kernels.pdl import overlap, overlap_beside
+from dsv4cli.kernels.rows import planned_rows
 
 __all__ = ["best_entries", "choose_entries", "index_scores", "top_entries"]
 
@@ -118,7 +119,7 @@ def one_token_tiles(tokens: int, entries: int) -> OneTokenTiles:
 
     One token, 8,192 keys: 3.3 us with 64 (3.9 with 128); 262,144 keys: 20.8 us with 128 (21.3 with 64).
     """
-    rows, programs = (128, 396) if tokens * entries >= 131_072 else (64, 528)
+    rows, programs = (128, 396) if planned_rows(tokens, 1) * entries >= 131_072 else (64, 528)
     return OneTokenTiles(rows, min(triton.cdiv(entries, rows), max(1, programs // tokens)), 4)
 
 

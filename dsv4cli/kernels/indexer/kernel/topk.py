@@ -11,6 +11,7 @@ from dsv4cli.kernels.indexer.kernel.topk_radix import choose_largest
 from dsv4cli.kernels.indexer.kernel.topk_split import choose_in_parts
 from dsv4cli.kernels.indexer.types import IndexEntries, WindowList
 from dsv4cli.kernels.pdl import overlap, overlap_beside, overlap_of_few
+from dsv4cli.kernels.rows import planned_rows
 
 # the longest row, or part of one, that a program keeps in registers: 32 scores for each of 1024 threads
 LONGEST = 32_768
@@ -46,7 +47,7 @@ def takes_prefilter(rows: int, length: int, k: int) -> bool:
     H200, scores and lists of one token: 32,800 entries 14.5 us (17.0 otherwise), 16,416 9.5 (15.8), 65,536 17.1 (21.3);
     of 16 tokens the choice alone 15.9 (14.4), of 64 46 (22).
     """
-    return rows == 1 and SHORT < length <= LONGEST_WITH_PEAKS and k <= 1024
+    return planned_rows(rows, 1) == 1 and SHORT < length <= LONGEST_WITH_PEAKS and k <= 1024
 
 
 def choose_prefiltered(
@@ -156,6 +157,8 @@ def _parts(rows: int) -> tuple[int, int, int]:
     H200, one row: 1,024 visible 2.2 us (64 programs 3.7, searched by 32 5.4), 8,192 4.2 (16 search: 4.7). Four rows 6.1
     and 4.7 (64 programs of which 16 search 4.2 and 6.8), eight 7.3 and 5.3 (32 programs 6.8 and 6.6).
     """
+    # ranked entries come in another order
+    rows = planned_rows(rows, min(rows, 4))
     return (128, 1024, 32) if rows <= 2 else (32, 1024, 32) if rows <= 4 else (16, 0, 16)
 
 

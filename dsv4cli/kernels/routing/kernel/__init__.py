@@ -13,7 +13,7 @@ from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.routing.kernel.fused import FEW, fused_route
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
-from dsv4cli.kernels.rows import rows
+from dsv4cli.kernels.rows import planned_rows, rows
 from dsv4cli.kernels.workspace import words
 
 # tokens up to which a hash layer reads the rows of its chosen experts only, one token at a time
@@ -31,7 +31,7 @@ class FusedRouteTiles(NamedTuple):
 
 def fused_tiles(count: int) -> FusedRouteTiles:
     """Measured on an H200 with 256 experts and a width of 4096."""
-    return FusedRouteTiles(1, 1, 1024, 1) if count == 1 else FusedRouteTiles(16, 16, 512, 1)
+    return FusedRouteTiles(1, 1, 1024, 1) if planned_rows(count, 1) == 1 else FusedRouteTiles(16, 16, 512, 1)
 
 
 class LogitTiles(NamedTuple):

@@ -12,18 +12,19 @@ FEW = 16
 
 
 @triton.jit
-def _logit_of_one(
-    program, x, weight, parts,
+def _logit_of_each(
+    program, x, weight, parts, count, stride,
     NUMBER: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token's part of the logit of an expert."""
+    """Each token's part of the logit of an expert."""
     expert, split = program // SPLITS, program % SPLITS
     column = split * BLOCK + tl.arange(0, BLOCK)[None]
     factors = tl.load(weight + expert * WIDTH + column, column < WIDTH, other=0.0)
     wait_for_inputs(OVERLAP)
-    values = tl.load(x + column, column < WIDTH, other=0.0)
-    total = tl.sum(factors.to(tl.float32) * values.to(tl.float32), 1)
-    leave(parts + split * NUMBER + expert + tl.arange(0, 1), total, tl.arange(0, 1) == 0)
+    for token in range(count):
+        values = tl.load(x + token * stride + column, column < WIDTH, other=0.0)
+        total = tl.sum(factors.to(tl.float32) * values.to(tl.float32), 1)
+        leave(parts + (token * SPLITS + split) * NUMBER + expert + tl.arange(0, 1), total, tl.arange(0, 1) == 0)
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def fused_route(
     K: tl.constexpr,
     ALL: tl.constexpr,  # NUMBER, rounded up
     PLACES: tl.constexpr,  # K, rounded up
-    TOKENS: tl.constexpr,  # of a program that adds up logits
+    TOKENS: tl.constexpr,  # of a program that adds up logits, 1: one after another
     EXPERTS: tl.constexpr,  # the same
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -91,6 +92,6 @@ def fused_route(
             NUMBER, SPLITS, PARTS, K, ALL, PLACES, OVERLAP,
         )  # fmt: skip
     elif TOKENS == 1:
-        _logit_of_one(program, x, weight, parts, NUMBER, WIDTH, SPLITS, BLOCK, OVERLAP)
+        _logit_of_each(program, x, weight, parts, count, stride, NUMBER, WIDTH, SPLITS, BLOCK, OVERLAP)
     else:
         _logits_of_few(program, x, weight, parts, count, stride, NUMBER, WIDTH, SPLITS, EXPERTS, TOKENS, BLOCK, OVERLAP)
