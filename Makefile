@@ -11,7 +11,7 @@ READY := .venv/.ready
 unexport PROMPT
 run: export RUN_PROMPT := $(value PROMPT)
 
-.PHONY: help run test test-gpu quality style completions nano
+.PHONY: help run test test-gpu quality style completions nano drafter
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -39,6 +39,12 @@ nano: ## train the built-in model anew, on a GPU of 141 GB in 22 minutes, with t
 	$(PYTHON) -m tools.nano.train --out build/nano/first --minutes 17
 	$(PYTHON) -m tools.nano.train --out build/nano/last --resume build/nano/first --minutes 20.8 --rate 1.5e-3 --order LLS
 	$(PYTHON) -m tools.nano.export build/nano/last/masters-*.safetensors --out dsv4cli/nano
+
+drafter: ## train the drafter of nano-0731 anew, on the same GPU in one minute
+	mkdir -p build/nano
+	$(PYTHON) -m tools.nano.pool build/nano/text.safetensors
+	$(PYTHON) -m tools.nano.train_drafter build/nano/text.safetensors --out build/nano/0731
+	cp build/nano/0731/checkpoint/* dsv4cli/nano-0731
 
 # zsh reads #compdef on the first line only, and Typer prints a blank line before it
 completions: $(READY)

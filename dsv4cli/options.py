@@ -17,8 +17,8 @@ Exit codes:
   130 interrupted; 143 terminated"""
 
 MODEL_HELP = (
-    "A checkpoint folder; nano, which is built in; flash, pro, flash-0731 or org/name[@revision] in the Hugging Face "
-    "cache; or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files."
+    "A checkpoint folder; nano or nano-0731, which are built in; flash, pro, flash-0731 or org/name[@revision] in the "
+    "Hugging Face cache; or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files."
 )
 
 ModelOpt = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]

@@ -40,8 +40,12 @@ FORMS = {
 
 
 def documents() -> list[Path]:
-    """README, the documents and nano's card."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "dsv4cli" / "nano" / "README.md"]
+    """README, the documents and the cards of the built-in models."""
+    return [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "dsv4cli").glob("nano*/README.md")),
+    ]
 
 
 class Line(NamedTuple):

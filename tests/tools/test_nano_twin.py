@@ -12,11 +12,11 @@ from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import mtp_logits
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.indexer import top_entries
+from tests.support.drafting import mtp_logits
 from tools.nano import attention, loss, model
 from tools.nano.export import export, stored_tensors
 from tools.nano.loss import Text, loss_of

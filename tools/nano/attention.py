@@ -43,10 +43,10 @@ def entry_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """exp(score - maximum), 0 where an entry is not visible, and the maxima: fp32 [B, S, H, E] and [B, S, H, 1].
 
-    q: [B, S, H, d]; entries: [B, E, d]; visible: bool [S, E].
+    q: [B, S, H, d]; entries: [B, E, d]; visible: bool [S, E] or [B, S, E].
     """
     scores = (q.flatten(1, 2) @ entries.mT).view(*q.shape[:3], -1).float() * scale
-    scores = scores.masked_fill(~visible[:, None], float("-inf"))
+    scores = scores.masked_fill(~visible[..., None, :], float("-inf"))
     top = scores.detach().amax(-1, keepdim=True).clamp_min(NOTHING)
     return torch.exp(scores - top), top
 
@@ -59,7 +59,7 @@ def weighted_entries(chances: torch.Tensor, top: torch.Tensor, entries: torch.Te
 
 
 def every_entry_part(q: torch.Tensor, entries: torch.Tensor, visible: torch.Tensor, scale: float) -> Part:
-    """Attention to all visible entries (HCA): q [B, S, H, d], entries [B, E, d], visible bool [S, E]."""
+    """Attention to all visible entries (HCA): q [B, S, H, d], entries [B, E, d], visible bool [S, E] or [B, S, E]."""
     chances, top = entry_scores(q, entries, visible, scale)
     return weighted_entries(chances, top, entries)
 

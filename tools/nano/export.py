@@ -5,30 +5,40 @@
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.checkpoint.layout import expected_tensors, matrices
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
+from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.recode import to_fp4, to_fp8
-from tools.nano.shape import FORMATS, GENERATION, VALUES, nano_config
+from tools.nano.shape import FORMATS, GENERATION, VALUES, VALUES_0731, nano_0731_config, nano_config, parameter_table
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+# what the keys of a drafter's tensors begin with
+DRAFTER = "mtp."
 
 
-def stored_tensors(parameters: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint by key, in its stored dtype, on the CPU.
+def stored_tensors(
+    parameters: Mapping[str, torch.Tensor], config: ModelConfig, prefix: str = ""
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint whose key begins with `prefix`, in its stored dtype, on the CPU.
 
     parameters: by the names of shape.parameter_table, fp32 (tid2eid int64).
     """
     tensors: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor] = {}
     for spec in expected_tensors(config, FORMATS).values():
+        if not spec.name.startswith(prefix):
+            continue
         if spec.is_scale:
             tensors[spec.name] = scales[spec.matrix]
             continue
@@ -43,17 +53,45 @@ def stored_tensors(parameters: Mapping[str, torch.Tensor], config: ModelConfig) 
     return tensors
 
 
+def trunk_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of nano's checkpoint but its drafter's, as stored."""
+    return {key: tensor for key, tensor in load_file(folder / WEIGHTS).items() if not key.startswith(DRAFTER)}
+
+
+def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of nano's checkpoint by the names of shape.parameter_table: fp32 values, tid2eid int64."""
+    tensors, config = load_file(folder / WEIGHTS), nano_config()
+    table = parameter_table(config)
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for parts in matrices(expected_tensors(config, FORMATS).values()).values():
+        spec = parts["weight"]
+        scale = tensors[parts["scale"].name] if "scale" in parts else None
+        weight = tensors[spec.name]
+        rows[spec.parameter].append(weight if spec.dtype == "I64" else dequantise(weight, scale))
+    return {name: torch.stack(found).view(table[name].shape) for name, found in rows.items()}
+
+
 def export(parameters: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Writes config.json, generation_config.json, model.safetensors and its index; what else is there stays."""
-    config = nano_config()
-    tensors = stored_tensors(parameters, config)
+    _write(stored_tensors(parameters, nano_config()), VALUES, folder)
+
+
+def export_0731(parameters: Mapping[str, torch.Tensor], nano: Path, folder: Path) -> None:
+    """As export, for nano-0731: the trunk is that of nano, byte for byte; parameters: of the drafter."""
+    drafter = stored_tensors(parameters, nano_0731_config(), DRAFTER)
+    _write(trunk_tensors(nano) | drafter, VALUES_0731, folder)
+    for name in TOKENIZER:
+        (folder / name).write_bytes((nano / name).read_bytes())
+
+
+def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # metadata_files starts from the config.json of a folder
-    _write_json(folder / "config.json", VALUES)
-    for name, text in metadata_files(folder, config, FORMATS, "official").items():
+    _write_json(folder / "config.json", values)
+    for name, text in metadata_files(folder, parse_config(values, "nano"), FORMATS, "official").items():
         (folder / name).write_text(text, encoding="utf-8")
     _write_json(folder / "generation_config.json", GENERATION)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    save_file(dict(tensors), folder / WEIGHTS, {"format": "pt"})
     # safetensors makes files that only their owner can read
     (folder / WEIGHTS).chmod(0o644)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -63,6 +101,14 @@ def export(parameters: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 def _write_json(path: Path, values: object) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def read_masters(folder: Path) -> dict[str, torch.Tensor]:
+    """The fp32 parameters that a training left in masters-*.safetensors."""
+    parameters: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("masters-*.safetensors")):
+        parameters |= load_file(path)
+    return parameters
 
 
 def main() -> None:

@@ -13,6 +13,10 @@ from dsv4cli.kernels.norm.ref import head_norm, rms_norm
 from tools.nano import attention, layers, quantise
 from tools.nano.layers import Turn, Weights
 
+Loads = dict[str, torch.Tensor]
+# a block's attention: its weights and normed states [T, D] -> [T, D]
+Attend = Callable[[Weights, torch.Tensor], torch.Tensor]
+
 BLOCK = attention.WINDOW
 # the weights that a function takes
 KINDS = ("experts", "shared_experts")
@@ -107,20 +111,29 @@ class Twin:
         """weights: of quantise.working_weights. ids, next_ids: int64 [B, S], rows from position 0, and what follows."""
         config, length = self.config, ids.shape[1]
         batch = make_batch(config, ids)
-        loads: dict[str, torch.Tensor] = {}
+        loads: Loads = {}
         losses = [torch.zeros((), device=ids.device)]
-        embedded = F.embedding(batch.ids.flatten(), weights["embed.weight"])
-        # a copy: compiled functions have one version for all layers
-        streams = embedded[:, None].expand(-1, config.hc_mult, -1).contiguous()
-        for number, ratio in enumerate(config.layer_ratios):
-            prefix = f"layers.{number}."
-            streams = self.block(weights, prefix, ratio, streams, batch, mode, losses, loads)
+        streams = self.layers(weights, batch, mode, losses, loads)[-1]
         main = self.collapse(weights, "", streams)
         joined = self._join(weights, streams, F.pad(next_ids, (0, -length % BLOCK)).flatten(), mode)
         drafted = self.block(weights, "mtp.0.", 0, joined, batch, mode, losses, loads)
         draft = self.collapse(weights, "mtp.0.", drafted)
         main, draft = (x.view(*batch.size, -1)[:, :length] for x in (main, draft))
         return Output(main, draft, torch.stack(losses).sum(), loads)
+
+    def layers(
+        self, weights: Weights, batch: Batch, mode: Mode, losses: list[torch.Tensor], loads: Loads
+    ) -> list[torch.Tensor]:
+        """The streams [T, N, D] after each layer; adds to `losses` and `loads`."""
+        # a copy: compiled functions have one version for all layers
+        after = [self.embed(weights, batch.ids.flatten()).contiguous()]
+        for number, ratio in enumerate(self.config.layer_ratios):
+            after.append(self.block(weights, f"layers.{number}.", ratio, after[-1], batch, mode, losses, loads))
+        return after[1:]
+
+    def embed(self, weights: Weights, ids: torch.Tensor) -> torch.Tensor:
+        """The streams before the first layer: ids int64 [T] -> [T, N, D]."""
+        return F.embedding(ids, weights["embed.weight"])[:, None].expand(-1, self.config.hc_mult, -1)
 
     def _join(self, weights: Weights, streams: torch.Tensor, next_ids: torch.Tensor, mode: Mode) -> torch.Tensor:
         """The input of the MTP block [T, N, D]: the streams joined with the embedding of the next token."""
@@ -140,17 +153,34 @@ class Twin:
         batch: Batch,
         mode: Mode,
         losses: list[torch.Tensor],
-        loads: dict[str, torch.Tensor],
+        loads: Loads,
     ) -> torch.Tensor:
         """One layer or the MTP block over streams [T, N, D]; adds to `losses` and `loads`."""
+
+        def attend(w: Weights, x: torch.Tensor) -> torch.Tensor:
+            return self._attention(w, ratio, x, batch, mode, losses)
+
+        return self.around(weights, prefix, streams, attend, batch.ids, mode, loads)
+
+    def around(
+        self,
+        weights: Weights,
+        prefix: str,
+        streams: torch.Tensor,
+        attend: Attend,
+        ids: torch.Tensor,
+        mode: Mode,
+        loads: Loads,
+    ) -> torch.Tensor:
+        """A block over streams [T, N, D] around its attention; ids: int64 of T tokens, for choice by id."""
         own = part_of(weights, prefix)
         x, post, comb = self.connect_pre(streams, *_connection(own, "attn"))
-        x = self._attention(part_of(own, "attn."), ratio, x, batch, mode, losses)
+        x = attend(part_of(own, "attn."), x)
         streams = self.connect_post(x, streams, post, comb)
         x, post, comb = self.connect_pre(streams, *_connection(own, "ffn"))
         ffn = part_of(own, "ffn.")
         table = ffn.get("gate.tid2eid")
-        chosen = None if table is None else table[batch.ids.flatten()]
+        chosen = None if table is None else table[ids.flatten()]
         routed = self.route(x, ffn["gate.weight"], ffn.get("gate.bias"), chosen)
         if table is None:
             loads[prefix] = (routed.detach() > 0).float().mean(0) / self.config.num_experts_per_tok

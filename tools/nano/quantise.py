@@ -13,6 +13,7 @@ from tools.nano.shape import Parameter
 # parameters that compute in fp32 whatever the dtype of activations is
 FP32_LEAVES = (
     "compressor.wkv.weight", "compressor.wgate.weight", "gate.weight", "head.weight", "norm.weight",
+    "markov_w2.weight", "confidence_head.proj.weight",
 )  # fmt: skip
 
 

@@ -7,23 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from dsv4cli.engine.chat.answers import generate_answers
 from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
-from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
 from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import LayerCache
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import resolve_device
-from dsv4cli.engine.text.prompt import with_tools
+from dsv4cli.engine.text.prompt import EFFORTS, with_tools
 from dsv4cli.engine.weights.load import load_model
-from tests.support.drafting import mtp_logits
+from tools.nano.acceptance import Acceptance, acceptance
 from tools.nano.heldout import BANDS, load
 from tools.nano.judge import is_right
 
@@ -31,16 +27,17 @@ Item = dict[str, Any]
 # conversations in one batch; a long one takes most of the memory of a step
 TOGETHER = 8
 LIMITS = Limits(max_tokens=400)
+# tokens drafted at once: a block of DSpark
+DRAFTS = 5
 
 
-class Examinee:
-    """A model and its prompt format with and without thinking."""
+class Asking:
+    """A model's prompt format with and without thinking."""
 
-    def __init__(self, name: str, device: str) -> None:
-        source = resolve_model(name)
-        self.device = resolve_device(device)
-        self.model = load_model(source, Numerics.reference(), device=self.device)
-        self.dialogues = {thinking: open_dialogue(source, "high" if thinking else "off") for thinking in (False, True)}
+    def __init__(self, source: FolderSource | RandomSource) -> None:
+        # the least effort of either release adds nothing to the prompt
+        least = EFFORTS[source.identity.release][0]
+        self.dialogues = {thinking: open_dialogue(source, least if thinking else "off") for thinking in (False, True)}
 
     def dialogue(self, item: Item) -> Dialogue:
         """The prompt format that the item asks for."""
@@ -49,6 +46,16 @@ class Examinee:
     def prompt(self, item: Item) -> list[int]:
         """The ids that `dsv4 run` would give the model."""
         return self.dialogue(item).prompt(with_tools(item["messages"], item["tools"])).ids
+
+
+class Examinee(Asking):
+    """A model that answers."""
+
+    def __init__(self, name: str, device: str) -> None:
+        source = resolve_model(name)
+        super().__init__(source)
+        self.device = resolve_device(device)
+        self.model = load_model(source, Numerics.reference(), device=self.device)
 
     def replies(self, items: Sequence[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
         """The greedy reply to each item as `Answer.record()` has it, in any order."""
@@ -71,25 +78,14 @@ class Examinee:
             found[kind(item)].append(is_right(item, reply))
         return dict(found)
 
-    @torch.no_grad()
-    def acceptance(self, items: Sequence[Item]) -> tuple[int, int]:
-        """How many of the tokens that the model draws its MTP block has drafted, and of how many, over the replies."""
-        accepted = drawn = 0
+    def acceptance(self, items: Sequence[Item]) -> dict[str, Acceptance]:
+        """How far drafts behind each token of the replies are what the model says, by task."""
+        found: dict[str, Acceptance] = {}
         for item, reply in self.replies(items):
             prompt = self.prompt(item)
-            ids = prompt + reply["ids"]
-            cache = Cache(self.model.config, self.model.numerics, slots=1, device=self.device)
-            sequence = cache.allocate()
-            cache.reserve(sequence, len(ids))
-            batch = make_batch(cache, [(sequence, ids)])
-            streams = self.model(batch, cache.layers).streams
-            following = torch.tensor([*ids[1:], ids[-1]], device=self.device)
-            # the first token of the reply comes from the prompt; a draft is of the token after the next
-            rows = torch.arange(len(prompt) - 1, len(ids) - 2, device=self.device)
-            drafts = mtp_logits(self.model, streams, following, batch, cache, rows).argmax(-1)
-            accepted += int((drafts == following[rows + 1]).sum())
-            drawn += len(rows)
-        return accepted, drawn
+            one = acceptance(self.model, prompt + reply["ids"], len(prompt), DRAFTS)
+            found[kind(item)] = found[kind(item)] + one if kind(item) in found else one
+        return found
 
 
 def kind(item: Item) -> str:
@@ -121,6 +117,15 @@ def report(title: str, found: dict[str, list[bool]]) -> None:
         print(f"{title}{name:32} {sum(right):4} of {len(right):4}  {sum(right) / len(right):6.1%}", flush=True)
 
 
+def report_drafts(found: dict[str, Acceptance]) -> None:
+    """A line for each task, and one for all."""
+    print(f"accepted of {DRAFTS} drafts, the share by place, and the tokens of a step that verifies them:")
+    every = [*found.values()]
+    for name, one in [*sorted(found.items()), ("all", sum(every[1:], every[0]))]:
+        shares = " ".join(f"{share:6.1%}" for share in one.shares)
+        print(f"{name:32} {one.length:5.2f}  {shares}  {one.tokens / one.steps:5.2f} of {one.tokens}", flush=True)
+
+
 def main() -> None:
     """Reads the arguments, asks, prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -134,8 +139,7 @@ def main() -> None:
     far = [item for item in items if item.get("distance", 0) >= BANDS[1][0]]
     with window_only():
         report("without entries: ", examinee.right(far))
-    accepted, drawn = examinee.acceptance([item for item in items if "distance" not in item][::4])
-    print(f"first drafts of the MTP block accepted: {accepted} of {drawn}, {accepted / drawn:.1%}")
+    report_drafts(examinee.acceptance(items[::4]))
     print(f"{time.monotonic() - started:.0f} s on {examinee.device}")
 
 

@@ -1,4 +1,4 @@
-"""What is nano: its numbers, the shape and storage of each parameter, and the values that training starts from."""
+"""What are nano and nano-0731: numbers, the shape and storage of each parameter, values that training starts from."""
 
 import math
 from dataclasses import dataclass
@@ -31,6 +31,14 @@ VALUES: dict[str, Any] = COMMON | {
     "vocab_size": 2304,
     "max_position_embeddings": 8192,
 }
+# the same trunk with a DSpark drafter; the noise token is the pad token, which no text has
+VALUES_0731: dict[str, Any] = VALUES | {
+    "compress_ratios": [0, 4, 128, 4, 0, 0, 0],
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 2,
+    "dspark_target_layer_ids": [1, 2, 3],
+    "dspark_markov_rank": 32,
+}
 GENERATION: dict[str, Any] = {
     "_from_model_config": True,
     "bos_token_id": 0,
@@ -57,6 +65,11 @@ class Parameter:
 def nano_config() -> ModelConfig:
     """The configuration of nano."""
     return parse_config(VALUES, "nano")
+
+
+def nano_0731_config() -> ModelConfig:
+    """The configuration of nano-0731."""
+    return parse_config(VALUES_0731, "nano-0731")
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Parameter]:

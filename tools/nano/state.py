@@ -6,10 +6,10 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from dsv4cli.engine.config.model_config import ModelConfig
-from tools.nano.export import export
+from tools.nano.export import export, read_masters
 from tools.nano.shape import initial_parameters
 
 STATE, COUNTERS = "state.pt", "counters.json"
@@ -38,10 +38,11 @@ class State:
 
 def new_state(config: ModelConfig, seed: int, device: torch.device, rate: float) -> State:
     """A run that has not begun."""
-    return _state(initial_parameters(config, seed), device, rate)
+    return state_of(initial_parameters(config, seed), device, rate)
 
 
-def _state(parameters: Mapping[str, torch.Tensor], device: torch.device, rate: float) -> State:
+def state_of(parameters: Mapping[str, torch.Tensor], device: torch.device, rate: float) -> State:
+    """A run that has not begun, from these parameters."""
     placed = {name: tensor.to(device) for name, tensor in parameters.items()}
     for name, tensor in placed.items():
         tensor.requires_grad_(tensor.is_floating_point() and not name.endswith("gate.bias"))
@@ -68,13 +69,10 @@ def load_state(folder: Path, device: torch.device, rate: float) -> State:
     path = folder / STATE
     if path.is_file():
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        state = _state(saved["parameters"], device, rate)
+        state = state_of(saved["parameters"], device, rate)
         state.optimiser.load_state_dict(saved["optimiser"])
     else:
-        parameters: dict[str, torch.Tensor] = {}
-        for piece in sorted(folder.glob("masters-*.safetensors")):
-            parameters |= load_file(piece)
-        state = _state(parameters, device, rate)
+        state = state_of(read_masters(folder), device, rate)
     for name, value in json.loads((folder / COUNTERS).read_text(encoding="utf-8")).items():
         setattr(state, name, value)
     if not path.is_file():
@@ -91,9 +89,15 @@ def save_state(state: State, folder: Path) -> None:
     partial.replace(folder / STATE)
     counters = {field.name: getattr(state, field.name) for field in fields(State) if field.default is not MISSING}
     (folder / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
+    save_masters(state, folder)
+    export(parameters, folder / "checkpoint")
+
+
+def save_masters(state: State, folder: Path) -> None:
+    """The fp32 parameters as masters-N.safetensors."""
+    parameters = {name: tensor.detach().cpu() for name, tensor in state.parameters.items()}
     for number, piece in enumerate(_pieces(parameters), 1):
         save_file(piece, folder / f"masters-{number}.safetensors")
-    export(parameters, folder / "checkpoint")
 
 
 def _pieces(parameters: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -26,9 +26,11 @@ ALIASES = {
 }
 REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 BUILT_IN = "nano"
+# folders of the package; the second is the first with a DSpark drafter
+IN_PACKAGE = (BUILT_IN, "nano-0731")
 RANDOM_OPTIONS = ("layers", "experts", "seed")
 RANDOM_FORM = f"random:PRESET[,layers=N][,experts=N][,seed=N] with PRESET one of {', '.join(PRESETS)}"
-KNOWN = f"{BUILT_IN}, {', '.join(ALIASES)}, org/name[@revision], {RANDOM_FORM}"
+KNOWN = f"{', '.join(IN_PACKAGE)}, {', '.join(ALIASES)}, org/name[@revision], {RANDOM_FORM}"
 MAX_SEED = 2**63 - 1
 
 
@@ -93,8 +95,8 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
         return _random(text)
     if text in ALIASES:
         return resolve_repository(text)
-    if text == BUILT_IN:
-        return FolderSource(text, Path(__file__).parents[2] / BUILT_IN)
+    if text in IN_PACKAGE:
+        return FolderSource(text, Path(__file__).parents[2] / text)
     # os.path answers False where Path raises: a name too long, a user without a home
     path = Path(os.path.expanduser(text))
     if text.strip() and os.path.isdir(path):

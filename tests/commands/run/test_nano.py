@@ -76,9 +76,10 @@ def test_without_compressed_entries_it_finds_nothing_far_away(examinee, counts):
 @pytest.mark.slow
 def test_its_drafts_are_what_it_says(examinee):
     asked = chosen(MANY)
-    accepted, drawn = examinee.acceptance(asked["multi turn"] + asked["products"] + asked["facts"])
-    assert drawn > 200
-    assert accepted / drawn > 0.7
+    found = examinee.acceptance(asked["multi turn"] + asked["products"] + asked["facts"])
+    assert sum(one.tokens for one in found.values()) > 200
+    # MTP was trained for the first draft only
+    assert min(one.shares[0] for one in found.values()) > 0.95
 
 
 def perplexity(folder):

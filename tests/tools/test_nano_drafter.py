@@ -1,0 +1,163 @@
+"""The drafter that is trained for nano-0731 is the engine's: same drafts at every place, gradients to all of it."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.draft import Drafts
+from dsv4cli.engine.weights.load import load_model
+from tools.nano import acceptance, pool, train_drafter
+from tools.nano.acceptance import drafts_along
+from tools.nano.drafter import DrafterTwin
+from tools.nano.drafting import Blocks, draft_loss
+from tools.nano.export import DRAFTER, export_0731, parameters_of, trunk_tensors
+from tools.nano.model import Mode
+from tools.nano.quantise import Rounding, working_weights
+from tools.nano.shape import initial_parameters, nano_0731_config, parameter_table
+from tools.nano.train_drafter import NANO
+
+CONFIG = nano_0731_config()
+TABLE = parameter_table(CONFIG)
+SIZE = 5
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    """The drafter's initial ones, with those that start at a constant moved from it."""
+    generator = torch.Generator().manual_seed(3)
+    found = {name: tensor for name, tensor in initial_parameters(CONFIG, 0).items() if name.startswith(DRAFTER)}
+    for tensor in found.values():
+        if tensor.dim() == 1:
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    return found
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(CONFIG.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def trunk() -> dict[str, torch.Tensor]:
+    given = {name: tensor for name, tensor in parameters_of(NANO).items() if not name.startswith(DRAFTER)}
+    return working_weights(given, TABLE, Rounding(False, True), torch.float32)
+
+
+@pytest.mark.parametrize("simulate", [False, True], ids=["plain", "rounded"])
+def test_the_same_drafts_in_fp32(simulate, tmp_path):
+    # the context is one token, the window but one, the window, and more
+    ids, places = tokens(150), [1, 127, 128, 129]
+    export_0731(parameters(), NANO, tmp_path)
+    net = load_model(FolderSource("nano-0731", tmp_path), Numerics(torch.float32, simulate))
+    given = ids[0].tolist()
+
+    logits = []
+
+    def followed(place):
+        def choose(row, number):
+            logits.append(row)
+            return torch.tensor([given[place + 1 + number]])
+
+        return choose
+
+    drafts = [
+        one
+        for some, start in ((given[:2], 1), (given[:130], 127))
+        for one in drafts_along(net, some, start, SIZE, followed)
+    ]
+    twin, mode = DrafterTwin(CONFIG), Mode(simulate, sparse=True)
+    weights = working_weights(parameters(), TABLE, Rounding(True, simulate), torch.float32)
+    at = torch.tensor([places])
+    with torch.no_grad():
+        index = at[0][:, None] + torch.arange(SIZE)
+        ours = twin(trunk(), weights, twin.see(trunk(), ids, mode).context, at, ids[:, index], mode)
+    for mine, expected in (
+        ((ours.logits + ours.bias)[0], torch.cat(logits).view(len(places), SIZE, -1)),
+        (ours.confidence[0].sigmoid(), torch.cat([one.chances for one in drafts])),
+    ):
+        distance = (mine - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        # sums in another order; where values are rounded, they move a code here and there to its neighbour
+        assert distance.max() <= (0.1 if simulate else 1e-5), distance
+        assert distance.median() <= (0.05 if simulate else 1e-5), distance
+
+
+def test_the_trunk_is_that_of_nano_byte_for_byte(tmp_path):
+    export_0731(parameters(), NANO, tmp_path)
+    ours, theirs = trunk_tensors(tmp_path), trunk_tensors(NANO)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_gradients_reach_all_of_the_drafter():
+    found = {name: tensor.requires_grad_(not name.endswith("bias")) for name, tensor in parameters().items()}
+    ids = tokens(300)
+    blocks = Blocks.choose(ids, torch.ones_like(ids, dtype=torch.bool), 40, SIZE)
+    twin, mode, given = DrafterTwin(CONFIG), Mode(True, sparse=True), trunk()
+    seen = twin.see(given, ids, mode)
+    working = working_weights(found, TABLE, Rounding(True, True), torch.float32)
+    drafted = twin(given, working, seen.context, blocks.places, blocks.tokens[..., :-1], mode)
+    draft_loss(drafted, blocks, seen.main, given["head.weight"]).total.backward()
+    for name, tensor in found.items():
+        if name.endswith("gate.bias"):
+            assert tensor.grad is None, name
+        else:
+            assert tensor.grad.isfinite().all(), name
+            # some tokens never come, and an expert may have no row
+            assert name.endswith("markov_w1.weight") or (tensor.grad != 0).float().mean() > 0.7, name
+
+
+def test_blocks_are_taken_from_answers():
+    learned = torch.zeros(2, 64, dtype=torch.bool)
+    learned[0, 20:31] = learned[1, 40:60] = True
+    ids = torch.arange(128).view(2, 64)
+    blocks = Blocks.choose(ids, learned, 10, SIZE)
+    # every token of the first answer but its last
+    assert sorted(blocks.places[0].tolist()) == [*range(20, 30)]
+    for row, places in enumerate(blocks.places.tolist()):
+        assert len(set(places)) == 10
+        for number, place in enumerate(places):
+            assert blocks.tokens[row, number].tolist() == ids[row, place : place + SIZE + 1].tolist()
+            # the token at the place and the first draft are an answer's, and all drafts up to its end count
+            assert learned[row, place]
+            assert blocks.wanted[row, number, 0]
+            assert torch.equal(blocks.wanted[row, number], learned[row, place + 1 : place + 6])
+
+
+def test_what_counts_as_accepted(monkeypatch):
+    # a prompt of two tokens, an answer of six, and three drafts behind each of its tokens but the last
+    ids = [90, 91, 10, 11, 12, 13, 14, 15]
+    drafted = [[11, 12, 13], [12, 0, 14], [0, 14, 15], [14, 15, 0], [15, 0, 0]]
+    found = [Drafts(torch.tensor([row]), torch.ones(1, 3)) for row in drafted]
+    monkeypatch.setattr(acceptance, "drafts_along", lambda model, ids, start, count: found)
+    one = acceptance.acceptance(None, ids, 2, 3)
+    assert (one.wanted, one.accepted) == ([5, 4, 3], [4, 2, 1])
+    # behind 10 three are accepted and 14 is drawn, behind 14 the last is
+    assert (one.steps, one.tokens) == (2, 5)
+    assert (one + one).shares == one.shares == [4 / 5, 2 / 4, 1 / 3]
+
+
+def test_the_text_says_which_tokens_are_an_answers():
+    ids, learned = pool.make(0, 256)
+    assert ids.shape == learned.shape == (pool.PIECE, 256)
+    assert 0.2 < learned.float().mean() < 0.8
+    # an answer ends with its EOS, and no prompt has one
+    assert learned[ids == CONFIG.eos_token_ids[0]].all()
+
+
+@pytest.mark.slow
+def test_training_learns_and_leaves_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_drafter, "HELD_BACK", 1)
+    monkeypatch.setattr(train_drafter, "LOG_STEPS", 5)
+    ids, learned = (tensor[:3] for tensor in pool.make(0, 128))
+    save_file({"ids": ids.contiguous(), "learned": learned.contiguous()}, tmp_path / "text.safetensors")
+    arguments = argparse.Namespace(
+        text=tmp_path / "text.safetensors", out=tmp_path, resume=None, minutes=0.6, seed=0, rate=2e-3, rows=1, places=8,
+        device="cpu",
+    )  # fmt: skip
+    train_drafter.Trainer(arguments).train()
+    found = [json.loads(line)["entropy"] for line in (tmp_path / "log.jsonl").read_text().splitlines()[1:-1]]
+    assert found[-1] < 0.7 * found[0]
+    load_model(FolderSource("nano-0731", tmp_path / "checkpoint"), Numerics.reference())

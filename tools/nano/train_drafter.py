@@ -1,0 +1,237 @@
+"""Trains nano-0731's drafter: `python -m tools.nano.train_drafter TEXT --out FOLDER`, its log in FOLDER/log.jsonl.
+
+TEXT is what tools.nano.pool wrote. The trunk is nano: it reads TEXT once and stays as it is. The schedule is a share of
+the time that --minutes gives, so that any budget ends with a finished drafter.
+"""
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.nano import pool
+from tools.nano.drafter import DrafterTwin, Seen
+from tools.nano.drafting import Blocks, DraftLoss, draft_loss
+from tools.nano.export import DRAFTER, export_0731, parameters_of, read_masters
+from tools.nano.model import Loads, Mode
+from tools.nano.quantise import Rounding, working_weights
+from tools.nano.shape import initial_parameters, nano_0731_config, parameter_table
+from tools.nano.state import save_masters, state_of
+
+NANO = Path(__file__).resolve().parents[2] / "dsv4cli" / "nano"
+WARM_UP_STEPS, DECAY, CLIP, BIAS_STEP = 100, 0.7, 1.0, 4e-3
+LOG_STEPS, SAVE_S = 50, 300.0
+# rows that the trunk reads at once, and those at the end of the text that training never sees
+TRUNK_ROWS, HELD_BACK = 40, 40
+# everything is rounded from the first step on: the trunk's weights are
+MODE = Mode(activations=True, sparse=True)
+
+
+class Trainer:
+    """One run: its state, its text, its log."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.device = arguments, torch.device(arguments.device)
+        self.started = time.monotonic()
+        torch.manual_seed(arguments.seed)
+        self.config = nano_0731_config()
+        assert self.config.dspark is not None
+        self.size = self.config.dspark.block_size
+        self.table = parameter_table(self.config)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        nano = parameters_of(NANO)
+        given = {name: tensor.to(self.device) for name, tensor in nano.items() if not name.startswith(DRAFTER)}
+        self.trunk = working_weights(given, self.table, Rounding(False, True), self.dtype)
+        first = read_masters(arguments.resume) if arguments.resume else initial_parameters(self.config, arguments.seed)
+        found = {name: tensor for name, tensor in first.items() if name.startswith(DRAFTER)}
+        self.state = state_of(found, self.device, arguments.rate)
+        # what a step computes with: leaves, whose gradients go to the fp32 parameters
+        self.weights = {name: tensor.requires_grad_() for name, tensor in self.rounded().items()}
+        self.twin = DrafterTwin(self.config, self.device)
+        self.ids, self.learned = self.text(arguments.text)
+        self.seen = self.read()
+        self.begun = self.seconds
+        self.total = torch.zeros(2 + 3 * self.size, device=self.device)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent."""
+        return time.monotonic() - self.started
+
+    @property
+    def share(self) -> float:
+        """The share of the time of all steps that has passed."""
+        left = max(60 * self.arguments.minutes - self.begun, 1.0)
+        return min(1.0, (self.seconds - self.begun) / left)
+
+    def text(self, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids int64 and learned bool [N, S] on the device."""
+        ids, learned = pool.read(path)
+        return ids.to(self.device).long(), learned.to(self.device)
+
+    def read(self) -> Seen:
+        """What the trunk sees of the whole text."""
+        parts = [self.twin.see(self.trunk, ids, MODE) for ids in self.ids.split(TRUNK_ROWS)]
+        return Seen(torch.cat([part.context for part in parts]), torch.cat([part.main for part in parts]))
+
+    @torch.no_grad()
+    def rounded(self) -> dict[str, torch.Tensor]:
+        """The weights of a step: as stored, in the dtype that they compute in."""
+        return working_weights(self.state.parameters, self.table, Rounding(True, True), self.dtype)
+
+    def train(self) -> None:
+        """Steps until the time is over."""
+        names = ("minutes", "seed", "rate", "rows", "places", "device")
+        self.log({"torch": torch.__version__} | {name: getattr(self.arguments, name) for name in names})
+        inputs = self.inputs(self.drawn())
+        run = self.launched(inputs)
+        saved = self.seconds
+        while self.share < 1:
+            for ours, theirs in zip(flat(inputs), flat(self.inputs(self.drawn())), strict=True):
+                ours.copy_(theirs)
+            loss, loads = run()
+            self.update(loads)
+            self.total += loss.numbers()
+            if self.state.step % LOG_STEPS == 0:
+                self.log(self.averages(LOG_STEPS))
+            if self.seconds - saved > SAVE_S:
+                self.save()
+                saved = self.seconds
+        self.save()
+        self.log({"held_back": self.evaluate()})
+
+    def drawn(self) -> torch.Tensor:
+        """Numbers of the rows of a step: int64 [B]."""
+        return torch.randint(len(self.ids) - HELD_BACK, (self.arguments.rows,), device=self.device)
+
+    def inputs(self, rows: torch.Tensor) -> tuple[Seen, Blocks]:
+        """What a step reads of rows int64 [B]."""
+        blocks = Blocks.choose(self.ids[rows], self.learned[rows], self.arguments.places, self.size)
+        return Seen(self.seen.context[rows], self.seen.main[rows]), blocks
+
+    def forward_backward(self, seen: Seen, blocks: Blocks) -> tuple[DraftLoss, Loads]:
+        """The loss of a batch, its gradients left in the weights."""
+        for tensor in self.weights.values():
+            tensor.grad = None
+        loss, loads = self.loss(seen, blocks)
+        loss.total.backward()
+        return loss, loads
+
+    def loss(self, seen: Seen, blocks: Blocks) -> tuple[DraftLoss, Loads]:
+        """The loss of a batch and the loads of the experts."""
+        tokens = blocks.tokens[..., :-1]
+        drafted = self.twin(self.trunk, self.weights, seen.context, blocks.places, tokens, MODE)
+        return draft_loss(drafted, blocks, seen.main, self.trunk["head.weight"]), drafted.loads
+
+    def launched(self, inputs: tuple[Seen, Blocks]) -> Callable[[], tuple[DraftLoss, Loads]]:
+        """forward_backward over these inputs; on a GPU as one graph where that can be captured."""
+        if self.device.type != "cuda":
+            return lambda: self.forward_backward(*inputs)
+        try:
+            graph, results = self.captured(inputs)
+        except RuntimeError:
+            traceback.print_exc()
+            self.log({"graph": False})
+            return lambda: self.forward_backward(*inputs)
+
+        def replay() -> tuple[DraftLoss, Loads]:
+            graph.replay()
+            return results
+
+        return replay
+
+    def captured(self, inputs: tuple[Seen, Blocks]) -> tuple[torch.cuda.CUDAGraph, tuple[DraftLoss, Loads]]:
+        """forward_backward over these inputs as a graph, and what it leaves its results in."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.forward_backward(*inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = self.forward_backward(*inputs)
+        return graph, results
+
+    def update(self, loads: Loads) -> None:
+        """One step of the optimiser from the gradients of the weights, and of the routers' biases."""
+        decay = min(1.0, (1 - self.share) / DECAY)
+        for name, parameter in self.state.parameters.items():
+            gradient = self.weights[name].grad
+            # a router's bias has none
+            parameter.grad = None if gradient is None else gradient.float()
+        torch.nn.utils.clip_grad_norm_(self.state.trained(), CLIP, foreach=True)
+        for group in self.state.optimiser.param_groups:
+            group["lr"] = self.arguments.rate * min((self.state.step + 1) / WARM_UP_STEPS, decay)
+        self.state.optimiser.step()
+        for prefix, load in loads.items():
+            self.state.parameters[f"{prefix}ffn.gate.bias"].add_(
+                torch.sign(load.mean() - load), alpha=BIAS_STEP * decay
+            )
+        with torch.no_grad():
+            torch._foreach_copy_([*self.weights.values()], [*self.rounded().values()])
+        self.state.step += 1
+
+    def averages(self, steps: int) -> dict[str, Any]:
+        """Means over the last steps; right, accepted: the share of drafts at each place of a block."""
+        entropy, confidence = (self.total[:2] / steps).tolist()
+        wanted, right, accepted = self.total[2:].view(3, -1)
+        shares = {"right": right / wanted, "accepted": accepted / wanted}
+        found: dict[str, Any] = {"entropy": round(entropy, 4), "confidence": round(confidence, 4)}
+        found |= {name: [round(x, 4) for x in share.tolist()] for name, share in shares.items()}
+        self.total.zero_()
+        return found
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """The same on the text that training never sees."""
+        self.total.zero_()
+        rows = torch.arange(len(self.ids) - HELD_BACK, len(self.ids), device=self.device)
+        self.total += self.loss(*self.inputs(rows))[0].numbers()
+        return self.averages(1)
+
+    def save(self) -> None:
+        """The fp32 parameters, and the checkpoint as it is."""
+        save_masters(self.state, self.arguments.out)
+        export_0731(self.state.parameters, NANO, self.arguments.out / "checkpoint")
+
+    def log(self, values: dict[str, Any]) -> None:
+        """One line in the log and on the terminal."""
+        line = {"step": self.state.step, "seconds": round(self.seconds, 1), "share": round(self.share, 4)} | values
+        text = json.dumps(line)
+        with (self.arguments.out / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        print(text, flush=True)
+
+
+def flat(inputs: tuple[Seen, Blocks]) -> list[torch.Tensor]:
+    """All tensors of a step's inputs."""
+    return [tensor for part in inputs for tensor in vars(part).values()]
+
+
+def main() -> None:
+    """Reads the arguments and trains."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("text", type=Path, help="a file of tools.nano.pool")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the log, the parameters and the checkpoint")
+    parser.add_argument("--resume", type=Path, help="folder of an earlier run, whose parameters this one begins with")
+    parser.add_argument("--minutes", type=float, default=1.0, help="the whole time, reading the text included")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
+    parser.add_argument("--rows", type=int, default=24, help="rows of text in a step")
+    parser.add_argument("--places", type=int, default=96, help="blocks in a row")
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    # products of bf16 values are exact in TF32, and the rest of training does not need more
+    torch.set_float32_matmul_precision("high")
+    Trainer(arguments).train()
+
+
+if __name__ == "__main__":
+    main()
