@@ -83,7 +83,7 @@ DraftOpt = Annotated[
     typer.Option(
         metavar="auto|off|N",
         help="How many tokens the model's drafter guesses ahead of a step, which then checks them: as many as pay, "
-        "none, or at most N, 1 to 7. The answer is the same, only sooner.",
+        "none, or at most N, 1 to 7. The answer stays the same, on a GPU to the last bit with --exact.",
     ),
 ]
 ExactOpt = Annotated[

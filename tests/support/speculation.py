@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.config.storage import Formats
@@ -13,7 +14,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.draft import Drafter, Drafts
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.gate import MOST_ROWS, Gate, size_of
+from dsv4cli.engine.runtime.gate import Gate, size_of
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.weights.load import build_random
 
@@ -51,7 +52,7 @@ def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many drafts as there may be in every step, however long it takes."""
 
     def most(gate: Gate, sequences: int) -> int:
-        return min(gate._most, MOST_ROWS // size_of(sequences) - 1)
+        return min(gate._most, MAX_SLOTS // size_of(sequences) - 1)
 
     def drafts(gate: Gate, sequences: int, chances: Sequence[Sequence[float]]) -> int:
         return min(max(map(len, chances), default=0), most(gate, sequences))

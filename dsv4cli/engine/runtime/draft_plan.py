@@ -13,10 +13,10 @@ from dsv4cli.engine.runtime.scheduler import Chunk
 class DraftPlan:
     """Of one engine. report: what drafts came to."""
 
-    def __init__(self, drafter: Drafter, most: int | None) -> None:
-        """most: of a sequence in a step, None for as many as pay."""
+    def __init__(self, drafter: Drafter, most: int | None, rows: int) -> None:
+        """most: of a sequence in a step, None for as many as pay. rows: the most of a step with drafts."""
         bound = drafter.most if most is None else min(most, drafter.most)
-        self.gate = Gate(bound, drafter.usual if most is None else bound)
+        self.gate = Gate(bound, drafter.usual if most is None else bound, rows)
         self.report = DraftReport(drafter.name, per_position=[0] * bound)
         self._chances: dict[Request, list[float]] = {}
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import lost_others
 from dsv4cli.engine.runtime.draft_plan import DraftPlan
@@ -17,6 +18,7 @@ from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
 from dsv4cli.engine.runtime.runner import Capacity, Runner
 from dsv4cli.engine.settings import Drafting
+from dsv4cli.kernels.rows import ROWS_EXACT
 
 # the name of an order and what it carries, as JSON has them
 Order = tuple[str, dict[str, Any]]
@@ -52,7 +54,9 @@ class Engine:
         capacity = replace(capacity, drafts=drafting.most != 0 and model.config.drafter != "none")
         self.runner = Runner(model, capacity, device)
         drafts = self.runner.drafts
-        self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting.most)
+        # rows of a GPU are alike in steps of so many
+        rows = ROWS_EXACT if model.numerics.exact and self.runner.cache.device.type == "cuda" else MAX_SLOTS
+        self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting.most, rows)
         self._drawing = Drawing(self.runner, self._speculate_again)
         self._orders: list[Order] = [("begin", asdict(capacity))]
         self._count = 0

@@ -22,8 +22,6 @@ PROBE, SURPRISE, PATIENCE = 128, 1.5, 3
 FIXED_SHARE = 0.6
 # of a step of more rows than any that was timed: what each adds at least, as a share
 LEAST_ROW = 0.05
-# rows of a step that graphs hold
-MOST_ROWS = MAX_SLOTS
 
 
 @dataclass
@@ -59,10 +57,11 @@ class Costs:
 
 
 class Gate:
-    """Chooses for one engine. most: the most drafts of a sequence in a step; usual: those that are tried first."""
+    """Chooses for one engine. most: the most drafts of a sequence in a step. usual: those that are tried first. rows:
+    the most of a step with drafts."""
 
-    def __init__(self, most: int, usual: int) -> None:
-        self._most, self._usual = most, min(most, usual)
+    def __init__(self, most: int, usual: int, rows: int = MAX_SLOTS) -> None:
+        self._most, self._usual, self._rows = most, min(most, usual), rows
         self.verifying, self.drafting = Costs(), Costs()
         self._accepted = [(number + 0.5) / BINS * BELIEF for number in range(BINS)]
         self._seen = [BELIEF] * BINS
@@ -80,7 +79,7 @@ class Gate:
     def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
         """How many of the drafts that there are, with their chances, the next step verifies of each sequence."""
         longest = max((len(own) for own in chances), default=0)
-        most = min(longest, MOST_ROWS // size_of(sequences) - 1)
+        most = min(longest, self._room(sequences))
         drafting = self.drafting.guess(sequences, longest) or 0.0
         expected, survival = [float(sequences)], [1.0] * len(chances)
         for number in range(most):
@@ -98,7 +97,7 @@ class Gate:
 
     def count(self, sequences: int) -> int:
         """How many drafts to make after the next step of so many sequences."""
-        most = min(self._most, MOST_ROWS // size_of(sequences) - 1)
+        most = min(self._most, self._room(sequences))
         usual = min(self._usual, most)
         if not self.drafting.seconds:
             return usual
@@ -121,6 +120,10 @@ class Gate:
             at = _bin(chances[number])
             self._seen[at] = FORGET * self._seen[at] + 1
             self._accepted[at] = FORGET * self._accepted[at] + (number < accepted)
+
+    def _room(self, sequences: int) -> int:
+        """The drafts of each of so many sequences that a step has room for."""
+        return max(self._rows // size_of(sequences) - 1, 0)
 
     def _steady(self, sequences: int, count: int) -> float:
         """Tokens a second of steps that all make and verify so many drafts."""

@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from dsv4cli.engine.runtime.gate import MOST_ROWS, PROBE, Gate, size_of
+from dsv4cli.engine.config.capacity import MAX_SLOTS
+from dsv4cli.engine.runtime.gate import PROBE, Gate, size_of
 
 # milliseconds of a step by its rows, and of making drafts: what the drafter takes in of each step, and each draft
 ROWS = {1: 5.0, 2: 6.1, 4: 8.1, 8: 11.5, 16: 17.0, 32: 27.0, 64: 45.0}
@@ -47,8 +48,8 @@ class Simulation:
     def step(self) -> None:
         number, gate, count = len(self.verified), self.gate, self.sequences
         drafts, following = gate.drafts(count, self._chances), gate.count(count)
-        assert count * (1 + drafts) <= MOST_ROWS
-        assert size_of(count) * (1 + following) <= MOST_ROWS
+        assert count * (1 + drafts) <= MAX_SLOTS
+        assert size_of(count) * (1 + following) <= MAX_SLOTS
         drafts = min(drafts, max(map(len, self._chances)))
         for chances in self._chances:
             own = min(drafts, len(chances))
@@ -156,7 +157,7 @@ def test_what_a_drafter_says_is_calibrated(most, usual, says, truth):
 def test_no_more_rows_than_graphs_hold(sequences):
     """As captured steps have them, with times and without; what fits is used."""
     one = Simulation(Gate(7, 7), GOOD, sequences, rows=lambda rows: 5.0).run(12)
-    assert max(one.made) == min(7, MOST_ROWS // size_of(sequences) - 1)
+    assert max(one.made) == min(7, MAX_SLOTS // size_of(sequences) - 1)
     # more sequences than there were drafts for
     assert one.gate.drafts(64, [[0.9] * 7] * 64) == one.gate.count(64) == 0
 
@@ -181,3 +182,9 @@ def test_the_first_time_of_a_step_may_be_off(slow):
     one = Simulation(Gate(7, 3), GOOD, rows=cold).run(200)
     one.tokens = one.milliseconds = 0
     assert one.run(500).speed > 0.9 * max(fixed(GOOD, count) for count in range(8))
+
+
+def test_rows_of_a_step_may_be_fewer():
+    gate = Gate(7, 7, rows=8)
+    assert [gate.count(sequences) for sequences in (1, 2, 4, 8, 64)] == [7, 3, 1, 0, 0]
+    assert [gate.drafts(sequences, [[1.0] * 7] * sequences) for sequences in (1, 2, 3, 8)] == [7, 3, 1, 0]
