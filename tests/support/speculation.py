@@ -92,4 +92,6 @@ class Knowing:
 def know(engine: Engine, texts: Sequence[list[int]], mistake: Mistake) -> None:
     """Has an engine's drafter know these texts."""
     assert engine.runner.drafts is not None
-    engine.runner.drafts.drafter = Knowing(engine.runner.drafts.drafter, engine, texts, mistake)
+    own = engine.runner.drafts.drafter
+    own = own.own if isinstance(own, Knowing) else own
+    engine.runner.drafts.drafter = Knowing(own, engine, texts, mistake)
