@@ -108,12 +108,12 @@ def test_padding_touches_no_live_state(case):
     model, _ = case
     side = Side(model, 5)
     decoder = GraphRunner(model, side.cache, 300)
-    for name in range(3):
+    for name in range(4):
         side.read(name, list(range(5, 14 + name)))
     layer = next(layer for layer in side.cache.layers if layer.compressed and layer.index)
     pools = layer.compressed.entries, layer.index.entries
-    for names in ((0, 1, 2), (2,), (1, 0, 2), (0, 2, 1)):
-        blocks = [side.sequences[name].blocks[0] for name in range(3)]
+    for names in ((0, 1, 2, 3), (0, 1, 2), (2,), (3, 1, 2)):
+        blocks = [side.sequences[name].blocks[0] for name in range(4)]
         # what the texts have completed: two entries each
         rows = [pool.per_block * block + entry for pool in pools[:1] for block in blocks for entry in range(2)]
         before = [pool.data[rows].clone() for pool in pools]
