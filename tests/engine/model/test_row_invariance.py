@@ -15,9 +15,9 @@ from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.draft import mtp_logits
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random, load_model
+from tests.support.drafting import mtp_logits
 from tests.support.golden_data import NETS, golden, remember_weights
 
 DSPARK = TINY | {
