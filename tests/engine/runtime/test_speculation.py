@@ -168,7 +168,14 @@ def test_every_kept_prefix_draws_the_same(drafter, sampling, together, captured,
 def test_right_drafts_are_all_accepted(most, captured, monkeypatch):
     """So the answers take as few steps as they can, and only drafts that can be accepted are made."""
     open_gate(monkeypatch)
-    requests = asked(GREEDY)
+    requests, run = asked(GREEDY), runner.Runner.run
+
+    def within(self):
+        ran = run(self)
+        assert all(chunk.end + len(chunk.drafts) < chunk.request.end for chunk in ran.ready)
+        return ran
+
+    monkeypatch.setattr(runner.Runner, "run", within)
     one = engine("mtp", most)
     know(one, whole(requests, plain("mtp", GREEDY)), lambda number, place: 9)
     played = play(one, requests)
