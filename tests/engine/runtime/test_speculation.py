@@ -115,7 +115,6 @@ def cases(numbers, *always):
     cases(
         range(1, 8),
         ("mtp", WARM, 7, True),
-        ("dspark", GREEDY, 5, True),
     ),
     indirect=["captured"],
 )
@@ -130,7 +129,8 @@ def test_a_net_with_its_own_drafts_draws_the_same(drafter, sampling, most, captu
     assert nothing_is_held(one)
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("mtp", marks=SLOW), "dspark"])
+@SLOW
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_as_many_drafts_as_pay(drafter):
     one = engine(drafter, None)
     assert play(one, asked(WARM)).ids == plain(drafter, WARM).ids
