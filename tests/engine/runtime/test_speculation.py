@@ -471,3 +471,18 @@ def test_two_thousand_tokens(drafter, most, captured, monkeypatch):
     one = engine(drafter, most, longest=600)
     assert play(one, requests[1]).ids == expected
     assert sum(map(len, expected)) == 2000
+
+
+def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
+    open_gate(monkeypatch)
+    monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 10)
+    one, requests, tokens, run = engine("mtp", 7), asked(GREEDY, 4, prefill_chunk=8), [], runner.Runner.run
+
+    def counted(self):
+        ran = run(self)
+        tokens.append(sum(chunk.tokens for chunk in ran.chunks))
+        return ran
+
+    monkeypatch.setattr(runner.Runner, "run", counted)
+    assert play(one, requests).ids == plain("mtp", GREEDY).ids[:4]
+    assert max(tokens) == 10
