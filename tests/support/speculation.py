@@ -36,10 +36,10 @@ Mistake = Callable[[int, int], int]
 
 
 @cache
-def model_of(drafter: str) -> Transformer:
-    """A small model of random weights with this drafter, in plain fp32."""
-    config = parse_config(CONFIGS[drafter], "test")
-    return build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
+def model_of(drafter: str, reference: bool = False) -> Transformer:
+    """A small model of random weights with this drafter, in plain fp32 or with the reference's roundings."""
+    config, numerics = parse_config(CONFIGS[drafter], "test"), Numerics.reference() if reference else Numerics.plain()
+    return build_random(config, numerics, formats=Formats("f32", "f32", "f32"))
 
 
 def text(length: int, seed: int) -> list[int]:

@@ -7,9 +7,12 @@ from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.runtime.runner import Capacity
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from tests.support.speculation import model_of
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["running", "restored"])
@@ -30,3 +33,17 @@ def test_as_far_back_as_the_rings_hold(marked, back, found):
     begun = Request([*ids[: 30 - back], 99], Sampling(), Limits())
     prefixes.begin(begun)
     assert (begun.done, begun.sequence.length) == (found, found)
+
+
+@pytest.mark.parametrize(("drafter", "again"), [("mtp", 1), ("dspark", 0)])
+def test_a_drafter_that_reads_the_token_behind_a_position_reads_the_last_one_again(drafter, again):
+    """What follows the tokens that two prompts share is another token now."""
+    one = Engine(model_of(drafter), Capacity(snapshots=2), "cpu", drafting=Drafting(3))
+    ids = list(range(3, 33))
+    first = Request(ids, Sampling(0.0), Limits(1), keep=(30,))
+    one.add(first)
+    one.step()
+    other = (first.ids[30] + 1) % 128
+    begun = Request([*ids, other, 5], Sampling(0.0), Limits(1))
+    one.add(begun)
+    assert begun.done == 30 - again

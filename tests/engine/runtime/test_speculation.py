@@ -115,7 +115,6 @@ def cases(numbers, *always):
     cases(
         range(1, 8),
         ("mtp", WARM, 7, True),
-        ("dspark", GREEDY, 5, True),
     ),
     indirect=["captured"],
 )
@@ -130,7 +129,8 @@ def test_a_net_with_its_own_drafts_draws_the_same(drafter, sampling, most, captu
     assert nothing_is_held(one)
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("mtp", marks=SLOW), "dspark"])
+@SLOW
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_as_many_drafts_as_pay(drafter):
     one = engine(drafter, None)
     assert play(one, asked(WARM)).ids == plain(drafter, WARM).ids
@@ -168,7 +168,14 @@ def test_every_kept_prefix_draws_the_same(drafter, sampling, together, captured,
 def test_right_drafts_are_all_accepted(most, captured, monkeypatch):
     """So the answers take as few steps as they can, and only drafts that can be accepted are made."""
     open_gate(monkeypatch)
-    requests = asked(GREEDY)
+    requests, run = asked(GREEDY), runner.Runner.run
+
+    def within(self):
+        ran = run(self)
+        assert all(chunk.end + len(chunk.drafts) < chunk.request.end for chunk in ran.ready)
+        return ran
+
+    monkeypatch.setattr(runner.Runner, "run", within)
     one = engine("mtp", most)
     know(one, whole(requests, plain("mtp", GREEDY)), lambda number, place: 9)
     played = play(one, requests)
@@ -464,3 +471,18 @@ def test_two_thousand_tokens(drafter, most, captured, monkeypatch):
     one = engine(drafter, most, longest=600)
     assert play(one, requests[1]).ids == expected
     assert sum(map(len, expected)) == 2000
+
+
+def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
+    open_gate(monkeypatch)
+    monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 10)
+    one, requests, tokens, run = engine("mtp", 7), asked(GREEDY, 4, prefill_chunk=8), [], runner.Runner.run
+
+    def counted(self):
+        ran = run(self)
+        tokens.append(sum(chunk.tokens for chunk in ran.chunks))
+        return ran
+
+    monkeypatch.setattr(runner.Runner, "run", counted)
+    assert play(one, requests).ids == plain("mtp", GREEDY).ids[:4]
+    assert max(tokens) == 10

@@ -122,6 +122,7 @@ def test_followers_take_the_same_drafts(drafter, captures, meeting, monkeypatch)
     assert requests[1].ids[len(prompts[1]) + 3] == 9
 
 
+@SLOW
 def test_followers_keep_the_same_prefixes(meeting):
     """A conversation with drafts, of which a turn takes some tokens back."""
     one = Engine(model_of("mtp"), Capacity(longest=300, snapshots=4), "cpu", meeting, Drafting(7))

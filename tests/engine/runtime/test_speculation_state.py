@@ -13,10 +13,13 @@ import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.runtime import runner as runners
+from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity, Runner
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from tests.support.drafting import mtp_logits
 from tests.support.speculation import VOCABULARY, know, model_of, open_gate, text
 
 DRAFTERS = ("mtp", "dspark")
@@ -86,8 +89,8 @@ class Fed:
             self.runner.cache.restore(self.sequence(request), snapshot)
             request.ids[:], request.done = ids[: length + 1], length
 
-    def step(self, right: Sequence[int], wrong: Sequence[int] | None = None, count: int = 0) -> None:
-        """A step in which of each text so many drafts are right, and so many behind them wrong."""
+    def step(self, right: Sequence[int], wrong: Sequence[int] | None = None, count: int = 0) -> torch.Tensor:
+        """A step in which of each text so many drafts are right, and so many behind them wrong; the drafts then."""
         for number, request in enumerate(self.requests):
             known, ids = len(request.ids), self.texts[number]
             request.drafts = ids[known : known + right[number]]
@@ -102,8 +105,9 @@ class Fed:
             # what the model draws behind a mistake is anything
             took += ids[: kept + 1] + [5] * (len(chunk.drafts) - kept)
         considered = [len(chunk.drafts) for chunk in ran.ready]
-        self.runner.speculate(ran, torch.tensor(took), considered, count)
+        made = self.runner.speculate(ran, torch.tensor(took), considered, count).clone()
         self.runner.finish(ran, drawn)
+        return made
 
     def states(self) -> dict[tuple[int, int], State]:
         """By text and length."""
@@ -153,6 +157,25 @@ def test_after_every_kept_prefix_the_state_is_that_of_no_drafts(drafter, lengths
             wrong = [(most - own) if (text + step) % 3 else min(1, most - own) for text, own in enumerate(right)]
             fed.step(right, wrong, fed.count)
             assert_same(fed.states(), expected)
+
+
+@torch.no_grad()
+def likeliest(ids: list[int]) -> int:
+    """What the MTP block drafts behind the last of these tokens, by one step over all of them."""
+    model = model_of("mtp")
+    cache = Cache(model.config, model.numerics)
+    batch = make_batch(cache, [(cache.allocate(), ids[:-1])])
+    streams = model(batch, cache.layers).streams
+    logits = mtp_logits(model, streams, torch.tensor(ids[1:]), batch, cache, torch.tensor([len(ids) - 2]))
+    return int(logits.argmax())
+
+
+def test_the_first_draft_follows_the_tokens_that_were_kept():
+    """After each number of right drafts it is what the block says of the text alone."""
+    fed = Fed("mtp", FEW, False, False)
+    for right in ([0, 1, 2, 3, 4], [7, 6, 5, 0, 1]):
+        made = fed.step(right, [7 - own for own in right], 3)
+        assert made[:, 0].tolist() == [likeliest(request.ids) for request in fed.requests]
 
 
 class Recited:
