@@ -157,6 +157,10 @@ class Cache:
         sequence.length += tokens
         sequence.high = max(sequence.high, sequence.length)
 
+    def touch(self, sequence: Sequence, tokens: int) -> None:
+        """Counts that a step writes rows of so many tokens, whether or not they are stored."""
+        sequence.high = max(sequence.high, sequence.length + tokens)
+
     def roll_back(self, sequence: Sequence, tokens: int) -> None:
         """Takes the last `tokens` tokens back; at most `rollback` below the longest that the sequence has been."""
         length = sequence.length - tokens

@@ -78,6 +78,7 @@ class GraphRunner:
         rows = next(rows for rows in ROWS if rows >= max(len(ids) for _, ids in work))
         for sequence, _ in work:
             self.cache.reserve(sequence, rows)
+            self.cache.touch(sequence, rows)
         if self._blocks != self.cache.blocks:  # the pools lie elsewhere now
             self._steps.clear()
             self._blocks = self.cache.blocks

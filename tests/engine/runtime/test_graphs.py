@@ -173,3 +173,17 @@ def test_two_thousand_steps_leave_nothing_behind(case):
         side.drop(name)
     assert (side.cache.free_slots, side.cache.used_blocks, side.cache.blocks) == (slots, 1, 64)
     assert len(set(held)) <= 1
+
+
+@torch.no_grad()
+def test_rows_behind_a_sequence_count_as_written(case):
+    """A step of five tokens has six rows: what the sixth has overwritten cannot be gone back to."""
+    model, _ = case
+    side = Side(model, 2)
+    side.read("text", list(range(5, 145)))
+    sequence = side.sequences["text"]
+    decode(GraphRunner(model, side.cache, 300), [(sequence, [3, 4, 5, 6, 7])])
+    side.cache.advance(sequence, 5)
+    assert (sequence.length, sequence.high) == (145, 146)
+    with pytest.raises(ValueError, match="cannot take 8 tokens back"):
+        side.cache.roll_back(sequence, 8)
