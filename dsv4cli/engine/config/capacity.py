@@ -9,3 +9,5 @@ MAX_SLOTS = 64
 MAX_STEP_TOKENS = 8192
 # rows of a list that the reference kernels of attention and indexer read at once
 LIST_BLOCK = 64
+# rows that the reference kernels multiply at once where a step has few
+PRODUCT_ROWS = 4

@@ -54,7 +54,8 @@ def test_the_same_answer_in_little_memory(dsv4):
     given = ("run", "What is 17 + 25?", "--temperature", "0")
     few, enough = dsv4(*given, "--gpu-memory", "9MB"), dsv4(*given)
     assert few.out == enough.out == "17 + 25 = 42.\n"
-    loaded, division, _, traffic, _ = few.err.splitlines()
+    loaded, division, drafts, _, traffic, _ = few.err.splitlines()
+    assert drafts == "no drafts: they do not pay with experts in host memory"
     assert loaded.startswith("nano on cpu: ")
     lie = r"of each layer's 8 experts \d are on the GPU at a time; \d stay in host memory, \d\.\d\d MB in all"
     assert re.fullmatch(lie, division)
@@ -75,7 +76,7 @@ def test_one_document_and_a_silent_stderr(dsv4):
     assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
     assert not set("\x1b\x9b\x7f") & set(done.out)
     document = json.loads(done.out)
-    timing = ["seed", "seconds_to_first_token", "tokens_per_second"]
+    timing = ["seed", "seconds_to_first_token", "tokens_per_second", "draft"]
     assert list(document) == ["schema", "model", "backend", *KEYS[1:], *timing]
     assert (document["schema"], document["model"], document["backend"]) == ("dsv4.run/1", SMALL, "torch")
     assert (document["content"], document["finish_reason"]) == ("A\x1b[31m\x9b1mB\x7f", "stop")

@@ -43,6 +43,7 @@ from dsv4cli.engine.system import host_memory
 from dsv4cli.engine.weights import fill
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
+from dsv4cli.kernels import alike
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale.ref import widen_e4m3
 from dsv4cli.kernels.dispatch import use
@@ -70,6 +71,7 @@ def with_ram(machine: Machine, free: float) -> Machine:
 
 def test_the_constants_are_the_engine_s():
     assert attention_ref.BLOCK == indexer_ref.BLOCK == capacity.LIST_BLOCK
+    assert alike.TILE == capacity.PRODUCT_ROWS
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.draft import Choose, Drafts, Newest
-from dsv4cli.engine.runtime.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.drawing import BANNED
 from dsv4cli.engine.runtime.engine import Engine
@@ -26,6 +25,7 @@ from dsv4cli.engine.runtime.speculate import Verified, speculate
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import build_random
 from tests.engine.runtime.test_sampler import slow_nucleus
+from tests.support.speculation import open_gate
 from tests.support.synthetic import DSPARK, SMALL
 
 VOCABULARY, REQUESTS, DRAFTS, FIRST = 24, 100_000, 2, 3
@@ -243,8 +243,7 @@ MANY += [(drafts, sampling, 3) for drafts in (2, 7) for sampling in (Sampling(0.
     ("drafts", "sampling", "batches"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
 )
 def test_a_seed_draws_the_same_with_drafts(monkeypatch, drafts, sampling, batches, drafter):
-    # drafts are made whether or not they pay
-    monkeypatch.setattr(DraftPlan, "time", lambda *_: None)
+    open_gate(monkeypatch)
     accepted = rejected = 0
     for batch in range(batches):
         seeded = replace(sampling, seed=batch * TOGETHER)

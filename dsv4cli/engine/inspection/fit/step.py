@@ -4,7 +4,7 @@ Each term counts the tensors that are alive together at the widest point of one 
 B sequences; D hidden, N streams, H heads of width d, K chosen experts of inner width I.
 """
 
-from dsv4cli.engine.config.capacity import LIST_BLOCK, ROLLBACK
+from dsv4cli.engine.config.capacity import LIST_BLOCK, PRODUCT_ROWS, ROLLBACK
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 
@@ -30,6 +30,7 @@ class WidestStep:
         self.config = config
         self.formats = formats
         self.tokens = tokens
+        self.multiplied = -(-tokens // PRODUCT_ROWS) * PRODUCT_ROWS
         self.batch = batch
         self.sorted = SORTED_ON_GPU if on_gpu else SORTED
         self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (4, 128)}
@@ -64,7 +65,7 @@ class WidestStep:
     def linear(self, rows: int, columns: int, form: str) -> float:
         """A linear of the reference: its matrix in fp32, input and output in fp32 and rounded."""
         widening, held = WIDENED[form]
-        product = held * rows * columns + FP32 * self.tokens * (columns + rows)
+        product = held * rows * columns + FP32 * self.multiplied * (columns + rows)
         return max(
             widening * rows * columns,
             product,
@@ -98,7 +99,7 @@ class WidestStep:
         rings = self.batch * (span + ROLLBACK)
         members = self.tokens + self.batch * ratio
         rows = 4 * self.tokens + 3 * rings + 4 * members
-        return FP32 * (channels * (rows + self.config.hidden_size) + self.hidden)
+        return FP32 * (channels * (rows + self.config.hidden_size) + self.multiplied * self.config.hidden_size)
 
     def indexer(self) -> float:
         """The compressors; then queries of the indexer, scores of all entries, their order, the chosen ones."""
@@ -129,7 +130,7 @@ class WidestStep:
             wide = 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads * c.index_head_dim // 2
         elif 128 in c.compress_ratios:
             wide = 2 * c.head_dim
-        made = self.tokens * (ACTIVATION * (c.q_lora_rank + 2 * c.head_dim) + FP32 * wide)
+        made = self.tokens * ACTIVATION * (c.q_lora_rank + 2 * c.head_dim) + self.multiplied * FP32 * wide
         if self.tokens <= self.batch * (ROLLBACK + 1):
             return made
         ring = c.sliding_window + ROLLBACK
