@@ -14,9 +14,10 @@ class DraftPlan:
     """Of one engine. report: what drafts came to."""
 
     def __init__(self, drafter: Drafter, most: int | None, rows: int) -> None:
-        """most: of a sequence in a step, None for as many as pay. rows: the most of a step with drafts."""
-        bound = drafter.most if most is None else min(most, drafter.most)
-        self.gate = Gate(bound, drafter.usual if most is None else bound, rows)
+        """most: of a sequence in a step, None for as many as pay, at most the usual ones. rows: the most of a step with
+        drafts."""
+        bound = drafter.usual if most is None else min(most, drafter.most)
+        self.gate = Gate(bound, bound, rows)
         self.report = DraftReport(drafter.name, per_position=[0] * bound)
         self._chances: dict[Request, list[float]] = {}
 
