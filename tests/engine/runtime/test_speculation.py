@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain, cycle, product
 
 import pytest
+import torch
 
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.runtime import runner, scheduler
@@ -12,6 +13,7 @@ from dsv4cli.engine.runtime.draft_steps import DraftSteps
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Capacity
+from dsv4cli.engine.runtime.speculate import Verified
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory
@@ -486,3 +488,10 @@ def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
     monkeypatch.setattr(runner.Runner, "run", counted)
     assert play(one, requests).ids == plain("mtp", GREEDY).ids[:4]
     assert max(tokens) == 10
+
+
+def test_drafts_behind_those_considered_are_not_accepted():
+    """Though they are what was drawn: a constraint leaves their row to the next step, or they only fill a row."""
+    numbers = torch.tensor([0, 0]), torch.tensor([9, 9]), torch.tensor([0, 3]), torch.tensor([1, 0])
+    verified = Verified(*numbers, drafts=torch.tensor([[5, 6], [0, 0]]))
+    assert verified.accepted(torch.tensor([5, 6, 7, 0, 0, 0])).tolist() == [1, 0]
