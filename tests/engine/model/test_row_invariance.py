@@ -1,7 +1,7 @@
 """A row gets the same bits in a step of any number of rows, whatever the others are, on a CPU: what makes decoding with
 drafts equal to decoding without."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import cache
 
@@ -17,6 +17,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import build_random, load_model
+from tests.support.cache_state import same, state
 from tests.support.drafting import mtp_logits
 from tests.support.golden_data import NETS, golden, remember_weights
 
@@ -66,19 +67,6 @@ def step(model: Transformer, cache: Cache, work: list[tuple[Sequence, list[int]]
     for (sequence, _), count in zip(work, counts, strict=True):
         cache.advance(sequence, count)
     return [list(parts) for parts in zip(*(tensor.split(counts) for tensor in seen), strict=True)]
-
-
-def state(cache: Cache, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """All that the layers hold of a sequence: its rings, and its blocks of entries in order."""
-    for layer in cache.layers:
-        yield from (ring.data[sequence.slot] for ring in layer.rings())
-        for pool in layer.pools():
-            yield pool.data.unflatten(0, (-1, pool.per_block))[sequence.blocks]
-
-
-def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Bit for bit, so that -0 is not 0 and NaN is NaN."""
-    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
 class Alone:

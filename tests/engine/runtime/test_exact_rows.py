@@ -1,6 +1,5 @@
 """With exact numerics a captured step of up to eight rows leaves what steps of one row leave, bit for bit."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 
 import pytest
@@ -17,6 +16,7 @@ from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.rows import planned_rows
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Colours, Output
+from tests.support.cache_state import same, state
 
 LONGEST = 640
 # what sequences hold, and the rows of each in the step
@@ -47,19 +47,6 @@ def step(graphs: GraphRunner, work: list[tuple[Sequence, list[int]]]) -> list[to
         graphs.cache.advance(sequence, len(ids))
     rows = sum(len(ids) for _, ids in work)
     return [output.hidden.streams[:rows].clone(), output.logits[:rows].clone()]
-
-
-def state(cache: Cache, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """All that the layers hold of a sequence: its rings, and its blocks of entries in order."""
-    for layer in cache.layers:
-        yield from (ring.data[sequence.slot] for ring in layer.rings())
-        for pool in layer.pools():
-            yield pool.data.unflatten(0, (-1, pool.per_block))[sequence.blocks]
-
-
-def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Bit for bit, so that -0 is not 0 and NaN is NaN."""
-    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
 @torch.no_grad()
