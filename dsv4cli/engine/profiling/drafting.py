@@ -14,7 +14,7 @@ from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.step import FEWEST, MOST, SECONDS, WARM, StepShape, fill
-from dsv4cli.engine.runtime.draft import MTPDrafter
+from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawing import sampled
 from dsv4cli.engine.runtime.gate import size_of
@@ -120,7 +120,7 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
     """What --draft and --accept ask for, None for no drafts. Where `drafting` leaves their number open it is the usual
     one of the model's drafter; where it has a number the model must have a drafter. Raises UsageError for what the
     drafter, a step or the other options do not allow."""
-    drafts = _usual_drafts(config) if drafting.most is None else drafting.most
+    drafts = usual_drafts(config) if drafting.most is None else drafting.most
     if not drafts:
         if accept is not None:
             raise UsageError(f"--accept {accept:g} is the length that drafts reach, and none are made", "add --draft 3")
@@ -129,7 +129,7 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
         raise UsageError(
             f"--draft {drafts} is for decoding, and --tokens {load.tokens} is a part of a prompt", "leave out --tokens"
         )
-    most = _most_drafts(config)
+    most = most_drafts(config)
     if drafts > most:
         raise UsageError(
             f"--draft {drafts}: the model's drafter makes at most {most} drafts in a step", f"use --draft {most}"
@@ -141,17 +141,6 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
             f"use a number from 1 to {drafts + 1}: accepted drafts and the token that the model draws itself",
         )
     return DraftLoad(drafts, accept)
-
-
-def _usual_drafts(config: ModelConfig) -> int:
-    """As many as the model's drafter makes where nobody knows better, 0 without one."""
-    if config.drafter == "none":
-        return 0
-    return MTPDrafter.usual if config.dspark is None else _most_drafts(config)
-
-
-def _most_drafts(config: ModelConfig) -> int:
-    return ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
 
 
 def _check_room(config: ModelConfig, load: StepShape, drafts: int) -> None:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from dsv4cli.engine.config.capacity import ROLLBACK
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.dspark import DSpark
 from dsv4cli.engine.model.mtp import MTP
@@ -20,6 +21,9 @@ from dsv4cli.kernels.sampling import chance_of
 
 # draws a token int64 [B] from each row of logits fp32 [B, V]; the number counts the drafts of a step from 0
 Choose = Callable[[torch.Tensor, int], torch.Tensor]
+
+# more of the MTP block's drafts are seldom accepted
+MTP_DRAFTS = 3
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,18 @@ class Drafter(Protocol):
         """Drafts `count` tokens, at least one, after each sequence's newest."""
 
 
+def most_drafts(config: ModelConfig) -> int:
+    """The most drafts of a sequence in a step; DSpark makes no more than its block has."""
+    return ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
+
+
+def usual_drafts(config: ModelConfig) -> int:
+    """Those that pay on prose: of MTP a few, of DSpark its block; 0 without a drafter."""
+    if config.drafter == "none":
+        return 0
+    return MTP_DRAFTS if config.dspark is None else most_drafts(config)
+
+
 def drafter_of(model: Transformer, cache: Cache) -> Drafter | None:
     """The drafter of a model that was loaded with one."""
     if model.config.drafter == "none":
@@ -80,8 +96,6 @@ class MTPDrafter:
     """The MTP block, run again on its own streams for each further draft."""
 
     name: Literal["mtp"] = "mtp"
-    most = ROLLBACK - 1
-    usual = 3
     # the key of a position is made from the token that follows it
     reads_next = True
 
@@ -89,6 +103,7 @@ class MTPDrafter:
         stage = model.mtp[0]
         assert isinstance(stage, MTP)
         self._model, self._cache, self._stage = model, cache, stage
+        self.most, self.usual = most_drafts(model.config), usual_drafts(model.config)
         self._layer = cache.layers[model.config.num_hidden_layers]
 
     def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
@@ -118,7 +133,7 @@ class DSparkDrafter:
     def __init__(self, model: Transformer, cache: Cache) -> None:
         assert isinstance(model.mtp, DSpark)
         self._model, self._cache, self._stages = model, cache, model.mtp
-        self.most = self.usual = min(model.mtp.block_size, ROLLBACK - 1)
+        self.most, self.usual = most_drafts(model.config), usual_drafts(model.config)
 
     def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
         """As of `Drafter`; the tokens play no part."""
