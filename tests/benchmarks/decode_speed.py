@@ -28,6 +28,7 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
+from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
@@ -69,20 +70,16 @@ class Always(Gate):
         return self._most
 
 
-class Agreed(Gate):
-    """A gate whose ranks, each of which leads here, decide alike."""
+class LeadersWatch(Stopwatch):
+    """A stopwatch that shows every rank the leader's times: each rank leads here, and their gates must decide alike."""
 
-    def __init__(self, world: World, *bounds: int) -> None:
-        super().__init__(*bounds)
+    def __init__(self, world: World, device: torch.device) -> None:
+        super().__init__(device)
         self._world = world
 
-    def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
-        """The fewest that any rank verifies."""
-        return self._world.least([super().drafts(sequences, chances)])[0] or 0
-
-    def count(self, sequences: int) -> int:
-        """The fewest that any rank makes."""
-        return self._world.least([super().count(sequences)])[0] or 0
+    def seconds(self) -> list[float]:
+        """The leader's."""
+        return self._world.broadcast_object(super().seconds())
 
 
 def filled(
@@ -92,12 +89,12 @@ def filled(
     many drafts in every step, None for as many as pay."""
     more = (STEPS + TRACED) * (1 + (7 if draft is None else draft)) + 1
     engine = Engine(model, Capacity(batch, context + more), device, drafting=Drafting(draft))
-    if engine._plan is not None:
-        bounds = (engine.runner.drafts.drafter.most, engine.runner.drafts.drafter.usual)
-        engine._plan.gate = Always(draft, draft) if draft else Agreed(model.world, *bounds)
+    if draft:
+        engine._plan.gate = Always(draft, draft)
+    engine._drawing.watch = LeadersWatch(model.world, device)
     cache = engine.runner.cache
     for number in range(batch):
-        request = Request([0] * context, Sampling(temperature, seed=number), Limits(max_tokens=more))
+        request = Request([0] * context, Sampling(temperature, seed=number), Limits(max_tokens=more), stop_ids=())
         request.sequence, request.done = cache.allocate(), context - 1
         cache.reserve(request.sequence, context)
         cache.advance(request.sequence, context - 1)
@@ -113,16 +110,28 @@ def decode(
     device: torch.device,
     shape: tuple[int, int],
     draft: int | None,
-    temperature: float,
-    trace: str | None,
+    asked: argparse.Namespace,
 ) -> None:
     """Prints the median of the engine's step; each has the tokens that the one before has drawn, of random weights any.
 
-    shape: tokens before the step, sequences. draft: of each, None for as many as pay. trace: a file for a trace of more
-    such steps.
+    shape: tokens before the step, sequences. draft: of each, None for as many as pay.
     """
     context, batch = shape
-    engine, wall, parts = filled(model, device, context, batch, draft, temperature), [], []
+    with filled(model, device, context, batch, draft, asked.temperature) as engine:
+        measure(engine, model, world, shape, draft, asked.wrong)
+        if asked.trace:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(TRACED):
+                    engine.step()
+            if world.rank == 0:
+                profile.export_chrome_trace(f"{asked.trace.removesuffix('.json')}-{context}-{batch}.json")
+
+
+def measure(
+    engine: Engine, model: Transformer, world: World, shape: tuple[int, int], draft: int | None, wrong: bool
+) -> None:
+    """What `decode` prints. wrong: no draft is what the model draws."""
+    (context, batch), wall, parts, tokens = shape, [], [], 0
     for step in range(STEPS):
         if step == WARM:
             before = traffic(model)
@@ -131,31 +140,30 @@ def decode(
         results = engine.step()
         seconds = perf_counter() - begin
         assert len(results) == batch
+        if wrong:
+            for result in results:
+                result.request.drafts = [(draft + 1) % model.config.vocab_size for draft in result.request.drafts]
         if step >= WARM:
+            tokens += sum(len(result.tokens) for result in results)
             wall.append(seconds * 1e3)
             parts.append(engine._drawing.watch.seconds())
     say(
         world,
         f"decode, context {context:,}, batch {batch}: {median(wall):.2f} ms ({min(wall):.2f} to {max(wall):.2f}), "
-        f"{batch / median(wall) * 1e3:,.0f} tokens/s without drafts",
+        f"{batch / median(wall) * 1e3:,.0f} tokens/s at one a step",
     )
     if (report := engine.draft_report()) is not None:
         verifying, drafting = (median(column) * 1e3 for column in zip(*parts, strict=True))
         say(
             world,
             f"  {'auto' if draft is None else draft} drafts of {report.drafter}: {verifying:.2f} ms to verify, "
-            f"{drafting:.2f} to draft; {report.drafted} verified in {report.steps} steps, {report.accepted} accepted",
+            f"{drafting:.2f} to draft; {report.drafted} verified in {report.steps} steps, {report.accepted} accepted; "
+            f"{tokens / sum(wall) * 1e3:,.0f} tokens/s with those",
         )
     chosen, found, nbytes = (after - first for after, first in zip(traffic(model), before, strict=True))
     if chosen:
         each = nbytes / len(wall) / batch
         say(world, f"{100 * found / chosen:.1f} % of the experts were on the GPU; {each / 1e6:.0f} MB a token came")
-    if trace:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(TRACED):
-                engine.step()
-        if world.rank == 0:
-            profile.export_chrome_trace(f"{trace.removesuffix('.json')}-{context}-{batch}.json")
 
 
 def traffic(model: Transformer) -> tuple[int, int, int]:
@@ -191,6 +199,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, action="append", help="tokens before the step; 4096 if absent")
     parser.add_argument("--batch", type=int, action="append", help="sequences; 1 if absent")
     parser.add_argument("--draft", action="append", help="drafts in each step, or auto; 0 if absent")
+    parser.add_argument("--wrong", action="store_true", help="no draft is what the model draws")
+    parser.add_argument("--exact", action="store_true", help="rows of a step do not depend on each other")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prefill", type=int, action="append", default=[], help="tokens of a prompt")
     parser.add_argument("--chunk", type=int, action="append", help="of a prompt; 4096 if absent")
@@ -202,7 +212,8 @@ def main() -> None:
     with torch.no_grad(), ranks() as (world, device):
         begin = perf_counter()
         limits = memory_limits(None, asked.host_memory)
-        model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world, limits=limits)
+        numerics = Numerics.reference(exact=asked.exact)
+        model = load_model(resolve_model(asked.model), numerics, device=device, world=world, limits=limits)
         held = offload_of(model)
         size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
         say(world, f"{torch.cuda.get_device_name()}, {world.size} of it; torch {torch.__version__}")
@@ -214,7 +225,7 @@ def main() -> None:
             for batch in asked.batch or [1]:
                 for text in asked.draft or ["0"]:
                     draft = None if text == "auto" else int(text)
-                    decode(model, world, device, (context, batch), draft, asked.temperature, asked.trace)
+                    decode(model, world, device, (context, batch), draft, asked)
 
 
 if __name__ == "__main__":
