@@ -24,11 +24,11 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.processes import joined
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.profiling.step import fill
+from dsv4cli.engine.runtime.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
-from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
@@ -70,16 +70,10 @@ class Always(Gate):
         return self._most
 
 
-class LeadersWatch(Stopwatch):
-    """A stopwatch that shows every rank the leader's times: each rank leads here, and their gates must decide alike."""
-
-    def __init__(self, world: World, device: torch.device) -> None:
-        super().__init__(device)
-        self._world = world
-
-    def seconds(self) -> list[float]:
-        """The leader's."""
-        return self._world.broadcast_object(super().seconds())
+def take_leaders_times(plan: DraftPlan, world: World) -> None:
+    """Has a plan take in the leader's times: each rank leads here, and their gates must decide alike."""
+    own = plan.time
+    plan.time = lambda chunks, count, seconds: own(chunks, count, world.broadcast_object(seconds))
 
 
 def filled(
@@ -91,7 +85,8 @@ def filled(
     engine = Engine(model, Capacity(batch, context + more), device, drafting=Drafting(draft))
     if draft:
         engine._plan.gate = Always(draft, draft)
-    engine._drawing.watch = LeadersWatch(model.world, device)
+    if engine._plan is not None:
+        take_leaders_times(engine._plan, model.world)
     cache = engine.runner.cache
     for number in range(batch):
         request = Request([0] * context, Sampling(temperature, seed=number), Limits(max_tokens=more), stop_ids=())
@@ -132,20 +127,20 @@ def measure(
 ) -> None:
     """What `decode` prints. wrong: no draft is what the model draws."""
     (context, batch), wall, parts, tokens = shape, [], [], 0
+    end = perf_counter()
     for step in range(STEPS):
         if step == WARM:
             before = traffic(model)
-        torch.cuda.synchronize()
-        begin = perf_counter()
+        begin = end  # the next step may run already
         results = engine.step()
-        seconds = perf_counter() - begin
+        end = perf_counter()
         assert len(results) == batch
         if wrong:
             for result in results:
                 result.request.drafts = [(draft + 1) % model.config.vocab_size for draft in result.request.drafts]
         if step >= WARM:
             tokens += sum(len(result.tokens) for result in results)
-            wall.append(seconds * 1e3)
+            wall.append((end - begin) * 1e3)
             parts.append(engine._drawing.watch.seconds())
     say(
         world,

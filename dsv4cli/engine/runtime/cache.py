@@ -108,6 +108,11 @@ class Cache:
         return len(self._shares)
 
     @property
+    def free_blocks(self) -> int:
+        """Blocks that can be taken without making room for more."""
+        return len(self._free_blocks)
+
+    @property
     def used_blocks(self) -> int:
         """Blocks held by sequences or snapshots."""
         return len(self._shares) - len(self._free_blocks)

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from dsv4cli.engine.runtime.draft_steps import Ran
-from dsv4cli.engine.runtime.logprobs import Drawn, drawn_of, drawn_with
+from dsv4cli.engine.runtime.logprobs import Drawn, drawn_later, drawn_of
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampler import Draws, sample
@@ -20,55 +20,84 @@ BANNED = -1e30
 class Drawing:
     """Draws the tokens of a runner's steps and has its drafter follow them. watch: of the last step's two parts."""
 
-    def __init__(self, runner: Runner, again: Callable[[list[int], int], None]) -> None:
-        """again: called before the drafter follows a step once more, with what `Runner.speculate` is given."""
-        self.watch = Stopwatch(runner.cache.device)
-        self._runner, self._again = runner, again
+    def __init__(self, runner: Runner, order: Callable[..., None], tell: Callable[[], None]) -> None:
+        """order: takes what the other ranks are to do as well, its name and what it is given; tell: has them do it."""
+        self.watch, self._next_watch = (Stopwatch(runner.cache.device) for _ in range(2))
+        self._runner, self._order, self._tell = runner, order, tell
 
-    def step(self, count: int) -> tuple[Ran, list[list[Token]], list[list[float]]]:
+    def step(self, count: int, ahead: bool) -> tuple[Ran, list[list[Token]], list[list[float]]]:
         """The next step, the tokens of each request that is ready, and `count` drafts behind these, as `speculate` has
         them. Waits for the device once; again where a constraint asks for other tokens than those that were drawn.
+        ahead: whether the step after it is launched before that, where it can be.
 
         Raises UnsoundResult for logits that are not finite, NotEnoughMemory.
         """
-        self.watch.start()
+        if self._runner.ahead.launched:
+            self.watch, self._next_watch = self._next_watch, self.watch
+        else:
+            self.watch.start()
         ran = self._runner.run()
-        found, drafts = self._draw(ran, count)
+        found, drafts = self._draw(ran, count, ahead and self._runner.ahead.follows(ran))
         self._runner.finish(ran, [[token.id for token in own] for own in found])
         return ran, found, drafts
 
-    def _draw(self, ran: Ran, count: int) -> tuple[list[list[Token]], list[list[float]]]:
-        ready, runner = ran.ready, self._runner
+    def _draw(self, ran: Ran, count: int, ahead: bool) -> tuple[list[list[Token]], list[list[float]]]:
+        ready = ran.ready
         logits = ran.hidden.streams.new_empty(0, 1, dtype=torch.float32) if ran.logits is None else ran.logits
         tokens = sampled(ran, logits)
         self.watch.mark()
-        made = None
-        if runner.drafts is not None:
-            made = runner.speculate(ran, tokens, [len(chunk.drafts) for chunk in ready], count)
+        if ahead or self._runner.drafts is not None:
+            tokens = self._runner.share(tokens)
+        made = self._speculate(ran, tokens, [len(chunk.drafts) for chunk in ready], count)
         self.watch.mark()
         if not ready:
             return [], []
-        known, drafts = drawn_with(logits, tokens, max(one.request.limits.logprobs for one in ready), made)
-        found, again = [], False
+        if ahead and any(chunk.request.constraint for chunk in ready):
+            logits = logits.clone()  # the next step overwrites them
+        read = drawn_later(logits, tokens, max(one.request.limits.logprobs for one in ready), made)
+        if ahead:
+            self._next_watch.start()
+            self._runner.run_ahead(ran, tokens)
+        known, drafts = read()
+        found, again = self._taken(ready, logits, known)
+        if again and ahead:
+            self._take_back(ready, found, known)
+        elif again and made is not None:
+            drafts = self._speculate_again(ran, found, count)
+        return found, drafts
+
+    def _taken(self, ready: list[Chunk], logits: torch.Tensor, known: list[Drawn]) -> tuple[list[list[Token]], bool]:
+        """The tokens of each, and whether one that goes on has others than those that were drawn."""
+        runner, found, again = self._runner, [], False
         for chunk, row in zip(ready, first_rows(ready), strict=True):
             rows, request = slice(row, row + 1 + len(chunk.drafts)), chunk.request
             stop_ids = runner.model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
             own = taken(chunk, logits[rows], known[rows], stop_ids, runner.preparing.happened)
             found.append(own)
             again |= not own[-1].finish and [token.id for token in own] != agreed(chunk, known[rows])
-        if made is not None and again:
-            drafts = self._speculate_again(ran, found, count)
-        return found, drafts
+        return found, again
+
+    def _take_back(self, ready: list[Chunk], found: list[list[Token]], known: list[Drawn]) -> None:
+        """Out of the step ahead, where it has begun with another token than a request goes on with."""
+        for chunk, own, drawn in zip(ready, found, known, strict=True):
+            if own[0].id != drawn[0]:
+                self._runner.ahead.take_back(chunk.request)
+                self._order("take_back", number=chunk.request.number)
+
+    def _speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor | None:
+        return None if self._runner.drafts is None else self._runner.speculate(ran, tokens, considered, count)
 
     def _speculate_again(self, ran: Ran, found: list[list[Token]], count: int) -> list[list[float]]:
         """What is drafted behind tokens that are not those that were drawn."""
         considered = [len(own) - 1 for own in found]
-        self._again(considered, count)
+        self._order("speculate", considered=considered, count=count)
+        self._tell()
         padded = [
             [token.id for token in own] + [0] * (len(chunk.drafts) - most)
             for own, chunk, most in zip(found, ran.ready, considered, strict=True)
         ]
         tokens = torch.tensor([token for row in padded for token in row], device=ran.hidden.streams.device)
+        tokens = self._runner.share(tokens)
         made: list[list[float]] = self._runner.speculate(ran, tokens, considered, count).tolist()
         return made
 

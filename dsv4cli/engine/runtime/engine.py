@@ -57,7 +57,7 @@ class Engine:
         # rows of a GPU are alike in steps of so many
         rows = ROWS_EXACT if model.numerics.exact and self.runner.cache.device.type == "cuda" else MAX_SLOTS
         self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting.most, rows)
-        self._drawing = Drawing(self.runner, self._speculate_again)
+        self._drawing = Drawing(self.runner, self._order, self._tell)
         self._orders: list[Order] = [("begin", asdict(capacity))]
         self._count = 0
 
@@ -122,10 +122,13 @@ class Engine:
         that are not finite, NotEnoughMemory, RankLost."""
         requests = self.runner.scheduler.active
         count = 0 if self._plan is None else self._plan.begin(requests)
-        self._order("step", drafts=[[one.number, one.drafts] for one in requests if one.drafts], count=count)
+        drafted = [[one.number, one.drafts] for one in requests if one.drafts]
+        # a drafter may have to follow a step once more, which is gone when the next one runs
+        ahead = not (count or drafted) and (self._plan is None or not any(one.constraint for one in requests))
+        self._order("step", drafts=drafted, count=count, ahead=ahead)
         try:
             self._tell()
-            ran, tokens, drafts = self._drawing.step(count)
+            ran, tokens, drafts = self._drawing.step(count, ahead)
         except Exception as error:
             if self.followers is not None and not lost_others(error):
                 self.followers.rest()  # whoever watches lost ranks sees which one has ended, and how
@@ -158,10 +161,6 @@ class Engine:
             sampling=asdict(request.sampling),
         )
         self.runner.add(request)
-
-    def _speculate_again(self, considered: list[int], count: int) -> None:
-        self._order("speculate", considered=considered, count=count)
-        self._tell()
 
     def _order(self, name: str, **given: Any) -> None:
         if self.followers is not None:

@@ -40,6 +40,7 @@ class Follower:
             "forget": self._forget,
             "step": self._step,
             "speculate": self._speculate,
+            "take_back": self._take_back,
             "finish": self._finish,
         }
 
@@ -83,22 +84,32 @@ class Follower:
         self.runner.forget()
         self._requests.clear()
 
-    def _step(self, drafts: list[tuple[int, list[int]]], count: int) -> None:
+    def _step(self, drafts: list[tuple[int, list[int]]], count: int, ahead: bool) -> None:
         for request in self._requests.values():
             request.drafts = []
         for number, tokens in drafts:
             self._requests[number].drafts = tokens
         with suppress(UnsoundResult):  # the leader says so
-            self._ran = self.runner.run()
+            self._ran = ran = self.runner.run()
+            ahead = ahead and self.runner.ahead.follows(ran)
+            if ahead or self.runner.drafts is not None:
+                drawn = self._drawn(ran)
             if self.runner.drafts is not None:
-                self._speculate([len(chunk.drafts) for chunk in self._ran.ready], count)
+                self.runner.speculate(ran, drawn, [len(chunk.drafts) for chunk in ran.ready], count)
+            if ahead:
+                self.runner.run_ahead(ran, drawn)
+
+    def _drawn(self, ran: "Ran") -> torch.Tensor:
+        """What the leader has drawn."""
+        rows = sum(1 + len(chunk.drafts) for chunk in ran.ready)
+        return self.runner.share(torch.zeros(rows, dtype=torch.int64, device=ran.hidden.streams.device))
 
     def _speculate(self, considered: list[int], count: int) -> None:
         assert self._ran is not None
-        rows = sum(1 + len(chunk.drafts) for chunk in self._ran.ready)
-        # what the leader has drawn comes into these
-        tokens = torch.zeros(rows, dtype=torch.int64, device=self._ran.hidden.streams.device)
-        self.runner.speculate(self._ran, tokens, considered, count)
+        self.runner.speculate(self._ran, self._drawn(self._ran), considered, count)
+
+    def _take_back(self, number: int) -> None:
+        self.runner.ahead.take_back(self._requests[number])
 
     def _finish(self, drawn: list[list[int]]) -> None:
         assert self._ran is not None

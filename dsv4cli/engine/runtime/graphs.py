@@ -82,12 +82,16 @@ class GraphRunner:
         if self._blocks != self.cache.blocks:  # the pools lie elsewhere now
             self._steps.clear()
             self._blocks = self.cache.blocks
-        key = next(size for size in SIZES if size >= len(work)), rows
+        key = _size_of(len(work)), rows
         if key not in self._steps:
             on_preparing()
             self._steps[key] = self._prepared(*key)
         self._steps[key].fill(work)
         return self._steps[key]
+
+    def prepared(self, sequences: int) -> bool:
+        """Whether the step of one token of each of so many sequences is."""
+        return self._blocks == self.cache.blocks and (_size_of(sequences), 1) in self._steps
 
     def batch(self, numbers: Numbers) -> Batch:
         """The batch of a step of as many tokens of each sequence, as large for every context."""
@@ -145,6 +149,10 @@ class GraphRunner:
         return step
 
 
+def _size_of(sequences: int) -> int:
+    return next(size for size in SIZES if size >= sequences)
+
+
 def columns_of(tokens: int) -> int:
     """The blocks of a sequence that has up to so many tokens, and drafts behind them."""
     return -(-(tokens + ROLLBACK) // BLOCK_TOKENS)
@@ -189,6 +197,10 @@ class CapturedStep:
             self._on_device[1].copy_(self._blocks, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
+
+    def feed(self, ids: torch.Tensor) -> None:
+        """Takes the newest tokens of the first sequences from the device, int64 [n], where each has no other."""
+        self.numbers.ids[: len(ids)].copy_(ids)
 
     def _fill_blocks(self, sequences: list[Sequence]) -> bool:
         """Whether the blocks of a row are others than before."""

@@ -1,6 +1,6 @@
 """What is reported of tokens: their log-probabilities, and the likeliest ones beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -8,6 +8,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.request import Alternatives, Request, RowScores
 from dsv4cli.engine.runtime.sampler import check_finite, finite, not_finite
 from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.system.device import download
 
 # rows of logits at once: 256 x 129,280 in fp32 are 132 MB
 LOGIT_ROWS = 256
@@ -20,14 +21,15 @@ def drawn_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Dra
 
     Waits for the device. Raises UnsoundResult for logits that are not finite.
     """
-    return drawn_with(logits, tokens, count, None)[0]
+    return drawn_later(logits, tokens, count, None)()[0]
 
 
 @torch.no_grad()
-def drawn_with(
+def drawn_later(
     logits: torch.Tensor, tokens: torch.Tensor, count: int, more: torch.Tensor | None
-) -> tuple[list[Drawn], list[list[float]]]:
-    """The same beside other numbers of the device, fp64 [B, n], which come with it in one wait."""
+) -> Callable[[], tuple[list[Drawn], list[list[float]]]]:
+    """The same beside other numbers of the device, fp64 [B, n], which come with it in one wait: that of what it
+    returns. What is launched in between is not waited for."""
     total = logits.logsumexp(-1, keepdim=True)
     best = logits.topk(min(count, logits.shape[-1]), -1)
     # fp64 holds all of it exactly
@@ -35,14 +37,23 @@ def drawn_with(
     columns += [best.indices, best.values - total]
     known = torch.cat([column.double() for column in columns], 1)
     flat = known.flatten() if more is None else torch.cat((known.flatten(), more.flatten()))
-    numbers = flat.tolist()
-    table = _rows(numbers[: known.numel()], *known.shape)
+    arriving = download(flat)
+
+    def read() -> tuple[list[Drawn], list[list[float]]]:
+        numbers = arriving()
+        drawn = _drawn(_rows(numbers[: known.numel()], *known.shape))
+        return drawn, [] if more is None else _rows(numbers[known.numel() :], *more.shape)
+
+    return read
+
+
+def _drawn(table: list[list[float]]) -> list[Drawn]:
+    """Of rows that hold a token, its log-probability, whether logits are finite, alternatives and what these have."""
     if not all(row[2] for row in table):
         raise not_finite()
-    middle = 3 + best.indices.shape[1]
-    tops = [list(zip(map(int, row[3:middle]), row[middle:], strict=True)) for row in table]
-    drawn = [(int(row[0]), row[1], top) for row, top in zip(table, tops, strict=True)]
-    return drawn, [] if more is None else _rows(numbers[known.numel() :], *more.shape)
+    middles = [(3 + len(row)) // 2 for row in table]
+    tops = [list(zip(map(int, row[3:at]), row[at:], strict=True)) for row, at in zip(table, middles, strict=True)]
+    return [(int(row[0]), row[1], top) for row, top in zip(table, tops, strict=True)]
 
 
 def _rows(numbers: list[float], count: int, width: int) -> list[list[float]]:

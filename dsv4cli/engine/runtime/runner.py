@@ -8,6 +8,7 @@ import torch
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.ahead import Ahead
 from dsv4cli.engine.runtime.backend import captures
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.engine.runtime.draft import drafter_of
@@ -68,6 +69,7 @@ class Runner:
         if graphs and capacity.longest is not None:
             self.graphs = GraphRunner(model, self.cache, capacity.longest, self._workspace)
             self._provide(capacity.longest)
+        self.ahead = Ahead(self.cache, self.scheduler, self.graphs)
         self.drafts = None if drafter is None else DraftSteps(drafter, self.graphs, self.cache.device)
 
     def add(self, request: Request) -> None:
@@ -75,6 +77,8 @@ class Runner:
         with self._whole():
             self._lengthen(request)
             if self.prefixes is not None:
+                for before in self.scheduler.active:
+                    self.ahead.take_back(before)
                 self.scheduler.clear()
                 self.prefixes.begin(request)
             self.scheduler.add(request)
@@ -82,30 +86,38 @@ class Runner:
     def end(self, request: Request) -> bool:
         """Ends a request, whose state only a prefix cache keeps; whether it had not ended before."""
         runs = self.scheduler.remove(request)
+        self.ahead.take_back(request)
         if runs and self.prefixes is None and request.sequence is not None:
             self.cache.free(request.sequence)
             request.sequence = None
         return runs
 
     def run(self) -> Ran:
-        """The next step. Its logits may be overwritten by the one after it. Raises NotEnoughMemory, and UnsoundResult
-        for scored rows that are not finite."""
-        with self._whole(), step_memory(self.cache.device):
+        """The next step, or the one that runs ahead. Its logits may be overwritten by the one after it. Raises
+        NotEnoughMemory, and UnsoundResult for scored rows that are not finite."""
+        self.preparing.happened = False
+        launched = self.ahead.take()
+        if launched is not None:
+            return self._with_logits(launched)
+        with self._whole():
             chunks = self.scheduler.chunks()
-            threads = step_threads(sum(chunk.tokens for chunk in chunks), self._weights)
-            self.preparing.happened = False
-            with threads, self.preparing, self._workspace.current():
+            with self._computing(sum(chunk.tokens for chunk in chunks)):
                 return self._compute(chunks)
 
+    def run_ahead(self, ran: Ran, tokens: torch.Tensor) -> None:
+        """Launches the step after this one, as `Ahead.launch`. Raises NotEnoughMemory."""
+        with self._whole(), self._computing(len(tokens)):
+            self.ahead.launch(ran, tokens)
+
     def speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor:
-        """As `DraftSteps.after`; with several ranks of what the leader drew. May be called again with other tokens.
-        Raises NotEnoughMemory."""
+        """As `DraftSteps.after`. May be called again with other tokens. Raises NotEnoughMemory."""
         assert self.drafts is not None
-        tokens = self.model.world.broadcast_from_leader(tokens)
-        with self._whole(), step_memory(self.cache.device), torch.no_grad():
-            threads = step_threads(len(tokens), self._weights)
-            with threads, self.preparing, self._workspace.current():
-                return self.drafts.after(ran, tokens, considered, count, self.preparing.begin)
+        with self._whole(), self._computing(len(tokens)):
+            return self.drafts.after(ran, tokens, considered, count, self.preparing.begin)
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """With several ranks what the leader drew, else the same: int64 [R]."""
+        return self.model.world.broadcast_from_leader(tokens)
 
     def finish(self, ran: Ran, drawn: list[list[int]]) -> None:
         """Ends a step: each request that is ready gets its next tokens, at least one, of which all but the last are its
@@ -123,15 +135,23 @@ class Runner:
     def forget(self) -> None:
         """Ends every request and gives back what a prefix cache holds."""
         self._repair()
+        self.ahead.forget()
         self.scheduler.clear()
         if self.prefixes is not None:
             self.prefixes.forget()
 
     def close(self) -> None:
         """Lets go of every request and of the graphs: with several ranks, before they part."""
+        self.ahead.forget()
         self.scheduler.clear()
         if self.graphs is not None:
             self.graphs.forget()
+
+    @contextmanager
+    def _computing(self, tokens: int) -> Iterator[None]:
+        threads = step_threads(tokens, self._weights)
+        with step_memory(self.cache.device), threads, self.preparing, self._workspace.current(), torch.no_grad():
+            yield
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -147,6 +167,7 @@ class Runner:
 
     def _repair(self) -> None:
         if self._torn:
+            self.ahead.forget()
             self.scheduler.clear()
             snapshots = [] if self.prefixes is None else self.prefixes.recover()
             self.cache.recover([] if self.graphs is None else [self.graphs.padding], snapshots)
@@ -165,7 +186,6 @@ class Runner:
         self.cache.provide(min(self._slots * columns_of(longest) + self._spare, BLOCKS_AT_ONCE))
         self.graphs.lengthen(longest)
 
-    @torch.no_grad()
     def _compute(self, chunks: list[Chunk]) -> Ran:
         work = [(chunk.request.sequence, chunk.ids) for chunk in chunks]
         given = [(sequence, ids) for sequence, ids in work if sequence is not None]
@@ -185,8 +205,11 @@ class Runner:
         step = self.graphs.filled(work, self.preparing.begin)
         output = step.run()
         bases = list(range(0, len(chunks) * step.rows, step.rows))
-        ran = Ran(chunks, bases, _ready(chunks), output.hidden, output.batch, step)
-        rows = ran.rows()
+        return self._with_logits(Ran(chunks, bases, _ready(chunks), output.hidden, output.batch, step))
+
+    def _with_logits(self, ran: Ran) -> Ran:
+        assert ran.step is not None
+        [output], rows = ran.step.held, ran.rows()
         if rows == list(range(len(rows))):
             return replace(ran, logits=output.logits[: len(rows)] if rows else None)
         return replace(ran, logits=output.logits[upload(torch.tensor(rows), self.cache.device)])

@@ -57,6 +57,11 @@ class Scheduler:
         """Those that have a sequence, in the order of their chunks."""
         return list(self._active)
 
+    @property
+    def joins(self) -> bool:
+        """Whether the next step has a request that waits now."""
+        return bool(self._waiting) and self._cache.free_slots > 0
+
     def add(self, request: Request) -> None:
         """Queues a request of at least one token; one that has a sequence goes on at once."""
         (self._waiting if request.sequence is None else self._active).append(request)

@@ -1,8 +1,9 @@
 """The device that a model runs on, and whether it has room."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -35,6 +36,24 @@ def upload(numbers: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Numbers of the host on a device, in a copy that nothing waits for: from memory of its own kind to a GPU."""
     on_gpu = torch.device(device).type == "cuda"
     return (numbers.pin_memory() if on_gpu else numbers).to(device, non_blocking=True)
+
+
+def download(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+    """Starts a copy to the host, behind what was launched so far; what it returns waits for that, and gives a list."""
+    if numbers.device.type != "cuda":
+        there: list[Any] = numbers.tolist()
+        return lambda: there
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[Any]:
+        arrived.synchronize()
+        found: list[Any] = host.tolist()
+        return found
+
+    return read
 
 
 @contextmanager

@@ -83,9 +83,9 @@ def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longe
     asked, waited = [], []
     one.report_preparing(waited.append)
 
-    def filled(work, on_preparing):
+    def filled(work, *on_preparing):
         asked.append(len(work))
-        return type(decoded).filled(decoded, work, on_preparing)
+        return type(decoded).filled(decoded, work, *on_preparing)
 
     monkeypatch.setattr(decoded, "filled", filled)
     steps = list(drawn(one))
