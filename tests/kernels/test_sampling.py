@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.sampling import chance_of, draw, draw_nucleus, greedy, limit_of, noise, ref
+from dsv4cli.kernels.sampling import chance_of, draw, draw_nucleus, greedy, limit_of, logsumexp, noise, ref
 from tests.kernels.rounding import assert_rounded_once
 
 # rows, vocabulary; the last is that of the model, in more than a hundred parts
@@ -192,6 +192,24 @@ def test_the_chance_of_a_token(shape):
     # of fp32, exp of a difference of up to 40
     expected = logits.double().softmax(-1).gather(-1, tokens[:, None])[:, 0].float()
     torch.testing.assert_close(chances, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (3, 7), (2, 1025)], ids=str)
+def test_the_sum_of_all_chances(shape):
+    logits = torch.randn(shape) * 4
+    totals = logsumexp(logits)
+    assert (totals.dtype, totals.shape) == (torch.float32, shape[:1])
+    torch.testing.assert_close(totals, logits.double().logsumexp(-1).float(), rtol=2e-6, atol=2e-6)  # a few roundings
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_with_a_logit_that_is_not_finite_has_no_sum(value):
+    logits = torch.randn(4, 2500)
+    for row, column in ((0, 0), (1, 1300), (3, 2499)):
+        logits[row, column] = value
+    assert logsumexp(logits).isnan().tolist() == [True, True, False, True]
 
 
 def splitmix(state: int) -> int:

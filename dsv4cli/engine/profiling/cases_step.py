@@ -89,7 +89,11 @@ def samplers(bench: BenchmarkInputs) -> Iterator[Case]:
         logits, tokens = bench.randn(rows, width, dtype=torch.float32), torch.arange(rows, device=bench.device)
         return Work((logits, tokens), sampling.chance_of, sampling_ref.chance_of, 0)
 
+    def total(bench: BenchmarkInputs) -> Work:
+        return Work((bench.randn(rows, width, dtype=torch.float32),), sampling.logsumexp, sampling_ref.logsumexp, 0)
+
     yield Case("greedy", "sampling", words, needs, rows * width, EXACT, greedy)
     yield Case("draw", "sampling", f"{words}, top-p {TOP_P}", 2 * needs, 50 * rows * width, EXACT, draw)
     yield Case("noise", "sampling", words, needs, 50 * rows * width, NOISE, noise)
     yield Case("chance", "sampling", words, needs, 20 * rows * width, FP32, chance)
+    yield Case("logsumexp", "sampling", words, needs, 20 * rows * width, FP32, total)

@@ -1,14 +1,16 @@
 """What is reported of tokens: their log-probabilities, and the likeliest ones beside them."""
 
 from collections.abc import Callable, Sequence
+from math import isnan
 
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.request import Alternatives, Request, RowScores
-from dsv4cli.engine.runtime.sampler import check_finite, finite, not_finite
+from dsv4cli.engine.runtime.sampler import check_finite, not_finite
 from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.system.device import download
+from dsv4cli.kernels.sampling import logsumexp
 
 # rows of logits at once: 256 x 129,280 in fp32 are 132 MB
 LOGIT_ROWS = 256
@@ -30,11 +32,12 @@ def drawn_later(
 ) -> Callable[[], tuple[list[Drawn], list[list[float]]]]:
     """The same beside other numbers of the device, fp64 [B, n], which come with it in one wait: that of what it
     returns. What is launched in between is not waited for."""
-    total = logits.logsumexp(-1, keepdim=True)
-    best = logits.topk(min(count, logits.shape[-1]), -1)
+    total = logsumexp(logits)[:, None]
     # fp64 holds all of it exactly
-    columns = [tokens[:, None], logits.gather(-1, tokens[:, None]) - total, finite(logits)[:, None]]
-    columns += [best.indices, best.values - total]
+    columns = [tokens[:, None], logits.gather(-1, tokens[:, None]) - total]
+    if count:
+        best = logits.topk(min(count, logits.shape[-1]), -1)
+        columns += [best.indices, best.values - total]
     known = torch.cat([column.double() for column in columns], 1)
     flat = known.flatten() if more is None else torch.cat((known.flatten(), more.flatten()))
     arriving = download(flat)
@@ -48,11 +51,11 @@ def drawn_later(
 
 
 def _drawn(table: list[list[float]]) -> list[Drawn]:
-    """Of rows that hold a token, its log-probability, whether logits are finite, alternatives and what these have."""
-    if not all(row[2] for row in table):
+    """Of rows that hold a token, its log-probability, alternatives and what these have."""
+    if any(isnan(row[1]) for row in table):
         raise not_finite()
-    middles = [(3 + len(row)) // 2 for row in table]
-    tops = [list(zip(map(int, row[3:at]), row[at:], strict=True)) for row, at in zip(table, middles, strict=True)]
+    middle = (2 + len(table[0])) // 2 if table else 2
+    tops = [list(zip(map(int, row[2:middle]), row[middle:], strict=True)) for row in table]
     return [(int(row[0]), row[1], top) for row, top in zip(table, tops, strict=True)]
 
 

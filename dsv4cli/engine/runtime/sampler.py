@@ -14,13 +14,8 @@ from dsv4cli.kernels.sampling import draw, draw_nucleus, greedy, limit_of, noise
 
 def check_finite(logits: torch.Tensor) -> None:
     """Raises UnsoundResult when a logit is not a finite number: fp32 [R, V]. Waits for the device."""
-    if not bool(finite(logits).all()):
+    if not bool(logits.isfinite().all()):
         raise not_finite()
-
-
-def finite(logits: torch.Tensor) -> torch.Tensor:
-    """Whether all logits of a row are finite numbers: fp32 [R, V] -> bool [R]."""
-    return logits.isfinite().all(-1)
 
 
 def not_finite() -> UnsoundResult:

@@ -47,6 +47,11 @@ def chance_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return choose(logits, ref).chance_of(logits, tokens)
 
 
+def logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """log(sum(exp(logits))) of each row, fp32 [R, V] -> fp32 [R]; NaN where a logit of the row is not finite."""
+    return choose(logits, ref).logsumexp(logits)
+
+
 def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
     """Exponential noise of mean 1 that depends on seed, position and column only, on every device the same.
 

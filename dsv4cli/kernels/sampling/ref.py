@@ -74,5 +74,9 @@ def limit_of(top_p: float) -> int:
     return max(int(top_p * UNIT) - SLACK, 1) if top_p < 1 else EVERYTHING
 
 
+def logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    return torch.where(logits.isfinite().all(-1), logits.logsumexp(-1), float("nan"))
+
+
 def chance_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]

@@ -134,6 +134,17 @@ def chance_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return chances
 
 
+def logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    check(logits)
+    rows, width = logits.shape
+    parts = divided(width)[1]
+    totals = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        sums = sums_of(logits, None, None)
+        _logsumexp[(rows,)](*sums, totals, parts, padding(parts), num_warps=1, **overlap(logits))
+    return totals
+
+
 def sums_of(
     logits: torch.Tensor, temperatures: torch.Tensor | None, mass: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,8 +243,10 @@ def _sums(
         number = part * CLEARED + tl.arange(0, CLEARED)
         tl.store(mass + row * MASS + number, tl.zeros([CLEARED], tl.int64), number < MASS)
     top = tl.max(values, 0)
+    # 0, or NaN where a logit is not finite
+    strange = tl.where(column < WIDTH, values - values, 0.0)
     tl.store(tops + row * tl.num_programs(0) + part, top)
-    tl.store(sums + row * tl.num_programs(0) + part, tl.sum(tl.exp(values - top), 0))
+    tl.store(sums + row * tl.num_programs(0) + part, tl.sum(tl.exp(values - top) + strange, 0))
 
 
 @triton.jit
@@ -321,6 +334,14 @@ def _chance_of(
     top, share = scale_of(tops, sums, row, PARTS, PADDED)
     value = tl.load(logits + row * stride + tl.load(tokens + row))
     tl.store(chances + row, tl.exp(value - top) * share)
+
+
+@triton.jit
+def _logsumexp(tops, sums, totals, PARTS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(OVERLAP)
+    top, share = scale_of(tops, sums, row, PARTS, PADDED)
+    tl.store(totals + row, top - tl.log(share))
 
 
 @triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
