@@ -20,6 +20,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 gc.disable()  # until all tests are imported: a tenth of their time
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which is when a kernel is first called
+# of the workers and programs that are started from here: threads that wait for each other leave the core to others
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer.main
+import typer.testing
 
 from dsv4cli import cli
 from dsv4cli.engine import settings
@@ -91,6 +92,14 @@ class Program:
         self.patch.setattr(MoE, "forward", lambda self, x, batch: x)
         ids = iter([*BYTES.encode(text), *([BYTES.eos_id] if ends else [])])
         self.patch.setattr(drawing, "sample", lambda *_: torch.tensor([next(ids)]))
+
+
+def inside(*arguments: str, columns: int = 80) -> typer.testing.Result:
+    """One command within this process, not through the boundary in `cli.main`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", command)
+        runner = typer.testing.CliRunner(env={"COLUMNS": str(columns)})
+        return runner.invoke(cli.app, arguments, prog_name="dsv4")
 
 
 def no_drafts_by_default(patch: pytest.MonkeyPatch) -> None:

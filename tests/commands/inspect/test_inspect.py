@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from dsv4cli import __version__, cli
 from dsv4cli.engine.checkpoint.identify import identify
@@ -20,7 +19,7 @@ from dsv4cli.engine.inspection import report
 from dsv4cli.errors import Dsv4Error
 from tests.support import damage
 from tests.support.foreign import FOREIGN
-from tests.support.program import IMPORTS_NOTHING_HEAVY
+from tests.support.program import IMPORTS_NOTHING_HEAVY, inside
 from tests.support.synthetic import write_holes
 from tests.support.variants import write_variant
 
@@ -38,11 +37,6 @@ def dsv4(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         text=True,
         timeout=60,
     )
-
-
-def inside(*arguments: str, columns: int = 80):
-    """The same without a process of its own."""
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [*arguments], prog_name="dsv4")
 
 
 def test_the_table_of_a_sound_checkpoint():
