@@ -28,9 +28,9 @@ SEEDED = Sampling(seed=1)
 
 
 @cache
-def model() -> Transformer:
+def model(layers: int = 4) -> Transformer:
     """Layers of ratio 0, 0, 4 and 128."""
-    return build_random(parse_config(shortened(TINY, 4, None) | NARROW, "small"), Numerics.plain(), formats=FP32)
+    return build_random(parse_config(shortened(TINY, layers, None) | NARROW, "small"), Numerics.plain(), formats=FP32)
 
 
 def prompts() -> list[list[int]]:
