@@ -38,6 +38,14 @@ def net(request, tmp_path_factory):
     return damage.copy_checkpoint(folder, request.param)
 
 
+# where formats and not layouts are told apart, the net that has each kind of tensor is enough
+ONE_NET = pytest.mark.parametrize(
+    "net",
+    ["dspark", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-flash", "tiny-pro"))],
+    indirect=True,
+)
+
+
 def kind(name, tensors):
     matrix = name.removesuffix(".weight").removesuffix(".scale")
     if f"{matrix}.scale" not in tensors:
@@ -90,6 +98,7 @@ def test_a_chain_of_targets(net, tmp_path, chain):
     assert_came_back(net, folder, set())
 
 
+@ONE_NET
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,6 +126,7 @@ def test_formats_of_choice(net, tmp_path, options):
     assert_came_back(net, tmp_path / "back", set())
 
 
+@ONE_NET
 @pytest.mark.parametrize(
     "options",
     [
