@@ -50,6 +50,8 @@ def ranks(program):
     return list(map(int, Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()))
 
 
+# commands/run/test_tp.py starts two by default, and below one process plays both
+@pytest.mark.slow
 def test_two_ranks_converse_as_one(tmp_path):
     out, err = started(tmp_path).communicate("What is 17 + 25?\nAnd what is 3 + 4?\n", SECONDS)
     assert out == "17 + 25 = 42.\n3 + 4 = 7.\n"
