@@ -82,7 +82,7 @@ def state(runner):
     return [tensor.tolist() for tensor in tensors], runner.cache.free_slots, runner.cache.used_blocks
 
 
-@pytest.mark.parametrize("think", ["off", "high"])
+@pytest.mark.parametrize("think", [pytest.param("off", marks=pytest.mark.slow), "high"])
 def test_followers_do_what_the_leader_does(think):
     recorder, other = Recorder(), Follower(model(), "cpu")
     limits = Limits(9, 300, 7, 0, ("x", "yz"))

@@ -34,8 +34,8 @@ FEW = {
 }  # fmt: skip
 # it knows more than 97 % of all; another order of sums may turn one doubtful answer
 MOST_WRONG = 2
-SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in ("transformers", "bf16", "fp8")]
-TARGETS = ("nvfp4", "mp --ranks 2", *SLOW)
+SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in ("mp --ranks 2", "transformers", "bf16", "fp8")]
+TARGETS = ("nvfp4", *SLOW)
 
 
 @pytest.fixture

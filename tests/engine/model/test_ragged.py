@@ -245,7 +245,7 @@ def read_after(plain: Transformer, before: int, count: int) -> torch.Tensor:
     return runner.read(runner.cache.allocate(), text(plain, 8, seed=2), [count] + [1] * 8)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_successor_in_a_slot_finds_nothing(count, plain):
     fresh = read_after(plain, 0, count)
     for before in (3, 300):
