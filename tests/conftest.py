@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 
 PACKAGE = "dsv4cli"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -20,6 +22,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 gc.disable()  # until all tests are imported: a tenth of their time
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which is when a kernel is first called
+# of the workers and programs that are started from here: threads that wait for each other leave the core to others
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -82,6 +86,14 @@ def _memory_is_kept() -> None:
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):  # glibc has it
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signatures_are_read_once() -> None:
+    """Typer would read those of all commands anew for each call: 20 ms."""
+    from tests.support.program import command
+
+    typer.main.get_command = typer.testing._get_command = command
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 import dsv4cli
 from dsv4cli import Model
 from dsv4cli.errors import ModelNotFound, UnsupportedHardware, UsageError
+from tests.support.golden_data import remember_weights
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 HI = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -18,9 +19,15 @@ WEATHER = {"name": "get_weather", "description": "Get the weather in a city.", "
 
 
 @pytest.fixture(scope="module")
-def nano():
+def loaded():
     with Model("nano", device="cpu") as model:
         yield model
+
+
+@pytest.fixture
+def nano(loaded, monkeypatch):
+    remember_weights(monkeypatch)
+    return loaded
 
 
 def test_the_example_of_the_documentation(capsys):
@@ -133,7 +140,7 @@ def test_a_closed_model():
 
 
 def test_the_package_itself_loads_no_torch_and_is_typed():
-    code = "import sys, dsv4cli; assert dsv4cli.__version__; assert 'torch' not in sys.modules; dsv4cli.Model"
+    code = "import sys, dsv4cli; assert dsv4cli.__version__; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     assert (Path(dsv4cli.__file__).parent / "py.typed").exists()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -84,7 +84,7 @@ def filled(
     more = (STEPS + TRACED) * (1 + (7 if draft is None else draft)) + 1
     engine = Engine(model, Capacity(batch, context + more), device, drafting=Drafting(draft))
     if draft:
-        engine._plan.gate = Always(draft, draft)
+        engine._plan.gate = Always(draft)
     if engine._plan is not None:
         take_leaders_times(engine._plan, model.world)
     cache = engine.runner.cache

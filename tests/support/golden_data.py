@@ -66,7 +66,7 @@ def golden(name: str) -> Golden:
 
 
 def remember_weights(patch: pytest.MonkeyPatch) -> None:
-    """Dequantises each weight of the golden nets once, not once a step; they live as long as the process."""
+    """Dequantises each weight once, not once a step; weights that were used live as long as the process."""
     patch.setattr(block_scale_ref, "dequantise", _dequantised)
 
 
@@ -74,12 +74,12 @@ def _dequantised(
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     dequantise: Callable[..., torch.Tensor] = block_scale_ref.dequantise,
-    known: dict[tuple[int, torch.Size], torch.Tensor] = {},  # noqa: B006 - kept on purpose
+    known: dict[tuple[int, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {},  # noqa: B006 - kept on purpose
 ) -> torch.Tensor:
     key = (weight.data_ptr(), weight.shape)
     if key not in known:
-        known[key] = dequantise(weight, scale)
-    return known[key]
+        known[key] = weight, dequantise(weight, scale)  # what is held is nobody else's place
+    return known[key][1]
 
 
 def official_sums(patch: pytest.MonkeyPatch) -> None:

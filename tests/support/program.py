@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer.main
+import typer.testing
 
 from dsv4cli import cli
 from dsv4cli.engine import settings
@@ -26,7 +27,7 @@ from dsv4cli.engine.text.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 # one layer: what a command does with the tokens is tested, not the model
 SMALL = "random:tiny,layers=1"
-# Typer reads the commands' signatures once for all calls: 20 ms each
+# the commands' signatures, which Typer reads once for all calls (tests/conftest.py)
 command = cache(typer.main.get_command)
 BYTES = Tokenizer.byte_level()
 
@@ -67,7 +68,6 @@ class Program:
         self.patch = patch
         self.capture = capture
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setattr(typer.main, "get_command", command)
 
     def __call__(self, *arguments: str, stdin: bytes | None = None) -> Done:
         """Runs one command; stdin is a file of these bytes, or /dev/null."""
@@ -91,6 +91,11 @@ class Program:
         self.patch.setattr(MoE, "forward", lambda self, x, batch: x)
         ids = iter([*BYTES.encode(text), *([BYTES.eos_id] if ends else [])])
         self.patch.setattr(drawing, "sample", lambda *_: torch.tensor([next(ids)]))
+
+
+def inside(*arguments: str, columns: int = 80) -> typer.testing.Result:
+    """One command within this process, not through the boundary in `cli.main`."""
+    return typer.testing.CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, arguments, prog_name="dsv4")
 
 
 def no_drafts_by_default(patch: pytest.MonkeyPatch) -> None:

@@ -6,23 +6,31 @@ from functools import cache
 
 import torch
 
-from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import TINY, shortened
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.settings import Limits, Sampling
-from dsv4cli.engine.weights.load import load_model
+from dsv4cli.engine.weights.load import build_random
 
+# little to compute in a step, and weights that need no decoding
+NARROW = {
+    "hidden_size": 64, "head_dim": 96, "qk_rope_head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 32,
+    "index_head_dim": 32, "moe_intermediate_size": 32, "hc_sinkhorn_iters": 2,
+}  # fmt: skip
+FP32 = Formats("f32", "f32", "f32")
 # awkward lengths, an open window of each compressor among them
 LENGTHS = (1, 131, 4, 7)
 SEEDED = Sampling(seed=1)
 
 
 @cache
-def model() -> Transformer:
+def model(layers: int = 4) -> Transformer:
     """Layers of ratio 0, 0, 4 and 128."""
-    return load_model(resolve_model("random:tiny,layers=4"), Numerics.plain())
+    return build_random(parse_config(shortened(TINY, layers, None) | NARROW, "small"), Numerics.plain(), formats=FP32)
 
 
 def prompts() -> list[list[int]]:

@@ -9,7 +9,6 @@ import torch
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
-from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.draft import Drafter, Drafts
@@ -17,14 +16,11 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.gate import Gate, size_of
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.weights.load import build_random
+from tests.support.small_model import FP32, NARROW
 
 VOCABULARY = 128
 # every kind of layer and router; few entries chosen
-SMALL = TINY | {
-    "hidden_size": 64, "head_dim": 96, "qk_rope_head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 32,
-    "index_head_dim": 32, "index_topk": 8, "moe_intermediate_size": 32, "n_routed_experts": 4,
-    "num_hidden_layers": 3, "vocab_size": VOCABULARY,
-}  # fmt: skip
+SMALL = TINY | NARROW | {"index_topk": 8, "n_routed_experts": 4, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
 CONFIGS = {
     "mtp": SMALL | {"compress_ratios": [0, 4, 128, 0]},
     "dspark": SMALL
@@ -39,7 +35,7 @@ Mistake = Callable[[int, int], int]
 def model_of(drafter: str, reference: bool = False) -> Transformer:
     """A small model of random weights with this drafter, in plain fp32 or with the reference's roundings."""
     config, numerics = parse_config(CONFIGS[drafter], "test"), Numerics.reference() if reference else Numerics.plain()
-    return build_random(config, numerics, formats=Formats("f32", "f32", "f32"))
+    return build_random(config, numerics, formats=FP32)
 
 
 def text(length: int, seed: int) -> list[int]:

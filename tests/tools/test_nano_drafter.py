@@ -45,7 +45,9 @@ def trunk() -> dict[str, torch.Tensor]:
     return working_weights(given, TABLE, Rounding(False, True), torch.float32)
 
 
-@pytest.mark.parametrize("simulate", [False, True], ids=["plain", "rounded"])
+@pytest.mark.parametrize(
+    "simulate", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="rounded")]
+)
 def test_the_same_drafts_in_fp32(simulate, tmp_path):
     # the context is one token, the window but one, the window, and more
     ids, places = tokens(150), [1, 127, 128, 129]

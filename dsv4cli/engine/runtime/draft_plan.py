@@ -17,7 +17,7 @@ class DraftPlan:
         """most: of a sequence in a step, None for as many as pay, at most the usual ones. rows: the most of a step with
         drafts."""
         bound = drafter.usual if most is None else min(most, drafter.most)
-        self.gate = Gate(bound, bound, rows)
+        self.gate = Gate(bound, rows)
         self.report = DraftReport(drafter.name, per_position=[0] * bound)
         self._chances: dict[Request, list[float]] = {}
 

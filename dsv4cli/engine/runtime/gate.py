@@ -57,11 +57,10 @@ class Costs:
 
 
 class Gate:
-    """Chooses for one engine. most: the most drafts of a sequence in a step. usual: those that are tried first. rows:
-    the most of a step with drafts."""
+    """Chooses for one engine. most: the most drafts of a sequence in a step. rows: the most of a step with drafts."""
 
-    def __init__(self, most: int, usual: int, rows: int = MAX_SLOTS) -> None:
-        self._most, self._usual, self._rows = most, min(most, usual), rows
+    def __init__(self, most: int, rows: int = MAX_SLOTS) -> None:
+        self._most, self._rows = most, rows
         self.verifying, self.drafting = Costs(), Costs()
         self._accepted = [(number + 0.5) / BINS * BELIEF for number in range(BINS)]
         self._seen = [BELIEF] * BINS
@@ -98,9 +97,8 @@ class Gate:
     def count(self, sequences: int) -> int:
         """How many drafts to make after the next step of so many sequences."""
         most = min(self._most, self._room(sequences))
-        usual = min(self._usual, most)
         if not self.drafting.seconds:
-            return usual
+            return most
         best = max(range(most + 1), key=lambda count: (self._steady(sequences, count), -count))
         self._closed = 0 if best else self._closed + 1
         if self._thought:

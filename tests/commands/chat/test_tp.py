@@ -50,6 +50,8 @@ def ranks(program):
     return list(map(int, Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()))
 
 
+# commands/run/test_tp.py starts two by default, and below one process plays both
+@pytest.mark.slow
 def test_two_ranks_converse_as_one(tmp_path):
     out, err = started(tmp_path).communicate("What is 17 + 25?\nAnd what is 3 + 4?\n", SECONDS)
     assert out == "17 + 25 = 42.\n3 + 4 = 7.\n"
@@ -80,7 +82,7 @@ def state(runner):
     return [tensor.tolist() for tensor in tensors], runner.cache.free_slots, runner.cache.used_blocks
 
 
-@pytest.mark.parametrize("think", ["off", "high"])
+@pytest.mark.parametrize("think", [pytest.param("off", marks=pytest.mark.slow), "high"])
 def test_followers_do_what_the_leader_does(think):
     recorder, other = Recorder(), Follower(model(), "cpu")
     limits = Limits(9, 300, 7, 0, ("x", "yz"))

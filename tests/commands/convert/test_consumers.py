@@ -20,7 +20,7 @@ from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.indexer import ref as indexer_ref
 from tests.support import damage, synthetic
 from tests.support.conversions import E2M1, convert, cut_dimension, differing, run, same, transformers_place
-from tests.support.golden_data import NETS, TieWatch, topk_entries
+from tests.support.golden_data import TieWatch, topk_entries
 from tests.support.oracle import logits_in_chunks
 from tests.support.program import BYTES, save_tokenizer
 
@@ -49,7 +49,11 @@ OFFICIAL_STORAGE = {"dtype": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
 DEFAULTS = {"n_shared_experts": 1, "scoring_func": "sqrtsoftplus", "num_nextn_predict_layers": 1}
 
 
-@pytest.fixture(scope="module", params=[*NETS, "dspark"])
+# the larger net has no kind of tensor of its own
+LARGER = pytest.param("tiny-pro", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["tiny-flash", LARGER, "dspark"])
 def net(request, sources):
     return sources(request.param)
 
@@ -161,7 +165,7 @@ def furthest(logits, expected):
 
 
 @pytest.mark.parametrize("target", ["transformers", "bf16"])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", ["tiny-flash", LARGER])
 def test_transformers_takes_every_tensor(sources, loaded, name, target):
     """Of `bf16` it renames and stacks the tensors itself; of `transformers` we have done it."""
     model, info = loaded(name, target)
@@ -181,7 +185,7 @@ def test_transformers_takes_every_tensor(sources, loaded, name, target):
     assert used == parameters.keys()
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", ["tiny-flash", LARGER])
 def test_transformers_computes_what_the_original_does(loaded, monkeypatch, name):
     model, _ = loaded(name, "transformers")
     engine = load_model(FolderSource(name, damage.GOLDEN / name), Numerics.plain())

@@ -29,8 +29,11 @@ CHAINS = (
 )
 
 
-# the larger net has no kind of tensor of its own
-@pytest.fixture(scope="module", params=["tiny-flash", pytest.param("tiny-pro", marks=pytest.mark.slow), "dspark"])
+# which has every kind of tensor; nano, whose drafter is MTP, goes there and back in commands/run/test_nano.py
+NETS = ["dspark", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-flash", "tiny-pro"))]
+
+
+@pytest.fixture(scope="module", params=NETS)
 def net(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("nets") / request.param
     if request.param == "dspark":

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from dsv4cli import __version__, cli
 from dsv4cli.engine.checkpoint.identify import identify
@@ -20,7 +19,7 @@ from dsv4cli.engine.inspection import report
 from dsv4cli.errors import Dsv4Error
 from tests.support import damage
 from tests.support.foreign import FOREIGN
-from tests.support.program import IMPORTS_NOTHING_HEAVY
+from tests.support.program import IMPORTS_NOTHING_HEAVY, Program, inside
 from tests.support.synthetic import write_holes
 from tests.support.variants import write_variant
 
@@ -38,11 +37,6 @@ def dsv4(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         text=True,
         timeout=60,
     )
-
-
-def inside(*arguments: str, columns: int = 80):
-    """The same without a process of its own."""
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [*arguments], prog_name="dsv4")
 
 
 def test_the_table_of_a_sound_checkpoint():
@@ -256,11 +250,11 @@ def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_p
         (["inspect", "nothing"], 2, "error: 'nothing' is neither a folder nor a known model\n→ "),
     ],
 )
-def test_a_wrong_call_is_told_on_stderr(arguments, code, words):
-    done = dsv4(*arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_wrong_call_is_told_on_stderr(arguments, code, words, monkeypatch, capsys):
+    done = Program(monkeypatch, capsys)(*arguments)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
+    assert "Traceback" not in done.err
 
 
 def test_the_help_lists_exit_codes_and_ends_with_examples():

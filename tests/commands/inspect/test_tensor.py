@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from dsv4cli import cli
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.naming import MpNaming, TransformersNaming
 from dsv4cli.engine.checkpoint.stored import StoredModel
@@ -19,7 +17,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.tensor_tree import numbers_text
 from dsv4cli.engine.inspection.tensor_view import nearest
 from dsv4cli.errors import UsageError
-from tests.support import damage, variants
+from tests.support import damage, program, variants
 
 ROOT = Path(__file__).resolve().parents[3]
 FLASH = str(damage.GOLDEN / "tiny-flash")
@@ -28,7 +26,7 @@ EXPERT = "layers.0.ffn.experts.3.w1"
 
 
 def inside(*arguments: str):
-    return CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["inspect", *arguments], prog_name="dsv4")
+    return program.inside("inspect", *arguments)
 
 
 def section(name: str, *arguments: str):

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from dsv4cli import cli
 from dsv4cli.engine.checkpoint.values import e4m3_values, e8m0_values
-from tests.support import damage, foreign
+from tests.support import damage, foreign, program
 from tests.support.damage import Damage, Stored
 
 HASH, SCORED = "layers.0.ffn.gate.", "layers.3.ffn.gate."
@@ -24,7 +22,7 @@ EXPERT = "layers.2.ffn.experts.1.w2"
 
 
 def inspect(folder: Path, *options: str):
-    return CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["inspect", str(folder), *options], prog_name="dsv4")
+    return program.inside("inspect", str(folder), *options)
 
 
 def raw(stored: Stored, kind: type = np.uint8) -> np.ndarray:

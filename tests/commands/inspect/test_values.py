@@ -5,21 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from dsv4cli import cli
 from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.naming import MpNaming, TransformersNaming
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UsageError
-from tests.support import damage, variants
+from tests.support import damage, program, variants
 
 FLASH = str(damage.GOLDEN / "tiny-flash")
 BF16 = Formats("bf16", "bf16")
 
 
 def inside(*arguments: str):
-    return CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["inspect", *arguments], prog_name="dsv4")
+    return program.inside("inspect", *arguments)
 
 
 def fill(folder: Path, tensor: str, byte: int) -> None:

@@ -23,6 +23,7 @@ from tests.support.program import SMALL, Program
 
 ASK = ("run", "What is 17 + 25?", "--temperature", "0", "--draft", "off")
 KEYS = ["drafter", "steps", "drafted", "accepted", "per_position", "tokens_per_step"]
+LINE = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason", "usage", "seed"]
 
 
 @pytest.fixture
@@ -111,7 +112,18 @@ def test_several_answers_have_one_report(dsv4, monkeypatch, tmp_path):
     lines.write_text('{"prompt": "hi"}\n{"prompt": "you"}\n', encoding="utf-8")
     many = dsv4("run", "--prompts", str(lines), *samples[2:8], "--draft", "off")
     assert "\ndrafts: 2.3 tokens a step, 100 % of 8 accepted (mtp)\n2 answers, 14 tokens;" in many.err
-    assert all("draft" not in json.loads(line) for line in many.out.splitlines())
+
+
+def test_a_line_of_many_is_the_same_with_drafts(dsv4, tmp_path):
+    """It has nothing of how it came about: neither drafts nor times."""
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"prompt": "What is 17 + 25?"}\n{"prompt": "Hello!"}\n', encoding="utf-8")
+    ask = ("run", "--prompts", str(file), "--seed", "1")
+    without, several, silent = dsv4(*ask, "--draft", "off"), dsv4(*ask, "--draft", "3"), dsv4(*ask, "--json")
+    assert without.out == several.out == silent.out
+    assert [list(json.loads(line)) for line in without.out.splitlines()] == [LINE, LINE]
+    assert len(re.findall("^drafts: ", several.err, re.MULTILINE)) == 1
+    assert ("drafts: " in without.err, silent.err) == (False, "")
 
 
 @pytest.mark.parametrize(

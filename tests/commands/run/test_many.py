@@ -79,8 +79,13 @@ def test_the_file_is_in_order_in_the_end(dsv4, prompts, out):
     assert len(os.listdir(out.parent)) == 2
 
 
-@pytest.mark.parametrize("seed", [(), ("--seed", "1")], ids=["any seed", "a seed"])
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (SystemExit(143), 143)])
+@pytest.mark.parametrize(
+    ("error", "code", "seed"),
+    [
+        pytest.param(KeyboardInterrupt, 130, (), id="ctrl-c, any seed"),
+        pytest.param(SystemExit(143), 143, ("--seed", "1"), id="killed, a seed"),
+    ],
+)
 def test_the_same_command_goes_on(dsv4, prompts, out, monkeypatch, seed, error, code):
     command = ("run", "--prompts", prompts, "--out", str(out), *SHORT, *seed, "-n", "2")
     with monkeypatch.context() as patch:

@@ -15,9 +15,10 @@ from dsv4cli.engine.runtime.score import score
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.weights.load import load_model
 from tests.support.conversions import convert
+from tests.support.golden_data import remember_weights
 from tests.support.program import Program
-from tools.nano.heldout import load
-from tools.nano.score import Examinee, kind, window_only
+from tests.support.questions import chosen
+from tools.nano.score import Examinee, window_only
 
 # questions of each task: those of the slow tests and of a GPU, and those that are always asked, without the tasks with
 # thinking, whose answers are the longest
@@ -33,15 +34,8 @@ FEW = {
 }  # fmt: skip
 # it knows more than 97 % of all; another order of sums may turn one doubtful answer
 MOST_WRONG = 2
-SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in ("transformers", "bf16", "fp8")]
-TARGETS = ("nvfp4", "mp --ranks 2", *SLOW)
-
-
-def chosen(counts):
-    items = {}
-    for item in load():
-        items.setdefault(kind(item), []).append(item)
-    return {name: items[name][:count] for name, count in counts.items()}
+SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in ("mp --ranks 2", "transformers", "bf16", "fp8")]
+TARGETS = ("nvfp4", *SLOW)
 
 
 @pytest.fixture
@@ -50,8 +44,14 @@ def program(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def examinee():
+def nano():
     return Examinee("nano", "cpu")
+
+
+@pytest.fixture
+def examinee(nano, monkeypatch):
+    remember_weights(monkeypatch)
+    return nano
 
 
 @pytest.mark.parametrize(

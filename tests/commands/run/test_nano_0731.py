@@ -8,10 +8,11 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from tests.support.golden_data import remember_weights
 from tests.support.program import Program
+from tests.support.questions import chosen, questions
 from tools.nano.export import WEIGHTS, trunk_tensors
-from tools.nano.heldout import load
-from tools.nano.score import DRAFTS, Asking, Examinee, kind
+from tools.nano.score import DRAFTS, Asking, Examinee
 from tools.nano.shape import nano_0731_config
 from tools.nano.train_drafter import NANO
 
@@ -22,15 +23,18 @@ SURE = {"sums": 8, "products": 2, "long sums": 3, "facts": 8, "tables": 3, "unit
 
 
 @pytest.fixture(scope="module")
-def examinee():
+def nano_0731():
     return Examinee("nano-0731", "cpu")
 
 
+@pytest.fixture
+def examinee(nano_0731, monkeypatch):
+    remember_weights(monkeypatch)
+    return nano_0731
+
+
 def asked(counts):
-    items = {}
-    for item in load():
-        items.setdefault(kind(item), []).append(item)
-    return [item for name, count in counts.items() for item in items[name][:count]]
+    return [item for items in chosen(counts).values() for item in items]
 
 
 def ids_of(examinee, items):
@@ -57,7 +61,7 @@ def test_its_trunk_is_that_of_nano_bit_for_bit():
 
 def test_it_reads_the_prompts_of_nano():
     nano, own = Asking(resolve_model("nano")), Asking(resolve_model("nano-0731"))
-    for item in load()[::20]:
+    for item in [item for items in questions().values() for item in items][::20]:
         assert own.prompt(item) == nano.prompt(item)
 
 

@@ -143,7 +143,8 @@ def test_a_step_of_several_rows_is_several_steps_of_one(name, numerics, length, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(("name", "numerics", "lengths"), CASES)
-def test_steps_of_all_numbers_of_rows_at_all_borders(name, numerics, lengths):
+def test_steps_of_all_numbers_of_rows_at_all_borders(name, numerics, lengths, monkeypatch):
+    remember_weights(monkeypatch)
     model = net(name, numerics)
     found = {length: difference(model, length, range(2, ROWS + 1)) for length in lengths}
     assert {length: rows for length, rows in found.items() if rows} == {}
@@ -159,7 +160,8 @@ def test_two_sequences_do_not_see_each_other(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(("name", "numerics"), [case[:2] for case in CASES])
-def test_sequences_in_one_step_do_not_see_each_other(name, numerics):
+def test_sequences_in_one_step_do_not_see_each_other(name, numerics, monkeypatch):
+    remember_weights(monkeypatch)
     model = net(name, numerics)
     alone = {length: Alone(model, length, ROWS, seed=length) for length in SEQUENCES}
     for counts in RAGGED:

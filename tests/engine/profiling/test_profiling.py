@@ -40,7 +40,7 @@ def case(of, name):
     return found
 
 
-@pytest.mark.parametrize("model", ["flash", "pro", "tiny"])
+@pytest.mark.parametrize("model", ["flash", pytest.param("pro", marks=pytest.mark.slow), "tiny"])
 def test_every_preset_has_every_operation(model):
     cases = select_cases(bench(model), [])
     assert len({one.name for one in cases}) == len(cases) == 45 - (0 not in PRESETS[model]["compress_ratios"][:-1])

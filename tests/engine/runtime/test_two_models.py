@@ -13,16 +13,20 @@ from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.workspace import words
 from tests.kernels.test_workspace import together
+from tests.support import small_model
 
 PLAIN = Numerics.plain()
-NAMES, PROMPTS, STEPS = ("random:tiny,layers=3", "random:tiny,layers=4"), ([5, 9, 30], [60, 7]), 5
+LAYERS, PROMPTS, STEPS = (3, 4), ([5, 9, 30], [60, 7]), 5
 
 
 class Decoding:
     """A model that goes on with its prompt by the likeliest token."""
 
     def __init__(self, number, device, numerics):
-        model = load_model(resolve_model(NAMES[number]), numerics, device=device)
+        if device == "cpu":
+            model = small_model.model(LAYERS[number])
+        else:
+            model = load_model(resolve_model(f"random:tiny,layers={LAYERS[number]}"), numerics, device=device)
         self.ids = list(PROMPTS[number])
         self.runner = Runner(model, Capacity(longest=len(self.ids) + STEPS), device)
         self.begin()

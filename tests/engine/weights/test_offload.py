@@ -77,7 +77,7 @@ def history(model, decodes):
 @pytest.mark.parametrize(
     ("name", "decodes", "device"),
     # on a CPU the decoder computes as any step does
-    [(TINY, False, "cpu"), (BUILT_IN, True, "cpu")]
+    [pytest.param(TINY, False, "cpu", marks=pytest.mark.slow), (BUILT_IN, True, "cpu")]
     + [pytest.param(name, decodes, "cuda", marks=pytest.mark.gpu) for name in NAMES for decodes in (False, True)],
 )
 def test_every_budget_gives_the_same_logits(name, decodes, device):
