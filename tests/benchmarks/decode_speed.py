@@ -29,6 +29,7 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
+from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
@@ -70,10 +71,14 @@ class Always(Gate):
         return self._most
 
 
-def take_leaders_times(plan: DraftPlan, world: World) -> None:
+def take_leaders_times(plan: DraftPlan, world: World, device: torch.device) -> None:
     """Has a plan take in the leader's times: each rank leads here, and their gates must decide alike."""
     own = plan.time
-    plan.time = lambda chunks, count, seconds: own(chunks, count, world.broadcast_object(seconds))
+
+    def time(chunks: Sequence[Chunk], count: int, seconds: Sequence[float]) -> None:
+        own(chunks, count, world.broadcast_from_leader(torch.tensor(seconds, device=device)).tolist())
+
+    plan.time = time
 
 
 def filled(
@@ -86,7 +91,7 @@ def filled(
     if draft:
         engine._plan.gate = Always(draft)
     if engine._plan is not None:
-        take_leaders_times(engine._plan, model.world)
+        take_leaders_times(engine._plan, model.world, device)
     cache = engine.runner.cache
     for number in range(batch):
         request = Request([0] * context, Sampling(temperature, seed=number), Limits(max_tokens=more), stop_ids=())
