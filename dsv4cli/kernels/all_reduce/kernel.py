@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.cross_program import leave, take
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _part(mine, pointers, inside, OWN: tl.constexpr, PAIRS: tl.constexpr):
     return values
 
 
-@triton.jit
+@launched
 def _exchange(
     x,  # [words], fp32 or pairs of bf16 as int32
     y,  # [words] or [2 * words]

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
@@ -35,7 +36,7 @@ def normed_head(values, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
     return values * tl.rsqrt((mean + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _rms_norm(
     x,  # [count, WIDTH]
     weight,  # [WIDTH]
@@ -68,7 +69,7 @@ def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
     return y
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _head_norm(
     q,  # [count, WIDTH]
     y,  # as q, contiguous

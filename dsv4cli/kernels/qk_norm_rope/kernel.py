@@ -9,6 +9,7 @@ import triton.language as tl
 from dsv4cli.kernels.block_scale.kernel import butterflies, through_fp4, through_fp8
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.norm.kernel import normed, normed_head
 from dsv4cli.kernels.pdl import overlap_of_few, wait_for_inputs
 from dsv4cli.kernels.qk_norm_rope.types import KeyCells, KeyNorm
@@ -92,7 +93,7 @@ def check_index(index_q: torch.Tensor, kv: torch.Tensor) -> None:
         raise KernelUnsupported(f"a Hadamard rotation takes a power of two from {FP4_BLOCK} on, not {width} columns")
 
 
-@triton.jit
+@launched
 def _queries_and_keys(
     q,  # [T, HEADS, WIDTH]
     kv,  # [T, WIDTH]

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap_of_few, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
@@ -53,7 +54,7 @@ def turned(values, cosine, sine, TURNED: tl.constexpr, WIDTH: tl.constexpr):
     return tl.interleave(turned_real, turned_imaginary)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _rotate(
     x,  # [count, WIDTH], count = T * HEADS
     turns,  # [T, TURNED, 2]: cosine, sine

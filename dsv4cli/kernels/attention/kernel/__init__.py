@@ -15,6 +15,7 @@ from dsv4cli.kernels.attention.kernel import split_kv, two_pass_decode
 from dsv4cli.kernels.attention.kernel.gather import LOG2E, attend_rows, unrotated
 from dsv4cli.kernels.card import has_tensor_memory, shared_memory
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import planned_rows, rows
 
@@ -136,7 +137,7 @@ def attended(
     return o
 
 
-@triton.jit(do_not_specialize=["window_rows", "length"])
+@launched(do_not_specialize=["window_rows", "length"])
 def _whole(
     q,  # [T, TOTAL, WIDTH]
     window,  # [window_rows, WIDTH]

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, attend_rows, queries, row_pointers, scored, unrotated
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 # partial results in fp32 that a program puts together: 64 a thread
@@ -36,7 +37,7 @@ def attended(inputs, sink, turns, o, turned, shape, parts, span, warps) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window_rows", "length", "blocks"])
+@launched(do_not_specialize=["window_rows", "length", "blocks"])
 def _maxima(
     q,  # [T, TOTAL, WIDTH]
     window,  # [window_rows, WIDTH]
@@ -73,7 +74,7 @@ def _maxima(
     tl.store(early + place * TOTAL + head, tl.maximum(tl.max(scores, 1, keep_dims=True), FLOOR), head < TOTAL)
 
 
-@triton.jit(do_not_specialize=["window_rows", "length", "parts", "blocks", "span"])
+@launched(do_not_specialize=["window_rows", "length", "parts", "blocks", "span"])
 def _part(
     q,  # [T, TOTAL, WIDTH]
     window,  # [window_rows, WIDTH]
@@ -121,7 +122,7 @@ def _part(
     tl.store(to + HALF, right, some & (column + HALF < WIDTH))
 
 
-@triton.jit(do_not_specialize=["parts"])
+@launched(do_not_specialize=["parts"])
 def _combine(
     partial,  # [T, parts, TOTAL, WIDTH]
     maxima,  # [T, parts, TOTAL]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, rotated, row_pointers, turned
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 # columns between two changes of the maximum, as in the reference
@@ -69,7 +70,7 @@ def attended(inputs, sink, turns, o, turned, shape, wide, tile: TwoPassTiles) ->
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window_rows", "length", "groups", "shares"])
+@launched(do_not_specialize=["window_rows", "length", "groups", "shares"])
 def _scores(
     q,  # [T, TOTAL, WIDTH]
     window,  # [window_rows, WIDTH]
@@ -136,7 +137,7 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["window_rows", "length", "groups"])
+@launched(do_not_specialize=["window_rows", "length", "groups"])
 def _values(
     window,  # [window_rows, WIDTH]
     entries,  # [rows, WIDTH]

@@ -17,6 +17,7 @@ from dsv4cli.kernels.compressor.kernel.pool import keep_rows, plan_of, pooled_of
 from dsv4cli.kernels.compressor.types import Compression, EntryPlan, State
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import FEW, overlap
 from dsv4cli.kernels.rows import rows, tile
 
@@ -172,7 +173,7 @@ def check(own: Compression, plan: EntryPlan, width: int) -> None:
         raise KernelUnsupported(f"raw rows are as wide as an entry or twice, not {kv.shape[1]} for {width}")
 
 
-@triton.jit
+@launched
 def _pool(
     kv,  # these seven as in `make_entries`
     score,

@@ -11,6 +11,7 @@ from dsv4cli.kernels.experts.kernel import few_tokens, many_tokens
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import kernel as gemm
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.rows import rows
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, limit: float, dtype: torch.dtype
     return y
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _gated(gate, up, y, count, limit, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.launch import launched
+
 # pairs that a program counts and places; it compares each of them with all others. 7 us for 64 tokens, 24 for 4096
 CHUNK = 128
 # chunks whose counts a program adds at once
@@ -46,7 +48,7 @@ def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: in
     return groups
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles"])
+@launched(do_not_specialize=["pairs", "tiles"])
 def _count(
     experts,  # int64 [pairs]
     counts,  # [chunks, BINS]
@@ -65,7 +67,7 @@ def _count(
         tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS, mask=inside))
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks"])
+@launched(do_not_specialize=["pairs", "chunks"])
 def _place(
     experts,  # int64 [pairs]
     stacked,  # int64 [E] the row of each expert, or None

@@ -25,6 +25,7 @@ from dsv4cli.kernels.gemm.kernel.dequant import (
     e8m0_values,
     read_once,
 )
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import planned_rows
@@ -152,7 +153,7 @@ def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
     return GemvTiles(rows, warps, min(2, tokens), each)
 
 
-@triton.jit(do_not_specialize=["tokens", "eps"])
+@launched(do_not_specialize=["tokens", "eps"])
 def _rows(
     x,  # [tokens, G, K]
     norm,  # [K], weight of the norm of x, if there is one

@@ -17,6 +17,7 @@ from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_bl
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, e8m0_values
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.workspace import words
 
@@ -93,7 +94,7 @@ def _splits(tiles: int, programs: int, most: int) -> int:
     return splits
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _swap_ab(
     x,  # [tokens, G, K]
     coded,  # contiguous [tokens, K]: x rounded, where programs do not round it

@@ -16,6 +16,7 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel import tiled_bf16, tiled_fp8
 from dsv4cli.kernels.gemm.kernel.dequant import bits, e2m1_values, e4m3_values, e8m0_values
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import place
+from dsv4cli.kernels.launch import launched
 
 # more tokens are worth a launch that makes an FP8 weight bf16 (H200, wo_a of Flash); an FP4 weight always is. More
 # tokens of a rounded input go through FP8 tensor cores, for whose speed their shorter sums are accepted
@@ -84,7 +85,7 @@ def _widened(weight: torch.Tensor, scale: torch.Tensor | None, width: int) -> to
     return values
 
 
-@triton.jit
+@launched
 def _widen(weight, scale, y, ROWS, K: tl.constexpr, HAS_FP8: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     k = tl.program_id(1) * BK
@@ -93,7 +94,7 @@ def _widen(weight, scale, y, ROWS, K: tl.constexpr, HAS_FP8: tl.constexpr, BN: t
     tl.store(y + row[:, None] * K + column[None], values.to(tl.bfloat16), (row < ROWS)[:, None] & (column < K)[None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _tiles(
     x,  # [tokens, G, K] with strides x_row, x_group, 1
     weight,  # [G * N, K] as stored

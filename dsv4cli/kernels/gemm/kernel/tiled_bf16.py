@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import e8m0_values
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import FULL, add, parts, place
+from dsv4cli.kernels.launch import launched
 
 DEPTH = 64
 
@@ -62,7 +63,7 @@ def _tile(tokens: int, groups: int, features: int) -> tuple[int, int, int, int]:
     return (128 if tokens > 64 else 64), 128, 4, 4
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _tiles(
     x,  # descriptor of [tokens, G * K]
     weight,  # descriptor of [G * N, K]
@@ -86,7 +87,7 @@ def _tiles(
     tl.store(y, total.to(y.dtype.element_ty), (token < tokens)[:, None] & (feature < N)[None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _coded_tiles(
     x,  # descriptor of [tokens, G * K]
     weight,  # descriptor of e4m3 [G * N, K]

@@ -13,6 +13,7 @@ from dsv4cli.kernels.card import HOPPER, is_from
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import e8m0_values
+from dsv4cli.kernels.launch import launched
 
 # programs that fill the GPU, and tokens from which on larger tiles do
 FULL, MANY = 128, 1024
@@ -85,7 +86,7 @@ def place(number, rows, columns, GROUP: tl.constexpr):
     return first + inner % height, inner // height
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _tiles(
     x,  # descriptor of e4m3 [tokens, K]
     x_scale,  # [tokens, K / 128]
@@ -123,7 +124,7 @@ def _tiles(
         tl.store(y + BN, more.to(y.dtype.element_ty), (row < tokens)[:, None] & (column + BN < N)[None])
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _add(sums, y, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(sums + at, at < count, other=0.0)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.card import stages_that_fit
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.routing.kernel.fused import FEW, fused_route
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
@@ -121,7 +122,7 @@ def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return parts
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _logits(
     x,  # [count, WIDTH]
     weight,  # [NUMBER, WIDTH]
@@ -174,7 +175,7 @@ def _select(
     return weights
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _choose(
     parts,  # [SPLITS, count, NUMBER]
     bias,  # [NUMBER]
@@ -211,7 +212,7 @@ def _choose(
     store_choice(experts, weights, token, chosen, values, route_scale, K)
 
 
-@triton.jit
+@launched
 def _gathered(
     x,  # [count, WIDTH]
     weight,  # [experts, WIDTH]

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.step_metadata.kernel.rows import (
     chunk_of,
@@ -100,7 +101,7 @@ def empty_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.
     )
 
 
-@triton.jit(
+@launched(
     do_not_specialize=["tokens", "sequences", "columns", "block_stride", "lists", "window_rows"],
     do_not_specialize_on_alignment=["slots", "starts", "counts", "blocks"],
 )
