@@ -45,6 +45,16 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Kernel(function, **options) if direct else triton.jit(function, **options)
 
 
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up. Triton's own takes 2 us: it may be called while a kernel is compiled."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest that is not smaller; 0 of 0. As `cdiv`."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
 class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
     """A function for Triton's compiler, and the ways in which it was called so far."""
 

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
-from dsv4cli.kernels.launch import launched
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
@@ -56,7 +56,7 @@ def _launch(
     given, (per_program, _, warps) = _blocks(x, block), tile(block)
     count, per_program = x.numel() // block, per_program * times
     if count:
-        kernel[(triton.cdiv(count, per_program),)](
+        kernel[(cdiv(count, per_program),)](
             given, *results, count, given.stride(0), x.shape[-1] // block, *constants, block, per_program,
             num_warps=warps, **overlap(x),
         )  # fmt: skip
@@ -222,7 +222,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
         raise KernelUnsupported(f"a Hadamard rotation takes a power of two, not {width} columns")
     per_program, _, warps = tile(width)
     if count:
-        _hadamard[(triton.cdiv(count, per_program),)](
+        _hadamard[(cdiv(count, per_program),)](
             given, y, count, given.stride(0), width**-0.5, width.bit_length() - 1, width, per_program, num_warps=warps
         )
     return y

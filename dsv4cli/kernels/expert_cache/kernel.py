@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.launch import launched
+from dsv4cli.kernels.launch import launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def fetch(
     _decide[(1,)](
         chosen.contiguous(), cache.row_of_expert, cache.expert_of_slot, cache.last_used, cache.steps, cache.counts,
         rows, jobs, pairs, len(chosen), cache.first_slot_row, cache.first_staging_row, experts - waiting, experts,
-        slots, triton.next_power_of_2(experts), triton.next_power_of_2(slots), FEW if pairs <= FEW else MANY,
+        slots, next_power_of_2(experts), next_power_of_2(slots), FEW if pairs <= FEW else MANY,
         **overlap(chosen),
     )  # fmt: skip
     copies += [(*copies[0][:2], 0)] * (MATRICES - len(copies))

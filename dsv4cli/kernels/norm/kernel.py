@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.launch import launched
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
@@ -14,7 +14,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     count, width = given.shape
     per_program, columns, warps = tile(width)
     if count:
-        _rms_norm[(triton.cdiv(count, per_program),)](
+        _rms_norm[(cdiv(count, per_program),)](
             given, weight.contiguous(), y, count, given.stride(0), eps, width, per_program, columns,
             num_warps=warps, **overlap(x),
         )  # fmt: skip
@@ -63,7 +63,7 @@ def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
     count, width = given.shape
     per_program, columns, warps = tile(width)
     if count:
-        _head_norm[(triton.cdiv(count, per_program),)](
+        _head_norm[(cdiv(count, per_program),)](
             given, y, count, given.stride(0), eps, width, per_program, columns, num_warps=warps, **overlap(q)
         )
     return y

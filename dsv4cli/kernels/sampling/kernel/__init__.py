@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.launch import launched
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.sampling.kernel.split import NOWHERE, STEP, best_of, divided, mixed, partial
 from dsv4cli.kernels.sampling.kernel.top_p import (
@@ -156,7 +156,7 @@ def sums_of(
     rows, width = logits.shape
     part, parts = divided(width)
     tops, sums = (partial(rows, parts, logits.device)[0] for _ in range(2))
-    cleared = triton.next_power_of_2(triton.cdiv(MASS.value, parts))
+    cleared = next_power_of_2(cdiv(MASS.value, parts))
     _sums[(parts, rows)](
         logits, temperatures, tops, sums, mass, logits.stride(0), width, part, cleared, **SUMMING, **overlap(logits)
     )
@@ -165,7 +165,7 @@ def sums_of(
 
 def padding(parts: int) -> int:
     """So many parts a kernel takes that adds them up."""
-    return max(2, triton.next_power_of_2(parts))
+    return max(2, next_power_of_2(parts))
 
 
 def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ def first_of_best(best: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     rows, parts = best.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=best.device)
     if rows:
-        padded = triton.next_power_of_2(parts)
+        padded = next_power_of_2(parts)
         _first_of_best[(rows,)](best, columns, chosen, parts, padded, num_warps=1, **overlap(best))
     return chosen
 
