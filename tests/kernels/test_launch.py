@@ -27,6 +27,20 @@ def many(xs, count, numbers, SIZES: tl.constexpr):
     pass
 
 
+@launched(do_not_specialize=["count"])
+def add_up(xs, y, count, factor, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full([BLOCK], factor, tl.float32)
+    for i in tl.static_range(len(NUMBERS)):
+        total += tl.load(xs[i] + place, place < count, other=0).to(tl.float32) * NUMBERS[i]
+    tl.store(y + place, total.to(y.dtype.element_ty), place < count)
+
+
+@launched
+def copy(source, target, BLOCK: tl.constexpr):
+    tl.store(target + tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None], source.load([0, 0]))
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A driver that notes what is launched, and a compiler that gives a kernel at once."""
@@ -239,3 +253,49 @@ def test_this_version_is_read():
 def test_interpreted_kernels_are_tritons(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert type(launched(two)) is type(triton.jit(two))
+
+
+def sums(x: torch.Tensor, other: torch.Tensor, count: int, factor: float, warps: int) -> torch.Tensor:
+    y = torch.zeros_like(x)
+    add_up[(triton.cdiv(count, 64),)]((x, other), y, count, factor, (1, 2), 64, num_warps=warps)
+    return y
+
+
+def test_launches_again_with_other_numbers(triton_backend):
+    x, other = torch.arange(300.0), torch.arange(300.0).half()
+    for _ in range(2):
+        for first in (0, 1, 4):
+            for count in (1, 16, 17, 256):
+                for factor, warps in ((0.5, 1), (2.0, 4)):
+                    a, b = x[first:], other[first : first + 280]
+                    expected = (a[:count] + 2 * b[:count].float() + factor).tolist()
+                    assert sums(a, b, count, factor, warps)[:count].tolist() == expected
+
+
+def test_launches_again_with_descriptors(triton_backend):
+    for _ in range(2):
+        for number in (3.0, 5.0):
+            x, y = torch.full((16, 16), number), torch.zeros(16, 16)
+            copy[1,](TensorDescriptor.from_tensor(x, [16, 16]), y, 16)
+            assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+def test_launches_on_a_side_stream_and_in_a_graph():
+    with torch.device("cuda"):
+        x, other, stream = torch.arange(256.0), torch.ones(256).half(), torch.cuda.Stream()
+    sums(x, other, 256, 1.0, 4)  # compiles
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)
+        late = sums(x, other, 256, 1.0, 4)
+        assert not stream.query()  # launched behind what takes long there
+    stream.synchronize()
+    assert torch.equal(late, x + 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sums(x, other, 256, 1.0, 4)
+    for number in (5.0, 7.0):
+        x.fill_(number)
+        graph.replay()
+        assert torch.equal(y, x + 3)
