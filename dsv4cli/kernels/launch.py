@@ -55,6 +55,16 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
+def described(
+    base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
+) -> TensorDescriptor:
+    """The elements from `base` on as a matrix of this shape in blocks. The driver refuses what TensorDescriptor's own
+    checks would, which take longer than what they check."""
+    found = TensorDescriptor.__new__(TensorDescriptor)
+    found.base, found.shape, found.strides, found.block_shape = base, shape, strides, block
+    return found
+
+
 class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
     """A function for Triton's compiler, and the ways in which it was called so far."""
 

@@ -7,7 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import e8m0_values
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import FULL, add, parts, place
-from dsv4cli.kernels.launch import cdiv, launched
+from dsv4cli.kernels.launch import cdiv, described, launched
 
 DEPTH = 64
 
@@ -28,7 +28,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tens
     splits = parts(tiles * groups, steps)
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _tiles[tiles, groups, splits](
-        _described(x, rows, DEPTH), TensorDescriptor.from_tensor(weight, [columns, DEPTH]), sums,
+        _described(x, rows, DEPTH), described(weight, weight.shape, weight.stride(), [columns, DEPTH]), sums,
         tokens, features, width, rows, columns, DEPTH, steps // splits, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return add(sums, y)
@@ -42,7 +42,7 @@ def coded(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.T
     splits = parts(tiles * groups, steps)
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _coded_tiles[tiles, groups, splits](
-        _described(x, columns, FP8_BLOCK), TensorDescriptor.from_tensor(weight, [64, FP8_BLOCK]),
+        _described(x, columns, FP8_BLOCK), described(weight, weight.shape, weight.stride(), [64, FP8_BLOCK]),
         scale.view(torch.uint8), sums, tokens, features, width, 64, columns, steps // splits,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
@@ -51,8 +51,8 @@ def coded(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.T
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """x [T, G, K] as a matrix of blocks [rows, columns]."""
-    wide = x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))
-    return TensorDescriptor.from_tensor(wide, [rows, columns])
+    tokens, groups, width = x.shape
+    return described(x, (tokens, groups * width), (x.stride(0), 1), [rows, columns])
 
 
 def _tile(tokens: int, groups: int, features: int) -> tuple[int, int, int, int]:

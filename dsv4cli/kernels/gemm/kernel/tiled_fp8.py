@@ -13,7 +13,7 @@ from dsv4cli.kernels.card import HOPPER, is_from
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import e8m0_values
-from dsv4cli.kernels.launch import cdiv, launched
+from dsv4cli.kernels.launch import cdiv, described, launched
 
 # programs that fill the GPU, and tokens from which on larger tiles do
 FULL, MANY = 128, 1024
@@ -47,7 +47,7 @@ def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weigh
 def _described(codes: torch.Tensor, rows: int) -> TensorDescriptor:
     if not codes.is_contiguous() or codes.data_ptr() % 16:
         raise KernelUnsupported("the Triton FP8 linear takes whole matrices that begin at a multiple of 16 bytes")
-    return TensorDescriptor.from_tensor(codes, [rows, FP8_BLOCK])
+    return described(codes, codes.shape, codes.stride(), [rows, FP8_BLOCK])
 
 
 def _tile(tokens: int, features: int, width: int) -> tuple[int, int, int, int, int]:
