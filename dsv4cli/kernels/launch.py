@@ -75,10 +75,10 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         """What launches so many programs. It returns the compiled kernel; None where a hook kept Triton from compiling
         it, and then it launches nothing."""
-        return partial(self._launch, grid)
+        return lambda *arguments, **options: self._launch(grid, arguments, options)
 
-    def _launch(self, grid: tuple[int, ...], /, *arguments: Any, **options: Any) -> Any:
-        values: tuple[Any, ...] = (*arguments, *options.values())
+    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        values = (*arguments, *options.values())
         types = (len(arguments), *options, *map(type, values))
         call = self.calls.get(types)
         if call is None:
@@ -88,10 +88,13 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
             values, call = call.opened(values)
         if not call.direct or self.pre_run_hooks or _watched():
             return self.run(*arguments, grid=grid, warmup=False, **options)
-        active = driver.active
-        device, tensors = active.get_current_device(), call.tensors(values)
-        addresses = [*map(_address, tensors)]
-        key = device, *call.fixed(values), *map(_dtype, tensors), *_misaligned(addresses)
+        active, tensors = driver.active, call.tensors(values)
+        addresses, device = [*map(_address, tensors)], active.get_current_device()
+        key = (device, *call.constants(values), specialised(call.integers(values)), *map(_dtype, tensors))
+        if call.descriptors:
+            key += call.described(values)
+        if reduce(or_, addresses, 0) & 15:
+            key += tuple([address & 15 == 0 for address in addresses])
         compiled = call.compiled.get(key)
         if compiled is None:
             compiled = self.run(*arguments, grid=grid, warmup=False, **options)
@@ -136,12 +139,9 @@ class Call:
             call = self.calls[types] = self.inner((*values, *items), dict(zip(self.tuples, lengths, strict=True)))
         return (*values, *items), call
 
-    def fixed(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What Triton specialises on of all but tensors."""
-        known = (*self.constants(values), *map(specialised, self.integers(values)))
-        if not self.descriptors:
-            return known
-        return known + tuple([(values[place].base.dtype, *values[place].block_shape) for place in self.descriptors])
+    def described(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What Triton specialises on of each descriptor."""
+        return tuple([(values[place].base.dtype, *values[place].block_shape) for place in self.descriptors])
 
 
 def _call(
@@ -196,14 +196,9 @@ def _picker(places: Sequence[int]) -> Picker:
 
 
 @lru_cache(maxsize=1 << 16)
-def specialised(number: int) -> Any:
-    """What Triton makes of an integer: a constant of 1; else how many bits it takes, whether 16 divides it."""
-    return native_specialize_impl(BaseBackend, number, False, True, True)
-
-
-def _misaligned(addresses: Sequence[int]) -> tuple[bool, ...]:
-    """Which are no multiples of 16; nothing where all are."""
-    return tuple([address & 15 != 0 for address in addresses]) if reduce(or_, addresses, 0) & 15 else ()
+def specialised(numbers: tuple[int, ...]) -> tuple[Any, ...]:
+    """What Triton makes of integers: of 1 a constant; else how many bits one takes, whether 16 divides it."""
+    return tuple([native_specialize_impl(BaseBackend, number, False, True, True) for number in numbers])
 
 
 def _watched() -> bool:

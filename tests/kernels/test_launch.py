@@ -154,12 +154,12 @@ def test_a_launch_like_one_before_is_tritons(gpu, function, calls, options):
     assert len({id(compiled) for compiled, *_ in second}) > len(calls) // 2
 
 
-def test_an_integer_is_what_triton_makes_of_it():
+def test_integers_are_what_triton_makes_of_them():
     from triton.backends.compiler import BaseBackend
 
-    for number in (0, 1, 2, 16, -16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63):
-        expected = triton.runtime.jit.native_specialize_impl(BaseBackend, number, False, True, True)
-        assert specialised(number) == expected
+    numbers = (0, 1, 2, 16, -16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63)
+    expected = [triton.runtime.jit.native_specialize_impl(BaseBackend, number, False, True, True) for number in numbers]
+    assert specialised(numbers) == tuple(expected)
 
 
 def test_device_and_stream_are_those_of_the_moment(gpu):
