@@ -14,7 +14,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dsv4cli.kernels.launch import READ, Kernel, launched, specialised
+from dsv4cli.kernels.launch import READ, Kernel, cdiv, launched, next_power_of_2, specialised
 
 FULL = torch.zeros(4096, dtype=torch.float32)
 
@@ -84,6 +84,8 @@ CALLS = [
     {"": (FULL, FULL, 5, True)},
     {"": (FULL[1:], FULL, 5, True)},
     {"": (FULL, FULL[1:], 5, True)},
+    {"": (FULL[2:], FULL, 5, True)},
+    {"": (FULL, FULL[2:], 5, True)},
     {"": (FULL[4:], FULL[8:], 5, True)},
     {"": (FULL.bfloat16(), FULL, 5, True)},
     {"": (torch.nn.Parameter(FULL), FULL, 5, True)},
@@ -103,6 +105,7 @@ CALLS = [
     {"": (FULL, FULL, 5, True), "factor": 3},
     {"": (FULL, FULL, 5), "again": 4, "EVEN": True},
     {"": (FULL, FULL, 5, True), "num_warps": 8},
+    {"": (FULL, FULL, 5, True), "num_warps": 2},
     {"": (FULL, FULL, 5, True), "num_warps": 2, "num_stages": 4},
     {"": (FULL, FULL, 5, True), "num_warps": 2, "launch_pdl": True},
     {"": (FULL, FULL, 5, True), "launch_cooperative_grid": True},
@@ -147,9 +150,11 @@ def test_a_launch_like_one_before_is_tritons(gpu, function, calls, options):
     told.clear()
     second = [launch(gpu, kernel, given) for given in calls]
     direct = len(calls) - len(told)
-    kernel.pre_run_hooks.append(lambda *arguments, **named: None)  # all go Triton's way
+    kernel.pre_run_hooks.append(lambda *arguments, **named: told.append(named))  # all go Triton's way
+    told.clear()
     third = [launch(gpu, kernel, given) for given in calls]
     assert first == second == third
+    assert len(told) == 2 * len(calls)
     assert direct == len(calls) - (1 if function is many else 0)  # a tuple in a tuple
     assert len({id(compiled) for compiled, *_ in second}) > len(calls) // 2
 
@@ -160,6 +165,11 @@ def test_integers_are_what_triton_makes_of_them():
     numbers = (0, 1, 2, 16, -16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63)
     expected = [triton.runtime.jit.native_specialize_impl(BaseBackend, number, False, True, True) for number in numbers]
     assert specialised(numbers) == tuple(expected)
+
+
+def test_sizes_are_those_of_triton():
+    assert [cdiv(x, 8) for x in (0, 1, 8, 9)] == [triton.cdiv(x, 8) for x in (0, 1, 8, 9)]
+    assert [*map(next_power_of_2, range(70))] == [*map(triton.next_power_of_2, range(70))]
 
 
 def test_device_and_stream_are_those_of_the_moment(gpu):
@@ -203,6 +213,13 @@ def test_what_a_hook_keeps_from_compiling_is_not_launched(gpu, monkeypatch):
     assert (told, gpu.launches) == (["two", "two"], [])
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", None)
     assert launch(gpu, kernel, given)[0] is kernel[3,](*given[""])
+
+
+def test_what_is_still_compiled_is_asked_for_again(gpu, monkeypatch):
+    kernel, asked = Kernel(two), []
+    monkeypatch.setattr(kernel, "run", lambda *arguments, **options: asked.append(options) or "a promise")
+    assert [kernel[3,](*CALLS[0][""]) for _ in range(2)] == ["a promise"] * 2
+    assert len(asked) == 2
 
 
 class Fake(torch.Tensor):
