@@ -2,7 +2,8 @@
 
 Triton looks for a compiled kernel by what it specialises on: the dtype of each tensor and whether it begins at a
 multiple of 16 bytes, the class of each integer, the value of each constant and option. Its own way there costs 15 to
-70 us. Here a few calls into C ask the same of the arguments; a launch like none before goes Triton's way.
+70 us. Here a few calls into C ask the same of the arguments; a launch like none before goes Triton's way. Only there is
+asked whether tensors are on the GPU, whether constants of the module are as they were, how Triton is configured.
 """
 
 from collections.abc import Callable, Sequence
