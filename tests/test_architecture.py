@@ -191,7 +191,32 @@ def test_only_cli_reads_the_environment():
 
 def longest(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """A function for Triton's compiler has its arguments line by line, each with its shape."""
-    return MAX_KERNEL if any("triton.jit" in ast.unparse(one) for one in function.decorator_list) else MAX_FUNCTION
+    return MAX_KERNEL if compiled_by(function) else MAX_FUNCTION
+
+
+def compiled_by(function: ast.AST) -> str:
+    """The decorator of a function for Triton's compiler."""
+    words = [re.match(r"triton\.jit|launched", ast.unparse(one)) for one in getattr(function, "decorator_list", ())]
+    return next((word.group() for word in words if word), "")
+
+
+def launches(file: str) -> Iterator[str]:
+    """Full names of what the file calls as `name[grid](...)`."""
+    known = {name.rsplit(".", 1)[-1]: name for _, name in imports(file)}
+    for node in nodes(file):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            first, *rest = ast.unparse(node.func.value).split(".")
+            yield ".".join([known.get(first, f"{module_name(file)}.{first}"), *rest])
+
+
+def test_what_is_launched_is_launched_by_one_door():
+    """A kernel by the decorator of kernels/launch.py, a function that kernels call by Triton's."""
+    files = [file for file in trees() if file.startswith("dsv4cli/kernels/")]
+    plain = {
+        f"{module_name(file)}.{one.name}" for file in files for one in nodes(file) if compiled_by(one) == "triton.jit"
+    }
+    assert plain
+    assert {name for file in files for name in launches(file)} & plain == set()
 
 
 def test_files_and_functions_are_short():

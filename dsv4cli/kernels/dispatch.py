@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Literal
@@ -55,7 +56,13 @@ def choose(x: torch.Tensor, reference: ModuleType) -> ModuleType:
         raise KernelUnsupported("the Triton kernels have no gradients, and one is recorded here")
     if x.device.type != "cuda" and not _interpreted():
         raise KernelUnsupported(f"the Triton kernels need a GPU, and a tensor is on {x.device}", "use --backend auto")
-    return import_module(".kernel", reference.__package__)
+    return _kernels(reference.__package__)
+
+
+@cache
+def _kernels(family: str | None) -> ModuleType:
+    """To ask Python's import takes several microseconds each time."""
+    return import_module(".kernel", family)
 
 
 def _interpreted() -> bool:

@@ -48,6 +48,8 @@ def rows(x: torch.Tensor) -> torch.Tensor:
         raise KernelUnsupported(f"this Triton kernel takes bf16 or fp32, not {x.dtype}")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise KernelUnsupported(f"this Triton kernel takes consecutive columns, not strides {x.stride()}")
+    if x.ndim == 2:
+        return x
     try:
         return x.view(x.shape[:-1].numel(), x.shape[-1])
     except RuntimeError:

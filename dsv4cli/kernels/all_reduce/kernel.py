@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.cross_program import leave, take
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def all_reduce(x: torch.Tensor, dtype: torch.dtype, symmetric: "SymmetricBuffers
     words = x.flatten().view(torch.int32)
     block = symmetric.buffers[0].shape[-1]
     if len(words):
-        _exchange[(triton.cdiv(len(words), block),)](
+        _exchange[(cdiv(len(words), block),)](
             words, y, symmetric.buffers, symmetric.sums, len(words), symmetric.rank, len(symmetric.buffers),
             x.dtype == torch.bfloat16, block, num_warps=WARPS, **overlap(x),
         )  # fmt: skip
@@ -44,7 +45,7 @@ def _part(mine, pointers, inside, OWN: tl.constexpr, PAIRS: tl.constexpr):
     return values
 
 
-@triton.jit
+@launched
 def _exchange(
     x,  # [words], fp32 or pairs of bf16 as int32
     y,  # [words] or [2 * words]

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import E2M1_MAX, E4M3_MAX, FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
@@ -55,7 +56,7 @@ def _launch(
     given, (per_program, _, warps) = _blocks(x, block), tile(block)
     count, per_program = x.numel() // block, per_program * times
     if count:
-        kernel[(triton.cdiv(count, per_program),)](
+        kernel[(cdiv(count, per_program),)](
             given, *results, count, given.stride(0), x.shape[-1] // block, *constants, block, per_program,
             num_warps=warps, **overlap(x),
         )  # fmt: skip
@@ -140,7 +141,7 @@ def _load_blocks(x, count, stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr, BL
     return number, tl.load(x + place, number < count, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _round_blocks(
     x,  # rows of GROUPS blocks; count blocks in all
     y,  # as x, contiguous
@@ -162,7 +163,7 @@ def _round_blocks(
     tl.store(y + number * BLOCK + tl.arange(0, BLOCK)[None], rounded.to(y.dtype.element_ty), number < count)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _fp8_codes(
     x,  # rows of GROUPS blocks; count blocks in all
     y,  # uint8, as x, contiguous
@@ -193,7 +194,7 @@ def e2m1_pairs(x):
     return (even | (odd << 4)).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _fp4_codes(
     x,  # rows of GROUPS blocks; count blocks in all
     y,  # uint8, as x with half the columns, contiguous
@@ -221,7 +222,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
         raise KernelUnsupported(f"a Hadamard rotation takes a power of two, not {width} columns")
     per_program, _, warps = tile(width)
     if count:
-        _hadamard[(triton.cdiv(count, per_program),)](
+        _hadamard[(cdiv(count, per_program),)](
             given, y, count, given.stride(0), width**-0.5, width.bit_length() - 1, width, per_program, num_warps=warps
         )
     return y
@@ -238,7 +239,7 @@ def butterflies(values, STAGES: tl.constexpr):
     return values
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _hadamard(
     x,  # [count, WIDTH]
     y,  # as x, contiguous

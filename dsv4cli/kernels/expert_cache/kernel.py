@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.launch import launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def fetch(
     _decide[(1,)](
         chosen.contiguous(), cache.row_of_expert, cache.expert_of_slot, cache.last_used, cache.steps, cache.counts,
         rows, jobs, pairs, len(chosen), cache.first_slot_row, cache.first_staging_row, experts - waiting, experts,
-        slots, triton.next_power_of_2(experts), triton.next_power_of_2(slots), FEW if pairs <= FEW else MANY,
+        slots, next_power_of_2(experts), next_power_of_2(slots), FEW if pairs <= FEW else MANY,
         **overlap(chosen),
     )  # fmt: skip
     copies += [(*copies[0][:2], 0)] * (MATRICES - len(copies))
@@ -62,7 +63,7 @@ def _wanted(chosen, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     return uses > 0
 
 
-@triton.jit(do_not_specialize=["pairs", "tokens", "first_slot_row", "first_staging_row"])
+@launched(do_not_specialize=["pairs", "tokens", "first_slot_row", "first_staging_row"])
 def _decide(
     chosen,  # int64 [pairs]
     row_of_expert,  # int64 [COUNT]
@@ -140,7 +141,7 @@ def _copy_row(source, target, N: tl.constexpr, BLOCK: tl.constexpr):
             tl.store(target + word, tl.load(source + word, word < N, other=0), word < N)
 
 
-@triton.jit
+@launched
 def _copy(
     jobs,  # as _decide leaves them
     h0, h1, h2, h3, h4, h5,  # rows of words in host memory

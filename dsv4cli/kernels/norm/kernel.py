@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
@@ -13,7 +14,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     count, width = given.shape
     per_program, columns, warps = tile(width)
     if count:
-        _rms_norm[(triton.cdiv(count, per_program),)](
+        _rms_norm[(cdiv(count, per_program),)](
             given, weight.contiguous(), y, count, given.stride(0), eps, width, per_program, columns,
             num_warps=warps, **overlap(x),
         )  # fmt: skip
@@ -35,7 +36,7 @@ def normed_head(values, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
     return values * tl.rsqrt((mean + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _rms_norm(
     x,  # [count, WIDTH]
     weight,  # [WIDTH]
@@ -62,13 +63,13 @@ def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
     count, width = given.shape
     per_program, columns, warps = tile(width)
     if count:
-        _head_norm[(triton.cdiv(count, per_program),)](
+        _head_norm[(cdiv(count, per_program),)](
             given, y, count, given.stride(0), eps, width, per_program, columns, num_warps=warps, **overlap(q)
         )
     return y
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _head_norm(
     q,  # [count, WIDTH]
     y,  # as q, contiguous

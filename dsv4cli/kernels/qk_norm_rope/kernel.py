@@ -9,6 +9,7 @@ import triton.language as tl
 from dsv4cli.kernels.block_scale.kernel import butterflies, through_fp4, through_fp8
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.norm.kernel import normed, normed_head
 from dsv4cli.kernels.pdl import overlap_of_few, wait_for_inputs
 from dsv4cli.kernels.qk_norm_rope.types import KeyCells, KeyNorm
@@ -43,9 +44,9 @@ def queries_keys_and_index(
     keys = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
     index = torch.empty(index_q.shape, dtype=kv.dtype, device=kv.device)
     per_program, index_rows, warps = head_tiles(tokens, heads)
-    groups = triton.cdiv(heads, per_program) + 1
+    groups = cdiv(heads, per_program) + 1
     if tokens:
-        _queries_and_keys[(tokens * (groups + triton.cdiv(index_heads, index_rows)),)](
+        _queries_and_keys[(tokens * (groups + cdiv(index_heads, index_rows)),)](
             q, given, index_q, norm.weight.contiguous(), turns, stored.cells, queries, keys, index, stored.ring,
             q.stride(0), q.stride(1), given.stride(0), index_q.stride(0), index_q.stride(1), turns.stride(0), norm.eps,
             index_width**-0.5, groups, heads, width, index_heads, index_width, turns.shape[1], norm.rounded,
@@ -92,7 +93,7 @@ def check_index(index_q: torch.Tensor, kv: torch.Tensor) -> None:
         raise KernelUnsupported(f"a Hadamard rotation takes a power of two from {FP4_BLOCK} on, not {width} columns")
 
 
-@triton.jit
+@launched
 def _queries_and_keys(
     q,  # [T, HEADS, WIDTH]
     kv,  # [T, WIDTH]

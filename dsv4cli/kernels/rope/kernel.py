@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap_of_few, wait_for_inputs
 from dsv4cli.kernels.rows import rows, tile
 
@@ -20,7 +21,7 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         raise KernelUnsupported(f"the Triton rotation takes consecutive turns, not strides {rotation.stride()}")
     per_program, columns, warps = tile(width)
     if count:
-        _rotate[(triton.cdiv(count, per_program),)](
+        _rotate[(cdiv(count, per_program),)](
             given, turns, y, count, given.stride(0), turns.stride(0), -1.0 if rotation.is_conj() else 1.0,
             count // len(rotation), rotation.shape[1], width, per_program, columns, num_warps=warps,
             **overlap_of_few(x, len(rotation)),
@@ -53,7 +54,7 @@ def turned(values, cosine, sine, TURNED: tl.constexpr, WIDTH: tl.constexpr):
     return tl.interleave(turned_real, turned_imaginary)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _rotate(
     x,  # [count, WIDTH], count = T * HEADS
     turns,  # [T, TURNED, 2]: cosine, sine

@@ -8,13 +8,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
 from dsv4cli.kernels.attention.kernel import split_kv, two_pass_decode
 from dsv4cli.kernels.attention.kernel.gather import LOG2E, attend_rows, unrotated
 from dsv4cli.kernels.card import has_tensor_memory, shared_memory
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import planned_rows, rows
 
@@ -43,14 +43,14 @@ def plan(q: torch.Tensor, length: int) -> SplitTiles | two_pass_decode.TwoPassTi
     """How lists of this length are attended over."""
     tokens, heads, _ = q.shape
     tokens = planned_rows(tokens, PLANNED)
-    few, bf16 = tokens * triton.cdiv(heads, 16), q.dtype == torch.bfloat16
+    few, bf16 = tokens * cdiv(heads, 16), q.dtype == torch.bfloat16
     two_pass = bf16 and 0 < few <= two_pass_decode.MOST and 0 < length <= two_pass_decode.LONGEST and roomy(q.device)
     return (two_pass_decode.tiles(few, length) if two_pass else None) or tiles(tokens, heads, length, q)
 
 
 def tiles(tokens: int, heads: int, length: int, x: torch.Tensor) -> SplitTiles:
     """For lists of this length; measured on an H200 with rows of 512 bf16, 1 to 64 tokens, lists of 128 to 8,320."""
-    few, blocks = tokens * triton.cdiv(heads, 16), triton.cdiv(length, 64)
+    few, blocks = tokens * cdiv(heads, 16), cdiv(length, 64)
     if x.dtype == torch.float32:
         held, rows_held, warps = 16, 16, 4
     elif heads <= 16 or not _holds_64(x.device) or (few <= PROGRAMS and pays(few, blocks)):
@@ -58,11 +58,11 @@ def tiles(tokens: int, heads: int, length: int, x: torch.Tensor) -> SplitTiles:
         held, rows_held, warps = 16, 64, 8 if shared_memory(x.device) >= 112 << 10 else 4
     else:
         held, rows_held, warps = 64, 64, 8
-    parts = min(PROGRAMS // max(tokens * triton.cdiv(heads, held), 1), MOST_PARTS)
+    parts = min(PROGRAMS // max(tokens * cdiv(heads, held), 1), MOST_PARTS)
     # two halves are not worth three launches
     parts = 1 if parts < 3 or length <= SHORT else parts
     # of bf16 whole blocks of 64 columns, as the reference has them: what it rounds depends on the maximum up to there
-    span = triton.cdiv(triton.cdiv(length, parts), rows_held) * rows_held
+    span = cdiv(cdiv(length, parts), rows_held) * rows_held
     return SplitTiles(held, rows_held, warps, max(span, rows_held))
 
 
@@ -119,7 +119,7 @@ def attended(
         raise KernelUnsupported(f"the Triton attention takes rows of pairs, up to {LONGEST} values, not {width}")
     if not o.numel():
         return o
-    columns = max(triton.next_power_of_2(width), 32)
+    columns = max(next_power_of_2(width), 32)
     turned = 0 if turns is None else turns.shape[1]
     index, sink = index.contiguous(), sink.contiguous()
     inputs = (given, window, entries, index, given.stride(0), len(window), length, scale * math.log2(math.e))
@@ -128,7 +128,7 @@ def attended(
         two_pass_decode.attended(inputs, sink, turns, o, turned, shape, columns, tile)
         return o
     shape = (*shape, columns // 2, tile.heads, tile.rows)
-    count, groups = max(triton.cdiv(length, tile.span), 1), triton.cdiv(heads, tile.heads)
+    count, groups = max(cdiv(length, tile.span), 1), cdiv(heads, tile.heads)
     if count == 1:
         _whole[tokens * groups,](*inputs, sink, turns, o, turned, *shape, num_warps=tile.warps, **overlap(q))
         return o
@@ -136,7 +136,7 @@ def attended(
     return o
 
 
-@triton.jit(do_not_specialize=["window_rows", "length"])
+@launched(do_not_specialize=["window_rows", "length"])
 def _whole(
     q,  # [T, TOTAL, WIDTH]
     window,  # [window_rows, WIDTH]

@@ -4,10 +4,10 @@ parts together.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, attend_rows, queries, row_pointers, scored, unrotated
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 # partial results in fp32 that a program puts together: 64 a thread
@@ -18,7 +18,7 @@ def attended(inputs, sink, turns, o, turned, shape, parts, span, warps) -> None:
     """Into o [T, H, d]. inputs: of every kernel here up to the scale; turns: [T, turned, 2] or none; shape: of every
     kernel up to ROWS; span: columns of a part, a multiple of ROWS."""
     tokens, heads, width = o.shape
-    groups, held, options = triton.cdiv(heads, shape[-2]), shape[-1], overlap(o)
+    groups, held, options = cdiv(heads, shape[-2]), shape[-1], overlap(o)
     # of the last part no other needs the maxima
     blocks = (parts - 1) * span // held
     early = torch.empty(tokens, blocks, heads, dtype=torch.float32, device=o.device)
@@ -28,7 +28,7 @@ def attended(inputs, sink, turns, o, turned, shape, parts, span, warps) -> None:
     _part[tokens * parts * groups,](
         *inputs, early, partial, state[0], state[1], parts, blocks, span, *shape, num_warps=warps, **options
     )
-    at_once, columns = triton.next_power_of_2(parts), max(triton.next_power_of_2(width), 32)
+    at_once, columns = next_power_of_2(parts), max(next_power_of_2(width), 32)
     chunk = min(columns, BUDGET // at_once)
     _combine[(tokens * heads * (columns // chunk),)](
         partial, state[0], state[1], sink, turns, o, parts, turned, heads, width, at_once, chunk, columns // chunk,
@@ -36,7 +36,7 @@ def attended(inputs, sink, turns, o, turned, shape, parts, span, warps) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window_rows", "length", "blocks"])
+@launched(do_not_specialize=["window_rows", "length", "blocks"])
 def _maxima(
     q,  # [T, TOTAL, WIDTH]
     window,  # [window_rows, WIDTH]
@@ -73,7 +73,7 @@ def _maxima(
     tl.store(early + place * TOTAL + head, tl.maximum(tl.max(scores, 1, keep_dims=True), FLOOR), head < TOTAL)
 
 
-@triton.jit(do_not_specialize=["window_rows", "length", "parts", "blocks", "span"])
+@launched(do_not_specialize=["window_rows", "length", "parts", "blocks", "span"])
 def _part(
     q,  # [T, TOTAL, WIDTH]
     window,  # [window_rows, WIDTH]
@@ -121,7 +121,7 @@ def _part(
     tl.store(to + HALF, right, some & (column + HALF < WIDTH))
 
 
-@triton.jit(do_not_specialize=["parts"])
+@launched(do_not_specialize=["parts"])
 def _combine(
     partial,  # [T, parts, TOTAL, WIDTH]
     maxima,  # [T, parts, TOTAL]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, rotated, row_pointers, turned
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 # columns between two changes of the maximum, as in the reference
@@ -53,7 +54,7 @@ def attended(inputs, sink, turns, o, turned, shape, wide, tile: TwoPassTiles) ->
     """Into o [T, H, d], of at most `wide` dims. inputs: q, ..., the scale; turns: [T, turned, 2] or none."""
     q, window, entries, index, q_stride, window_rows, length, scale = inputs
     tokens, heads, _ = o.shape
-    groups, shared_heads = triton.cdiv(length, tile.columns), triton.cdiv(heads, tile.heads)
+    groups, shared_heads = cdiv(length, tile.columns), cdiv(heads, tile.heads)
     shares = min(groups, max(PROGRAMS // (tokens * shared_heads), 1))
     kept = torch.empty(tokens, heads, groups * tile.columns, dtype=torch.float32, device=o.device)
     state = torch.empty(2, tokens, heads, groups, dtype=torch.float32, device=o.device)
@@ -65,11 +66,11 @@ def attended(inputs, sink, turns, o, turned, shape, wide, tile: TwoPassTiles) ->
     dims = min(tile.dims, wide)
     _values[(tokens * shared_heads * (wide // dims),)](
         *rows, sink, turns, o, groups, turned, *shape, tile.groups, dims, wide // dims,
-        triton.cdiv(groups, tile.groups), num_warps=tile.warps, **overlap(o),
+        cdiv(groups, tile.groups), num_warps=tile.warps, **overlap(o),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window_rows", "length", "groups", "shares"])
+@launched(do_not_specialize=["window_rows", "length", "groups", "shares"])
 def _scores(
     q,  # [T, TOTAL, WIDTH]
     window,  # [window_rows, WIDTH]
@@ -136,7 +137,7 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["window_rows", "length", "groups"])
+@launched(do_not_specialize=["window_rows", "length", "groups"])
 def _values(
     window,  # [window_rows, WIDTH]
     entries,  # [rows, WIDTH]

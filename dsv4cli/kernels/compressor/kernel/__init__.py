@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from dsv4cli.kernels.compressor.kernel.entries import FP4, FP8, NOTHING, PACKED, make_entries, store_pooled
@@ -17,6 +16,7 @@ from dsv4cli.kernels.compressor.kernel.pool import keep_rows, plan_of, pooled_of
 from dsv4cli.kernels.compressor.types import Compression, EntryPlan, State
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK, KV_BLOCK
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import FEW, overlap
 from dsv4cli.kernels.rows import rows, tile
 
@@ -136,9 +136,9 @@ def _compress_in_parts(job: CompressorLaunch, plan: EntryPlan) -> None:
     *inputs, weight, results, scales = job.tensors()
     *strides, channels, width, form, columns = job.shape()
     pooled = torch.empty(groups, width, dtype=torch.float32, device=job.own.kv.device)
-    _pool[(triton.cdiv(width, part), groups)](
+    _pool[(cdiv(width, part), groups)](
         *inputs, plan.groups, plan.entries, pooled, *strides, job.capacity, job.ratio, job.members,
-        channels, width, part, triton.next_power_of_2(job.members), kept, num_warps=warps,
+        channels, width, part, next_power_of_2(job.members), kept, num_warps=warps,
     )  # fmt: skip
     store_pooled[(groups,)](
         pooled, plan.entries, weight, turns, results, scales, turns.stride(0), job.own.eps, width, turns.shape[1], form,
@@ -172,7 +172,7 @@ def check(own: Compression, plan: EntryPlan, width: int) -> None:
         raise KernelUnsupported(f"raw rows are as wide as an entry or twice, not {kv.shape[1]} for {width}")
 
 
-@triton.jit
+@launched
 def _pool(
     kv,  # these seven as in `make_entries`
     score,

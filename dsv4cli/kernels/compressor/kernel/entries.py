@@ -6,6 +6,7 @@ import triton.language as tl
 from dsv4cli.kernels.block_scale.kernel import FP4_FLOOR, FP4_LARGEST, butterflies, code_blocks, e2m1_pairs
 from dsv4cli.kernels.compressor.kernel.pool import keep_rows, plan_of, pooled_of
 from dsv4cli.kernels.formats import FP4_BLOCK
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.pdl import wait_for_inputs
 from dsv4cli.kernels.qk_norm_rope.kernel import rounded_key
@@ -16,7 +17,7 @@ NOTHING, FP8, FP4, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), t
 FP4_COLUMNS = tl.constexpr(FP4_BLOCK)
 
 
-@triton.jit
+@launched
 def make_entries(
     kv,  # [T, CHANNELS]
     score,
@@ -142,7 +143,7 @@ def entries_of(
             )  # fmt: skip
 
 
-@triton.jit
+@launched
 def store_pooled(
     pooled,
     entries,  # these five as in `make_entries`

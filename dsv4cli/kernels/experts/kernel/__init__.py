@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 
 from dsv4cli.kernels.experts.kernel import few_tokens, many_tokens
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import kernel as gemm
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.rows import rows
 
 if TYPE_CHECKING:
@@ -90,11 +90,11 @@ def gated(gate: torch.Tensor, up: torch.Tensor, limit: float, dtype: torch.dtype
     y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     count = y.numel()
     if count:
-        _gated[(triton.cdiv(count, BLOCK),)](gate.contiguous(), up.contiguous(), y, count, limit, BLOCK)
+        _gated[(cdiv(count, BLOCK),)](gate.contiguous(), up.contiguous(), y, count, limit, BLOCK)
     return y
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _gated(gate, up, y, count, limit, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count

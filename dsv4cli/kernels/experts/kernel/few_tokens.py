@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 
 from dsv4cli.kernels.experts.kernel import few_tokens_gemm, few_tokens_prepare, one_token_gemm
 from dsv4cli.kernels.experts.kernel.dequant_mma import FP4_TOKENS, FP8_TOKENS
+from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.pdl import overlap
 from dsv4cli.kernels.rows import planned_rows
 
@@ -143,8 +143,8 @@ def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[t
     counts = call.experts.numel() * (inner // 128) + shared_chunks * (shared_inner // 128)
     order, place, chunks, counters = (call.new(n, dtype=torch.int32) for n in (pairs, pairs, pairs, counts))
     inputs, shared_inputs = call.new(tokens, width), call.new(tokens if call.shared else 0, width)
-    others = max(triton.cdiv(counts, few_tokens_prepare.COUNTERS), triton.cdiv(pairs, few_tokens_prepare.PAIRS))
-    few_tokens_prepare.prepare[(tokens * triton.cdiv(width, few_tokens_prepare.COLUMNS) + others,)](
+    others = max(cdiv(counts, few_tokens_prepare.COUNTERS), cdiv(pairs, few_tokens_prepare.PAIRS))
+    few_tokens_prepare.prepare[(tokens * cdiv(width, few_tokens_prepare.COLUMNS) + others,)](
         call.x, call.experts, call.weights.rows, inputs, shared_inputs, order, place, chunks, counters, tokens, pairs,
         counts, call.x.stride(0), width, chunk, call.shared is not None, call.round_inputs, few_tokens_prepare.COLUMNS,
         few_tokens_prepare.PAIRS, few_tokens_prepare.OTHERS, few_tokens_prepare.COUNTERS, **overlap(call.x),
@@ -167,7 +167,7 @@ def _one_token(call: _Call, up: ProductTiles) -> None:
 def _down_by_token(call: _Call, inner: torch.Tensor, shared_inner: torch.Tensor, place: torch.Tensor | None) -> None:
     """w2 of each token as if it were alone; place: the position of each pair in `inner`, None of one token."""
     (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
-    places = triton.next_power_of_2(per_token)
+    places = next_power_of_2(per_token)
     splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
     rows, ahead, each, shared_ahead, shared_each = ONE_TOKEN_DOWN
     each = each if call.shared else ALONE_EACH
@@ -183,7 +183,7 @@ def _tokens(call: _Call, tiles: FewTokensTiles) -> None:
     (width, inner_width, shared_width), tokens = call.widths, call.tokens
     chunk, shared_chunk, up, down = tiles
     pairs, per_token, shared_tokens = call.experts.numel(), call.experts.shape[1], tokens if call.shared else 0
-    shared_chunks = triton.cdiv(shared_tokens, shared_chunk)
+    shared_chunks = cdiv(shared_tokens, shared_chunk)
     inputs, shared_inputs, counters, order, place, chunks = _prepare(call, chunk, shared_chunks, pairs)
     inner, shared_inner = call.new(2, pairs, inner_width), call.new(2, tokens, shared_width)
     few_tokens_gemm.up[(shared_chunks * (shared_width // up.rows) + pairs * (inner_width // up.rows),)](

@@ -20,6 +20,7 @@ from dsv4cli.kernels.experts.kernel.dequant_mma import (
     row_numbers,
 )
 from dsv4cli.kernels.experts.kernel.few_tokens_prepare import store_inner
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 _SMALL = tl.constexpr(FP4_TOKENS)
@@ -54,7 +55,7 @@ def _up_routed(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "pairs", "shared_chunks"])
+@launched(do_not_specialize=["tokens", "pairs", "shared_chunks"])
 def up(
     inputs, shared_inputs,  # as prepare leaves them
     w1, w1_scale, w3, w3_scale,  # FP4 [E, INNER, D], as words of codes and of scales
@@ -120,7 +121,7 @@ def _down_routed(
     tl.store(to, tl.sum(sums, 0).to(tl.bfloat16), (token < size)[None])
 
 
-@triton.jit(do_not_specialize=["tokens", "shared_chunks"])
+@launched(do_not_specialize=["tokens", "shared_chunks"])
 def down(
     inner, shared_inner,  # as up leaves them
     w2, w2_scale,  # FP4 [E, D, INNER]
@@ -169,7 +170,7 @@ def down(
         tl.store(to, sums.to(tl.bfloat16), (token < tokens)[None])
 
 
-@triton.jit
+@launched
 def add(
     parts, shared_part,  # as down leaves them
     place,  # as prepare leaves it

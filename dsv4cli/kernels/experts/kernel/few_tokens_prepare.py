@@ -9,6 +9,7 @@ import triton.language as tl
 from dsv4cli.kernels.block_scale.kernel import through_fp8
 from dsv4cli.kernels.experts.kernel.dequant_mma import INPUT_FACTOR
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 # columns that a program arranges; pairs that a program places, and those it compares them with at once
@@ -101,7 +102,7 @@ def _place_pairs(
     tl.store(chunks + rank, row.to(tl.int32) * 16 + size, inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "pairs", "counts"])
+@launched(do_not_specialize=["tokens", "pairs", "counts"])
 def prepare(
     x,  # bf16 [tokens, K]
     experts,  # int64 [pairs]

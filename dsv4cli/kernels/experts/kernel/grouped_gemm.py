@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.experts.kernel.grouped_operands import natural, ordered, tile
+from dsv4cli.kernels.launch import launched
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def _gate_up(
         )  # fmt: skip
 
 
-@triton.jit
+@launched
 def gate_up(
     x,  # [T, WIDTH]
     order,  # pairs by expert, and the tiles of them: sorting.py
@@ -203,7 +204,7 @@ def _down(
         _store_outputs(more, outputs, order, start + COLUMNS, rows - COLUMNS, begin, N, FORMAT, ROWS, MORE, WARPS)
 
 
-@triton.jit
+@launched
 def down(
     inner,  # [P, PADDED]
     order,
@@ -246,7 +247,7 @@ def down(
         )  # fmt: skip
 
 
-@triton.jit
+@launched
 def add(
     outputs,  # [T * PER_TOKEN, N]
     experts,  # int64 [T, PER_TOKEN]

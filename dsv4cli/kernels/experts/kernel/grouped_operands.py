@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale.kernel import through_fp8
+from dsv4cli.kernels.launch import launched
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def tile(
     return values
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def prepare(
     x,  # [count, K]
     y,  # [count, WIDTH], WIDTH the next multiple of 128

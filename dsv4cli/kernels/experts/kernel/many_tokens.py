@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4cli.kernels.block_scale.kernel import fp8_round
@@ -12,6 +11,7 @@ from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.experts.kernel import grouped_gemm, grouped_operands
 from dsv4cli.kernels.experts.kernel.sort_by_expert import group
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
+from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.rows import rows
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def routed_experts(
     inputs, padded = _inputs(given, form, round_inputs), _padded(inner_width)
     inner = torch.empty(tokens * per_token, padded, dtype=x.dtype, device=x.device)
     height, warps, steps, described = gate_up_tiles(size, tuned, x.device)
-    grouped_gemm.gate_up[(triton.cdiv(padded, height), len(groups.rows))](
+    grouped_gemm.gate_up[(cdiv(padded, height), len(groups.rows))](
         inputs, *tiles, routing.contiguous(), *_stored(weights.w1, weights.w1_scale, height, described),
         *_stored(weights.w3, weights.w3_scale, height, described), inner, limit, inner_width, width, inputs.shape[1],
         padded, per_token, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
@@ -47,7 +47,7 @@ def routed_experts(
         inner = fp8_round(inner, FP8_BLOCK)
     outputs = torch.empty(tokens * per_token, width, dtype=x.dtype, device=x.device)
     height, warps, steps, described = down_tiles(size, tuned, x.device)
-    grouped_gemm.down[(triton.cdiv(width, height), len(groups.rows))](
+    grouped_gemm.down[(cdiv(width, height), len(groups.rows))](
         inner, *tiles, *_stored(weights.w2, weights.w2_scale, height, described), outputs, width, inner_width, padded,
         form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
     )  # fmt: skip
@@ -57,10 +57,10 @@ def routed_experts(
 def ordered_sum(outputs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """outputs [T * k, D] of pairs -> their sums by token, fp32 [T, D], added in ascending order of experts."""
     tokens, per_token = experts.shape
-    width, block = outputs.shape[1], min(2048, triton.next_power_of_2(outputs.shape[1]))
+    width, block = outputs.shape[1], min(2048, next_power_of_2(outputs.shape[1]))
     total = torch.empty(tokens, width, dtype=torch.float32, device=outputs.device)
-    grouped_gemm.add[(tokens, triton.cdiv(width, block))](
-        outputs, experts.contiguous(), total, width, per_token, triton.next_power_of_2(per_token), block
+    grouped_gemm.add[(tokens, cdiv(width, block))](
+        outputs, experts.contiguous(), total, width, per_token, next_power_of_2(per_token), block
     )
     return total
 
@@ -111,14 +111,14 @@ def _stages(device: torch.device, matrices: int, height: int, columns: int) -> i
 
 
 def _padded(width: int) -> int:
-    return triton.cdiv(width, 128) * 128
+    return cdiv(width, 128) * 128
 
 
 def _inputs(x: torch.Tensor, form: str, round_inputs: bool) -> torch.Tensor:
     count, width = x.shape
     padded = _padded(width)
     y = torch.empty(count, padded, dtype=x.dtype, device=x.device)
-    grouped_operands.prepare[(triton.cdiv(count, 8), padded // 128)](
+    grouped_operands.prepare[(cdiv(count, 8), padded // 128)](
         x, y, count, x.stride(0), width, padded, round_inputs, form, 8, num_warps=4
     )
     return y

@@ -19,6 +19,7 @@ from dsv4cli.kernels.experts.kernel.dequant_mma import (
     row_numbers,
 )
 from dsv4cli.kernels.experts.kernel.few_tokens_prepare import store_inner
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 # tokens of a product, of which only the first is one
@@ -38,7 +39,7 @@ def _row_of(expert, rows):
     return expert if rows is None else tl.load(rows + expert, cache_modifier=".cg")
 
 
-@triton.jit
+@launched
 def up(
     inputs, shared_inputs,  # as prepare leaves them
     w1, w1_scale, w3, w3_scale,  # FP4 [E, INNER, D], as words of codes and of scales
@@ -122,7 +123,7 @@ def _ascending_sum(parts, PAIRS: tl.constexpr, LEVELS: tl.constexpr):
     return total
 
 
-@triton.jit
+@launched
 def down(
     inner, shared_inner,  # as up leaves them
     w2, w2_scale,  # FP4 [E, D, INNER]

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
+
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 
 # pairs that a program counts and places; it compares each of them with all others. 7 us for 64 tokens, 24 for 4096
 CHUNK = 128
@@ -30,15 +31,15 @@ def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: in
     not needed have no rows.
     """
     pairs = experts.numel()
-    tiles, chunks = pairs // size + min(count, pairs), triton.cdiv(pairs, CHUNK)
-    bins = max(16, triton.next_power_of_2(count))
+    tiles, chunks = pairs // size + min(count, pairs), cdiv(pairs, CHUNK)
+    bins = max(16, next_power_of_2(count))
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
     groups, counts = Groups(ints(pairs), ints(pairs), ints(tiles), ints(tiles), ints(tiles)), ints(chunks, bins)
     given = experts.contiguous()
-    _count[(max(chunks, triton.cdiv(tiles, CHUNK)),)](given, counts, groups.rows, pairs, tiles, bins, CHUNK)
+    _count[(max(chunks, cdiv(tiles, CHUNK)),)](given, counts, groups.rows, pairs, tiles, bins, CHUNK)
     _place[(chunks,)](
         given, rows, counts, groups.order, groups.position, groups.row, groups.start, groups.rows, pairs, chunks,
         bins, CHUNK, ROWS, size, num_warps=8,
@@ -46,7 +47,7 @@ def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: in
     return groups
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles"])
+@launched(do_not_specialize=["pairs", "tiles"])
 def _count(
     experts,  # int64 [pairs]
     counts,  # [chunks, BINS]
@@ -65,7 +66,7 @@ def _count(
         tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS, mask=inside))
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks"])
+@launched(do_not_specialize=["pairs", "chunks"])
 def _place(
     experts,  # int64 [pairs]
     stacked,  # int64 [E] the row of each expert, or None

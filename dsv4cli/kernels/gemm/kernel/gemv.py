@@ -25,6 +25,7 @@ from dsv4cli.kernels.gemm.kernel.dequant import (
     e8m0_values,
     read_once,
 )
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import planned_rows
@@ -114,12 +115,12 @@ def _launch(
     starts, times = [0], []
     for n, p in zip(numbers, products, strict=True):
         times.append(max(1, size // (rows * width * p.weight.itemsize)))
-        starts.append(starts[-1] + triton.cdiv(n, rows * times[-1]))
-    _rows[(starts[-1], groups, triton.cdiv(tokens, together))](
+        starts.append(starts[-1] + cdiv(n, rows * times[-1]))
+    _rows[(starts[-1], groups, cdiv(tokens, together))](
         x, norm and norm.weight, tuple(bits(p.weight) for p in products), tuple(bits(p.scale) for p in products),
         tuple(results), tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), tuple(times),
         numbers, width, tuple(p.rounded for p in products), has_fp8(x), rows,
-        max(128, triton.next_power_of_2(width)), together,
+        max(128, next_power_of_2(width)), together,
         together == 1 and starts[-1] * groups * warps <= _AT_ONCE, num_warps=warps, **overlap(x),
     )  # fmt: skip
 
@@ -137,7 +138,7 @@ def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
     """The fastest of those measured on an H200."""
     tokens, groups, columns = x.shape
     alone = planned_rows(tokens) == 1
-    width = max(128, triton.next_power_of_2(columns)) * max(p.weight.itemsize for p in products)
+    width = max(128, next_power_of_2(columns)) * max(p.weight.itemsize for p in products)
     size = sum(p.weight.nbytes for p in products)
     rows, warps, each = (8, 4, 0) if width <= 1024 else (4, min(16, max(4, width // 1024)), 0)
     if alone and width <= 1024 and size > 16e6:
@@ -152,7 +153,7 @@ def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
     return GemvTiles(rows, warps, min(2, tokens), each)
 
 
-@triton.jit(do_not_specialize=["tokens", "eps"])
+@launched(do_not_specialize=["tokens", "eps"])
 def _rows(
     x,  # [tokens, G, K]
     norm,  # [K], weight of the norm of x, if there is one

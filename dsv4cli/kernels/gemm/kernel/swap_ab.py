@@ -17,6 +17,7 @@ from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_bl
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, e8m0_values
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.workspace import words
 
@@ -46,14 +47,14 @@ def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.T
     numbers = tuple(y.shape[-1] for y in results)
     starts = [0]
     for n in numbers:
-        starts.append(starts[-1] + triton.cdiv(n, rows))
-    columns = max(16, triton.next_power_of_2(tokens))
+        starts.append(starts[-1] + cdiv(n, rows))
+    columns = max(16, next_power_of_2(tokens))
     parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, columns, device=x.device)
     coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
     _swap_ab[(starts[-1], groups, splits)](
         x, coded, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
         words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
-        tuple(p.rounded for p in products), triton.cdiv(triton.cdiv(width, _STEP.value), splits), rows, columns, splits,
+        tuple(p.rounded for p in products), cdiv(cdiv(width, _STEP.value), splits), rows, columns, splits,
         stages, num_warps=warps, **overlap(x),
     )  # fmt: skip
 
@@ -69,9 +70,9 @@ class SwapTiles(NamedTuple):
 
 def swap_tiles(x: torch.Tensor, products: Sequence[Product]) -> SwapTiles:
     """The fastest of those measured on an H200."""
-    tokens, steps = x.shape[0], triton.cdiv(x.shape[2], _STEP.value)
+    tokens, steps = x.shape[0], cdiv(x.shape[2], _STEP.value)
     coded = [p.scale is not None for p in products]
-    tiles = sum(triton.cdiv(p.weight.shape[0], 128) for p in products)
+    tiles = sum(cdiv(p.weight.shape[0], 128) for p in products)
     if tokens <= OWN and any(coded) and tiles * steps >= 1024:
         splits = _splits(tiles, 256, steps // 4 if steps > 8 else 1)
         return SwapTiles(128, splits, 3 if all(coded) else 2, 8)
@@ -93,7 +94,7 @@ def _splits(tiles: int, programs: int, most: int) -> int:
     return splits
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _swap_ab(
     x,  # [tokens, G, K]
     coded,  # contiguous [tokens, K]: x rounded, where programs do not round it

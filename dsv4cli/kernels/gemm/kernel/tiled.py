@@ -16,6 +16,7 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel import tiled_bf16, tiled_fp8
 from dsv4cli.kernels.gemm.kernel.dequant import bits, e2m1_values, e4m3_values, e8m0_values
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import place
+from dsv4cli.kernels.launch import cdiv, launched
 
 # more tokens are worth a launch that makes an FP8 weight bf16 (H200, wo_a of Flash); an FP4 weight always is. More
 # tokens of a rounded input go through FP8 tensor cores, for whose speed their shorter sums are accepted
@@ -69,7 +70,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, 
         if weight.dtype == torch.int8 or (scale is not None and (tokens > MANY or not has_fp8(x))):
             weight, scale = _widened(weight, scale, width), None
         return tiled_bf16.linear(x, weight, y) if scale is None else tiled_bf16.coded(x, weight, scale, y)
-    _tiles[triton.cdiv(features, 64) * triton.cdiv(tokens, 64), groups](
+    _tiles[cdiv(features, 64) * cdiv(tokens, 64), groups](
         x, bits(weight), bits(scale), y, tokens, x.stride(0), x.stride(1), features, width,
         scale is not None, has_fp8(x), tl.bfloat16 if bf16 else tl.float32, 64, 64, 32, num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -79,12 +80,12 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, 
 def _widened(weight: torch.Tensor, scale: torch.Tensor | None, width: int) -> torch.Tensor:
     """The bf16 values of a quantised weight."""
     values = torch.empty(weight.shape[0], width, dtype=torch.bfloat16, device=weight.device)
-    grid = triton.cdiv(weight.shape[0], 64), triton.cdiv(width, 128)
+    grid = cdiv(weight.shape[0], 64), cdiv(width, 128)
     _widen[grid](bits(weight), bits(scale), values, weight.shape[0], width, has_fp8(weight), 64, 128, num_warps=4)
     return values
 
 
-@triton.jit
+@launched
 def _widen(weight, scale, y, ROWS, K: tl.constexpr, HAS_FP8: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     k = tl.program_id(1) * BK
@@ -93,7 +94,7 @@ def _widen(weight, scale, y, ROWS, K: tl.constexpr, HAS_FP8: tl.constexpr, BN: t
     tl.store(y + row[:, None] * K + column[None], values.to(tl.bfloat16), (row < ROWS)[:, None] & (column < K)[None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _tiles(
     x,  # [tokens, G, K] with strides x_row, x_group, 1
     weight,  # [G * N, K] as stored

@@ -1,13 +1,13 @@
 """Linears of bf16 rows in Triton: exact products on tensor cores, summed in fp32; weights in bf16 or FP8."""
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import e8m0_values
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import FULL, add, parts, place
+from dsv4cli.kernels.launch import cdiv, described, launched
 
 DEPTH = 64
 
@@ -24,11 +24,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tens
     """y [T, G, N] = x [T, G, K] times the matrices of weight [G * N, K]."""
     (tokens, groups, width), features = x.shape, y.shape[2]
     rows, columns, warps, stages = _tile(tokens, groups, features)
-    tiles, steps = triton.cdiv(tokens, rows) * triton.cdiv(features, columns), triton.cdiv(width, DEPTH)
+    tiles, steps = cdiv(tokens, rows) * cdiv(features, columns), cdiv(width, DEPTH)
     splits = parts(tiles * groups, steps)
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _tiles[tiles, groups, splits](
-        _described(x, rows, DEPTH), TensorDescriptor.from_tensor(weight, [columns, DEPTH]), sums,
+        _described(x, rows, DEPTH), described(weight, weight.shape, weight.stride(), [columns, DEPTH]), sums,
         tokens, features, width, rows, columns, DEPTH, steps // splits, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return add(sums, y)
@@ -38,11 +38,11 @@ def coded(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.T
     """The same with a weight of e4m3 codes and its scale, on a GPU that has FP8."""
     (tokens, groups, width), features = x.shape, y.shape[2]
     columns, stages = (64, 4) if tokens <= 64 else (128, 3)  # measured on an H200 at wo_a of Flash
-    tiles, steps = triton.cdiv(features, 64) * triton.cdiv(tokens, columns), triton.cdiv(width, FP8_BLOCK)
+    tiles, steps = cdiv(features, 64) * cdiv(tokens, columns), cdiv(width, FP8_BLOCK)
     splits = parts(tiles * groups, steps)
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _coded_tiles[tiles, groups, splits](
-        _described(x, columns, FP8_BLOCK), TensorDescriptor.from_tensor(weight, [64, FP8_BLOCK]),
+        _described(x, columns, FP8_BLOCK), described(weight, weight.shape, weight.stride(), [64, FP8_BLOCK]),
         scale.view(torch.uint8), sums, tokens, features, width, 64, columns, steps // splits,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
@@ -51,18 +51,18 @@ def coded(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.T
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """x [T, G, K] as a matrix of blocks [rows, columns]."""
-    wide = x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))
-    return TensorDescriptor.from_tensor(wide, [rows, columns])
+    tokens, groups, width = x.shape
+    return described(x, (tokens, groups * width), (x.stride(0), 1), [rows, columns])
 
 
 def _tile(tokens: int, groups: int, features: int) -> tuple[int, int, int, int]:
     """Tokens and features of a tile, its warps and stages; measured on an H200 at the widths of Flash."""
-    if triton.cdiv(tokens, 128) * triton.cdiv(features, 256) * groups >= FULL:
+    if cdiv(tokens, 128) * cdiv(features, 256) * groups >= FULL:
         return 128, 256, 8, 3
     return (128 if tokens > 64 else 64), 128, 4, 4
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _tiles(
     x,  # descriptor of [tokens, G * K]
     weight,  # descriptor of [G * N, K]
@@ -86,7 +86,7 @@ def _tiles(
     tl.store(y, total.to(y.dtype.element_ty), (token < tokens)[:, None] & (feature < N)[None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _coded_tiles(
     x,  # descriptor of [tokens, G * K]
     weight,  # descriptor of e4m3 [G * N, K]

@@ -13,6 +13,7 @@ from dsv4cli.kernels.card import HOPPER, is_from
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import e8m0_values
+from dsv4cli.kernels.launch import cdiv, described, launched
 
 # programs that fill the GPU, and tokens from which on larger tiles do
 FULL, MANY = 128, 1024
@@ -32,7 +33,7 @@ def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weigh
     if not tokens:
         return y
     rows, columns, halves, warps, stages = _tile(tokens, features, width)
-    tiles, blocks = triton.cdiv(tokens, rows) * triton.cdiv(features, columns), width // FP8_BLOCK
+    tiles, blocks = cdiv(tokens, rows) * cdiv(features, columns), width // FP8_BLOCK
     splits = parts(tiles, blocks)
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _tiles[tiles, splits](
@@ -46,7 +47,7 @@ def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weigh
 def _described(codes: torch.Tensor, rows: int) -> TensorDescriptor:
     if not codes.is_contiguous() or codes.data_ptr() % 16:
         raise KernelUnsupported("the Triton FP8 linear takes whole matrices that begin at a multiple of 16 bytes")
-    return TensorDescriptor.from_tensor(codes, [rows, FP8_BLOCK])
+    return described(codes, codes.shape, codes.stride(), [rows, FP8_BLOCK])
 
 
 def _tile(tokens: int, features: int, width: int) -> tuple[int, int, int, int, int]:
@@ -57,7 +58,7 @@ def _tile(tokens: int, features: int, width: int) -> tuple[int, int, int, int, i
     """
     if tokens <= 128:
         return (64, 128, 1, 4, 4) if features >= 128 * FULL else (64, 64, 1, 4, 5)
-    full = triton.cdiv(tokens, 128) * triton.cdiv(features, 128) >= FULL
+    full = cdiv(tokens, 128) * cdiv(features, 128) >= FULL
     if width <= 1024:
         return 64, 128, 1, 4, 3
     return (128, 128, 2, 8, 3) if tokens >= MANY and full else (64, 128, 1, 4, 4)
@@ -65,14 +66,14 @@ def _tile(tokens: int, features: int, width: int) -> tuple[int, int, int, int, i
 
 def parts(tiles: int, steps: int) -> int:
     """Into how many equal parts the steps over the columns are split so that the tiles fill the GPU."""
-    most = 1 if steps <= SHORT else max(1, min(triton.cdiv(FULL, tiles), steps // LEAST))
+    most = 1 if steps <= SHORT else max(1, min(cdiv(FULL, tiles), steps // LEAST))
     return next(count for count in range(most, 0, -1) if steps % count == 0)
 
 
 def add(sums: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """y, where `sums` is not y itself filled with the sums [parts, ...] added in their order and rounded once."""
     if sums is not y:
-        _add[triton.cdiv(y.numel(), 1024),](sums, y, y.numel(), sums.shape[0], 1024, num_warps=4)
+        _add[cdiv(y.numel(), 1024),](sums, y, y.numel(), sums.shape[0], 1024, num_warps=4)
     return y
 
 
@@ -85,7 +86,7 @@ def place(number, rows, columns, GROUP: tl.constexpr):
     return first + inner % height, inner // height
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _tiles(
     x,  # descriptor of e4m3 [tokens, K]
     x_scale,  # [tokens, K / 128]
@@ -123,7 +124,7 @@ def _tiles(
         tl.store(y + BN, more.to(y.dtype.element_ty), (row < tokens)[:, None] & (column + BN < N)[None])
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _add(sums, y, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(sums + at, at < count, other=0.0)

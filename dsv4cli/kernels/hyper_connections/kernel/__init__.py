@@ -8,7 +8,6 @@ A few tokens take one launch, in which some programs do the work of the second.
 from typing import NamedTuple
 
 import torch
-import triton
 
 from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.dispatch import KernelUnsupported
@@ -16,6 +15,7 @@ from dsv4cli.kernels.hyper_connections.kernel.combine import weigh_and_collapse
 from dsv4cli.kernels.hyper_connections.kernel.fused import FEW, fused_connect
 from dsv4cli.kernels.hyper_connections.kernel.project import mix_and_project, split_weights
 from dsv4cli.kernels.hyper_connections.types import Connection
+from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.pdl import overlap_of_few
 from dsv4cli.kernels.rows import LONGEST, ROWS_EXACT, rows
 from dsv4cli.kernels.workspace import words
@@ -69,9 +69,9 @@ def project_tiles(count: int, width: int, projected: bool, device: torch.device)
         if count <= most:
             return tile
     # as many programs as multiprocessors, or a little fewer
-    share = min(width * triton.cdiv(count, 64) // 128, width)
+    share = min(width * cdiv(count, 64) // 128, width)
     # a step: bf16 of four streams and an output for 64 tokens, four times 32 rows of weights for each stream
-    return ProjectTiles(64, triton.cdiv(share, 32) * 32, 32, 8, stages_that_fit(device, 4, 52 << 10))
+    return ProjectTiles(64, cdiv(share, 32) * 32, 32, 8, stages_that_fit(device, 4, 52 << 10))
 
 
 def connect_pre(streams: torch.Tensor, connection: Connection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -124,12 +124,12 @@ def _fused(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (count, number, width), fn, base, iterations = streams.shape, connection.fn, connection.base, connection.iterations
     y, post, comb = _results(streams, iterations)
-    tile, slots = fused_tiles(count), triton.next_power_of_2(len(fn) + 1)
-    splits = triton.cdiv(width, tile.block) * (1 if tile.tokens else number)
+    tile, slots = fused_tiles(count), next_power_of_2(len(fn) + 1)
+    splits = cdiv(width, tile.block) * (1 if tile.tokens else number)
     x, old_post, old_comb = output or (streams[:, 0], base, base)
     given, options = rows(x), overlap_of_few(streams, count)
     left = words(streams.device, 2, FEW, splits, slots)
-    parts = max(triton.next_power_of_2(splits), 32 * tile.warps // slots)  # a word of `take` for each thread
+    parts = max(next_power_of_2(splits), 32 * tile.warps // slots)  # a word of `take` for each thread
     if options["OVERLAP"] and tile.tokens == 0 and count > 1 and width <= 4096:
         options["maxnreg"] = 128  # two programs a multiprocessor; wider streams would spill
     if count:
@@ -139,7 +139,7 @@ def _fused(
             y if norm is None else norm.contiguous(), mixed, y, post, comb, left,
             count, given.stride(0), *streams.stride()[:2], connection.hc_eps, connection.norm_eps,
             iterations, number, width, len(fn), slots, splits, parts, tile.tokens, tile.block,
-            triton.next_power_of_2(width), bool(output), norm is not None,
+            next_power_of_2(width), bool(output), norm is not None,
             num_warps=tile.warps, **options,
         )  # fmt: skip
     return y, post, comb
@@ -166,15 +166,15 @@ def _sweep(
     """
     count, number, width = streams.shape
     lines = 0 if fn is None else len(fn)
-    tile, slots = project_tiles(count, width, bool(lines), streams.device), triton.next_power_of_2(lines + 1)
-    splits = triton.cdiv(width, tile.columns)
+    tile, slots = project_tiles(count, width, bool(lines), streams.device), next_power_of_2(lines + 1)
+    splits = cdiv(width, tile.columns)
     parts = streams.new_empty(splits if lines else 0, count, slots, dtype=torch.float32)
     x, post, comb = output or (streams, parts, parts)
     given, weights = rows(x) if output else streams, parts if fn is None else fn.contiguous()
     split = tile.tokens >= SPLIT_TOKENS and bool(lines) and streams.dtype == torch.bfloat16
     tensors = given, streams, post.contiguous(), comb.contiguous(), _split(weights) if split else weights, mixed, parts
     if count:
-        mix_and_project[(triton.cdiv(count, tile.tokens), splits)](
+        mix_and_project[(cdiv(count, tile.tokens), splits)](
             *tensors, count, given.stride(0), *streams.stride()[:2], number, width, lines, slots,
             4 if split else 1, tile.columns, tile.tokens, tile.block, bool(output),
             num_warps=tile.warps, num_stages=tile.stages, **overlap_of_few(streams, count),
@@ -185,7 +185,7 @@ def _sweep(
 def _split(fn: torch.Tensor) -> torch.Tensor:
     """fp32 as bf16 [3, ...], parts of a sum."""
     parts = fn.new_empty(3, *fn.shape, dtype=torch.bfloat16)
-    split_weights[(triton.cdiv(fn.numel(), 1024),)](fn, parts, fn.numel(), 1024, num_warps=4)
+    split_weights[(cdiv(fn.numel(), 1024),)](fn, parts, fn.numel(), 1024, num_warps=4)
     return parts
 
 
@@ -205,13 +205,13 @@ def _collapsed(
     (count, number, width), base, iterations = streams.shape, connection.base, connection.iterations
     x, post, comb = _results(streams, iterations)
     tokens = 1 if len(parts) > 8 else WEIGHED_TOKENS
-    weighers = triton.cdiv(len(post), tokens)
+    weighers = cdiv(len(post), tokens)
     if count:
         weigh_and_collapse[(weighers + count,)](
             streams, parts, connection.scale, base, x if weight is None else weight.contiguous(), x, post, comb,
             count, weighers, *streams.stride()[:2], connection.hc_eps, connection.norm_eps,
-            iterations, number, width, len(base), parts.shape[2], len(parts), triton.next_power_of_2(len(parts)),
-            tokens, triton.next_power_of_2(width), weight is not None, num_warps=4,
+            iterations, number, width, len(base), parts.shape[2], len(parts), next_power_of_2(len(parts)),
+            tokens, next_power_of_2(width), weight is not None, num_warps=4,
             **overlap_of_few(streams, count),
         )  # fmt: skip
     return x, post, comb

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.hyper_connections.kernel.project import load_sources
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.pdl import wait_for_inputs
 
@@ -177,7 +178,7 @@ def _collapse(
     tl.store(y + token * WIDTH + column, collapsed(values, logits, factor, hc_eps, norm_eps, N, WIDTH, NORM), inside)
 
 
-@triton.jit(do_not_specialize=["count", "weighers"])
+@launched(do_not_specialize=["count", "weighers"])
 def weigh_and_collapse(
     streams,  # [count, N, WIDTH]
     parts,  # [SPLITS, count, SLOTS]

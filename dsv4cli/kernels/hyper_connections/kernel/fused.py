@@ -13,6 +13,7 @@ from dsv4cli.kernels.hyper_connections.kernel.project import (
     mix,
     project,
 )
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 # tokens that one launch takes: one tile of tensor cores
@@ -124,7 +125,7 @@ def _collapse(
     tl.store(y + token * WIDTH + column, collapsed(values, logits, factor, hc_eps, norm_eps, N, WIDTH, NORM), inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def fused_connect(
     x,  # [count, WIDTH]
     streams,  # [count, N, WIDTH]

@@ -3,10 +3,11 @@
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 
-@triton.jit
+@launched
 def split_weights(
     fn,  # [count]
     parts,  # bf16 [3, count]
@@ -107,7 +108,7 @@ def as_parts(sums, squares, ROWS: tl.constexpr, SLOTS: tl.constexpr):
     return tl.where(tl.arange(0, SLOTS)[None] == ROWS, tl.sum(squares, 1)[:, None], sums)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def mix_and_project(
     x,  # [count, WIDTH]
     streams,  # [count, N, WIDTH]

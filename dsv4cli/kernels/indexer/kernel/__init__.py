@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 
 from dsv4cli.kernels.card import FP8, is_from
 from dsv4cli.kernels.dispatch import KernelUnsupported
@@ -13,6 +12,7 @@ from dsv4cli.kernels.indexer.kernel.scores_plain import scores_of_plain_keys
 from dsv4cli.kernels.indexer.kernel.scores_tiled import prepare_queries, scores_of_many_tokens
 from dsv4cli.kernels.indexer.kernel.topk import choose_entries, choose_prefiltered, takes_prefilter, top_entries
 from dsv4cli.kernels.indexer.types import IndexEntries, IndexKeys, IndexQueries, WindowList
+from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, overlap_beside
 from dsv4cli.kernels.rows import planned_rows
 
@@ -27,7 +27,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) 
     _check(queries, keys, entries.table)
     q, count = queries.q, entries.table.shape[1]
     # rows begin where a wide load may, and have room for one behind their end: top_entries reads them so
-    out = torch.empty(q.shape[0], triton.cdiv(count, 64) * 64, dtype=q.dtype, device=q.device)[:, :count]
+    out = torch.empty(q.shape[0], cdiv(count, 64) * 64, dtype=q.dtype, device=q.device)[:, :count]
     if not out.numel():
         return out
     if keys.scale is None:
@@ -62,10 +62,10 @@ def _check(queries: IndexQueries, stored: IndexKeys, table: torch.Tensor) -> Non
 def _score_plain(out: torch.Tensor, queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) -> None:
     q, weights, table = queries.q, queries.weights, entries.table
     (tokens, heads, width), count, rows = q.shape, table.shape[1], 64
-    scores_of_plain_keys[(tokens, triton.cdiv(count, rows))](
+    scores_of_plain_keys[(tokens, cdiv(count, rows))](
         q, weights, queries.weight_scale, keys.keys, table, entries.sequence, entries.visible, out, count, q.stride(0),
-        weights.stride(0), table.stride(0), out.stride(0), heads, width, max(16, _power(heads)),
-        max(16, _power(width)), rows, num_warps=4, **overlap(q),
+        weights.stride(0), table.stride(0), out.stride(0), heads, width, max(16, next_power_of_2(heads)),
+        max(16, next_power_of_2(width)), rows, num_warps=4, **overlap(q),
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _score_few(
     scores_of_one_token[(tokens, splits)](
         q, weights, queries.weight_scale, *words, table, entries.sequence, entries.visible, out, peaks, counts, count,
         splits, q.stride(0), weights.stride(0), table.stride(0), out.stride(0), peaks.stride(0), heads, width,
-        max(16, _power(heads)), rows, found is not None, num_warps=warps, **options,
+        max(16, next_power_of_2(heads)), rows, found is not None, num_warps=warps, **options,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def best_entries(
         return choose_entries(index_scores(queries, keys, entries), k, entries, window)
     _check(queries, keys, entries.table)
     # both begin where a wide load may, and have room for one behind their end
-    wide = triton.cdiv(count, 128) * 128
+    wide = cdiv(count, 128) * 128
     both = torch.empty(tokens, wide + wide // 8, dtype=q.dtype, device=q.device)
     scores, peaks = both[:, :count], both[:, wide:]
     counts = torch.empty(tokens, dtype=torch.int32, device=q.device)
@@ -120,14 +120,14 @@ def one_token_tiles(tokens: int, entries: int) -> OneTokenTiles:
     One token, 8,192 keys: 3.3 us with 64 (3.9 with 128); 262,144 keys: 20.8 us with 128 (21.3 with 64).
     """
     rows, programs = (128, 396) if planned_rows(tokens, 1) * entries >= 131_072 else (64, 528)
-    return OneTokenTiles(rows, min(triton.cdiv(entries, rows), max(1, programs // tokens)), 4)
+    return OneTokenTiles(rows, min(cdiv(entries, rows), max(1, programs // tokens)), 4)
 
 
 def _score_many(
     out: torch.Tensor, queries: IndexQueries, words: tuple[torch.Tensor, torch.Tensor], entries: IndexEntries
 ) -> None:
     q, weights, table = queries.q, queries.weights, entries.table
-    (tokens, heads, width), count, padded = q.shape, table.shape[1], max(16, _power(q.shape[1]))
+    (tokens, heads, width), count, padded = q.shape, table.shape[1], max(16, next_power_of_2(q.shape[1]))
     padded_q = torch.empty(tokens, padded, width, dtype=_operand(q.device), device=q.device)
     scaled = torch.empty(tokens, padded, dtype=weights.dtype, device=q.device)
     prepare_queries[(tokens,)](
@@ -145,7 +145,7 @@ def _score_many(
     )
     # H200, 4,096 tokens and 8,192 keys: 859 us; 64 keys instead of 128 take 970, eight warps 1,043, two stages 894
     rows, per_program, warps, stages = 128, 64, 4, 3
-    scores_of_many_tokens[(triton.cdiv(count, rows), triton.cdiv(tokens, per_program))](
+    scores_of_many_tokens[(cdiv(count, rows), cdiv(tokens, per_program))](
         padded_q, scaled, *words, table, entries.sequence, entries.visible, out, tokens, count, table.stride(0),
         out.stride(0), width, padded, rows, per_program, stages, num_warps=warps,
     )  # fmt: skip
@@ -154,8 +154,3 @@ def _score_many(
 def _operand(device: torch.device) -> torch.dtype:
     """What the tensor cores multiply: e4m3 holds FP4 values with a scale a row, where there is hardware for it."""
     return torch.float8_e4m3fn if is_from(device, FP8) else torch.bfloat16
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is not smaller."""
-    return 1 << (number - 1).bit_length()

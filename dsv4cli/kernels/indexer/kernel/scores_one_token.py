@@ -1,13 +1,13 @@
 """Scores over FP4 keys for few tokens in Triton: a program takes every n-th tile of keys for one token."""
 
-import triton
 import triton.language as tl
 
 from dsv4cli.kernels.indexer.kernel.fp4_keys import as_keys, key_tile, twice_sum
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 
-@triton.jit(do_not_specialize=["entries", "splits"])
+@launched(do_not_specialize=["entries", "splits"])
 def scores_of_one_token(
     q,  # [T, H, D]
     weights,  # [T, H]

@@ -1,12 +1,12 @@
 """Scores over keys of the queries' own dtype in Triton: a program takes a tile of keys for one token."""
 
-import triton
 import triton.language as tl
 
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 
-@triton.jit(do_not_specialize=["entries"])
+@launched(do_not_specialize=["entries"])
 def scores_of_plain_keys(
     q,  # [T, H, D]
     weights,  # [T, H]

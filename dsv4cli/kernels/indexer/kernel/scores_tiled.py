@@ -1,12 +1,12 @@
 """Scores over FP4 keys for many tokens of a sequence in Triton: a program unpacks a tile of keys once for several."""
 
-import triton
 import triton.language as tl
 
 from dsv4cli.kernels.indexer.kernel.fp4_keys import as_keys, key_tile, twice_sum
+from dsv4cli.kernels.launch import launched
 
 
-@triton.jit
+@launched
 def prepare_queries(
     q,  # bf16 [T, H, D]
     weights,  # bf16 [T, H]
@@ -35,7 +35,7 @@ def prepare_queries(
     tl.store(out_weights + token * HEADS + head, (weight * inverse).to(tl.bfloat16))
 
 
-@triton.jit(do_not_specialize=["tokens", "entries"])
+@launched(do_not_specialize=["tokens", "entries"])
 def scores_of_many_tokens(
     q,  # [tokens, HEADS, D], with weights as `prepare_queries` makes them
     weights,  # [tokens, HEADS]

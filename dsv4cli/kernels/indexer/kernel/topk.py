@@ -3,13 +3,13 @@
 import math
 
 import torch
-import triton
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.indexer.kernel.topk_prefilter import keep_high, list_kept
 from dsv4cli.kernels.indexer.kernel.topk_radix import choose_largest
 from dsv4cli.kernels.indexer.kernel.topk_split import choose_in_parts
 from dsv4cli.kernels.indexer.types import IndexEntries, WindowList
+from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, overlap_beside, overlap_of_few
 from dsv4cli.kernels.rows import planned_rows
 
@@ -66,11 +66,11 @@ def choose_prefiltered(
         raise KernelUnsupported("the Triton indexer takes lists with consecutive columns")
     (rows, length), table, width, device = scores.shape, entries.table, window.index.shape[1], scores.device
     # `bound` lets half as many peaks again as k through, or a little more, each of eight scores
-    room = max(1024, triton.next_power_of_2(15 * k))
+    room = max(1024, next_power_of_2(15 * k))
     kept, cells = (torch.empty(rows, room, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
     out = torch.empty(rows, width + k, dtype=torch.int64, device=device)
     bits, (tile, wide, ranking, registers) = scores.view(torch.int16), _kept(length)
-    keep_high[(rows, triton.cdiv(length, wide))](
+    keep_high[(rows, cdiv(length, wide))](
         bits, peaks.view(torch.int16), entries.visible, table, entries.sequence, table.stride(0), window.rows, kept,
         cells, counts, length, k, scores.stride(0), peaks.stride(0), 128, tile // 1024, wide, room,
         **overlap_beside(scores, registers), num_warps=4,
@@ -78,7 +78,7 @@ def choose_prefiltered(
     list_kept[(rows, ranking)](
         kept, cells, counts, bits, entries.visible, table, entries.sequence, window.index, window.columns,
         table.stride(0), window.index.stride(0), window.rows, out, length, k, scores.stride(0), room,
-        triton.next_power_of_2(k), ranking, width, **overlap(scores), num_warps=4,
+        next_power_of_2(k), ranking, width, **overlap(scores), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -115,7 +115,7 @@ def _choose(
     if not rows or not k:
         return
     names = {"LISTED": listed, "WINDOW": window}
-    if rows <= FEW and triton.cdiv(length, LONGEST) * k <= SHORT:
+    if rows <= FEW and cdiv(length, LONGEST) * k <= SHORT:
         _choose_of_few(scores, visible, k, out, listing, names)
         return
     numbers = scores  # of the first pass: the places themselves
@@ -136,17 +136,17 @@ def _choose_of_few(
     found = scores, visible, visible
     if length > SHORT:
         chunk = SHORT
-        while triton.cdiv(length, chunk) * k > SHORT:
+        while cdiv(length, chunk) * k > SHORT:
             chunk *= 2
         # which does nothing where no more is visible than the second kernel takes at once
         found = _pass(scores, visible, scores, chunk, k, left=SHORT)
-    alignment, tile = _alignment(scores), min(SHORT, max(1024, triton.next_power_of_2(length)))
+    alignment, tile = _alignment(scores), min(SHORT, max(1024, next_power_of_2(length)))
     warps, (parts, ranked, searching) = max(4, _warps(tile, alignment)), _parts(rows)
     integers = torch.int16 if scores.dtype == torch.bfloat16 else torch.int32
     choose_in_parts[(rows, parts)](
         scores.view(integers), visible, found[0].view(integers), *found[1:], *listing, out,
         length, k, scores.stride(0), found[0].stride(0), found[0] is not scores, alignment,
-        tile // (256 * warps), 32 * warps, triton.next_power_of_2(k), _groups(k, warps), parts, ranked, searching,
+        tile // (256 * warps), 32 * warps, next_power_of_2(k), _groups(k, warps), parts, ranked, searching,
         **names, **overlap(scores), num_warps=warps,
     )  # fmt: skip
 
@@ -167,8 +167,8 @@ def _pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The best k of each chunk of a row, unless no more than `left` are visible: scores, how many, their numbers."""
     rows, length = scores.shape
-    chunks = triton.cdiv(length, chunk)
-    padded = triton.cdiv(chunks * k, 8) * 8
+    chunks = cdiv(length, chunk)
+    padded = cdiv(chunks * k, 8) * 8
     found = torch.empty(rows, padded, dtype=torch.int32, device=scores.device)[:, : chunks * k]
     found_scores = torch.empty(rows, padded, dtype=scores.dtype, device=scores.device)[:, : chunks * k]
     results = found, found_scores, torch.empty_like(visible)
@@ -196,14 +196,14 @@ def _launch(
     choose_largest[grid](
         scores.view(integers), visible, numbers, *listing, out, out_scores if last else out_scores.view(integers),
         results[2], scores.shape[1], k, scores.stride(0), numbers.stride(0), out.stride(0), numbers is scores, last,
-        alignment, chunk // (256 * warps), 32 * warps, triton.next_power_of_2(k), _groups(k, warps),
+        alignment, chunk // (256 * warps), 32 * warps, next_power_of_2(k), _groups(k, warps),
         **{"LEFT": 0} | names, **overlap_of_few(scores, len(scores)), num_warps=warps,
     )  # fmt: skip
 
 
 def _groups(k: int, warps: int) -> int:
     """Groups of each thread's scores, as many as k or more in all; 0 where a thread has too few."""
-    groups = triton.cdiv(triton.next_power_of_2(k), 32 * warps)
+    groups = cdiv(next_power_of_2(k), 32 * warps)
     return groups if groups <= 8 else 0
 
 
@@ -211,15 +211,15 @@ def _alignment(scores: torch.Tensor) -> int:
     """How many scores a load may take at once: 8 where each row has room behind its end."""
     rows, length = scores.shape
     room = scores.untyped_storage().nbytes() // scores.element_size() - scores.storage_offset()
-    fits = scores.stride(0) % 8 == 0 and (rows - 1) * scores.stride(0) + triton.cdiv(length, 8) * 8 <= room
+    fits = scores.stride(0) % 8 == 0 and (rows - 1) * scores.stride(0) + cdiv(length, 8) * 8 <= room
     return 8 if fits else 1
 
 
 def _chunk(length: int, k: int) -> int:
     """How much of a row a program takes: all of it, or so much that as much is left of all parts together (H200)."""
     if length <= LONGEST // 2:
-        return max(256, triton.next_power_of_2(length))
-    chunk = max(LONGEST // 4, triton.next_power_of_2(math.isqrt(length * k)), 2 * triton.next_power_of_2(k))
+        return max(256, next_power_of_2(length))
+    chunk = max(LONGEST // 4, next_power_of_2(math.isqrt(length * k)), 2 * next_power_of_2(k))
     if chunk > LONGEST and length > LONGEST:
         raise KernelUnsupported(f"the Triton top-k takes up to {LONGEST // 2} of rows longer than {LONGEST}, not {k}")
     return min(LONGEST, chunk)

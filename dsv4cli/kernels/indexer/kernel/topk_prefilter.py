@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.indexer.kernel.topk_radix import before, count_from, fill_row, key_near, ordered, score_of
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 # entries that a program ranks at once, and how many it compares them with at once
@@ -47,7 +48,7 @@ def bound(keys, count, k, dtype: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["length", "k", "window_rows"])
+@launched(do_not_specialize=["length", "k", "window_rows"])
 def keep_high(
     scores,  # int16 [T, length]
     peaks,  # int16 [T, .], of each eight scores of which one is seen
@@ -99,7 +100,7 @@ def keep_high(
         tl.store(cells + row * ROOM + target, name, inside)
 
 
-@triton.jit(do_not_specialize=["length", "k", "window_rows"])
+@launched(do_not_specialize=["length", "k", "window_rows"])
 def list_kept(
     kept,  # int32 [T, ROOM], cells int64 [T, ROOM] and counts int32 [T], as `keep_high` leaves them
     cells,

@@ -7,6 +7,7 @@ consecutive ones of each of a few stretches: a tile is [THREADS, STRETCHES, 8].
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 
@@ -175,7 +176,7 @@ def store_places(
         tl.store(out_scores + target, tl.load(scores + place, inside, other=0), inside)
 
 
-@triton.jit(do_not_specialize=["length", "k", "window_rows"])
+@launched(do_not_specialize=["length", "k", "window_rows"])
 def choose_largest(
     scores,  # int16 or int32 [T, length]
     visible,  # [T]

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.indexer.kernel.topk_radix import fill_row, named, ordered, threshold
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 # entries that a program ranks at once, and how many it compares them with at once
@@ -58,7 +59,7 @@ def list_by_limit(
     tl.store(out + target, name, (mine < seen) & (own >= limit) & (target < k))
 
 
-@triton.jit(do_not_specialize=["length", "k", "window_rows"])
+@launched(do_not_specialize=["length", "k", "window_rows"])
 def choose_in_parts(
     scores,  # int16 or int32 [T, length]
     visible,  # [T]

@@ -6,10 +6,10 @@ A few tokens take one launch, in which some programs do the work of the second.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from dsv4cli.kernels.card import stages_that_fit
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.routing.kernel.fused import FEW, fused_route
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
@@ -81,7 +81,7 @@ def route_by_id(
         _gathered[(count,)](
             given, weight.contiguous(), table.contiguous(), ids.contiguous(), experts, weights,
             given.stride(0), route_scale,
-            given.shape[1], k, triton.next_power_of_2(k), min(4096, triton.next_power_of_2(given.shape[1])),
+            given.shape[1], k, next_power_of_2(k), min(4096, next_power_of_2(given.shape[1])),
             num_warps=8, **overlap(x),
         )  # fmt: skip
     return experts, weights
@@ -93,14 +93,14 @@ def _routed(
     given, (count, width), number, tile = rows(x), x.shape, len(weight), fused_tiles(len(x))
     experts = torch.empty(count, k, dtype=torch.int64, device=x.device)
     weights = torch.empty(count, k, device=x.device)
-    block = min(tile.block, max(16, triton.next_power_of_2(width)))
-    splits = triton.cdiv(width, block)
-    every = max(triton.next_power_of_2(number), 32 * tile.warps)  # a word of `take` for each thread
+    block = min(tile.block, max(16, next_power_of_2(width)))
+    splits = cdiv(width, block)
+    every = max(next_power_of_2(number), 32 * tile.warps)  # a word of `take` for each thread
     if count:
-        fused_route[(triton.cdiv(number, tile.experts) * splits + count,)](
+        fused_route[(cdiv(number, tile.experts) * splits + count,)](
             given, weight.contiguous(), bias, words(x.device, FEW, splits, number), experts, weights,
             count, given.stride(0), route_scale,
-            number, width, splits, triton.next_power_of_2(splits), k, every, triton.next_power_of_2(k),
+            number, width, splits, next_power_of_2(splits), k, every, next_power_of_2(k),
             tile.tokens, tile.experts, block, num_warps=tile.warps, **overlap(x),
         )  # fmt: skip
     return experts, weights
@@ -110,10 +110,10 @@ def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The logits as fp32 [splits, T, E], parts of a sum over the columns."""
     given, (count, width), number = rows(x), x.shape, len(weight)
     tile = logit_tiles(count, x.device)
-    columns = triton.cdiv(triton.cdiv(width, tile.splits), tile.block) * tile.block
-    parts = torch.empty(triton.cdiv(width, columns), count, number, device=x.device)
+    columns = cdiv(cdiv(width, tile.splits), tile.block) * tile.block
+    parts = torch.empty(cdiv(width, columns), count, number, device=x.device)
     if count:
-        _logits[(triton.cdiv(number, tile.experts), triton.cdiv(count, tile.tokens), len(parts))](
+        _logits[(cdiv(number, tile.experts), cdiv(count, tile.tokens), len(parts))](
             given, weight.contiguous(), parts, count, given.stride(0),
             number, width, columns, tile.tokens, tile.experts, tile.block,
             num_warps=tile.warps, num_stages=tile.stages, **overlap(x),
@@ -121,7 +121,7 @@ def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return parts
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _logits(
     x,  # [count, WIDTH]
     weight,  # [NUMBER, WIDTH]
@@ -168,13 +168,13 @@ def _select(
     if count:
         _choose[(count,)](
             parts, parts if bias is None else bias, table, ids, experts, weights, count, route_scale,
-            number, splits, k, triton.next_power_of_2(number), triton.next_power_of_2(k),
+            number, splits, k, next_power_of_2(number), next_power_of_2(k),
             by_id is not None, num_warps=1, **overlap(parts),
         )  # fmt: skip
     return weights
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def _choose(
     parts,  # [SPLITS, count, NUMBER]
     bias,  # [NUMBER]
@@ -211,7 +211,7 @@ def _choose(
     store_choice(experts, weights, token, chosen, values, route_scale, K)
 
 
-@triton.jit
+@launched
 def _gathered(
     x,  # [count, WIDTH]
     weight,  # [experts, WIDTH]

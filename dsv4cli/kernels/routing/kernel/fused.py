@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.cross_program import leave, take
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
 
@@ -62,7 +63,7 @@ def _choose(
     store_choice(experts, weights, token, chosen, values, route_scale, K)
 
 
-@triton.jit(do_not_specialize=["count"])
+@launched(do_not_specialize=["count"])
 def fused_route(
     x,  # [count, WIDTH]
     weight,  # [NUMBER, WIDTH]

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.sampling.kernel.split import NOWHERE, STEP, best_of, divided, mixed, partial
 from dsv4cli.kernels.sampling.kernel.top_p import (
@@ -155,7 +156,7 @@ def sums_of(
     rows, width = logits.shape
     part, parts = divided(width)
     tops, sums = (partial(rows, parts, logits.device)[0] for _ in range(2))
-    cleared = triton.next_power_of_2(triton.cdiv(MASS.value, parts))
+    cleared = next_power_of_2(cdiv(MASS.value, parts))
     _sums[(parts, rows)](
         logits, temperatures, tops, sums, mass, logits.stride(0), width, part, cleared, **SUMMING, **overlap(logits)
     )
@@ -164,7 +165,7 @@ def sums_of(
 
 def padding(parts: int) -> int:
     """So many parts a kernel takes that adds them up."""
-    return max(2, triton.next_power_of_2(parts))
+    return max(2, next_power_of_2(parts))
 
 
 def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -195,12 +196,12 @@ def first_of_best(best: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     rows, parts = best.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=best.device)
     if rows:
-        padded = triton.next_power_of_2(parts)
+        padded = next_power_of_2(parts)
         _first_of_best[(rows,)](best, columns, chosen, parts, padded, num_warps=1, **overlap(best))
     return chosen
 
 
-@triton.jit
+@launched
 def _largest(logits, best, columns, stride, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * PART + tl.arange(0, PART)
@@ -211,7 +212,7 @@ def _largest(logits, best, columns, stride, WIDTH: tl.constexpr, PART: tl.conste
     tl.store(columns + row * tl.num_programs(0) + part, best_column)
 
 
-@triton.jit
+@launched
 def _first_of_best(best, columns, chosen, PARTS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     wait_for_inputs(OVERLAP)
@@ -220,7 +221,7 @@ def _first_of_best(best, columns, chosen, PARTS: tl.constexpr, PADDED: tl.conste
     tl.store(chosen + row, best_of(values, column, part < PARTS)[1].to(tl.int64))
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperatures"])
+@launched(do_not_specialize_on_alignment=["temperatures"])
 def _sums(
     logits,  # [rows, WIDTH]
     temperatures,  # [rows], or None for 1
@@ -265,7 +266,7 @@ def scale_of(tops, sums, row, PARTS: tl.constexpr, PADDED: tl.constexpr):
     return top, 1.0 / tl.sum(parts * tl.exp(highs - top), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperatures"])
+@launched(do_not_specialize_on_alignment=["temperatures"])
 def _race(
     logits,
     noise,
@@ -295,7 +296,7 @@ def _race(
     tl.store(columns + row * tl.num_programs(0) + part, best_column)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperatures", "limits"])
+@launched(do_not_specialize_on_alignment=["temperatures", "limits"])
 def _chances(
     logits,
     temperatures,
@@ -325,7 +326,7 @@ def _chances(
             add_mass(mass + row * MASS, key_of(chance), known, 0, 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens"])
+@launched(do_not_specialize_on_alignment=["tokens"])
 def _chance_of(
     logits, tokens, tops, sums, chances, stride, PARTS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr
 ):
@@ -336,7 +337,7 @@ def _chance_of(
     tl.store(chances + row, tl.exp(value - top) * share)
 
 
-@triton.jit
+@launched
 def _logsumexp(tops, sums, totals, PARTS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     wait_for_inputs(OVERLAP)
@@ -344,7 +345,7 @@ def _logsumexp(tops, sums, totals, PARTS: tl.constexpr, PADDED: tl.constexpr, OV
     tl.store(totals + row, top - tl.log(share))
 
 
-@triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
+@launched(do_not_specialize_on_alignment=["seeds", "positions"])
 def _noise(seeds, positions, noise, WIDTH: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr):
     row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * PART + tl.arange(0, PART)
     wait_for_inputs(OVERLAP)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.sampling import ref
 
 # parts of a row; the values of a part where the row is short enough
@@ -14,8 +15,8 @@ STEP, FIRST, SECOND = tl.constexpr(ref.STEP), tl.constexpr(ref.FACTORS[0]), tl.c
 
 def divided(width: int) -> tuple[int, int]:
     """The values of a part of a row, a power of two, and the number of parts."""
-    part = max(PART, triton.next_power_of_2(triton.cdiv(width, PARTS)))
-    return part, triton.cdiv(width, part)
+    part = max(PART, next_power_of_2(cdiv(width, PARTS)))
+    return part, cdiv(width, part)
 
 
 def partial(rows: int, parts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

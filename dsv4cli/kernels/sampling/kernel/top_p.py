@@ -7,6 +7,7 @@ of adding matters.
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 from dsv4cli.kernels.sampling import ref
 from dsv4cli.kernels.sampling.kernel.split import best_of
@@ -97,7 +98,7 @@ def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
     return prefix, above
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["temperatures", "limits"])
+@launched(do_not_specialize=["count"], do_not_specialize_on_alignment=["temperatures", "limits"])
 def find_smallest(
     chances,
     temperatures,
@@ -124,7 +125,7 @@ def find_smallest(
             add_mass(mass + row * MASS + LEVEL * COPIES * BINS, key, same, prefix >> (LEVEL - 1) * 6, LEVEL + 1)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["temperatures", "limits"])
+@launched(do_not_specialize=["count"], do_not_specialize_on_alignment=["temperatures", "limits"])
 def race_of_nucleus(
     chances,
     noise,

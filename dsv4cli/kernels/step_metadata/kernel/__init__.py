@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.step_metadata.kernel.rows import (
     chunk_of,
@@ -35,9 +35,9 @@ def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.T
     made, pairs = empty_metadata(chunks, layout, frequencies), next(iter(frequencies.values())).numel()
     entries, listing = [made.entries[ratio] for ratio in ratios], ALL_LISTED in ratios
     rows, across, warps = metadata_tiles(layout.tokens)
-    tiles, lists = triton.cdiv(layout.tokens, rows), made.every_entry.shape[1]
-    programs = tiles * (1 + len(frequencies) + len(ratios) + (triton.cdiv(lists, across) if listing else 0))
-    programs += sum(sequences * triton.cdiv(columns * (layout.block // ratio), across) for ratio in ratios)
+    tiles, lists = cdiv(layout.tokens, rows), made.every_entry.shape[1]
+    programs = tiles * (1 + len(frequencies) + len(ratios) + (cdiv(lists, across) if listing else 0))
+    programs += sum(sequences * cdiv(columns * (layout.block // ratio), across) for ratio in ratios)
     if tiles:
         _step_metadata[(programs,)](
             *numbers, tuple(frequencies.values()), tuple(frequencies[ratio] for ratio in ratios),
@@ -48,7 +48,7 @@ def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.T
             tuple(one.table for one in entries),
             layout.tokens, sequences, columns, chunks.blocks.stride(0), lists, layout.rows,
             ratios, layout.window, layout.capacity, layout.in_rings, layout.block, pairs,
-            triton.next_power_of_2(sequences), triton.next_power_of_2(layout.window), triton.next_power_of_2(pairs),
+            next_power_of_2(sequences), next_power_of_2(layout.window), next_power_of_2(pairs),
             rows, across, num_warps=warps, **overlap(chunks.slots),
         )  # fmt: skip
     seen = {r: replace(one, table=one.table[:, : layout.entries[r]]) for r, one in made.entries.items()}
@@ -100,7 +100,7 @@ def empty_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.
     )
 
 
-@triton.jit(
+@launched(
     do_not_specialize=["tokens", "sequences", "columns", "block_stride", "lists", "window_rows"],
     do_not_specialize_on_alignment=["slots", "starts", "counts", "blocks"],
 )

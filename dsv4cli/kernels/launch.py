@@ -1,0 +1,208 @@
+"""Launches of Triton kernels: one that is like a launch before it goes straight to the compiled kernel.
+
+Triton looks for a compiled kernel by what it specialises on: the dtype of each tensor and whether it begins at a
+multiple of 16 bytes, the class of each integer, the value of each constant and option. Its own way there costs 15 to
+70 us. Here a few calls into C ask the same of the arguments; a launch like none before goes Triton's way. Only there is
+asked whether tensors are on the GPU, whether constants of the module are as they were, how Triton is configured.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial, reduce
+from itertools import chain
+from operator import attrgetter, itemgetter, or_
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import BaseBackend
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction, native_specialize_impl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# the versions of Triton that specialise and launch as it is done here
+READ = ("3.6.", "3.7.")
+# what an argument is to a kernel, by its type; of any other, fake tensors among them, only Triton knows
+KINDS = {
+    torch.Tensor: "tensor", torch.nn.Parameter: "tensor", int: "integer", TensorDescriptor: "descriptor",
+    tuple: "tuple", bool: "plain", float: "plain", type(None): "plain", triton.language.constexpr: "constant",
+}  # fmt: skip
+
+Types = tuple[Any, ...]
+Picker = Callable[[Sequence[Any]], Sequence[Any]]
+_address, _dtype = torch.Tensor.data_ptr, attrgetter("dtype")
+
+
+def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`triton.jit` of a kernel that Python launches: `kernel[grid](*arguments, **launch_options)`.
+
+    Where Triton interprets, and with a version that is not among READ, it is `triton.jit`.
+    """
+    if function is None:
+        return partial(launched, **options)
+    direct = triton.__version__.startswith(READ) and not knobs.runtime.interpret
+    return Kernel(function, **options) if direct else triton.jit(function, **options)
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up. Triton's own takes 2 us: it may be called while a kernel is compiled."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest that is not smaller; 0 of 0. As `cdiv`."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def described(
+    base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
+) -> TensorDescriptor:
+    """The elements from `base` on as a matrix of this shape in blocks. The driver refuses what TensorDescriptor's own
+    checks would, which take longer than what they check."""
+    found = TensorDescriptor.__new__(TensorDescriptor)
+    found.base, found.shape, found.strides, found.block_shape = base, shape, strides, block
+    return found
+
+
+class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
+    """A function for Triton's compiler, and the ways in which it was called so far."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        self.calls: dict[Types, Call] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """What launches so many programs. It returns the compiled kernel; None where a hook kept Triton from compiling
+        it, and then it launches nothing."""
+        return lambda *arguments, **options: self._launch(grid, arguments, options)
+
+    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        values = (*arguments, *options.values())
+        types = (len(arguments), *options, *map(type, values))
+        call = self.calls.get(types)
+        if call is None:
+            names = [*self.arg_names[: len(arguments)], *options]
+            call = self.calls[types] = _call(self.params, names, values)
+        if call.tuples:
+            values, call = call.opened(values)
+        if not call.direct or self.pre_run_hooks or _watched():
+            return self.run(*arguments, grid=grid, warmup=False, **options)
+        active, tensors = driver.active, call.tensors(values)
+        addresses, device = [*map(_address, tensors)], active.get_current_device()
+        key = (device, *call.constants(values), specialised(call.integers(values)), *map(_dtype, tensors))
+        if call.descriptors:
+            key += call.described(values)
+        if reduce(or_, addresses, 0) & 15:
+            key += tuple([address & 15 == 0 for address in addresses])
+        compiled = call.compiled.get(key)
+        if compiled is None:
+            compiled = self.run(*arguments, grid=grid, warmup=False, **options)
+            if isinstance(compiled, CompiledKernel):
+                call.compiled[key] = compiled
+            return compiled
+        width, height, depth = (*grid, 1, 1)[:3]
+        stream, metadata = active.get_current_stream(device), compiled.packed_metadata
+        given = call.arguments((*values, *call.defaults, *addresses))
+        compiled.run(width, height, depth, stream, compiled.function, metadata, None, None, None, *given)
+        return compiled
+
+
+@dataclass(frozen=True)
+class Call:
+    """A way to call a kernel: which arguments are positional, which are named, the type of each value.
+
+    direct: whether it can do without Triton. tuples: positions of tuples whose items' types are still to be asked.
+    constants, integers, tensors pick such values; descriptors are positions. arguments picks what the compiled kernel
+    gets of all values, defaults and the tensors' addresses. compiled: by what Triton specialises on.
+    """
+
+    direct: bool
+    tuples: list[int]
+    constants: Picker
+    integers: Picker
+    tensors: Picker
+    descriptors: list[int]
+    defaults: list[Any]
+    arguments: Picker
+    inner: Callable[..., "Call"]
+    calls: dict[Types, "Call"] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], CompiledKernel] = field(default_factory=dict)
+
+    def opened(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], "Call"]:
+        """The values with the items of the tuples behind them, and the call that knows the types of these too."""
+        lengths = [len(values[place]) for place in self.tuples]
+        items = [*chain.from_iterable([values[place] for place in self.tuples])]
+        types = (*lengths, *map(type, items))
+        call = self.calls.get(types)
+        if call is None:
+            call = self.calls[types] = self.inner((*values, *items), dict(zip(self.tuples, lengths, strict=True)))
+        return (*values, *items), call
+
+    def described(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What Triton specialises on of each descriptor."""
+        return tuple([(values[place].base.dtype, *values[place].block_shape) for place in self.descriptors])
+
+
+def _call(
+    params: Sequence[Any], names: Sequence[str], values: Sequence[Any], lengths: dict[int, int] | None = None
+) -> Call:
+    """The call with these values, of which the first are named; lengths: of the tuples, whose items are the others."""
+    fixed = {param.name: param.is_constexpr for param in params}
+    kinds = [KINDS.get(type(value)) for value in values]
+    for place, name in enumerate(names):
+        if fixed.get(name, True):  # an option of the launch, where the kernel has no such parameter
+            kinds[place] = "constant"
+    places = {kind: [place for place, one in enumerate(kinds) if one == kind] for kind in (None, *KINDS.values())}
+    defaults = [param.default for param in params if param.name not in names]
+    # where each value and each default is found: instead of a tensor its address, instead of a tuple its items
+    sources: list[Any] = [*range(len(values) + len(defaults))]
+    for number, place in enumerate(places["tensor"]):
+        sources[place] = len(sources) + number
+    begin = len(names)
+    for place, length in (lengths or {}).items():
+        sources[place] = sources[begin : begin + length]
+        begin += length
+    absent = iter(sources[len(values) :])
+    arguments = [sources[names.index(param.name)] if param.name in names else next(absent) for param in params]
+    nested = lengths is not None and len(places["tuple"]) > len(lengths)
+    return Call(
+        direct=not places[None] and not nested,
+        tuples=places["tuple"] if lengths is None else [],
+        constants=_picker(places["constant"]),
+        integers=_picker(places["integer"]),
+        tensors=_picker(places["tensor"]),
+        descriptors=places["descriptor"],
+        defaults=defaults,
+        arguments=_arranger(arguments),
+        inner=partial(_call, params, names),
+    )
+
+
+def _arranger(places: Sequence[int | list[int]]) -> Picker:
+    """What picks the values at these places, those of a list as a tuple."""
+    single = [place for place in places if isinstance(place, int)]
+    if len(single) == len(places):
+        return _picker(single)
+    pickers = [itemgetter(place) if isinstance(place, int) else _picker(place) for place in places]
+    return lambda values: [pick(values) for pick in pickers]
+
+
+def _picker(places: Sequence[int]) -> Picker:
+    """What picks the values at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1)) if places else itemgetter(slice(0))
+
+
+@lru_cache(maxsize=1 << 16)
+def specialised(numbers: tuple[int, ...]) -> tuple[Any, ...]:
+    """What Triton makes of integers: of 1 a constant; else how many bits one takes, whether 16 divides it."""
+    return tuple([native_specialize_impl(BaseBackend, number, False, True, True) for number in numbers])
+
+
+def _watched() -> bool:
+    """Whether someone hears of each launch, from Triton."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
