@@ -179,7 +179,9 @@ MUTATIONS = {
         routing, "choose", lambda right: lambda score, bias, k: right(score.add_(bias), 0 * bias, k)
     ),
     "shared expert unclamped": Mutation(
-        experts_ref, "shared_expert", lambda right: lambda x, weights, limit, rounded: right(x, weights, 0.0, rounded)
+        experts_ref,
+        "_shared",
+        lambda right: lambda x, given, weights, limit, inner: right(x, given, weights, 0.0, inner),
     ),
     "gate clamped below": Mutation(
         experts_ref, "gated", lambda right: lambda gate, up, limit: right(gate.clamp_min(-limit), up, limit)
