@@ -9,6 +9,7 @@ from dsv4cli.kernels.experts import ExpertWeights, ref
 pytest.importorskip("triton")  # what is tested here is Triton's only
 
 from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.experts import kernel as experts_kernel
 from dsv4cli.kernels.experts.kernel import many_tokens, sort_by_expert
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -144,6 +145,19 @@ def test_sum_is_in_the_order_of_experts(tokens, chosen, width):
         for place in order[token].tolist():
             expected[token] += parts[token, place]
     assert torch.equal(many_tokens.ordered_sum(outputs, experts), expected)
+    # the shared expert comes last, and the whole is rounded once
+    shared = torch.randn(tokens, width).bfloat16()
+    assert torch.equal(many_tokens.ordered_sum(outputs, experts, shared, BF16), (expected + shared.float()).bfloat16())
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_mixture_is_its_parts_added_in_fp32(dtype):
+    weights, x, chosen = stacked(bf16, 3, 128, 128), torch.randn(3, 128).bfloat16(), routed(3, 3, 2)
+    shared = ExpertWeights(*(part[0] for part in (*fp8(1, 128, 128), *fp8(1, 128, 128), *fp8(1, 128, 128))))
+    parts = experts_kernel.routed_experts(x, weights, *chosen, 7.0, False)
+    parts += experts_kernel.shared_expert(x, shared, 7.0, True)
+    assert torch.equal(experts_kernel.mixture(x, weights, shared, *chosen, 7.0, True, dtype), parts.to(dtype))
 
 
 @pytest.mark.usefixtures("triton_backend")

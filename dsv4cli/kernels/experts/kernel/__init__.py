@@ -55,10 +55,14 @@ def mixture(
     if _takes_few(x, weights, torch.int8) and _takes_few(x, shared, torch.float8_e4m3fn):
         chosen = experts.contiguous(), routing.contiguous()
         return few_tokens.mixture(rows(x), weights, shared, *chosen, limit, round_inputs, dtype)
-    routed = routed_experts(x, weights, experts, routing, limit, round_inputs and weights.w1_scale is not None)
-    # a sum in fp32, which the same launch rounds
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
+    round_routed = round_inputs and weights.w1_scale is not None
+    if _takes_few(x, weights, torch.int8):
+        routed = routed_experts(x, weights, experts, routing, limit, round_routed)
+        # a sum in fp32, which the same launch rounds
+        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
+    outputs = many_tokens.routed_outputs(x, weights, experts, routing, limit, round_routed)
+    return many_tokens.ordered_sum(outputs, experts, shared_expert(x, shared, limit, round_inputs), dtype)
 
 
 def _takes_few(x: torch.Tensor, weights: "ExpertWeights", dtype: torch.dtype) -> bool:

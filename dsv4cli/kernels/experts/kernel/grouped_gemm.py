@@ -251,7 +251,8 @@ def down(
 def add(
     outputs,  # [T * PER_TOKEN, N]
     experts,  # int64 [T, PER_TOKEN]
-    total,  # fp32 [T, N]
+    shared,  # [T, N], added last; or None
+    total,  # [T, N]
     N: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     PLACES: tl.constexpr,
@@ -269,4 +270,6 @@ def add(
         pair = token * PER_TOKEN + tl.sum(tl.where(rank == number, place, 0), 0)
         part = tl.load(outputs + pair * N + column, column < N, other=0.0).to(tl.float32)
         sums = part if number == 0 else sums + part
-    tl.store(total + token * N + column, sums, column < N)
+    if shared is not None:
+        sums += tl.load(shared + token * N + column, column < N, other=0.0).to(tl.float32)
+    tl.store(total + token * N + column, sums.to(total.dtype.element_ty), column < N)

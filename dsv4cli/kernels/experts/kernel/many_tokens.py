@@ -26,10 +26,22 @@ def routed_experts(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
+    return ordered_sum(routed_outputs(x, weights, experts, routing, limit, round_inputs), experts)
+
+
+def routed_outputs(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    """What each of a token's experts makes of it: [T * k, D] in x's dtype."""
     given, (tokens, per_token) = rows(x), experts.shape
     count, inner_width, width = weights.count, weights.w1.shape[1], x.shape[1]
     if not tokens:
-        return torch.empty(0, width, dtype=torch.float32, device=x.device)
+        return torch.empty(0, width, dtype=x.dtype, device=x.device)
     _check(weights, width, inner_width, round_inputs)
     form, wide = _format(weights.w1, weights.w1_scale), torch.float32 in (x.dtype, weights.w1.dtype)
     size, tuned = _columns(tokens * per_token, count, wide), form == "fp4" and not wide
@@ -51,17 +63,26 @@ def routed_experts(
         inner, *tiles, *_stored(weights.w2, weights.w2_scale, height, described), outputs, width, inner_width, padded,
         form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
     )  # fmt: skip
-    return ordered_sum(outputs, experts)
+    return outputs
 
 
-def ordered_sum(outputs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """outputs [T * k, D] of pairs -> their sums by token, fp32 [T, D], added in ascending order of experts."""
-    tokens, per_token = experts.shape
-    width, block = outputs.shape[1], min(2048, next_power_of_2(outputs.shape[1]))
-    total = torch.empty(tokens, width, dtype=torch.float32, device=outputs.device)
-    grouped_gemm.add[(tokens, cdiv(width, block))](
-        outputs, experts.contiguous(), total, width, per_token, next_power_of_2(per_token), block
-    )
+def ordered_sum(
+    outputs: torch.Tensor,
+    experts: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """outputs [T * k, D] of pairs -> their sums by token [T, D], added in fp32 in ascending order of experts.
+
+    shared: [T, D], added last. The sum is rounded once, to dtype.
+    """
+    (tokens, per_token), width = experts.shape, outputs.shape[1]
+    total = torch.empty(tokens, width, dtype=dtype, device=outputs.device)
+    if tokens:
+        block = min(2048, next_power_of_2(width))
+        grouped_gemm.add[(tokens, cdiv(width, block))](
+            outputs, experts.contiguous(), shared, total, width, per_token, next_power_of_2(per_token), block
+        )
     return total
 
 
