@@ -7,9 +7,10 @@ import torch
 from dsv4cli.engine.compiling.dry_model import dry_model
 from dsv4cli.engine.compiling.launches import Launch, driven_by, recording
 from dsv4cli.engine.compiling.no_data import CUDA, NoData
-from dsv4cli.engine.compiling.workload import Span, Step, Workload, decoding, known_chunks, unknown_chunks
+from dsv4cli.engine.compiling.workload import Span, Step, Workload, decoding, prompts
+from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.runtime.drawing import Drawing
-from dsv4cli.engine.runtime.graphs import ROWS, SIZES
+from dsv4cli.engine.runtime.graphs import SIZES
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity, Runner
 from dsv4cli.engine.settings import Limits
@@ -40,9 +41,8 @@ class DryRun:
         self._inside.close()
 
     def tasks(self) -> list[Task]:
-        """Everything that the workload may ask of the engine; what comes first is needed first."""
-        workload = self._workload
-        return [*known_chunks(workload), *decoding(workload, SIZES, ROWS), *unknown_chunks(workload)]
+        """Everything that the workload may ask of the engine."""
+        return [*prompts(self._workload), *decoding(self._workload, SIZES)]
 
     def launches(self, task: Task) -> list[Launch]:
         """What the task launches that none before it has."""
@@ -57,11 +57,10 @@ class DryRun:
         """Halves the span until both ends of each part launch the same."""
         known: dict[int, Identities] = {}
 
-        def at(tokens: int) -> Identities:
-            if tokens not in known:
-                chunks = ((tokens, span.place), *((1, 1),) * span.others)
-                known[tokens] = self._step(Step(chunks, scored=self._workload.longest is None))
-            return known[tokens]
+        def at(number: int) -> Identities:
+            if number not in known:
+                known[number] = self._step(span.step(number))
+            return known[number]
 
         parts = [(span.first, span.last)]
         while parts:
@@ -78,7 +77,7 @@ class DryRun:
         runner = Runner(self._model, capacity, CUDA)
         for tokens, place in step.chunks:
             runner.scheduler.add(self._request(runner, tokens, place, step))
-        if step.scored:
+        if workload.longest is None:
             runner.run()
         else:
             Drawing(runner, lambda considered, count: None).step(step.count)
@@ -88,8 +87,9 @@ class DryRun:
         """A request of which `place` tokens have gone through the model."""
         workload, end = self._workload, place + tokens
         limits = Limits(prefill_chunk=workload.chunk, max_context=workload.context)
-        request = Request([0] * end, workload.sampling, limits, stop_ids=(), scored=step.scored, done=place)
-        request.end, request.drafts = end + 2 * len(SIZES), [0] * step.drafts
+        request = Request([0] * end, workload.sampling, limits, stop_ids=(), done=place)
+        request.scored = workload.longest is None
+        request.end, request.drafts = end + 2 * ROLLBACK, [0] * step.drafts
         request.sequence = runner.cache.allocate()
         runner.cache.reserve(request.sequence, place)
         runner.cache.advance(request.sequence, place)

@@ -8,12 +8,13 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.settings import Sampling
 
-# steps captured in graphs are prepared anew for each doubling of the context: as many tokens as nearly all answers have
+# tokens before a chunk of a prompt of unknown length; of longer ones the first compiles what else it needs
 FAR = 131_072
-# tokens before a chunk of unknown place: between two of these nothing else is compiled
-PLACES = tuple(1 << power for power in range(7, 21))
-# rows of chunks of unknown length, from which the search for those that need other kernels begins
-ROWS = (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 65, *(count + more for count in (128, 256, 512, 1024, 2048) for more in (0, 1)))
+PLACES = tuple(1 << power for power in range(7, 17))
+# numbers from which the search for those that need other kernels begins
+ROWS = (1, 2, 4, 8, 9, *(count + more for count in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) for more in (0, 1)))
+# in chunks of so many tokens at most kernels depend on the tokens before them too
+FEW = 64
 
 
 @dataclass(frozen=True)
@@ -41,56 +42,60 @@ class Workload:
 @dataclass(frozen=True)
 class Step:
     """chunks: of each sequence its tokens in the step, and those before it. drafts: to verify behind each. count: to
-    make after the step. scored: whether rows are scored and nothing is drawn."""
+    make after the step."""
 
     chunks: tuple[tuple[int, int], ...]
     drafts: int = 0
     count: int = 0
-    scored: bool = False
 
 
 @dataclass(frozen=True)
 class Span:
-    """Steps of chunks of `first` to `last` tokens, after others: their lengths are not known."""
+    """Steps of which all numbers from `first` to `last` may come: of tokens in a chunk behind `place` others, or of
+    sequences that each have a chunk of two tokens. count: as of `Step`."""
 
     first: int
     last: int
     place: int = 0
-    others: int = 0
+    sequences: bool = False
+    count: int = 0
+
+    def step(self, number: int) -> Step:
+        """One of them."""
+        chunks = ((2, self.place),) * number if self.sequences else ((number, self.place),)
+        return Step(chunks, 0, self.count)
 
 
-def decoding(workload: Workload, sizes: tuple[int, ...], rows: tuple[int, ...]) -> Iterator[Step]:
-    """The steps that follow a prompt: of each number of sequences and of rows that is captured."""
+def decoding(workload: Workload, sizes: tuple[int, ...]) -> Iterator[Step]:
+    """The steps that follow prompts: of each number of sequences that is captured, with each number of drafts."""
     if workload.longest is None:
         return
-    most = next(size for size in sizes if size >= min(workload.sequences, MAX_SLOTS))
-    for size in sizes[: sizes.index(most) + 1]:
-        room = max(MAX_SLOTS // size - 1, 0)
-        drafts = min(workload.drafts, room)
-        wanted = [count - 1 for count in rows if count - 1 <= drafts]
-        wanted += [drafts] if drafts not in wanted else []
-        for verified in wanted:
+    most = next(number for number, size in enumerate(sizes) if size >= min(workload.sequences, MAX_SLOTS))
+    for size in sizes[: most + 1]:
+        drafts = min(workload.drafts, max(MAX_SLOTS // size - 1, 0))
+        for verified in range(drafts + 1):
             yield Step(((1, 1),) * size, verified, drafts)
 
 
-def known_chunks(workload: Workload) -> Iterator[Step]:
-    """The steps of prompts whose lengths are known, of one sequence each."""
-    for length in sorted(set(workload.lengths or ())):
-        for start in range(0, length, workload.chunk):
-            count = workload.drafts if start + workload.chunk >= length else 0
-            yield Step(((min(workload.chunk, length - start), start),), 0, count, workload.longest is None)
-
-
-def unknown_chunks(workload: Workload) -> Iterator[Span]:
-    """The steps of prompts whose lengths are not known, or that come beside others."""
-    if workload.lengths is not None and workload.sequences == 1:
+def prompts(workload: Workload) -> Iterator[Step | Span]:
+    """The steps of prompts: of one whose length is known its chunks, else all that there may be."""
+    if workload.sequences == 1 and workload.lengths:
+        for start in range(0, workload.lengths[0], workload.chunk):
+            rest = workload.lengths[0] - start
+            count = workload.drafts if rest <= workload.chunk else 0
+            yield Step(((min(workload.chunk, rest), start),), 0, count)
         return
     most = min(workload.chunk if workload.sequences == 1 else MAX_STEP_TOKENS, workload.context)
-    ends = [*(count for count in ROWS if count < most), most]
-    places = [0, *(place for place in PLACES if place < min(workload.context, FAR))]
-    for first, last in zip(ends, ends[1:], strict=False):
-        yield Span(first, last)
-    for place in places[1:]:
-        for first, last in ((1, 16), (17, 64), (65, min(most, 65 * 4))):
-            if last < workload.context - place:
+    yield from (Span(first, last, count=workload.drafts) for first, last in _parts(most))
+    for first, last in _parts(min(workload.sequences, MAX_SLOTS)) if workload.sequences > 1 else ():
+        yield Span(first, last, sequences=True, count=workload.drafts)
+    for place in PLACES:
+        for first, last in _parts(FEW):
+            if place + last <= min(workload.context, FAR):
                 yield Span(first, last, place)
+
+
+def _parts(most: int) -> Iterator[tuple[int, int]]:
+    """1 to `most` in parts."""
+    ends = [*(count for count in ROWS if count < most), most]
+    return zip(ends, ends[1:] or ends, strict=False)

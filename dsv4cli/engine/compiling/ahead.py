@@ -1,0 +1,119 @@
+"""Kernels that are compiled while something else happens: in a process of its own, which has others beside it."""
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Condition, Thread
+
+import torch
+
+from dsv4cli.engine.compiling.dry_run import DryRun
+from dsv4cli.engine.compiling.pool import Counts, Pool
+from dsv4cli.engine.compiling.workload import Workload
+from dsv4cli.engine.settings import Sampling
+from dsv4cli.engine.system.host_memory import host_memory
+from dsv4cli.kernels.card import Card
+
+# what a process takes while it compiles a large kernel
+BYTES_EACH = 10**9
+PACKAGE = Path(__file__).parents[2]
+
+
+class Ahead:
+    """Compiles in the background what a workload launches on a card, until it is closed. counts: how far it is."""
+
+    def __init__(self, workload: Workload, card: Card) -> None:
+        """Raises OSError where no process can be started."""
+        self.counts, self._ended, self._changed = Counts(), False, Condition()
+        self._marks = _marks(workload, card)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "dsv4cli", "compile-ahead", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # it sees no Ctrl-C: it ends with this process
+            text=True,
+        )
+        Thread(target=self._follow, args=(pickle.dumps((workload, card)).hex(),), daemon=True).start()
+
+    def __enter__(self) -> "Ahead":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def wait(self, on_progress: Callable[[Counts], None], *, for_all: bool = True) -> Counts:
+        """Until everything is compiled; or not `for_all`, until nothing is being compiled as far as is known."""
+        with self._changed:
+            while not self._ended and (for_all or self.counts.done < self.counts.found):
+                on_progress(self.counts)
+                self._changed.wait()
+            return self.counts
+
+    def _follow(self, job: str) -> None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with suppress(OSError, ValueError):  # it has ended: what is not compiled yet is compiled where it is launched
+            stdin.write(job)
+            stdin.close()
+            for line in stdout:
+                with self._changed:
+                    self.counts = Counts(**json.loads(line))
+                    self._changed.notify_all()
+        if self._process.wait() == 0 and not self.counts.failed:
+            _leave(self._marks)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def compiled_before(workload: Workload, card: Card) -> tuple[bool, bool]:
+    """Whether all of this workload was compiled into Triton's cache, and whether another of the same model was."""
+    exact, model = _marks(workload, card)
+    return exact.exists(), model.exists()
+
+
+def compile_all(workload: Workload, card: Card, report: Callable[[Counts], None]) -> Counts:
+    """Compiles everything that a workload launches on a card, in processes that are forked from this one."""
+    with DryRun(workload, card) as dry:
+        pool = Pool(dry, workers(), report)
+        pool.run()
+    return pool.counts
+
+
+def workers() -> int:
+    """Processes that compile at once: one core is left to whoever waits for them."""
+    memory = host_memory()
+    room = (memory.free // BYTES_EACH) if memory else 1
+    return max(1, min(len(os.sched_getaffinity(0)) - 1, room))
+
+
+def _marks(workload: Workload, card: Card) -> tuple[Path, Path]:
+    """Files of Triton's cache that say: this workload was compiled into it, and any of this model."""
+    from triton import __version__, knobs
+
+    sources = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        sources.update(file.read_bytes())
+    model = replace(workload, sequences=1, longest=1, lengths=None, context=1, chunk=1, sampling=Sampling(), drafts=0)
+    versions = f"{torch.__version__} {__version__} {sources.hexdigest()}"
+    named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (workload, model)]
+    return Path(knobs.cache.dir, f"dsv4-{named[0]}"), Path(knobs.cache.dir, f"dsv4-{named[1]}")
+
+
+def _leave(marks: tuple[Path, Path]) -> None:
+    for mark in marks:
+        try:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError:
+            return  # a cache that cannot be written: everything is compiled anew
