@@ -2,7 +2,7 @@
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from time import perf_counter
@@ -13,29 +13,53 @@ import typer
 from dsv4cli.output import Output, counted, duration_text
 
 if TYPE_CHECKING:
+    from dsv4cli.engine.compiling.ahead import Ahead
     from dsv4cli.engine.compiling.pool import Counts
     from dsv4cli.engine.compiling.workload import Workload
     from dsv4cli.kernels.card import Card
 
 
+class Meanwhile:
+    """Nothing that is compiled while a model is loaded."""
+
+    def note(self) -> str:
+        """What the bar of loading says of it."""
+        return ""
+
+    def finish(self) -> None:
+        """Waits until it is done."""
+
+
+class Compiled(Meanwhile):
+    """What is compiled while a model is loaded."""
+
+    def __init__(self, out: Output, ahead: "Ahead", known: bool) -> None:
+        """known: whether others of the same model were compiled before."""
+        self._out, self._ahead, self._known, self._start = out, ahead, known, perf_counter()
+
+    def note(self) -> str:
+        """How many kernels are compiled."""
+        counts = self._ahead.counts
+        return f", {counts.done} of {counted(counts.found, 'kernel')} compiled" if counts.compiled else ""
+
+    def finish(self) -> None:
+        """Waits with a bar, and says how many were compiled."""
+        with self._out.counting("compiling kernels") as show:
+            counts = self._ahead.wait(lambda counts: show(counts.done, counts.found, ""), for_all=not self._known)
+        report_compiled(self._out, counts, perf_counter() - self._start)
+
+
 @contextmanager
-def compiled_meanwhile(out: Output, workload: "Workload", card: "Card") -> Iterator[Callable[[], None]]:
-    """Compiles in the background what a workload launches; what this gives waits for the rest of it."""
+def compiled_meanwhile(out: Output, workload: "Workload", card: "Card") -> Iterator[Meanwhile]:
+    """Compiles in the background what a workload launches and Triton's cache may lack."""
     from dsv4cli.engine.compiling.ahead import Ahead, compiled_before
 
     exactly, model = compiled_before(workload, card)
     if exactly:
-        yield lambda: None
+        yield Meanwhile()
         return
-    start = perf_counter()
     with Ahead(workload, card) as ahead:
-
-        def finish() -> None:
-            with out.counting("compiling kernels") as show:
-                counts = ahead.wait(lambda counts: show(counts.done, counts.found, ""), for_all=not model)
-            report_compiled(out, counts, perf_counter() - start)
-
-        yield finish
+        yield Compiled(out, ahead, model)
 
 
 def report_compiled(out: Output, counts: "Counts", seconds: float) -> None:
@@ -57,5 +81,5 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
     from dsv4cli.engine.compiling.ahead import compile_all
 
     out = Output(context.obj)
-    workload, card = pickle.loads(bytes.fromhex(sys.stdin.read()))  # noqa: S301 - the parent has written it
+    workload, card = pickle.loads(bytes.fromhex(sys.stdin.read()))
     compile_all(workload, card, lambda counts: out.record(asdict(counts)))

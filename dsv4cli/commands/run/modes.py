@@ -33,7 +33,7 @@ def answers(
     job: Job, requests: "Sequence[Request]", clock: Clock, on_preparing: "OnPreparing"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """What the model draws for each request, as it comes."""
-    with job.model() as model:
+    with job.model([len(one.prompt) for one in requests]) as model:
         yield from drawn(job, model, requests, clock, on_preparing)
 
 

@@ -17,7 +17,6 @@ import torch
 from dsv4cli.engine.compiling.dry_run import DryRun
 from dsv4cli.engine.compiling.pool import Counts, Pool
 from dsv4cli.engine.compiling.workload import Workload
-from dsv4cli.engine.settings import Sampling
 from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.kernels.card import Card
 
@@ -91,23 +90,30 @@ def compile_all(workload: Workload, card: Card, report: Callable[[Counts], None]
 
 
 def workers() -> int:
-    """Processes that compile at once: one core is left to whoever waits for them."""
+    """Processes that compile at once."""
     memory = host_memory()
-    room = (memory.free // BYTES_EACH) if memory else 1
-    return max(1, min(len(os.sched_getaffinity(0)) - 1, room))
+    room = memory.free // BYTES_EACH if memory else 1
+    return max(1, min(len(os.sched_getaffinity(0)), room))
+
+
+def cache_folder() -> Path:
+    """Where Triton keeps what it has compiled."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
 
 
 def _marks(workload: Workload, card: Card) -> tuple[Path, Path]:
     """Files of Triton's cache that say: this workload was compiled into it, and any of this model."""
-    from triton import __version__, knobs
+    from triton import __version__
 
     sources = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(file.read_bytes())
-    model = replace(workload, sequences=1, longest=1, lengths=None, context=1, chunk=1, sampling=Sampling(), drafts=0)
+    model = replace(workload, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafts=0)
     versions = f"{torch.__version__} {__version__} {sources.hexdigest()}"
     named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (workload, model)]
-    return Path(knobs.cache.dir, f"dsv4-{named[0]}"), Path(knobs.cache.dir, f"dsv4-{named[1]}")
+    return cache_folder() / f"dsv4-{named[0]}", cache_folder() / f"dsv4-{named[1]}"
 
 
 def _leave(marks: tuple[Path, Path]) -> None:

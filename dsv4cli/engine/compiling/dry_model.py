@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.compiling.workload import Workload
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World

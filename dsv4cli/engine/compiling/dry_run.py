@@ -73,11 +73,11 @@ class DryRun:
         """Does a step of an engine that has done nothing before; what it launches."""
         workload, recorder = self._workload, self._recorder
         recorder.seen.clear()
-        capacity = Capacity(len(step.chunks), workload.longest, 0, workload.drafts > 0)
+        capacity = Capacity(len(step.chunks), step.longest, 0, workload.drafts > 0)
         runner = Runner(self._model, capacity, CUDA)
         for tokens, place in step.chunks:
             runner.scheduler.add(self._request(runner, tokens, place, step))
-        if workload.longest is None:
+        if step.longest is None:
             runner.run()
         else:
             Drawing(runner, lambda considered, count: None).step(step.count)
@@ -87,8 +87,8 @@ class DryRun:
         """A request of which `place` tokens have gone through the model."""
         workload, end = self._workload, place + tokens
         limits = Limits(prefill_chunk=workload.chunk, max_context=workload.context)
-        request = Request([0] * end, workload.sampling, limits, stop_ids=(), done=place)
-        request.scored = workload.longest is None
+        request = Request([0] * end, step.sampling, limits, stop_ids=(), done=place)
+        request.scored = step.longest is None
         request.end, request.drafts = end + 2 * ROLLBACK, [0] * step.drafts
         request.sequence = runner.cache.allocate()
         runner.cache.reserve(request.sequence, place)

@@ -85,7 +85,7 @@ def driven_by(card: Card) -> Iterator[None]:
     from triton.runtime.driver import driver
 
     before = driver._active
-    driver.set_active(_Driver(card))  # type: ignore[arg-type]  # of a driver's methods those that are called
+    driver.set_active(_Driver(card))
     try:
         yield
     finally:

@@ -49,7 +49,7 @@ def _is_meta(x: torch.Tensor) -> bool:
 
 def _address(x: torch.Tensor) -> int:
     with torch._C.DisableTorchFunction():
-        return x.storage_offset() * x.itemsize
+        return int(x.storage_offset()) * x.itemsize
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
@@ -59,9 +59,9 @@ def _is_unfilled(x: torch.Tensor) -> bool:
 
 
 _ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
-    torch.Tensor.device.__get__: lambda x: CUDA,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__: lambda x: True,  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__: _is_unfilled,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["device"].__get__: lambda x: CUDA,
+    vars(torch._C.TensorBase)["is_cuda"].__get__: lambda x: True,
+    vars(torch._C.TensorBase)["is_meta"].__get__: _is_unfilled,
     torch.Tensor.data_ptr: _address,
 }
 

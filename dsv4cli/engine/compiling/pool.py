@@ -13,10 +13,13 @@ from dsv4cli.engine.compiling.launches import Launch, compile_launch
 from dsv4cli.engine.compiling.workload import Step
 from dsv4cli.engine.system.ending import end_with_parent
 
+# how much they give way to the process that loads a model meanwhile
+NICE = 5
+
 
 @dataclass
 class Counts:
-    """Of a pool. found: kernels that launches need. compiled: those that were not in Triton's cache, present: those that were.
+    """Of a pool. found: kernels that launches need. compiled: those that Triton.s cache lacked; present: that it had.
     failed: what could not be done, and why. searching: whether more may be found."""
 
     found: int = 0
@@ -100,6 +103,7 @@ class Pool:
 def _serve(dry: DryRun, jobs: Connection, parent: int) -> None:
     """Does what it is sent until its parent has ended; answers with launches, whether it has compiled, or why not."""
     end_with_parent(parent)
+    os.nice(NICE)
     while True:
         job = jobs.recv()
         jobs.send(_done(dry, job))

@@ -1,15 +1,24 @@
-"""What a run asks of a model, as far as it decides which kernels are launched, and the steps that this makes; no torch."""
+"""What a run asks of a model, as far as it decides which kernels are launched, and the steps that this makes."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.settings import Sampling
+from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
+from dsv4cli.engine.runtime.limits import context_of
+from dsv4cli.engine.runtime.runner import FEWEST_TOKENS
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
 
-# tokens before a chunk of a prompt of unknown length; of longer ones the first compiles what else it needs
+if TYPE_CHECKING:
+    from dsv4cli.engine.model.numerics import Numerics
+
+# the longest sequences that are thought of where lengths are not known; longer ones compile what else they need
 FAR = 131_072
+# tokens before a chunk of a prompt whose length is not known
 PLACES = tuple(1 << power for power in range(7, 17))
 # numbers from which the search for those that need other kernels begins
 ROWS = (1, 2, 4, 8, 9, *(count + more for count in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) for more in (0, 1)))
@@ -19,10 +28,11 @@ FEW = 64
 
 @dataclass(frozen=True)
 class Workload:
-    """config, formats, dtype, simulate, exact: of the model, as `Numerics` has them. ranks: that share it. sequences:
-    at once. longest: the most tokens of a sequence that steps are captured for, None where nothing is drawn. lengths:
-    the tokens of each prompt, None where they are not known. context: the most tokens of a sequence. chunk: the most of
-    a prompt in a step. sampling: how tokens are drawn. drafts: the most in a step."""
+    """config, formats: of the model. dtype, simulate, exact: as `Numerics` has them. ranks: that share it.
+    sequences: at once. length: the tokens of the one prompt, None where that is not known or there are several.
+    longest: the most tokens of a sequence that steps are captured for, one after another; none where nothing is drawn.
+    context: the most tokens of a sequence. chunk: the most of a prompt in a step.
+    samplings: how tokens may be drawn. drafts: the most in a step."""
 
     config: ModelConfig
     formats: Formats
@@ -31,20 +41,22 @@ class Workload:
     exact: bool
     ranks: int
     sequences: int
-    longest: int | None
-    lengths: tuple[int, ...] | None
+    length: int | None
+    longest: tuple[int, ...]
     context: int
     chunk: int
-    sampling: Sampling
+    samplings: tuple[Sampling, ...]
     drafts: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """chunks: of each sequence its tokens in the step, and those before it. drafts: to verify behind each. count: to
-    make after the step."""
+    """chunks: of each sequence its tokens in the step, and those before it. sampling: how it draws. longest: that steps
+    are captured for, None where nothing is drawn. drafts: to verify behind each. count: to make after the step."""
 
     chunks: tuple[tuple[int, int], ...]
+    sampling: Sampling
+    longest: int | None
     drafts: int = 0
     count: int = 0
 
@@ -52,10 +64,12 @@ class Step:
 @dataclass(frozen=True)
 class Span:
     """Steps of which all numbers from `first` to `last` may come: of tokens in a chunk behind `place` others, or of
-    sequences that each have a chunk of two tokens. count: as of `Step`."""
+    sequences that each have a chunk of two tokens. sampling, longest, count: as of `Step`."""
 
     first: int
     last: int
+    sampling: Sampling
+    longest: int | None
     place: int = 0
     sequences: bool = False
     count: int = 0
@@ -63,39 +77,82 @@ class Span:
     def step(self, number: int) -> Step:
         """One of them."""
         chunks = ((2, self.place),) * number if self.sequences else ((number, self.place),)
-        return Step(chunks, 0, self.count)
+        return Step(chunks, self.sampling, self.longest, 0, self.count)
 
 
 def decoding(workload: Workload, sizes: tuple[int, ...]) -> Iterator[Step]:
     """The steps that follow prompts: of each number of sequences that is captured, with each number of drafts."""
-    if workload.longest is None:
-        return
     most = next(number for number, size in enumerate(sizes) if size >= min(workload.sequences, MAX_SLOTS))
-    for size in sizes[: most + 1]:
+    for longest, size, sampling in product(workload.longest, sizes[: most + 1], workload.samplings):
         drafts = min(workload.drafts, max(MAX_SLOTS // size - 1, 0))
         for verified in range(drafts + 1):
-            yield Step(((1, 1),) * size, verified, drafts)
+            yield Step(((1, 1),) * size, sampling, longest, verified, drafts)
 
 
 def prompts(workload: Workload) -> Iterator[Step | Span]:
     """The steps of prompts: of one whose length is known its chunks, else all that there may be."""
-    if workload.sequences == 1 and workload.lengths:
-        for start in range(0, workload.lengths[0], workload.chunk):
-            rest = workload.lengths[0] - start
-            count = workload.drafts if rest <= workload.chunk else 0
-            yield Step(((min(workload.chunk, rest), start),), 0, count)
+    longest, drafts, sampling = min(workload.longest, default=None), workload.drafts, workload.samplings[0]
+    if workload.length is not None:
+        for start in range(0, workload.length, workload.chunk):
+            count = min(workload.chunk, workload.length - start)
+            yield Step(((count, start),), sampling, longest, 0, drafts if start + count == workload.length else 0)
         return
     most = min(workload.chunk if workload.sequences == 1 else MAX_STEP_TOKENS, workload.context)
-    yield from (Span(first, last, count=workload.drafts) for first, last in _parts(most))
-    for first, last in _parts(min(workload.sequences, MAX_SLOTS)) if workload.sequences > 1 else ():
-        yield Span(first, last, sequences=True, count=workload.drafts)
-    for place in PLACES:
-        for first, last in _parts(FEW):
-            if place + last <= min(workload.context, FAR):
-                yield Span(first, last, place)
+    yield from (Span(first, last, sampling, longest, count=drafts) for first, last in _parts(most))
+    several = list(_parts(min(workload.sequences, MAX_SLOTS))) if workload.sequences > 1 else []
+    for (first, last), one in product(several, workload.samplings):
+        yield Span(first, last, one, longest, sequences=True, count=drafts)
+    for place, (first, last) in product(PLACES, _parts(FEW)):
+        if place + last <= min(workload.context, FAR):
+            yield Span(first, last, sampling, longest, place)
 
 
 def _parts(most: int) -> Iterator[tuple[int, int]]:
     """1 to `most` in parts."""
     ends = [*(count for count in ROWS if count < most), most]
     return zip(ends, ends[1:] or ends, strict=False)
+
+
+def workload_of(
+    config: ModelConfig,
+    formats: Formats,
+    numerics: "Numerics",
+    limits: Limits,
+    samplings: Sequence[Sampling],
+    drafting: Drafting,
+    lengths: Sequence[int] | None,
+    *,
+    ranks: int = 1,
+    drawn: bool = True,
+) -> Workload:
+    """What prompts of these lengths ask, None where they are not known: one conversation. drawn: whether they are
+    answered."""
+    context, drafts = context_of(config, limits), 0
+    if drawn and config.drafter != "none":
+        drafts = usual_drafts(config) if drafting.most is None else min(drafting.most, most_drafts(config))
+    ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
+    longest = (max(ends),) if ends else tuple(_doublings(min(context, FAR)))
+    return Workload(
+        config=config if drafts else config.without_drafter(),
+        formats=formats,
+        dtype=str(numerics.dtype).removeprefix("torch."),
+        simulate=numerics.simulate,
+        exact=numerics.exact,
+        ranks=ranks,
+        sequences=min(max(len(lengths or ()), 1), MAX_SLOTS),
+        length=lengths[0] if lengths is not None and len(lengths) == 1 else None,
+        longest=longest if drawn else (),
+        context=context,
+        chunk=limits.prefill_chunk,
+        samplings=tuple(replace(one, seed=0) for one in samplings),
+        drafts=drafts,
+    )
+
+
+def _doublings(context: int) -> Iterator[int]:
+    """What steps of a conversation are captured for, one after another."""
+    tokens = FEWEST_TOKENS
+    while tokens < context:
+        yield tokens
+        tokens *= 2
+    yield context
