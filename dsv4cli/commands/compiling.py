@@ -14,9 +14,9 @@ from dsv4cli.output import Output, counted, duration_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.compiling.ahead import Ahead
+    from dsv4cli.engine.compiling.card import Card
+    from dsv4cli.engine.compiling.demand import Demand
     from dsv4cli.engine.compiling.pool import Counts
-    from dsv4cli.engine.compiling.workload import Workload
-    from dsv4cli.kernels.card import Card
 
 
 class Meanwhile:
@@ -50,15 +50,15 @@ class Compiled(Meanwhile):
 
 
 @contextmanager
-def compiled_meanwhile(out: Output, workload: "Workload", card: "Card") -> Iterator[Meanwhile]:
-    """Compiles in the background what a workload launches and Triton's cache may lack."""
+def compiled_meanwhile(out: Output, demand: "Demand", card: "Card") -> Iterator[Meanwhile]:
+    """Compiles in the background what a demand launches and Triton's cache may lack."""
     from dsv4cli.engine.compiling.ahead import Ahead, compiled_before
 
-    exactly, model = compiled_before(workload, card)
+    exactly, model = compiled_before(demand, card)
     if exactly:
         yield Meanwhile()
         return
-    with Ahead(workload, card) as ahead:
+    with Ahead(demand, card) as ahead:
         yield Compiled(out, ahead, model)
 
 
@@ -81,5 +81,5 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
     from dsv4cli.engine.compiling.ahead import compile_all
 
     out = Output(context.obj)
-    workload, card = pickle.loads(bytes.fromhex(sys.stdin.read()))
-    compile_all(workload, card, lambda counts: out.record(asdict(counts)))
+    demand, card = pickle.loads(bytes.fromhex(sys.stdin.read()))
+    compile_all(demand, card, lambda counts: out.record(asdict(counts)))

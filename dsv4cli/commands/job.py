@@ -93,10 +93,10 @@ class Job:
         if self.kernels != "triton" or (self.world is not None and self.world.rank):
             yield Meanwhile()
             return
-        from dsv4cli.engine.compiling.workload import workload_of
-        from dsv4cli.kernels.card import card_of
+        from dsv4cli.engine.compiling.card import card_of
+        from dsv4cli.engine.compiling.demand import demand_of
 
-        workload = workload_of(
+        demand = demand_of(
             self.source.identity.config,
             self.source.identity.formats,
             self.numerics,
@@ -107,7 +107,7 @@ class Job:
             ranks=self.world.size if self.world else 1,
             drawn=drawn,
         )
-        with compiled_meanwhile(self.out, workload, card_of(self.device)) as compiled:
+        with compiled_meanwhile(self.out, demand, card_of(self.device)) as compiled:
             yield compiled
 
     @property

@@ -60,11 +60,12 @@ def is_there(device: torch.device) -> bool:
 
 def card_of(device: torch.device) -> Card:
     """What a GPU is."""
-    return _described.get() or _asked(device)
+    return _described.get() or asked(device)
 
 
 @cache
-def _asked(device: torch.device) -> Card:
+def asked(device: torch.device) -> Card:
+    """What a GPU that is there says of itself."""
     capability = (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return Card(capability, int(shared))

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4cli.commands.compiling import report_compiled
-from dsv4cli.errors import UnsupportedHardware, UsageError
 from dsv4cli.options import DraftOpt, ExactOpt, JsonOpt
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.compiling.workload import Workload
-    from dsv4cli.kernels.card import Card
+    from dsv4cli.engine.compiling.demand import Demand
 
 ShapesOpt = Annotated[
     str,
@@ -50,12 +48,13 @@ def warm(
     built, by the same versions of Triton and dsv4.
     """
     out = Output(context.obj, as_json)
-    name, found = _card(card)
-    workload = _workload(model, tp, length, batch, draft, exact)
     from dsv4cli.engine.compiling.ahead import Ahead, cache_folder
+    from dsv4cli.engine.compiling.card import find_card
 
+    name, found = find_card(card)
+    demand = _demand(model, tp, length, batch, draft, exact)
     start = perf_counter()
-    with Ahead(workload, found) as ahead, out.counting(f"compiling kernels for {name}") as show:
+    with Ahead(demand, found) as ahead, out.counting(f"compiling kernels for {name}") as show:
         counts = ahead.wait(lambda counts: show(counts.done, counts.found, ""))
     seconds = perf_counter() - start
     report_compiled(out, counts, seconds)
@@ -65,31 +64,11 @@ def warm(
     out.document(document | {"failed": counts.failed, "seconds": seconds, "folder": str(cache_folder())})
 
 
-def _card(name: str | None) -> "tuple[str, Card]":
-    """The card to compile for. Raises UsageError, and UnsupportedHardware where this machine has none."""
-    from dsv4cli.kernels.card import CARDS, card_of, unsuited
-
-    if name is not None:
-        if name not in CARDS:
-            raise UsageError(f"--card cannot be {name!r}", f"use one of {', '.join(CARDS)}")
-        return name, CARDS[name]
-    import torch
-
-    from dsv4cli.engine.system.device import resolve_device
-
-    device = resolve_device("auto")
-    if device.type != "cuda":
-        raise UnsupportedHardware("this machine has no GPU to compile for", "name one, as in --card h200")
-    if reason := unsuited(device):
-        raise UnsupportedHardware(f"{device}: {reason}", "use --backend torch with run and chat")
-    return torch.cuda.get_device_name(device), card_of(device)
-
-
-def _workload(model: str, tp: int, length: int | None, batch: int, draft: str, exact: bool) -> "Workload":
+def _demand(model: str, tp: int, length: int | None, batch: int, draft: str, exact: bool) -> "Demand":
     """What `run` and `chat` may ask of the model. Raises Dsv4Error."""
     from dsv4cli.engine.checkpoint.sharding import check_dimensions
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
-    from dsv4cli.engine.compiling.workload import FAR, workload_of
+    from dsv4cli.engine.compiling.demand import FAR, demand_of
     from dsv4cli.engine.config.presets import PRESETS
     from dsv4cli.engine.model.numerics import Numerics
     from dsv4cli.engine.settings import Limits, Sampling, parse_drafting
@@ -102,4 +81,4 @@ def _workload(model: str, tp: int, length: int | None, batch: int, draft: str, e
     lengths = [context] * batch if batch > 1 else None
     numerics, limits = Numerics.reference(exact), Limits(max_context=context)
     samplings = [Sampling(), Sampling(0.0), Sampling(1.0, 0.5)]
-    return workload_of(config, formats, numerics, limits, samplings, drafting, lengths, ranks=tp)
+    return demand_of(config, formats, numerics, limits, samplings, drafting, lengths, ranks=tp)

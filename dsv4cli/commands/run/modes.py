@@ -47,7 +47,7 @@ def drawn(
     clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(
         model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers,
-        drafting=job.drafting, on_drafts=clock.note_drafts,
+        drafting=job.drafting, on_end=clock.note_end,
     ):  # fmt: skip
         clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces

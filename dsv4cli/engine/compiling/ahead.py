@@ -14,9 +14,9 @@ from threading import Condition, Thread
 
 import torch
 
+from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.compiling.dry_run import DryRun
-from dsv4cli.engine.compiling.pool import Counts, Pool
-from dsv4cli.engine.compiling.workload import Workload
+from dsv4cli.engine.compiling.pool import CompilerPool, Counts
 from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.kernels.card import Card
 
@@ -26,12 +26,12 @@ PACKAGE = Path(__file__).parents[2]
 
 
 class Ahead:
-    """Compiles in the background what a workload launches on a card, until it is closed. counts: how far it is."""
+    """Compiles in the background what a demand launches on a card, until it is closed. counts: how far it is."""
 
-    def __init__(self, workload: Workload, card: Card) -> None:
+    def __init__(self, demand: Demand, card: Card) -> None:
         """Raises OSError where no process can be started."""
         self.counts, self._ended, self._changed = Counts(), False, Condition()
-        self._marks = _marks(workload, card)
+        self._marks = _marks(demand, card)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "dsv4cli", "compile-ahead", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -40,7 +40,7 @@ class Ahead:
             start_new_session=True,  # it sees no Ctrl-C: it ends with this process
             text=True,
         )
-        Thread(target=self._follow, args=(pickle.dumps((workload, card)).hex(),), daemon=True).start()
+        Thread(target=self._follow, args=(pickle.dumps((demand, card)).hex(),), daemon=True).start()
 
     def __enter__(self) -> "Ahead":
         return self
@@ -75,16 +75,16 @@ class Ahead:
             self._changed.notify_all()
 
 
-def compiled_before(workload: Workload, card: Card) -> tuple[bool, bool]:
-    """Whether all of this workload was compiled into Triton's cache, and whether another of the same model was."""
-    exact, model = _marks(workload, card)
+def compiled_before(demand: Demand, card: Card) -> tuple[bool, bool]:
+    """Whether all of this demand was compiled into Triton's cache, and whether another of the same model was."""
+    exact, model = _marks(demand, card)
     return exact.exists(), model.exists()
 
 
-def compile_all(workload: Workload, card: Card, report: Callable[[Counts], None]) -> Counts:
-    """Compiles everything that a workload launches on a card, in processes that are forked from this one."""
-    with DryRun(workload, card) as dry:
-        pool = Pool(dry, workers(), report)
+def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None]) -> Counts:
+    """Compiles everything that a demand launches on a card, in processes that are forked from this one."""
+    with DryRun(demand, card) as dry:
+        pool = CompilerPool(dry, workers(), report)
         pool.run()
     return pool.counts
 
@@ -103,16 +103,16 @@ def cache_folder() -> Path:
     return Path(knobs.cache.dir)
 
 
-def _marks(workload: Workload, card: Card) -> tuple[Path, Path]:
-    """Files of Triton's cache that say: this workload was compiled into it, and any of this model."""
+def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
+    """Files of Triton's cache that say: this demand was compiled into it, and any of this model."""
     from triton import __version__
 
     sources = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(file.read_bytes())
-    model = replace(workload, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafts=0)
+    model = replace(demand, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafts=0)
     versions = f"{torch.__version__} {__version__} {sources.hexdigest()}"
-    named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (workload, model)]
+    named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (demand, model)]
     return cache_folder() / f"dsv4-{named[0]}", cache_folder() / f"dsv4-{named[1]}"
 
 

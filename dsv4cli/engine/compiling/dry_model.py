@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.compiling.workload import Workload
+from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
@@ -36,12 +36,12 @@ class DryWorld(World):
         return x
 
 
-def dry_model(workload: Workload, device: torch.device) -> Transformer:
-    """The model that a workload asks, within `NoData`."""
-    numerics = Numerics(getattr(torch, workload.dtype), workload.simulate, workload.exact)
-    config, world = one_of_each_kind(workload.config), _world(workload.ranks, device)
+def dry_model(demand: Demand, device: torch.device) -> Transformer:
+    """The model that a demand asks, within `NoData`."""
+    numerics = Numerics(getattr(torch, demand.dtype), demand.simulate, demand.exact)
+    config, world = one_of_each_kind(demand.config), _world(demand.ranks, device)
     model = Transformer(config, numerics, world)
-    allocate(model, expected_tensors(config, workload.formats), device, world)
+    allocate(model, expected_tensors(config, demand.formats), device, world)
     return model.eval()
 
 

@@ -1,13 +1,13 @@
-"""The engine's own steps on a GPU that is not there: what a workload launches, found by doing it without data."""
+"""The engine's own steps on a GPU that is not there: what a demand launches, found by doing it without data."""
 
 from contextlib import ExitStack
 
 import torch
 
+from dsv4cli.engine.compiling.demand import Demand, Span, Step, decoding, prompts
 from dsv4cli.engine.compiling.dry_model import dry_model
 from dsv4cli.engine.compiling.launches import Launch, driven_by, recording
 from dsv4cli.engine.compiling.no_data import CUDA, NoData
-from dsv4cli.engine.compiling.workload import Span, Step, Workload, decoding, prompts
 from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.runtime.drawing import Drawing
 from dsv4cli.engine.runtime.graphs import SIZES
@@ -23,15 +23,15 @@ Task = Step | Span
 
 
 class DryRun:
-    """Carries out steps of a workload for a card, in this process and thread until it is closed."""
+    """Carries out steps of a demand for a card, in this process and thread until it is closed."""
 
-    def __init__(self, workload: Workload, card: Card) -> None:
-        self._workload = workload
+    def __init__(self, demand: Demand, card: Card) -> None:
+        self._demand = demand
         with ExitStack() as stack:
             for inside in (use("triton"), described(card), driven_by(card), NoData(), torch.no_grad()):
                 stack.enter_context(inside)
             self._recorder = stack.enter_context(recording())
-            self._model = dry_model(workload, CUDA)
+            self._model = dry_model(demand, CUDA)
             self._inside = stack.pop_all()
 
     def __enter__(self) -> "DryRun":
@@ -41,8 +41,8 @@ class DryRun:
         self._inside.close()
 
     def tasks(self) -> list[Task]:
-        """Everything that the workload may ask of the engine."""
-        return [*prompts(self._workload), *decoding(self._workload, SIZES)]
+        """Everything that the demand may ask of the engine."""
+        return [*prompts(self._demand), *decoding(self._demand, SIZES)]
 
     def launches(self, task: Task) -> list[Launch]:
         """What the task launches that none before it has."""
@@ -71,9 +71,9 @@ class DryRun:
 
     def _step(self, step: Step) -> Identities:
         """Does a step of an engine that has done nothing before; what it launches."""
-        workload, recorder = self._workload, self._recorder
+        demand, recorder = self._demand, self._recorder
         recorder.seen.clear()
-        capacity = Capacity(len(step.chunks), step.longest, 0, workload.drafts > 0)
+        capacity = Capacity(len(step.chunks), step.longest, 0, demand.drafts > 0)
         runner = Runner(self._model, capacity, CUDA)
         for tokens, place in step.chunks:
             runner.scheduler.add(self._request(runner, tokens, place, step))
@@ -85,8 +85,8 @@ class DryRun:
 
     def _request(self, runner: Runner, tokens: int, place: int, step: Step) -> Request:
         """A request of which `place` tokens have gone through the model."""
-        workload, end = self._workload, place + tokens
-        limits = Limits(prefill_chunk=workload.chunk, max_context=workload.context)
+        demand, end = self._demand, place + tokens
+        limits = Limits(prefill_chunk=demand.chunk, max_context=demand.context)
         request = Request([0] * end, step.sampling, limits, stop_ids=(), done=place)
         request.scored = step.longest is None
         request.end, request.drafts = end + 2 * ROLLBACK, [0] * step.drafts

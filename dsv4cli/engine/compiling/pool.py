@@ -8,9 +8,9 @@ from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+from dsv4cli.engine.compiling.demand import Step
 from dsv4cli.engine.compiling.dry_run import DryRun, Task
 from dsv4cli.engine.compiling.launches import Launch, compile_launch
-from dsv4cli.engine.compiling.workload import Step
 from dsv4cli.engine.system.ending import end_with_parent
 
 # how much they give way to the process that loads a model meanwhile
@@ -34,7 +34,7 @@ class Counts:
         return self.compiled + self.present + len(self.failed)
 
 
-class Pool:
+class CompilerPool:
     """The work of a dry run on `workers` processes, which are forked from this one: it must have one thread and no
     CUDA. counts: how far it is."""
 

@@ -27,7 +27,7 @@ FEW = 64
 
 
 @dataclass(frozen=True)
-class Workload:
+class Demand:
     """config, formats: of the model. dtype, simulate, exact: as `Numerics` has them. ranks: that share it.
     sequences: at once. length: the tokens of the one prompt, None where that is not known or there are several.
     longest: the most tokens of a sequence that steps are captured for, one after another; none where nothing is drawn.
@@ -80,30 +80,30 @@ class Span:
         return Step(chunks, self.sampling, self.longest, 0, self.count)
 
 
-def decoding(workload: Workload, sizes: tuple[int, ...]) -> Iterator[Step]:
+def decoding(demand: Demand, sizes: tuple[int, ...]) -> Iterator[Step]:
     """The steps that follow prompts: of each number of sequences that is captured, with each number of drafts."""
-    most = next(number for number, size in enumerate(sizes) if size >= min(workload.sequences, MAX_SLOTS))
-    for longest, size, sampling in product(workload.longest, sizes[: most + 1], workload.samplings):
-        drafts = min(workload.drafts, max(MAX_SLOTS // size - 1, 0))
+    most = next(number for number, size in enumerate(sizes) if size >= min(demand.sequences, MAX_SLOTS))
+    for longest, size, sampling in product(demand.longest, sizes[: most + 1], demand.samplings):
+        drafts = min(demand.drafts, max(MAX_SLOTS // size - 1, 0))
         for verified in range(drafts + 1):
             yield Step(((1, 1),) * size, sampling, longest, verified, drafts)
 
 
-def prompts(workload: Workload) -> Iterator[Step | Span]:
+def prompts(demand: Demand) -> Iterator[Step | Span]:
     """The steps of prompts: of one whose length is known its chunks, else all that there may be."""
-    longest, drafts, sampling = min(workload.longest, default=None), workload.drafts, workload.samplings[0]
-    if workload.length is not None:
-        for start in range(0, workload.length, workload.chunk):
-            count = min(workload.chunk, workload.length - start)
-            yield Step(((count, start),), sampling, longest, 0, drafts if start + count == workload.length else 0)
+    longest, drafts, sampling = min(demand.longest, default=None), demand.drafts, demand.samplings[0]
+    if demand.length is not None:
+        for start in range(0, demand.length, demand.chunk):
+            count = min(demand.chunk, demand.length - start)
+            yield Step(((count, start),), sampling, longest, 0, drafts if start + count == demand.length else 0)
         return
-    most = min(workload.chunk if workload.sequences == 1 else MAX_STEP_TOKENS, workload.context)
+    most = min(demand.chunk if demand.sequences == 1 else MAX_STEP_TOKENS, demand.context)
     yield from (Span(first, last, sampling, longest, count=drafts) for first, last in _parts(most))
-    several = list(_parts(min(workload.sequences, MAX_SLOTS))) if workload.sequences > 1 else []
-    for (first, last), one in product(several, workload.samplings):
+    several = list(_parts(min(demand.sequences, MAX_SLOTS))) if demand.sequences > 1 else []
+    for (first, last), one in product(several, demand.samplings):
         yield Span(first, last, one, longest, sequences=True, count=drafts)
     for place, (first, last) in product(PLACES, _parts(FEW)):
-        if place + last <= min(workload.context, FAR):
+        if place + last <= min(demand.context, FAR):
             yield Span(first, last, sampling, longest, place)
 
 
@@ -113,7 +113,7 @@ def _parts(most: int) -> Iterator[tuple[int, int]]:
     return zip(ends, ends[1:] or ends, strict=False)
 
 
-def workload_of(
+def demand_of(
     config: ModelConfig,
     formats: Formats,
     numerics: "Numerics",
@@ -124,7 +124,7 @@ def workload_of(
     *,
     ranks: int = 1,
     drawn: bool = True,
-) -> Workload:
+) -> Demand:
     """What prompts of these lengths ask, None where they are not known: one conversation. drawn: whether they are
     answered."""
     context, drafts = context_of(config, limits), 0
@@ -132,7 +132,7 @@ def workload_of(
         drafts = usual_drafts(config) if drafting.most is None else min(drafting.most, most_drafts(config))
     ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
     longest = (max(ends),) if ends else tuple(_doublings(min(context, FAR)))
-    return Workload(
+    return Demand(
         config=config if drafts else config.without_drafter(),
         formats=formats,
         dtype=str(numerics.dtype).removeprefix("torch."),
