@@ -22,6 +22,8 @@ FAR = 131_072
 PLACES = tuple(1 << power for power in range(7, 17))
 # numbers from which the search for those that need other kernels begins
 ROWS = (1, 2, 4, 8, 9, *(count + more for count in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) for more in (0, 1)))
+# tokens of each of several prompts
+EACH = (2, 12, 24, 48, 96, 192, 384, 768)
 # in chunks of so many tokens at most kernels depend on the tokens before them too
 FEW = 64
 
@@ -63,20 +65,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Span:
-    """Steps of which all numbers from `first` to `last` may come: of tokens in a chunk behind `place` others, or of
-    sequences that each have a chunk of two tokens. sampling, longest, count: as of `Step`."""
+    """Steps of which all numbers from `first` to `last` may come: of tokens in a chunk behind `place` others, or, where
+    `each` is not 0, of sequences that each have a chunk of so many tokens. sampling, longest, count: as of `Step`."""
 
     first: int
     last: int
     sampling: Sampling
     longest: int | None
     place: int = 0
-    sequences: bool = False
+    each: int = 0
     count: int = 0
 
     def step(self, number: int) -> Step:
         """One of them."""
-        chunks = ((2, self.place),) * number if self.sequences else ((number, self.place),)
+        chunks = ((self.each, self.place),) * number if self.each else ((number, self.place),)
         return Step(chunks, self.sampling, self.longest, 0, self.count)
 
 
@@ -99,9 +101,10 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
         return
     most = min(demand.chunk if demand.sequences == 1 else MAX_STEP_TOKENS, demand.context)
     yield from (Span(first, last, sampling, longest, count=drafts) for first, last in _parts(most))
-    several = list(_parts(min(demand.sequences, MAX_SLOTS))) if demand.sequences > 1 else []
-    for (first, last), one in product(several, demand.samplings):
-        yield Span(first, last, one, longest, sequences=True, count=drafts)
+    for each, one in product(EACH if demand.sequences > 1 else (), demand.samplings):
+        if each <= demand.context:
+            several = _parts(min(demand.sequences, MAX_STEP_TOKENS // each))
+            yield from (Span(first, last, one, longest, each=each, count=drafts) for first, last in several)
     for place, (first, last) in product(PLACES, _parts(FEW)):
         if place + last <= min(demand.context, FAR):
             yield Span(first, last, sampling, longest, place)
