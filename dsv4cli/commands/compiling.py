@@ -33,9 +33,8 @@ class Meanwhile:
 class Compiled(Meanwhile):
     """What is compiled while a model is loaded."""
 
-    def __init__(self, out: Output, ahead: "Ahead", known: bool) -> None:
-        """known: whether others of the same model were compiled before."""
-        self._out, self._ahead, self._known, self._start = out, ahead, known, perf_counter()
+    def __init__(self, out: Output, ahead: "Ahead") -> None:
+        self._out, self._ahead, self._start = out, ahead, perf_counter()
 
     def note(self) -> str:
         """How many kernels are compiled."""
@@ -45,21 +44,17 @@ class Compiled(Meanwhile):
     def finish(self) -> None:
         """Waits with a bar, and says how many were compiled."""
         with self._out.counting("compiling kernels") as show:
-            counts = self._ahead.wait(lambda counts: show(counts.done, counts.found, ""), for_all=not self._known)
+            counts = self._ahead.wait(lambda counts: show(counts.done, counts.found, ""))
         report_compiled(self._out, counts, perf_counter() - self._start)
 
 
 @contextmanager
 def compiled_meanwhile(out: Output, demand: "Demand", card: "Card") -> Iterator[Meanwhile]:
     """Compiles in the background what a demand launches and Triton's cache may lack."""
-    from dsv4cli.engine.compiling.ahead import Ahead, compiled_before
+    from dsv4cli.engine.compiling.ahead import Ahead
 
-    exactly, model = compiled_before(demand, card)
-    if exactly:
-        yield Meanwhile()
-        return
     with Ahead(demand, card) as ahead:
-        yield Compiled(out, ahead, model)
+        yield Compiled(out, ahead)
 
 
 def report_compiled(out: Output, counts: "Counts", seconds: float) -> None:

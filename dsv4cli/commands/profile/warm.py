@@ -54,7 +54,7 @@ def warm(
     name, found = find_card(card)
     demand = _demand(model, tp, length, batch, draft, exact)
     start = perf_counter()
-    with Ahead(demand, found) as ahead, out.counting(f"compiling kernels for {name}") as show:
+    with Ahead(demand, found, again=True) as ahead, out.counting(f"compiling kernels for {name}") as show:
         counts = ahead.wait(lambda counts: show(counts.done, counts.found, ""))
     seconds = perf_counter() - start
     report_compiled(out, counts, seconds)

@@ -28,57 +28,57 @@ PACKAGE = Path(__file__).parents[2]
 class Ahead:
     """Compiles in the background what a demand launches on a card, until it is closed. counts: how far it is."""
 
-    def __init__(self, demand: Demand, card: Card) -> None:
-        """Raises OSError where no process can be started."""
-        self.counts, self._ended, self._changed = Counts(), False, Condition()
+    def __init__(self, demand: Demand, card: Card, *, again: bool = False) -> None:
+        """again: also where all of it was compiled before. Raises OSError where no process can be started."""
+        self.counts, self._changed = Counts(), Condition()
         self._marks = _marks(demand, card)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dsv4cli", "compile-ahead", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # it sees no Ctrl-C: it ends with this process
-            text=True,
-        )
-        Thread(target=self._follow, args=(pickle.dumps((demand, card)).hex(),), daemon=True).start()
+        exactly, model = (mark.exists() for mark in self._marks)
+        self._ended, self._for_all = exactly and not again, again or not model
+        self._process: subprocess.Popen[str] | None = None
+        if not self._ended:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dsv4cli", "compile-ahead", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # it sees no Ctrl-C: it ends with this process
+                text=True,
+            )
+            job = pickle.dumps((demand, card)).hex()
+            Thread(target=self._follow, args=(self._process, job), daemon=True).start()
 
     def __enter__(self) -> "Ahead":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
-    def wait(self, on_progress: Callable[[Counts], None], *, for_all: bool = True) -> Counts:
-        """Until everything is compiled; or not `for_all`, until nothing is being compiled as far as is known."""
+    def wait(self, on_progress: Callable[[Counts], None]) -> Counts:
+        """Until all is compiled; where a like demand of the same model was compiled before, until nothing is being
+        compiled as far as is known."""
         with self._changed:
-            while not self._ended and (for_all or self.counts.done < self.counts.found):
+            while not self._ended and (self._for_all or self.counts.done < self.counts.found):
                 on_progress(self.counts)
                 self._changed.wait()
             return self.counts
 
-    def _follow(self, job: str) -> None:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
+    def _follow(self, process: "subprocess.Popen[str]", job: str) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
         with suppress(OSError, ValueError):  # it has ended: what is not compiled yet is compiled where it is launched
-            stdin.write(job)
-            stdin.close()
-            for line in stdout:
+            process.stdin.write(job)
+            process.stdin.close()
+            for line in process.stdout:
                 with self._changed:
                     self.counts = Counts(**json.loads(line))
                     self._changed.notify_all()
-        if self._process.wait() == 0 and not self.counts.failed:
+        if process.wait() == 0 and not self.counts.failed:
             _leave(self._marks)
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-
-
-def compiled_before(demand: Demand, card: Card) -> tuple[bool, bool]:
-    """Whether all of this demand was compiled into Triton's cache, and whether another of the same model was."""
-    exact, model = _marks(demand, card)
-    return exact.exists(), model.exists()
 
 
 def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None]) -> Counts:
@@ -104,7 +104,7 @@ def cache_folder() -> Path:
 
 
 def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
-    """Files of Triton's cache that say: this demand was compiled into it, and any of this model."""
+    """Files of Triton's cache that say: this demand was compiled into it, and one of this model."""
     from triton import __version__
 
     sources = hashlib.sha256()

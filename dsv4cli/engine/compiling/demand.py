@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # the longest sequences that are thought of where lengths are not known; longer ones compile what else they need
 FAR = 131_072
 # tokens before a chunk of a prompt whose length is not known
-PLACES = tuple(1 << power for power in range(7, 17))
+PLACES = tuple(1 << power for power in range(2, 17))
 # numbers from which the search for those that need other kernels begins
 ROWS = (1, 2, 4, 8, 9, *(count + more for count in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) for more in (0, 1)))
 # tokens of each of several prompts
@@ -105,8 +105,8 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
         if each <= demand.context:
             several = _parts(min(demand.sequences, MAX_STEP_TOKENS // each))
             yield from (Span(first, last, one, longest, each=each, count=drafts) for first, last in several)
-    for place, (first, last) in product(PLACES, _parts(FEW)):
-        if place + last <= min(demand.context, FAR):
+    for place in PLACES:
+        for first, last in _parts(min(FEW, demand.context - place)) if place < demand.context else ():
             yield Span(first, last, sampling, longest, place)
 
 

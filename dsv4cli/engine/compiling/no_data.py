@@ -7,9 +7,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
-# what reads a tensor, and what one without data gives for each of its elements
-READS = ("item", "__bool__", "__int__", "__float__", "__index__")
+# what one without data gives for each of its elements, and what reads it
 READ = 1
+READS = {"item": READ, "__int__": READ, "__index__": READ, "__float__": float(READ), "__bool__": bool(READ)}
 
 
 class NoData(TorchFunctionMode):
@@ -32,7 +32,7 @@ class NoData(TorchFunctionMode):
                 return answer(first)
             name = getattr(func, "__name__", "")
             if name in READS:
-                return READ
+                return READS[name]
             if name in ("tolist", "cpu") or (name == "to" and _goes_to_cpu(args, kwargs or {})):
                 read = torch.full(first.shape, READ, dtype=first.dtype, device="cpu")
                 return read.tolist() if name == "tolist" else read
