@@ -22,6 +22,8 @@ from dsv4cli.kernels.card import Card
 
 # what a process takes while it compiles a large kernel
 BYTES_EACH = 10**9
+# seconds until those that it has started are gone too
+GRACE = 2.0
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -35,6 +37,7 @@ class Ahead:
         exactly, model = (mark.exists() for mark in self._marks)
         self._ended, self._for_all = exactly and not again, again or not model
         self._process: subprocess.Popen[str] | None = None
+        self._follower = Thread()
         if not self._ended:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dsv4cli", "compile-ahead", str(os.getpid())],
@@ -45,7 +48,8 @@ class Ahead:
                 text=True,
             )
             job = pickle.dumps((demand, card)).hex()
-            Thread(target=self._follow, args=(self._process, job), daemon=True).start()
+            self._follower = Thread(target=self._follow, args=(self._process, job), daemon=True)
+            self._follower.start()
 
     def __enter__(self) -> "Ahead":
         return self
@@ -54,6 +58,7 @@ class Ahead:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._follower.join(GRACE)
 
     def wait(self, on_progress: Callable[[Counts], None]) -> Counts:
         """Until all is compiled; where a like demand of the same model was compiled before, until nothing is being
@@ -67,9 +72,10 @@ class Ahead:
     def _follow(self, process: "subprocess.Popen[str]", job: str) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(OSError, ValueError):  # it has ended: what is not compiled yet is compiled where it is launched
-            process.stdin.write(job)
-            process.stdin.close()
+        # where it ends early, what is not compiled yet is compiled where it is launched
+        with process.stdout, suppress(OSError, ValueError):
+            with process.stdin:
+                process.stdin.write(job)
             for line in process.stdout:
                 with self._changed:
                     self.counts = Counts(**json.loads(line))

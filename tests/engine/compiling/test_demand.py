@@ -16,10 +16,9 @@ GREEDY = Sampling(0.0)
 
 
 def demand(lengths: list[int] | None, drafts: int | None = None, drawn: bool = True, **limits: int) -> Demand:
-    return demand_of(
-        parse_config(PRESETS["flash"], "flash"), Formats(), Numerics.reference(), Limits(**limits), [replace(GREEDY, seed=3)],
-        Drafting(drafts), lengths, drawn=drawn,
-    )  # fmt: skip
+    config, samplings = parse_config(PRESETS["flash"], "flash"), [replace(GREEDY, seed=3)]
+    numerics, drafting = Numerics.reference(), Drafting(drafts)
+    return demand_of(config, Formats(), numerics, Limits(**limits), samplings, drafting, lengths, drawn=drawn)
 
 
 def test_a_prompt_of_known_length_has_its_chunks():

@@ -33,7 +33,13 @@ def test_a_run_launches_what_is_on_the_list_and_finds_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "sequences", "context", "ranks"),
-    [("tiny", 16, 900, 1), ("tiny", 4, 200, 2), ("flash", 1, 16_384, 1), ("flash-0731", 1, 4096, 1), ("pro", 1, 4096, 8)],
+    [
+        ("tiny", 16, 900, 1),
+        ("tiny", 4, 200, 2),
+        ("flash", 1, 16_384, 1),
+        ("flash-0731", 1, 4096, 1),
+        ("pro", 1, 4096, 8),
+    ],
 )
 def test_random_steps_launch_nothing_else(tmp_path, preset, sequences, context, ranks):
     found = dry_run(tmp_path, preset, sequences, context, ranks, 60)

@@ -37,7 +37,13 @@ def test_an_address_is_what_it_would_be_behind_the_first_byte():
 
 def test_what_is_read_is_1():
     x = torch.empty(2, dtype=torch.int64, device="cuda")
-    assert (x.tolist(), x[0].item(), int(x[1]), bool(x.isfinite().all()), x.cpu().tolist()) == ([1, 1], 1, 1, True, [1, 1])
+    assert (x.tolist(), x[0].item(), int(x[1]), bool(x.isfinite().all()), x.cpu().tolist()) == (
+        [1, 1],
+        1,
+        1,
+        True,
+        [1, 1],
+    )
     assert x.to("cpu").numpy().tolist() == [1, 1]
 
 
