@@ -13,7 +13,7 @@ from dsv4cli.engine.chat.answers import Pieces
 from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.compiling.ahead import Ahead
+from dsv4cli.engine.compiling.ahead import Ahead, found_memory
 from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.model.numerics import Numerics
@@ -111,8 +111,8 @@ class Model:
         self._dialogue = cache(lambda think: open_dialogue(self._source, think))
         dialogue: Dialogue = self._dialogue("off")
         limits = Limits(max_context=max_context)
-        with use(self._kernels), self._compiled(numerics, limits, drafting):
-            memory = MemoryLimits(gpu=gpu_memory)
+        memory = MemoryLimits(gpu=gpu_memory)
+        with use(self._kernels), self._compiled(numerics, limits, drafting, memory):
             loaded = load_model(self._source, numerics, device=self._device, limits=memory, drafting=drafting)
         with use(self._kernels):
             self._conversation: Conversation | None = Conversation(
@@ -120,14 +120,15 @@ class Model:
             )
 
     @contextmanager
-    def _compiled(self, numerics: Numerics, limits: Limits, drafting: Drafting) -> Iterator[None]:
+    def _compiled(self, numerics: Numerics, limits: Limits, drafting: Drafting, memory: MemoryLimits) -> Iterator[None]:
         """Compiles the kernels of a conversation on a GPU meanwhile, and waits for those that are missing then."""
         if self._kernels != "triton":
             yield
             return
         identity = self._source.identity
         samplings = [self._source.sampling, Sampling(0.0), Sampling(1.0, 0.5)]
-        demand = demand_of(identity.config, identity.formats, numerics, limits, samplings, drafting, None)
+        free = found_memory(self._device, memory)
+        demand = demand_of(identity.config, identity.formats, numerics, limits, samplings, drafting, None, memory=free)
         with Ahead(demand, card_of(self._device)) as ahead:
             yield
             ahead.wait(lambda counts: None)

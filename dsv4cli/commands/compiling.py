@@ -60,12 +60,15 @@ def compiled_meanwhile(out: Output, demand: "Demand", card: "Card") -> Iterator[
 def report_compiled(out: Output, counts: "Counts", seconds: float) -> None:
     """Says how many kernels were compiled, and which were not."""
     if counts.compiled:
-        rest = f", {counts.present:,} were there" if counts.present else ""
-        out.status(f"{counted(counts.compiled, 'kernel')} compiled in {duration_text(seconds)}{rest}")
+        out.status(compiled_sentence(counts, seconds))
     if counts.failed:
-        out.warning(
-            f"{counted(len(counts.failed), 'kernel')} not compiled ahead, but where launched: {counts.failed[0]}"
-        )
+        out.warning(f"some kernels are compiled not ahead, but where they are launched: {counts.failed[0]}")
+
+
+def compiled_sentence(counts: "Counts", seconds: float) -> str:
+    """How many, how long, and how many were there before."""
+    there = f"; {counts.present:,} were there" if counts.present else ""
+    return f"{counted(counts.compiled, 'kernel')} compiled in {duration_text(seconds)}{there}"
 
 
 def compile_ahead(context: typer.Context, parent: int) -> None:
@@ -74,7 +77,11 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
 
     end_with_parent(parent)
     from dsv4cli.engine.compiling.ahead import compile_all
+    from dsv4cli.engine.compiling.pool import Counts
 
     out = Output(context.obj)
     demand, card = pickle.loads(bytes.fromhex(sys.stdin.read()))
-    compile_all(demand, card, lambda counts: out.record(asdict(counts)))
+    try:
+        compile_all(demand, card, lambda counts: out.record(asdict(counts)))
+    except Exception as error:  # noqa: BLE001 - whoever waits says so: nobody reads this stderr
+        out.record(asdict(Counts(failed=[f"{type(error).__name__}: {error}"])))

@@ -93,9 +93,12 @@ class Job:
         if self.kernels != "triton" or (self.world is not None and self.world.rank):
             yield Meanwhile()
             return
+        from dsv4cli.engine.compiling.ahead import found_memory
         from dsv4cli.engine.compiling.card import card_of
         from dsv4cli.engine.compiling.demand import demand_of
+        from dsv4cli.engine.weights.placement import MemoryLimits
 
+        ranks = self.world.size if self.world else 1
         demand = demand_of(
             self.source.identity.config,
             self.source.identity.formats,
@@ -104,8 +107,9 @@ class Job:
             [self.sampling],
             self.drafting,
             prompts,
-            ranks=self.world.size if self.world else 1,
+            ranks=ranks,
             drawn=drawn,
+            memory=found_memory(self.device, self.memory or MemoryLimits(), ranks),
         )
         with compiled_meanwhile(self.out, demand, card_of(self.device)) as compiled:
             yield compiled

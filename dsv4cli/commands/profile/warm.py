@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4cli.commands.compiling import report_compiled
+from dsv4cli.commands.compiling import compiled_sentence
+from dsv4cli.errors import Dsv4Error
 from dsv4cli.options import DraftOpt, ExactOpt, JsonOpt
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.compiling.demand import Demand
+    from dsv4cli.engine.weights.placement import FreeMemory
 
+# of what failed
+MOST_SHOWN = 5
 ShapesOpt = Annotated[
     str,
     typer.Option(
@@ -48,23 +52,34 @@ def warm(
     built, by the same versions of Triton and dsv4.
     """
     out = Output(context.obj, as_json)
-    from dsv4cli.engine.compiling.ahead import Ahead, cache_folder
+    from dsv4cli.engine.compiling.ahead import Ahead, cache_folder, found_memory
     from dsv4cli.engine.compiling.card import find_card
+    from dsv4cli.engine.weights.placement import MemoryLimits
 
-    name, found = find_card(card)
-    demand = _demand(model, tp, length, batch, draft, exact)
+    name, found, device = find_card(card)
+    memory = None if device is None else found_memory(device, MemoryLimits(), tp)
+    demand = _demand(model, tp, length, batch, draft, exact, memory)
     start = perf_counter()
     with Ahead(demand, found, again=True) as ahead, out.counting(f"compiling kernels for {name}") as show:
         counts = ahead.wait(lambda counts: show(counts.done, counts.found, ""))
     seconds = perf_counter() - start
-    report_compiled(out, counts, seconds)
+    if counts.compiled:
+        out.status(compiled_sentence(counts, seconds))
     out.line(f"{counted(counts.found, 'kernel')} of {model} for {name} in {cache_folder()}")
     document: dict[str, Any] = {"schema": "dsv4.profile.warm/1", "model": model, "card": name, "tp": tp}
     document |= {"kernels": counts.found, "compiled": counts.compiled, "already_there": counts.present}
     out.document(document | {"failed": counts.failed, "seconds": seconds, "folder": str(cache_folder())})
+    if counts.failed:
+        raise Dsv4Error(
+            f"{counted(len(counts.failed), 'thing')} could not be compiled ahead",
+            "run it again; what fails again is compiled where it is launched",
+            counts.failed[:MOST_SHOWN],
+        )
 
 
-def _demand(model: str, tp: int, length: int | None, batch: int, draft: str, exact: bool) -> "Demand":
+def _demand(
+    model: str, tp: int, length: int | None, batch: int, draft: str, exact: bool, memory: "FreeMemory | None"
+) -> "Demand":
     """What `run` and `chat` may ask of the model. Raises Dsv4Error."""
     from dsv4cli.engine.checkpoint.sharding import check_dimensions
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
@@ -81,4 +96,4 @@ def _demand(model: str, tp: int, length: int | None, batch: int, draft: str, exa
     lengths = [context] * batch if batch > 1 else None
     numerics, limits = Numerics.reference(exact), Limits(max_context=context)
     samplings = [Sampling(), Sampling(0.0), Sampling(1.0, 0.5)]
-    return demand_of(config, formats, numerics, limits, samplings, drafting, lengths, ranks=tp)
+    return demand_of(config, formats, numerics, limits, samplings, drafting, lengths, ranks=tp, memory=memory)

@@ -17,7 +17,10 @@ import torch
 from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.compiling.dry_run import DryRun
 from dsv4cli.engine.compiling.pool import CompilerPool, Counts
+from dsv4cli.engine.settings import NO_DRAFTS
+from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.system.host_memory import host_memory
+from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits
 from dsv4cli.kernels.card import Card
 
 # what a process takes while it compiles a large kernel
@@ -36,6 +39,7 @@ class Ahead:
         self._marks = _marks(demand, card)
         exactly, model = (mark.exists() for mark in self._marks)
         self._ended, self._for_all = exactly and not again, again or not model
+        self._closed = False
         self._process: subprocess.Popen[str] | None = None
         self._follower = Thread()
         if not self._ended:
@@ -55,6 +59,7 @@ class Ahead:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._closed = True
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -80,9 +85,12 @@ class Ahead:
                 with self._changed:
                     self.counts = Counts(**json.loads(line))
                     self._changed.notify_all()
-        if process.wait() == 0 and not self.counts.failed:
+        code = process.wait()
+        if code == 0 and not self.counts.failed:
             _leave(self._marks)
         with self._changed:
+            if code and not self._closed:
+                self.counts.failed.append(f"the process that compiles has ended with code {code}")
             self._ended = True
             self._changed.notify_all()
 
@@ -102,6 +110,11 @@ def workers() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), room))
 
 
+def found_memory(device: torch.device, limits: MemoryLimits, ranks: int = 1) -> FreeMemory:
+    """The memory that each of so many ranks finds."""
+    return FreeMemory(free_memory(device), free_memory(torch.device("cpu")), ranks, limits)
+
+
 def cache_folder() -> Path:
     """Where Triton keeps what it has compiled."""
     from triton import knobs
@@ -116,7 +129,10 @@ def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
     sources = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(file.read_bytes())
-    model = replace(demand, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafts=0)
+    # what is free is never the same; how weights are divided seldom changes with it
+    memory = demand.memory and replace(demand.memory, gpu=None, host=None)
+    demand = replace(demand, memory=memory)
+    model = replace(demand, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafting=NO_DRAFTS)
     versions = f"{torch.__version__} {__version__} {sources.hexdigest()}"
     named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (demand, model)]
     return cache_folder() / f"dsv4-{named[0]}", cache_folder() / f"dsv4-{named[1]}"

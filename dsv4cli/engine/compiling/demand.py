@@ -11,7 +11,8 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
 from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.runtime.runner import FEWEST_TOKENS
-from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
+from dsv4cli.engine.weights.placement import FreeMemory
 
 if TYPE_CHECKING:
     from dsv4cli.engine.model.numerics import Numerics
@@ -34,7 +35,8 @@ class Demand:
     sequences: at once. length: the tokens of the one prompt, None where that is not known or there are several.
     longest: the most tokens of a sequence that steps are captured for, one after another; none where nothing is drawn.
     context: the most tokens of a sequence. chunk: the most of a prompt in a step.
-    samplings: how tokens may be drawn. drafts: the most in a step."""
+    samplings: how tokens may be drawn. drafting: what of a drafter is used.
+    memory: what each rank finds; None where all weights lie on the GPU."""
 
     config: ModelConfig
     formats: Formats
@@ -48,7 +50,16 @@ class Demand:
     context: int
     chunk: int
     samplings: tuple[Sampling, ...]
-    drafts: int
+    drafting: Drafting
+    memory: FreeMemory | None = None
+
+    @property
+    def drafts(self) -> int:
+        """The most in a step."""
+        if self.config.drafter == "none":
+            return 0
+        most = self.drafting.most
+        return usual_drafts(self.config) if most is None else min(most, most_drafts(self.config))
 
 
 @dataclass(frozen=True)
@@ -127,16 +138,15 @@ def demand_of(
     *,
     ranks: int = 1,
     drawn: bool = True,
+    memory: FreeMemory | None = None,
 ) -> Demand:
     """What prompts of these lengths ask, None where they are not known: one conversation. drawn: whether they are
     answered."""
-    context, drafts = context_of(config, limits), 0
-    if drawn and config.drafter != "none":
-        drafts = usual_drafts(config) if drafting.most is None else min(drafting.most, most_drafts(config))
+    context = context_of(config, limits)
     ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
     longest = (max(ends),) if ends else tuple(_doublings(min(context, FAR)))
     return Demand(
-        config=config if drafts else config.without_drafter(),
+        config=config if drawn and drafting.most != 0 else config.without_drafter(),
         formats=formats,
         dtype=str(numerics.dtype).removeprefix("torch."),
         simulate=numerics.simulate,
@@ -148,7 +158,8 @@ def demand_of(
         context=context,
         chunk=limits.prefill_chunk,
         samplings=tuple(replace(one, seed=0) for one in samplings),
-        drafts=drafts,
+        drafting=drafting if drawn else NO_DRAFTS,
+        memory=memory,
     )
 
 

@@ -11,6 +11,8 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.weights.fill import allocate
+from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
+from dsv4cli.engine.weights.placement import Division, decide, measure
 from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_reduce, buffer_shape
 
 
@@ -36,12 +38,31 @@ class DryWorld(World):
         return x
 
 
-def dry_model(demand: Demand, device: torch.device) -> Transformer:
+def placed(demand: Demand) -> tuple[Demand, Division | None]:
+    """The demand without a drafter where there is no room for it, and how experts are divided where not all have room.
+    Raises NotEnoughMemory."""
+    if demand.memory is None:
+        return demand, None
+    config = demand.config
+    specs = expected_tensors(config, demand.formats)
+    sizes = measure(specs.values(), config.num_experts_per_tok, demand.ranks)
+    placement = decide(sizes, demand.memory, demand.drafting)
+    return replace(demand, config=config if placement.drafter else config.without_drafter()), placement.division
+
+
+def dry_model(demand: Demand, division: Division | None, device: torch.device) -> Transformer:
     """The model that a demand asks, within `NoData`."""
     numerics = Numerics(getattr(torch, demand.dtype), demand.simulate, demand.exact)
     config, world = one_of_each_kind(demand.config), _world(demand.ranks, device)
-    model = Transformer(config, numerics, world)
-    allocate(model, expected_tensors(config, demand.formats), device, world)
+    model, specs = Transformer(config, numerics, world), expected_tensors(config, demand.formats)
+    if division is not None:
+        plan = plan_of(specs.values(), division, world.size)
+        offload = ExpertOffload(plan, device)
+        for number, module in enumerate(plan.layers):
+            model.set_submodule(module, offload.layer(number))
+        elsewhere = {name for name, _ in offload.destinations(specs.values())}
+        specs = {name: spec for name, spec in specs.items() if name not in elsewhere}
+    allocate(model, specs, device, world)
     return model.eval()
 
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import torch
 
 from dsv4cli.engine.compiling.demand import Demand, Span, Step, decoding, prompts
-from dsv4cli.engine.compiling.dry_model import dry_model
+from dsv4cli.engine.compiling.dry_model import dry_model, placed
 from dsv4cli.engine.compiling.launches import Launch, driven_by, recording
 from dsv4cli.engine.compiling.no_data import CUDA, NoData
 from dsv4cli.engine.config.capacity import ROLLBACK
@@ -23,15 +23,18 @@ Task = Step | Span
 
 
 class DryRun:
-    """Carries out steps of a demand for a card, in this process and thread until it is closed."""
+    """Carries out steps of a demand for a card, in this process and thread until it is closed.
+
+    Raises NotEnoughMemory.
+    """
 
     def __init__(self, demand: Demand, card: Card) -> None:
-        self._demand = demand
+        self._demand, division = placed(demand)
         with ExitStack() as stack:
             for inside in (use("triton"), described(card), driven_by(card), NoData(), torch.no_grad()):
                 stack.enter_context(inside)
             self._recorder = stack.enter_context(recording())
-            self._model = dry_model(demand, CUDA)
+            self._model = dry_model(self._demand, division, CUDA)
             self._inside = stack.pop_all()
 
     def __enter__(self) -> "DryRun":

@@ -1,14 +1,11 @@
 """The process beside a command: what it says, how long it is waited for, what is remembered of it."""
 
-import json
-import sys
 import time
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("triton")
-import triton
 
 from dsv4cli.engine.compiling.ahead import Ahead
 from dsv4cli.engine.compiling.demand import Demand, demand_of
@@ -19,6 +16,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling
 from dsv4cli.kernels.card import CARDS
+from tests.support.compiler import compiler
 
 CARD = CARDS["h200"]
 
@@ -30,17 +28,7 @@ def demand(length: int) -> Demand:
 
 @pytest.fixture
 def says(monkeypatch, tmp_path):
-    """Has the process be a script that says these lines, waits and ends with a code."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
-
-    def use(*lines: dict[str, object], code: int = 0, seconds: float = 0) -> None:
-        text = "\n".join(json.dumps(line) for line in lines)
-        script = tmp_path / "python"
-        script.write_text(f"#!/bin/sh\ncat > {tmp_path}/given\ncat <<END\n{text}\nEND\nsleep {seconds}\nexit {code}\n")
-        script.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(script))
-
-    return use
+    return compiler(monkeypatch, tmp_path)
 
 
 def waited(length: int = 5, again: bool = False) -> tuple[Counts, float]:
@@ -58,7 +46,7 @@ def test_what_was_compiled_is_not_asked_for_again(says):
     assert waited()[0] == Counts(**ALL)
     says(code=1)
     assert waited() == (Counts(), pytest.approx(0, abs=0.5))
-    assert waited(again=True)[0] == Counts()
+    assert waited(again=True)[0].failed == ["the process that compiles has ended with code 1"]
 
 
 def test_another_prompt_of_a_known_model_is_waited_for_where_kernels_are_missing(says):
