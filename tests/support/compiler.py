@@ -19,7 +19,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Says:
     def use(*lines: dict[str, object], code: int = 0, seconds: float = 0) -> None:
         text = "\n".join(json.dumps(line) for line in lines)
         script = folder / "python"
-        script.write_text(f"#!/bin/sh\ncat > {folder}/given\ncat <<END\n{text}\nEND\nsleep {seconds}\nexit {code}\n")
+        given = f'#!/bin/sh\necho "$@" > {folder}/arguments\ncat > {folder}/given\n'
+        script.write_text(f"{given}cat <<END\n{text}\nEND\nsleep {seconds}\nexit {code}\n")
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
 

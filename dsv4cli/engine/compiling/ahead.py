@@ -28,6 +28,8 @@ BYTES_EACH = 10**9
 # seconds until those that it has started are gone too
 GRACE = 2.0
 PACKAGE = Path(__file__).parents[2]
+# `python -m dsv4cli` would take what the folder has where the user is
+PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.cli import main; main()"
 
 
 class Ahead:
@@ -44,7 +46,7 @@ class Ahead:
         self._follower = Thread()
         if not self._ended:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dsv4cli", "compile-ahead", str(os.getpid())],
+                [sys.executable, "-c", PROGRAM, "compile-ahead", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

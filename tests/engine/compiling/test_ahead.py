@@ -1,12 +1,15 @@
 """The process beside a command: what it says, how long it is waited for, what is remembered of it."""
 
+import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+import dsv4cli
 from dsv4cli.engine.compiling.ahead import Ahead
 from dsv4cli.engine.compiling.demand import Demand, demand_of
 from dsv4cli.engine.compiling.pool import Counts
@@ -47,6 +50,14 @@ def test_what_was_compiled_is_not_asked_for_again(says):
     says(code=1)
     assert waited() == (Counts(), pytest.approx(0, abs=0.5))
     assert waited(again=True)[0].failed == ["the process that compiles has ended with code 1"]
+
+
+def test_the_process_runs_this_program_whatever_folder_the_user_is_in(says, tmp_path):
+    says(ALL)
+    waited()
+    arguments = (tmp_path / "arguments").read_text()
+    assert f"sys.path[0] = {str(Path(dsv4cli.__file__).parents[1])!r}" in arguments
+    assert arguments.split()[-2:] == ["compile-ahead", str(os.getpid())]
 
 
 def test_another_prompt_of_a_known_model_is_waited_for_where_kernels_are_missing(says):
