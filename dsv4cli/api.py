@@ -13,7 +13,7 @@ from dsv4cli.engine.chat.answers import Pieces
 from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.compiling.ahead import Ahead, found_memory
+from dsv4cli.engine.compiling.ahead import Compilation, found_memory
 from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.model.numerics import Numerics
@@ -129,7 +129,7 @@ class Model:
         samplings = [self._source.sampling, Sampling(0.0), Sampling(1.0, 0.5)]
         free = found_memory(self._device, memory)
         demand = demand_of(identity.config, identity.formats, numerics, limits, samplings, drafting, None, memory=free)
-        with Ahead(demand, card_of(self._device)) as ahead:
+        with Compilation(demand, card_of(self._device)) as ahead:
             yield
             ahead.wait(lambda counts: None)
 

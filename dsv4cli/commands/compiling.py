@@ -13,7 +13,7 @@ import typer
 from dsv4cli.output import Output, counted, duration_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.compiling.ahead import Ahead
+    from dsv4cli.engine.compiling.ahead import Compilation
     from dsv4cli.engine.compiling.card import Card
     from dsv4cli.engine.compiling.demand import Demand
     from dsv4cli.engine.compiling.pool import Counts
@@ -33,7 +33,7 @@ class Meanwhile:
 class Compiled(Meanwhile):
     """What is compiled while a model is loaded."""
 
-    def __init__(self, out: Output, ahead: "Ahead") -> None:
+    def __init__(self, out: Output, ahead: "Compilation") -> None:
         self._out, self._ahead, self._start = out, ahead, perf_counter()
 
     def note(self) -> str:
@@ -51,9 +51,9 @@ class Compiled(Meanwhile):
 @contextmanager
 def compiled_meanwhile(out: Output, demand: "Demand", card: "Card") -> Iterator[Meanwhile]:
     """Compiles in the background what a demand launches and Triton's cache may lack."""
-    from dsv4cli.engine.compiling.ahead import Ahead
+    from dsv4cli.engine.compiling.ahead import Compilation
 
-    with Ahead(demand, card) as ahead:
+    with Compilation(demand, card) as ahead:
         yield Compiled(out, ahead)
 
 

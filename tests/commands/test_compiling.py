@@ -74,7 +74,7 @@ def test_a_cpu_compiles_nothing(asked, monkeypatch):
 def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys):
     counts = Counts(found=3, compiled=1, present=1, failed=["up: no registers left"], searching=False)
 
-    class Ahead:
+    class Compilation:
         def __init__(self, demand, card):
             self.counts = counts
 
@@ -82,7 +82,7 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
             on_progress(counts)
             return counts
 
-    monkeypatch.setattr(ahead, "Ahead", lambda demand, card: nullcontext(Ahead(demand, card)))
+    monkeypatch.setattr(ahead, "Compilation", lambda demand, card: nullcontext(Compilation(demand, card)))
     monkeypatch.setattr(compiling, "perf_counter", iter((1.0, 3.0)).__next__)
     with compiled_meanwhile(Output(Colours()), None, None) as meanwhile:  # type: ignore[arg-type]
         assert meanwhile.note() == ", 3 of 3 kernels compiled"

@@ -32,7 +32,7 @@ PACKAGE = Path(__file__).parents[2]
 PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.cli import main; main()"
 
 
-class Ahead:
+class Compilation:
     """Compiles in the background what a demand launches on a card, until it is closed. counts: how far it is."""
 
     def __init__(self, demand: Demand, card: Card, *, again: bool = False) -> None:
@@ -57,7 +57,7 @@ class Ahead:
             self._follower = Thread(target=self._follow, args=(self._process, job), daemon=True)
             self._follower.start()
 
-    def __enter__(self) -> "Ahead":
+    def __enter__(self) -> "Compilation":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -83,7 +83,7 @@ class DryRun:
         if step.longest is None:
             runner.run()
         else:
-            Drawing(runner, lambda considered, count: None).step(step.count)
+            Drawing(runner, lambda *name, **given: None, lambda: None).step(step.count, ahead=False)
         return frozenset(recorder.seen)
 
     def _request(self, runner: Runner, tokens: int, place: int, step: Step) -> Request:

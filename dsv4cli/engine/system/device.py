@@ -41,7 +41,7 @@ def upload(numbers: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def download(numbers: torch.Tensor) -> Callable[[], list[Any]]:
     """Starts a copy to the host, behind what was launched so far; what it returns waits for that, and gives a list."""
-    if numbers.device.type != "cuda":
+    if not is_there(numbers.device):
         there: list[Any] = numbers.tolist()
         return lambda: there
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import dsv4cli
-from dsv4cli.engine.compiling.ahead import Ahead
+from dsv4cli.engine.compiling.ahead import Compilation
 from dsv4cli.engine.compiling.demand import Demand, demand_of
 from dsv4cli.engine.compiling.pool import Counts
 from dsv4cli.engine.config.model_config import parse_config
@@ -36,7 +36,7 @@ def says(monkeypatch, tmp_path):
 
 def waited(length: int = 5, again: bool = False) -> tuple[Counts, float]:
     start = time.monotonic()
-    with Ahead(demand(length), CARD, again=again) as ahead:
+    with Compilation(demand(length), CARD, again=again) as ahead:
         counts = ahead.wait(lambda counts: None)
     return counts, time.monotonic() - start
 
@@ -66,7 +66,7 @@ def test_another_prompt_of_a_known_model_is_waited_for_where_kernels_are_missing
     says({"found": 3, "present": 3}, seconds=20)
     assert waited(6)[1] < 10
     says({"found": 3, "present": 2}, {"found": 3, "present": 2, "compiled": 1}, seconds=20)
-    with Ahead(demand(7), CARD) as ahead:
+    with Compilation(demand(7), CARD) as ahead:
         while not ahead.counts.found:
             time.sleep(0.01)
         assert ahead.wait(lambda counts: None).done == 3
@@ -83,7 +83,7 @@ def test_what_failed_is_tried_again(says, lines, code):
 def test_it_ends_with_whoever_waits(says):
     says({"found": 2}, seconds=100)
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Ahead(demand(5), CARD) as ahead:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), Compilation(demand(5), CARD) as ahead:  # noqa: PT012
 
         def interrupt(counts: Counts) -> None:
             raise KeyboardInterrupt
@@ -99,5 +99,5 @@ def test_a_card_and_a_model_have_their_own(says):
     waited()
     says({"found": 1, "compiled": 1, "searching": False})
     for one, card in ((demand(5), CARDS["a100"]), (replace(demand(5), exact=True), CARD)):
-        with Ahead(one, card) as ahead:
+        with Compilation(one, card) as ahead:
             assert ahead.wait(lambda counts: None).found == 1

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.compiling.ahead import Ahead, found_memory
+from dsv4cli.engine.compiling.ahead import Compilation, found_memory
 from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.model.numerics import Numerics
@@ -42,7 +42,7 @@ def test_nothing_is_compiled_in_a_step(monkeypatch, tmp_path, sequences):
         memory=found_memory(device, MemoryLimits()),
     )
     draw = random.Random(sequences)
-    with use("triton"), Ahead(demand, card_of(device)) as ahead:
+    with use("triton"), Compilation(demand, card_of(device)) as ahead:
         model = load_model(source, numerics, device=device, drafting=AUTO_DRAFTING)
         counts = ahead.wait(lambda counts: None)
         assert (counts.failed, counts.compiled) == ([], counts.found)
