@@ -28,8 +28,8 @@ from dsv4cli.kernels.launch import Kernel
 
 
 def demand(preset: str, sequences: int, context: int, ranks: int) -> Demand:
-    """As `dsv4 profile warm` makes it."""
-    lengths = [context] * sequences if sequences > 1 else None
+    """As `dsv4 profile warm` makes it; of no sequences that of `dsv4 run` with a prompt of 5 tokens."""
+    lengths = [5] if not sequences else [context] * sequences if sequences > 1 else None
     return demand_of(
         parse_config(PRESETS[preset], preset), Formats(), Numerics.reference(), Limits(max_context=context),
         [Sampling(), Sampling(0.0), Sampling(1.0, 0.5)], Drafting(None), lengths, ranks=ranks,
