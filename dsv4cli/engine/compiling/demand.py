@@ -25,7 +25,8 @@ PLACES = tuple(1 << power for power in range(2, 17))
 ROWS = (1, 2, 4, 8, 9, *(count + more for count in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) for more in (0, 1)))
 # tokens of each of several prompts
 EACH = (2, 12, 24, 48, 96, 192, 384, 768)
-# in chunks of so many tokens at most kernels depend on the tokens before them too
+# in chunks of up to so many tokens several kernels depend on the tokens before them, in longer ones the choice of
+# entries does
 FEW = 64
 
 
@@ -119,6 +120,8 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
     for place in PLACES:
         for first, last in _parts(min(FEW, demand.context - place)) if place < demand.context else ():
             yield Span(first, last, sampling, longest, place)
+        if place + FEW < demand.context:
+            yield Span(FEW + 1, FEW + 1, sampling, longest, place)
 
 
 def _parts(most: int) -> Iterator[tuple[int, int]]:
