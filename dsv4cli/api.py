@@ -1,6 +1,7 @@
 """The door for Python: `from dsv4cli import Model`. Thin over the engine; `docs/python.md` shows it."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
 from typing import Any, Literal, TypedDict, Unpack, get_args
@@ -12,10 +13,13 @@ from dsv4cli.engine.chat.answers import Pieces
 from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.compiling.ahead import Compilation, found_memory
+from dsv4cli.engine.compiling.card import card_of
+from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.backend import Backend, resolve_backend, use
 from dsv4cli.engine.runtime.score import Score, score
-from dsv4cli.engine.settings import Limits, check_device, parse_drafting, require
+from dsv4cli.engine.settings import Drafting, Limits, Sampling, check_device, parse_drafting, require
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, with_tools
 from dsv4cli.engine.text.reply import name_calls
@@ -107,12 +111,27 @@ class Model:
         self._dialogue = cache(lambda think: open_dialogue(self._source, think))
         dialogue: Dialogue = self._dialogue("off")
         limits = Limits(max_context=max_context)
-        with use(self._kernels):
-            memory = MemoryLimits(gpu=gpu_memory)
+        memory = MemoryLimits(gpu=gpu_memory)
+        with use(self._kernels), self._compiled(numerics, limits, drafting, memory):
             loaded = load_model(self._source, numerics, device=self._device, limits=memory, drafting=drafting)
+        with use(self._kernels):
             self._conversation: Conversation | None = Conversation(
                 loaded, dialogue, limits, self._device, drafting=drafting
             )
+
+    @contextmanager
+    def _compiled(self, numerics: Numerics, limits: Limits, drafting: Drafting, memory: MemoryLimits) -> Iterator[None]:
+        """Compiles the kernels of a conversation on a GPU meanwhile, and waits for those that are missing then."""
+        if self._kernels != "triton":
+            yield
+            return
+        identity = self._source.identity
+        samplings = [self._source.sampling, Sampling(0.0), Sampling(1.0, 0.5)]
+        free = found_memory(self._device, memory)
+        demand = demand_of(identity.config, identity.formats, numerics, limits, samplings, drafting, None, memory=free)
+        with Compilation(demand, card_of(self._device)) as ahead:
+            yield
+            ahead.wait(lambda counts: None)
 
     def chat(self, messages: Messages, **options: Unpack[Options]) -> Message:
         """The answer to a conversation, as a message that can be appended to it; options as those of `stream`."""

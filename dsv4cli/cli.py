@@ -16,6 +16,7 @@ import typer.core
 
 from dsv4cli import __version__
 from dsv4cli.commands.chat import chat
+from dsv4cli.commands.compiling import compile_ahead
 from dsv4cli.commands.convert import convert
 from dsv4cli.commands.download import download
 from dsv4cli.commands.inspect import inspect
@@ -84,6 +85,8 @@ app.command(
 )(chat)
 # what --tp starts
 app.command(hidden=True)(follow)
+# what compiles kernels beside a command
+app.command(hidden=True)(compile_ahead)
 app.command(
     # the first sentence of its help is too long for the list of commands
     short_help="Convert a checkpoint to another layout, and prove the result.",

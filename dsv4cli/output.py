@@ -139,8 +139,9 @@ class Output:
         self._open = None if text.endswith("\n") else stream
 
     @contextmanager
-    def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
+    def progress(self, label: str, note: Callable[[], str] = str) -> Iterator[Callable[[int, int], None]]:
         """A callback (bytes done, bytes in all) that shows rate and remaining time on a terminal, nothing elsewhere.
+        note: what else is going on, which the bar shows too.
 
         What is said meanwhile appears above the bar. A terminal that cannot move its cursor has none.
         """
@@ -151,7 +152,7 @@ class Output:
         from rich.progress import TransferSpeedColumn as Speed
 
         with self._bar(label, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn()) as update:
-            yield lambda done, total: update(completed=done, total=total)
+            yield lambda done, total: update(completed=done, total=total, description=f"{brief_line(label)}{note()}")
 
     @contextmanager
     def counting(self, label: str) -> Iterator[Callable[[int, int, str], None]]:

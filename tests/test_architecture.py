@@ -32,8 +32,8 @@ MAY_IMPORT = {
 }
 # the packages of the engine, each of which imports from those before it only
 ENGINE = (
-    "settings", "system", "config", "parallel", "checkpoint", "text", "model", "weights", "runtime", "chat", "hub",
-    "inspection", "conversion", "profiling",
+    "settings", "system", "config", "parallel", "checkpoint", "text", "model", "weights", "runtime", "compiling",
+    "chat", "hub", "inspection", "conversion", "profiling",
 )  # fmt: skip
 TERMINAL = {"typer", "click", "rich"}
 SLOW = {"torch", "triton", "transformers", "huggingface_hub", "numpy", "safetensors", "tokenizers", "rich"}

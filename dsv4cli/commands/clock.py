@@ -8,6 +8,7 @@ from dsv4cli.output import counted, duration_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.runtime.draft_report import DraftReport
+    from dsv4cli.engine.runtime.engine import Engine
     from dsv4cli.engine.weights.offload import ExpertOffload
 
 
@@ -16,7 +17,8 @@ class Clock:
     """When tokens came: seconds from the start. experts: those whose way from host memory took part of the time.
     drafts: what they came to, once all answers are there.
 
-    prepared: seconds of steps for which kernels were compiled or graphs captured; the rate leaves them out.
+    prepared: seconds of steps that prepared kernels or captured graphs; the rate leaves them out. compiled: how many
+    kernels had to be compiled in them.
     """
 
     start: float = 0.0
@@ -24,6 +26,7 @@ class Clock:
     last: float = 0.0
     tokens: int = 0
     prepared: float = 0.0
+    compiled: int = 0
     experts: "ExpertOffload | None" = None
     drafts: "DraftReport | None" = None
 
@@ -44,9 +47,9 @@ class Clock:
         self.first = self.first or now
         self.tokens += 1
 
-    def note_drafts(self, report: "DraftReport | None") -> None:
-        """Takes what drafts came to."""
-        self.drafts = report
+    def note_end(self, engine: "Engine") -> None:
+        """Takes what drafts came to, and how many kernels were compiled."""
+        self.drafts, self.compiled = engine.draft_report(), engine.compiled
 
     @property
     def rate(self) -> float | None:
@@ -56,10 +59,12 @@ class Clock:
     def record(self) -> dict[str, Any]:
         """As JSON has it."""
         drafts = None if self.drafts is None else self.drafts.record()
-        return {"seconds_to_first_token": self.first, "tokens_per_second": self.rate, "draft": drafts}
+        rates = {"seconds_to_first_token": self.first, "tokens_per_second": self.rate}
+        return rates | {"kernels_compiled": self.compiled, "draft": drafts}
 
     def sentence(self) -> str:
         """For people."""
         rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
-        prepared = f"; {duration_text(self.prepared)} in steps that compiled kernels" if self.prepared else ""
-        return f"{counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}{prepared}"
+        prepared = f"; {duration_text(self.prepared)} in steps that prepared kernels" if self.prepared else ""
+        compiled = f", {self.compiled:,} compiled" if self.compiled else ""
+        return f"{counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}{prepared}{compiled}"

@@ -7,6 +7,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
+from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile
 from dsv4cli.commands.draft_report import report_no_drafter
 from dsv4cli.commands.offload_report import division_sentence, memory_limits
 from dsv4cli.options import ModelOptions
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from dsv4cli.engine.chat.dialogue import Dialogue
     from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+    from dsv4cli.engine.model.numerics import Numerics
     from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.parallel.followers import Followers
     from dsv4cli.engine.parallel.world import World
@@ -71,36 +73,72 @@ class Job:
         return resolve_backend(self.backend, self.device)
 
     @contextmanager
-    def model(self) -> "Iterator[Transformer]":
-        """The model on its device, loaded with progress on a terminal; what runs inside computes with its backend."""
+    def model(self, prompts: Sequence[int] | None = None, *, drawn: bool = True) -> "Iterator[Transformer]":
+        """The model on its device, loaded with progress on a terminal; what runs inside computes with its backend.
+        Kernels that it needs are compiled meanwhile.
+
+        prompts: how many tokens each has, None where that is not known; drawn: whether they are to be answered.
+        """
         from dsv4cli.engine.runtime.backend import use
 
-        with use(self.kernels):
-            model = self._load()
+        with use(self.kernels), self._compiled(prompts, drawn) as compiled:
+            model = self._load(compiled.note)
             self.loaded()
+            compiled.finish()
             yield model
 
-    def _load(self) -> "Transformer":
+    @contextmanager
+    def _compiled(self, prompts: Sequence[int] | None, drawn: bool) -> "Iterator[Meanwhile]":
+        """Compiles what will be launched, where this process is the one to do so."""
+        if self.kernels != "triton" or (self.world is not None and self.world.rank):
+            yield Meanwhile()
+            return
+        from dsv4cli.engine.compiling.ahead import found_memory
+        from dsv4cli.engine.compiling.card import card_of
+        from dsv4cli.engine.compiling.demand import demand_of
+        from dsv4cli.engine.weights.placement import MemoryLimits
+
+        ranks = self.world.size if self.world else 1
+        demand = demand_of(
+            self.source.identity.config,
+            self.source.identity.formats,
+            self.numerics,
+            self.limits,
+            [self.sampling],
+            self.drafting,
+            prompts,
+            ranks=ranks,
+            drawn=drawn,
+            memory=found_memory(self.device, self.memory or MemoryLimits(), ranks),
+        )
+        with compiled_meanwhile(self.out, demand, card_of(self.device)) as compiled:
+            yield compiled
+
+    @property
+    def numerics(self) -> "Numerics":
+        """How the model computes."""
         import torch
 
-        from dsv4cli.engine.checkpoint.source import BUILT_IN, RandomSource
         from dsv4cli.engine.model.numerics import Numerics
+
+        if self.dtype == "auto":
+            return Numerics.reference(self.exact)
+        return Numerics.plain(getattr(torch, self.dtype), self.exact)
+
+    def _load(self, note: Callable[[], str]) -> "Transformer":
+        from dsv4cli.engine.checkpoint.source import BUILT_IN, RandomSource
         from dsv4cli.engine.parallel.world import SINGLE
         from dsv4cli.engine.weights.load import load_model
         from dsv4cli.engine.weights.offload import offload_of
 
         device, world = self.device, self.world or SINGLE
-        exact = self.exact
-        numerics = (
-            Numerics.reference(exact) if self.dtype == "auto" else Numerics.plain(getattr(torch, self.dtype), exact)
-        )
         if self.followers is not None:
             self.followers.tell([])  # they load too
         start = perf_counter()
-        with self.out.progress("loading") as progress:
+        with self.out.progress("loading", note) as progress:
             model = load_model(
                 self.source,
-                numerics,
+                self.numerics,
                 device=device,
                 world=world,
                 progress=progress,

@@ -1,6 +1,10 @@
 """What a GPU has and can do, asked of the card; a CPU is the interpreter's, which has and can everything."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -16,12 +20,60 @@ BLACKWELL, RTX_BLACKWELL = (10, 0), (12, 0)
 HOPPER_SHARED = 227 << 10
 
 
+class Card(NamedTuple):
+    """A compute capability, (0, 0) of an AMD GPU, and the bytes of shared memory that a program may take."""
+
+    capability: tuple[int, int]
+    shared: int
+
+
+# by name; shared memory: CUDA C++ Programming Guide, technical specifications per compute capability
+CARDS = {
+    "a100": Card((8, 0), 163 << 10),
+    "rtx3090": Card((8, 6), 99 << 10),
+    "l40s": Card((8, 9), 99 << 10),
+    "rtx4090": Card((8, 9), 99 << 10),
+    "h100": Card((9, 0), HOPPER_SHARED),
+    "h200": Card((9, 0), HOPPER_SHARED),
+    "b200": Card((10, 0), 227 << 10),
+    "rtx5090": Card((12, 0), 99 << 10),
+}
+
+# what `described` has set, in each thread for itself
+_described: ContextVar[Card | None] = ContextVar("card", default=None)
+
+
+@contextmanager
+def described(card: Card) -> Iterator[None]:
+    """Inside, in this thread, every CUDA device is this card, which is not there: nothing can be launched on it."""
+    before = _described.set(card)
+    try:
+        yield
+    finally:
+        _described.reset(before)
+
+
+def is_there(device: torch.device) -> bool:
+    """Whether this is a GPU, and not only described."""
+    return device.type == "cuda" and _described.get() is None
+
+
+def card_of(device: torch.device) -> Card:
+    """What a GPU is."""
+    return _described.get() or asked(device)
+
+
 @cache
+def asked(device: torch.device) -> Card:
+    """What a GPU that is there says of itself."""
+    capability = (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return Card(capability, int(shared))
+
+
 def is_from(device: torch.device, capability: tuple[int, int]) -> bool:
     """Whether this is an NVIDIA GPU of at least this compute capability; AMD's numbers are others of the same form."""
-    if device.type != "cuda":
-        return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= capability
+    return device.type != "cuda" or card_of(device).capability >= capability
 
 
 def has_tensor_memory(device: torch.device) -> bool:
@@ -29,12 +81,9 @@ def has_tensor_memory(device: torch.device) -> bool:
     return is_from(device, BLACKWELL) and not is_from(device, RTX_BLACKWELL)
 
 
-@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may take."""
-    if device.type != "cuda":
-        return HOPPER_SHARED
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+    return HOPPER_SHARED if device.type != "cuda" else card_of(device).shared
 
 
 def stages_that_fit(device: torch.device, most: int, each: int, rest: int = 0) -> int:

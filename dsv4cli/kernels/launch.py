@@ -9,6 +9,7 @@ asked whether tensors are on the GPU, whether constants of the module are as the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
+from inspect import getclosurevars
 from itertools import chain
 from operator import attrgetter, itemgetter, or_
 from typing import Any
@@ -19,7 +20,7 @@ from triton import knobs
 from triton.backends.compiler import BaseBackend
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction, native_specialize_impl
+from triton.runtime.jit import JITCallable, JITFunction, native_specialize_impl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # the versions of Triton that specialise and launch as it is done here
@@ -72,6 +73,15 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
         self.calls: dict[Types, Call] = {}
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton's cache knows the kernel by. Triton takes the constants of a function that a kernel calls before
+        it has looked for them (DependenciesFinder._update_hash), so they are looked for here: else the key would depend
+        on what was compiled before, and the next process would not find the kernel."""
+        if self.hash is None:
+            _look_for_constants(self)
+        return str(super().cache_key)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         """What launches so many programs. It returns the compiled kernel; None where a hook kept Triton from compiling
@@ -194,6 +204,14 @@ def _picker(places: Sequence[int]) -> Picker:
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1)) if places else itemgetter(slice(0))
+
+
+def _look_for_constants(function: JITCallable) -> None:
+    """Has Triton look for the constants of all functions that one calls, the innermost first."""
+    for called in getclosurevars(function.fn).globals.values():
+        if isinstance(called, JITCallable) and called.hash is None:
+            _look_for_constants(called)
+            _ = called.cache_key
 
 
 @lru_cache(maxsize=1 << 16)

@@ -11,6 +11,8 @@ from contextvars import ContextVar
 
 import torch
 
+from dsv4cli.kernels.card import is_there
+
 
 class Workspace:
     """The words of one engine. A step that raises may leave some that are not 0: the next step clears all."""
@@ -45,7 +47,7 @@ class Workspace:
         found = self._words.get((device, shape))
         if found is None:
             # a captured fill would not have run when a step outside the graph reads the words
-            assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "capture what has run before"
+            assert not is_there(device) or not torch.cuda.is_current_stream_capturing(), "capture what has run before"
             found = self._words[device, shape] = _zeros(device, shape)
         return found
 

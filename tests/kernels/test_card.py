@@ -36,15 +36,10 @@ def insert(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: one.capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "the card")
-        forget()
+        card.asked.cache_clear()
 
     yield use
-    forget()
-
-
-def forget() -> None:
-    card.is_from.cache_clear()
-    card.shared_memory.cache_clear()
+    card.asked.cache_clear()
 
 
 def stages(columns: int = 128) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""`dsv4 profile`: how long the model's operations and whole steps take on this machine."""
+"""`dsv4 profile`: how long the model's operations and whole steps take on this machine, and what is compiled for it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +7,7 @@ import typer
 
 from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.commands.profile.report import show_changes, show_kernels, show_step
+from dsv4cli.commands.profile.warm import warm
 from dsv4cli.errors import UnsoundResult, UsageError
 from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, epilog
 from dsv4cli.output import Output, counted, size_text
@@ -71,7 +72,7 @@ TraceOpt = Annotated[
 
 profile = typer.Typer(
     help="Measure the model's operations and steps on this machine.",
-    epilog=epilog("dsv4 profile kernels --model flash", "dsv4 profile step"),
+    epilog=epilog("dsv4 profile kernels --model flash", "dsv4 profile step", "dsv4 profile warm --model flash"),
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -196,6 +197,15 @@ def step(
     _report(out, document, old)
     if trace is not None:
         out.hint(f"open {trace} in https://ui.perfetto.dev")
+
+
+profile.command(
+    epilog=epilog(
+        "dsv4 profile warm --model flash",
+        "dsv4 profile warm --model flash --tp 2 --batch 16",
+        "TRITON_CACHE_DIR=cache dsv4 profile warm --model flash --card h200",
+    )
+)(warm)
 
 
 def _baseline(path: Path | None, kind: str) -> dict[str, Any] | None:

@@ -185,7 +185,8 @@ def answer_many(job: Job, many: Many) -> None:
 
 def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
     done = many.total - len(many.asked)
-    with job.model() as model, job.out.counting("answers") as show:
+    lengths = [len(one.request.prompt) for one in many.asked]
+    with job.model(lengths) as model, job.out.counting("answers") as show:
 
         def tell(waiting: bool = False) -> None:
             rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else ""
@@ -274,7 +275,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
 
     sequences = [item.ids or _ids(job, item) for item in items]
     check_texts(sequences, job.source.identity.config, job.limits)
-    with job.model() as model:
+    with job.model([len(ids) for ids in sequences], drawn=False) as model:
         from dsv4cli.engine.runtime.score import score
         from dsv4cli.engine.weights.offload import offload_of
 

@@ -33,7 +33,7 @@ def answers(
     job: Job, requests: "Sequence[Request]", clock: Clock, on_preparing: "OnPreparing"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """What the model draws for each request, as it comes."""
-    with job.model() as model:
+    with job.model([len(one.prompt) for one in requests]) as model:
         yield from drawn(job, model, requests, clock, on_preparing)
 
 
@@ -47,7 +47,7 @@ def drawn(
     clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(
         model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers,
-        drafting=job.drafting, on_drafts=clock.note_drafts,
+        drafting=job.drafting, on_end=clock.note_end,
     ):  # fmt: skip
         clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces

@@ -1,13 +1,12 @@
 """Answers to many prompts at once: each request's tokens with their text beside them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from dsv4cli.engine.chat.answer import Answer
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.draft_report import OnDrafts, ignore_drafts
 from dsv4cli.engine.runtime.engine import Engine, Followers
 from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.request import Request
@@ -16,6 +15,10 @@ from dsv4cli.engine.text.reply import Kind
 
 # the text that one token made certain, by kind
 Pieces = list[tuple[Kind, str]]
+
+
+def do_nothing_more(engine: Engine) -> None:
+    """What is called at the end where nobody asks."""
 
 
 def generate_answers(
@@ -27,13 +30,13 @@ def generate_answers(
     on_preparing: OnPreparing = do_nothing,
     followers: Followers | None = None,
     drafting: Drafting = NO_DRAFTS,
-    on_drafts: OnDrafts = ignore_drafts,
+    on_end: Callable[[Engine], None] = do_nothing_more,
 ) -> Iterator[tuple[int, Answer, Pieces]]:
     """After each drawn token: the request's number, its answer so far and what the token added. An answer whose
     `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
 
-    on_preparing: as `Preparing` has it. followers: the other ranks that compute the model. on_drafts: called after the
-    last answer with what drafts came to, None where none were to be made.
+    on_preparing: as `Preparing` has it. followers: the other ranks that compute the model. on_end: called after
+    the last answer, with the engine that knows what drafts came to.
     """
     with Engine.of(model, list(requests), device, followers, drafting) as engine:
         engine.report_preparing(on_preparing)
@@ -48,4 +51,4 @@ def generate_answers(
                     yield result.request.number, answer, pieces
                     if answer.finish:
                         break
-        on_drafts(engine.draft_report())
+        on_end(engine)

@@ -1,6 +1,5 @@
 """What an engine's drafts have come to: how many were made, and how many the model drew itself; no torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,11 +48,3 @@ class DraftReport:
             "per_position": self.per_position,
             "tokens_per_step": self.tokens_per_step,
         }
-
-
-# called once with what an engine's drafts have come to, None where none were to be made
-OnDrafts = Callable[[DraftReport | None], None]
-
-
-def ignore_drafts(report: DraftReport | None) -> None:
-    """What is called where nobody asks."""

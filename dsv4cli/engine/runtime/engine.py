@@ -101,6 +101,11 @@ class Engine:
         """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
         self.runner.preparing.on_preparing = on_preparing
 
+    @property
+    def compiled(self) -> int:
+        """How many kernels were compiled in steps so far: those that nobody has compiled ahead."""
+        return self.runner.preparing.compiled
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises UsageError for a prompt that is empty, fills the context or has ids outside the
         vocabulary, NotEnoughMemory where the state that it begins with finds no room."""

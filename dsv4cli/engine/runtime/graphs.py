@@ -17,6 +17,7 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
+from dsv4cli.kernels.card import is_there
 from dsv4cli.kernels.workspace import Workspace
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class StepOutput(NamedTuple):
 
 
 class GraphRunner:
-    """Decodes the sequences of one cache, which must have a slot to spare; on a CPU without graphs."""
+    """Decodes the sequences of one cache, which must have a slot to spare; without graphs where there is no GPU."""
 
     def __init__(self, model: Transformer, cache: Cache, tokens: int, workspace: Workspace | None = None) -> None:
         """tokens: the most that a sequence has, its next one included. workspace: of the engine around it."""
@@ -54,7 +55,7 @@ class GraphRunner:
         self._steps: dict[tuple[int, int], CapturedStep] = {}
         self._blocks = 0
         self._workspace = workspace or Workspace()  # graphs hold addresses in it
-        self._memory = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        self._memory = torch.cuda.graph_pool_handle() if is_there(cache.device) else None
 
     def lengthen(self, tokens: int) -> None:
         """A sequence may have so many tokens from now on; steps are prepared anew where that is more."""
@@ -171,7 +172,7 @@ class CapturedStep:
         self.size, self.rows = size, rows
         self.held: list[StepOutput] = []
         self._padding = padding
-        on_gpu = cache.device.type == "cuda"
+        on_gpu = is_there(cache.device)
         # slots, starts, and the ids of each; the blocks have their own, they change seldom
         self._few = torch.zeros(2 + rows, size, dtype=torch.int64, pin_memory=on_gpu)
         self._blocks = torch.full((size, columns), padding.blocks[0], dtype=torch.int64, pin_memory=on_gpu)

@@ -52,16 +52,16 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
     counts = [len(ids) for _, ids in work]
     extent = Extent.of(cache.config, counts, max(one.length + len(ids) for one, ids in work))
     columns = [
+        [token for _, ids in work for token in ids],  # first, so that it begins at 16 bytes in every step
         [one.slot for one, _ in work],
         [one.length for one, _ in work],
         counts,
-        [token for _, ids in work for token in ids],
     ]
     longest = max(len(one.blocks) for one, _ in work)
     columns += [[*one.blocks, *([0] * (longest - len(one.blocks)))] for one, _ in work]
     flat = torch.tensor([number for column in columns for number in column], dtype=torch.int64)
-    slots, starts, sizes, ids, blocks = upload(flat, cache.device).split(
-        [len(work), len(work), len(work), sum(counts), len(work) * longest]
+    ids, slots, starts, sizes, blocks = upload(flat, cache.device).split(
+        [sum(counts), len(work), len(work), len(work), len(work) * longest]
     )
     return batch_of(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest)), extent)
 

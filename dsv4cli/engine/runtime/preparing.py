@@ -16,13 +16,15 @@ def do_nothing(preparing: bool) -> None:
 
 
 class Preparing:
-    """Notes whether Triton compiles a kernel inside; on a CPU nothing does. May be entered again and again.
+    """Notes whether Triton prepares a kernel inside; on a CPU nothing does. May be entered again and again.
 
-    happened: whether anything was prepared since it was last set to False. on_preparing may be set.
+    happened: whether anything was prepared since it was last set to False. compiled: how many kernels were compiled so
+    far, because Triton's cache lacked them. on_preparing may be set.
     """
 
     def __init__(self, device: torch.device, on_preparing: OnPreparing = do_nothing) -> None:
         self.happened = False
+        self.compiled = 0
         self.on_preparing = on_preparing
         self._watches = device.type == "cuda"
         self._reported = False
@@ -54,7 +56,8 @@ _running: ContextVar[Preparing | None] = ContextVar("preparing", default=None)
 
 
 class _Hook:
-    """Triton's hook before it compiles, the process's: what was there before, and this thread's step hears of it."""
+    """Triton's hook before it looks for a kernel in its cache, the process's: what was there before, and this thread's
+    step hears of it."""
 
     def __init__(self, before: Callable[..., Any] | None) -> None:
         self._before = before
@@ -67,9 +70,26 @@ class _Hook:
         return self._before(*arguments, **details) if self._before is not None else None
 
 
+class _Listener:
+    """Triton's listener after it has compiled a kernel or found it in its cache, the process's; as `_Hook`."""
+
+    def __init__(self, before: Callable[..., Any] | None) -> None:
+        self._before = before
+
+    def __call__(self, *, cache_hit: bool, **details: Any) -> None:
+        running = _running.get()
+        if running is not None and not cache_hit:
+            running.compiled += 1
+        if self._before is not None:
+            self._before(cache_hit=cache_hit, **details)
+
+
 def _watch_compilers() -> None:
-    """Sets the hook, once."""
+    """Sets both, once."""
     from triton import knobs
 
-    if not isinstance(knobs.runtime.jit_cache_hook, _Hook):
-        knobs.runtime.jit_cache_hook = _Hook(knobs.runtime.jit_cache_hook)
+    runtime, compilation = knobs.runtime, knobs.compilation
+    if not isinstance(runtime.jit_cache_hook, _Hook):
+        runtime.jit_cache_hook = _Hook(runtime.jit_cache_hook)
+    if not isinstance(compilation.listener, _Listener):
+        compilation.listener = _Listener(compilation.listener)

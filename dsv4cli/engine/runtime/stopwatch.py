@@ -4,12 +4,14 @@ from time import perf_counter
 
 import torch
 
+from dsv4cli.kernels.card import is_there
+
 
 class Stopwatch:
     """Marks what has been launched; `seconds` may be asked for when the device has come there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = is_there(device)
         self._marks: list[torch.cuda.Event] = []
         self._times: list[float] = []
 

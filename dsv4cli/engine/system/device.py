@@ -10,6 +10,7 @@ import torch
 from dsv4cli.engine.settings import check_device
 from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware
+from dsv4cli.kernels.card import is_there
 
 # a step of at most so many tokens through weights of at most so many bytes is computed by one thread on a CPU
 ONE_THREAD_TOKENS, ONE_THREAD_BYTES = 512, 64 * 10**6
@@ -34,13 +35,13 @@ def resolve_device(name: str) -> torch.device:
 
 def upload(numbers: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Numbers of the host on a device, in a copy that nothing waits for: from memory of its own kind to a GPU."""
-    on_gpu = torch.device(device).type == "cuda"
+    on_gpu = is_there(torch.device(device))
     return (numbers.pin_memory() if on_gpu else numbers).to(device, non_blocking=True)
 
 
 def download(numbers: torch.Tensor) -> Callable[[], list[Any]]:
     """Starts a copy to the host, behind what was launched so far; what it returns waits for that, and gives a list."""
-    if numbers.device.type != "cuda":
+    if not is_there(numbers.device):
         there: list[Any] = numbers.tolist()
         return lambda: there
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

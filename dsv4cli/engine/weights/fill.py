@@ -91,7 +91,7 @@ def fill(
     own = {name: spec for name, spec in specs.items() if name not in elsewhere}
     if progress is not None:
         progress(0, total)
-    destinations = {**_allocate(model, own, torch.device(device), world), **elsewhere}
+    destinations = {**allocate(model, own, torch.device(device), world), **elsewhere}
     waiting = {name: destination.nbytes for name, destination in destinations.items()}
     with closing(supply(destinations)) as arrivals:
         for name, nbytes in arrivals:
@@ -118,7 +118,7 @@ def damaged_scale(spec: TensorSpec) -> CheckpointError:
     )
 
 
-def _allocate(
+def allocate(
     model: nn.Module, specs: dict[str, TensorSpec], device: torch.device, world: World
 ) -> dict[str, torch.Tensor]:
     """The empty destination of every tensor, by its name: a parameter, or an expert's row of one.

@@ -32,8 +32,8 @@ def fetch(
     jobs = cache.row_of_expert.new_empty(1 + 2 * waiting)
     _decide[(1,)](
         chosen.contiguous(), cache.row_of_expert, cache.expert_of_slot, cache.last_used, cache.steps, cache.counts,
-        rows, jobs, pairs, len(chosen), cache.first_slot_row, cache.first_staging_row, experts - waiting, experts,
-        slots, next_power_of_2(experts), next_power_of_2(slots), FEW if pairs <= FEW else MANY,
+        rows, jobs, pairs, len(chosen), cache.first_slot_row, cache.first_staging_row, experts - waiting, slots,
+        experts, next_power_of_2(experts), next_power_of_2(slots), FEW if pairs <= FEW else MANY,
         **overlap(chosen),
     )  # fmt: skip
     copies += [(*copies[0][:2], 0)] * (MATRICES - len(copies))
@@ -63,11 +63,11 @@ def _wanted(chosen, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     return uses > 0
 
 
-@launched(do_not_specialize=["pairs", "tokens", "first_slot_row", "first_staging_row"])
+@launched(do_not_specialize=["pairs", "tokens", "first_slot_row", "first_staging_row", "stays", "slots"])
 def _decide(
     chosen,  # int64 [pairs]
     row_of_expert,  # int64 [COUNT]
-    expert_of_slot,  # int64 [SLOTS], as all below
+    expert_of_slot,  # int64 [slots], as all below
     last_used,
     steps,
     counts,
@@ -77,16 +77,16 @@ def _decide(
     tokens,
     first_slot_row,
     first_staging_row,
-    STAYS: tl.constexpr,
+    stays,  # experts that never leave; how many follows from the memory that is free
+    slots,
     COUNT: tl.constexpr,
-    SLOTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     SLOTS_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     expert, slot = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, SLOTS_BLOCK)
-    real, here = expert < COUNT, slot < SLOTS
+    real, here = expert < COUNT, slot < slots
     wait_for_inputs(OVERLAP)
     wanted = _wanted(chosen, pairs, EXPERTS_BLOCK, PAIRS)
     rows_of_experts = tl.load(row_of_expert + expert, real, other=0)
@@ -116,7 +116,7 @@ def _decide(
         last = tl.where(here_now, now, last)
         age = tl.where(here_now, _NEVER, age)
         staged += none.to(tl.int64)
-        tl.store(jobs + 1 + 2 * i, new - STAYS)
+        tl.store(jobs + 1 + 2 * i, new - stays)
         tl.store(jobs + 2 + 2 * i, target)
     tl.store(jobs, number.to(tl.int64))
     tl.store(rows + expert, row, real)

@@ -76,7 +76,7 @@ def test_one_document_and_a_silent_stderr(dsv4):
     assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
     assert not set("\x1b\x9b\x7f") & set(done.out)
     document = json.loads(done.out)
-    timing = ["seed", "seconds_to_first_token", "tokens_per_second", "draft"]
+    timing = ["seed", "seconds_to_first_token", "tokens_per_second", "kernels_compiled", "draft"]
     assert list(document) == ["schema", "model", "backend", *KEYS[1:], *timing]
     assert (document["schema"], document["model"], document["backend"]) == ("dsv4.run/1", SMALL, "torch")
     assert (document["content"], document["finish_reason"]) == ("A\x1b[31m\x9b1mB\x7f", "stop")

@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
 def runtime(monkeypatch):
     runtime = triton.knobs.runtime
     monkeypatch.setattr(runtime, "jit_cache_hook", None)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", None)
     return runtime
 
 
@@ -35,6 +36,16 @@ def test_a_kernel_that_is_compiled_is_noticed(runtime):
     assert (waited, seen) == ([True, False], ["a", "b"])
     runtime.jit_cache_hook(repr="c")  # outside a step nobody is told, and what was there before still hears of it
     assert (waited, seen) == ([True, False], ["a", "b", "c"])
+
+
+def test_kernels_that_the_cache_lacked_are_counted(runtime):
+    seen = []
+    triton.knobs.compilation.listener = lambda **details: seen.append(details["cache_hit"])
+    with Preparing(torch.device("cuda")) as preparing:
+        for hit in (True, False, False):
+            triton.knobs.compilation.listener(cache_hit=hit, src=None)
+    triton.knobs.compilation.listener(cache_hit=False, src=None)  # outside a step it is nobody's
+    assert (preparing.compiled, seen) == (2, [True, False, False, False])
 
 
 def test_a_step_hears_of_its_own_thread_only(runtime):
@@ -89,8 +100,10 @@ def test_the_rate_is_that_of_steps_that_only_compute(monkeypatch):
     for _ in range(62):
         one.tick()
     assert one.rate == pytest.approx(200)
-    sentence = "64 tokens; first token after 1.11 s, then 200.0 tokens/s; 1.4 s in steps that compiled kernels"
+    sentence = "64 tokens; first token after 1.11 s, then 200.0 tokens/s; 1.4 s in steps that prepared kernels"
     assert one.sentence() == sentence
+    one.compiled = 3
+    assert one.sentence() == f"{sentence}, 3 compiled"
 
 
 def test_tokens_of_one_step_come_together(monkeypatch):

@@ -175,8 +175,8 @@ def _sweep(
     tensors = given, streams, post.contiguous(), comb.contiguous(), _split(weights) if split else weights, mixed, parts
     if count:
         mix_and_project[(cdiv(count, tile.tokens), splits)](
-            *tensors, count, given.stride(0), *streams.stride()[:2], number, width, lines, slots,
-            4 if split else 1, tile.columns, tile.tokens, tile.block, bool(output),
+            *tensors, count, given.stride(0), *streams.stride()[:2], tile.columns, number, width, lines, slots,
+            4 if split else 1, tile.tokens, tile.block, bool(output),
             num_warps=tile.warps, num_stages=tile.stages, **overlap_of_few(streams, count),
         )  # fmt: skip
     return parts
@@ -209,8 +209,8 @@ def _collapsed(
     if count:
         weigh_and_collapse[(weighers + count,)](
             streams, parts, connection.scale, base, x if weight is None else weight.contiguous(), x, post, comb,
-            count, weighers, *streams.stride()[:2], connection.hc_eps, connection.norm_eps,
-            iterations, number, width, len(base), parts.shape[2], len(parts), next_power_of_2(len(parts)),
+            count, weighers, len(parts), *streams.stride()[:2], connection.hc_eps, connection.norm_eps,
+            iterations, number, width, len(base), parts.shape[2], next_power_of_2(len(parts)),
             tokens, next_power_of_2(width), weight is not None, num_warps=4,
             **overlap_of_few(streams, count),
         )  # fmt: skip

@@ -140,33 +140,33 @@ def collapsed(
 
 
 @triton.jit
-def _added_up(parts, token, count, SLOTS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr):
+def _added_up(parts, token, count, splits, SLOTS: tl.constexpr, PARTS: tl.constexpr):
     """The sums of tokens [TOKENS, 1] over their parts: [TOKENS, SLOTS]."""
     split = tl.arange(0, PARTS)[:, None, None]
     place = parts + (split * count.to(tl.int64) + token[None]) * SLOTS + tl.arange(0, SLOTS)[None, None]
-    return tl.sum(tl.load(place, (split < SPLITS) & (token < count)[None], other=0.0), 0)
+    return tl.sum(tl.load(place, (split < splits) & (token < count)[None], other=0.0), 0)
 
 
 @triton.jit
 def _weigh(
-    program, parts, scale, base, post, comb, count, hc_eps, norm_eps,
+    program, parts, scale, base, post, comb, count, splits, hc_eps, norm_eps,
     ITERATIONS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """post and comb of TOKENS tokens."""
     token = program * TOKENS + tl.arange(0, TOKENS)[:, None]
     scales = load_scales(scale, base, N, N, ROWS)
     wait_for_inputs(OVERLAP)
-    sums = _added_up(parts, token, count, SLOTS, SPLITS, PARTS)
+    sums = _added_up(parts, token, count, splits, SLOTS, PARTS)
     logits = logits_of(sums, scales, norm_eps, N, WIDTH, ROWS, N)
     store_weights(logits, token, post, comb, count, hc_eps, ITERATIONS, N)
 
 
 @triton.jit
 def _collapse(
-    token, streams, parts, scale, base, weight, y, count, token_stride, stream_stride, hc_eps, norm_eps,
-    N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    token, streams, parts, scale, base, weight, y, count, splits, token_stride, stream_stride, hc_eps, norm_eps,
+    N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token's streams collapsed and normed."""
     token, column = token + tl.arange(0, 1)[:, None], tl.arange(0, COLUMNS)[None]
@@ -174,14 +174,14 @@ def _collapse(
     factor = tl.load(weight + column, inside, other=0.0).to(tl.float32) if NORM else 1.0
     wait_for_inputs(OVERLAP)
     values, _ = load_sources(streams, streams, token, column, inside, 0, token_stride, stream_stride, N, False)
-    logits = logits_of(_added_up(parts, token, count, SLOTS, SPLITS, PARTS), scales, norm_eps, N, WIDTH, ROWS, 0)
+    logits = logits_of(_added_up(parts, token, count, splits, SLOTS, PARTS), scales, norm_eps, N, WIDTH, ROWS, 0)
     tl.store(y + token * WIDTH + column, collapsed(values, logits, factor, hc_eps, norm_eps, N, WIDTH, NORM), inside)
 
 
-@launched(do_not_specialize=["count", "weighers"])
+@launched(do_not_specialize=["count", "weighers", "splits"])
 def weigh_and_collapse(
     streams,  # [count, N, WIDTH]
-    parts,  # [SPLITS, count, SLOTS]
+    parts,  # [splits, count, SLOTS]
     scale,  # [3], or [1] where only pre is wanted
     base,  # [ROWS]
     weight,  # [WIDTH]
@@ -190,6 +190,7 @@ def weigh_and_collapse(
     comb,  # [count, N, N]
     count,
     weighers,  # programs for post and comb, which take longest; the others collapse a token each
+    splits,
     token_stride,
     stream_stride,
     hc_eps,
@@ -199,8 +200,7 @@ def weigh_and_collapse(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PARTS: tl.constexpr,  # SPLITS, rounded up
+    PARTS: tl.constexpr,  # splits, rounded up
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,  # WIDTH, rounded up
     NORM: tl.constexpr,
@@ -210,11 +210,11 @@ def weigh_and_collapse(
     if program < weighers:
         if ITERATIONS > 0:
             _weigh(
-                program, parts, scale, base, post, comb, count, hc_eps, norm_eps,
-                ITERATIONS, N, WIDTH, ROWS, SLOTS, SPLITS, PARTS, TOKENS, OVERLAP,
+                program, parts, scale, base, post, comb, count, splits, hc_eps, norm_eps,
+                ITERATIONS, N, WIDTH, ROWS, SLOTS, PARTS, TOKENS, OVERLAP,
             )  # fmt: skip
     else:
         _collapse(
-            program - weighers, streams, parts, scale, base, weight, y, count, token_stride, stream_stride,
-            hc_eps, norm_eps, N, WIDTH, ROWS, SLOTS, SPLITS, PARTS, COLUMNS, NORM, OVERLAP,
+            program - weighers, streams, parts, scale, base, weight, y, count, splits, token_stride, stream_stride,
+            hc_eps, norm_eps, N, WIDTH, ROWS, SLOTS, PARTS, COLUMNS, NORM, OVERLAP,
         )  # fmt: skip

@@ -121,25 +121,25 @@ def mix_and_project(
     x_stride,
     token_stride,
     stream_stride,
+    columns,  # of a program, a multiple of BLOCK
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,  # 0: nothing is projected
     SLOTS: tl.constexpr,
     PARTS: tl.constexpr,  # of the weights as loaded, 1 or 4 with an empty one
-    COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     MIX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    first = tl.program_id(1) * COLUMNS
+    first = tl.program_id(1) * columns
     wait_for_inputs(OVERLAP)
     if MIX:
         posts, combs = load_shares(post, comb, token, count, N)
     M: tl.constexpr = 4 * SLOTS if streams.dtype.element_ty == tl.bfloat16 else SLOTS
     sums, squares = tl.zeros([M, TOKENS], tl.float32), tl.zeros([TOKENS, BLOCK], tl.float32)
-    for start in range(0, COLUMNS, BLOCK):
+    for start in range(0, columns, BLOCK):
         column = first + start + tl.arange(0, BLOCK)[None]
         inside = (token < count) & (column < WIDTH)
         # all that a step needs is asked for before anything is used

@@ -176,7 +176,7 @@ def store_places(
         tl.store(out_scores + target, tl.load(scores + place, inside, other=0), inside)
 
 
-@launched(do_not_specialize=["length", "k", "window_rows"])
+@launched(do_not_specialize=["length", "k", "out_stride", "window_rows"])
 def choose_largest(
     scores,  # int16 or int32 [T, length]
     visible,  # [T]

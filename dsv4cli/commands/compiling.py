@@ -1,0 +1,87 @@
+"""Kernels that are compiled while a model is loaded: what starts that, and the process that does it."""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import typer
+
+from dsv4cli.output import Output, counted, duration_text
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.compiling.ahead import Compilation
+    from dsv4cli.engine.compiling.card import Card
+    from dsv4cli.engine.compiling.demand import Demand
+    from dsv4cli.engine.compiling.pool import Counts
+
+
+class Meanwhile:
+    """Nothing that is compiled while a model is loaded."""
+
+    def note(self) -> str:
+        """What the bar of loading says of it."""
+        return ""
+
+    def finish(self) -> None:
+        """Waits until it is done."""
+
+
+class Compiled(Meanwhile):
+    """What is compiled while a model is loaded."""
+
+    def __init__(self, out: Output, ahead: "Compilation") -> None:
+        self._out, self._ahead, self._start = out, ahead, perf_counter()
+
+    def note(self) -> str:
+        """How many kernels are compiled."""
+        counts = self._ahead.counts
+        return f", {counts.done} of {counted(counts.found, 'kernel')} compiled" if counts.compiled else ""
+
+    def finish(self) -> None:
+        """Waits with a bar, and says how many were compiled."""
+        with self._out.counting("compiling kernels") as show:
+            counts = self._ahead.wait(lambda counts: show(counts.done, counts.found, ""))
+        report_compiled(self._out, counts, perf_counter() - self._start)
+
+
+@contextmanager
+def compiled_meanwhile(out: Output, demand: "Demand", card: "Card") -> Iterator[Meanwhile]:
+    """Compiles in the background what a demand launches and Triton's cache may lack."""
+    from dsv4cli.engine.compiling.ahead import Compilation
+
+    with Compilation(demand, card) as ahead:
+        yield Compiled(out, ahead)
+
+
+def report_compiled(out: Output, counts: "Counts", seconds: float) -> None:
+    """Says how many kernels were compiled, and which were not."""
+    if counts.compiled:
+        out.status(compiled_sentence(counts, seconds))
+    if counts.failed:
+        out.warning(f"some kernels are compiled not ahead, but where they are launched: {counts.failed[0]}")
+
+
+def compiled_sentence(counts: "Counts", seconds: float) -> str:
+    """How many, how long, and how many were there before."""
+    there = f"; {counts.present:,} were there" if counts.present else ""
+    return f"{counted(counts.compiled, 'kernel')} compiled in {duration_text(seconds)}{there}"
+
+
+def compile_ahead(context: typer.Context, parent: int) -> None:
+    """Compile what the process that has started this one will launch."""
+    from dsv4cli.engine.system.ending import end_with_parent
+
+    end_with_parent(parent)
+    from dsv4cli.engine.compiling.ahead import compile_all
+    from dsv4cli.engine.compiling.pool import Counts
+
+    out = Output(context.obj)
+    demand, card = pickle.loads(bytes.fromhex(sys.stdin.read()))
+    try:
+        compile_all(demand, card, lambda counts: out.record(asdict(counts)))
+    except Exception as error:  # noqa: BLE001 - whoever waits says so: nobody reads this stderr
+        out.record(asdict(Counts(failed=[f"{type(error).__name__}: {error}"])))

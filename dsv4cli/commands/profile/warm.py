@@ -1,0 +1,99 @@
+"""`dsv4 profile warm`: compiles the kernels of a model before it is used, also for a GPU that is not there."""
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsv4cli.commands.compiling import compiled_sentence
+from dsv4cli.errors import Dsv4Error
+from dsv4cli.options import DraftOpt, ExactOpt, JsonOpt
+from dsv4cli.output import Output, counted
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.compiling.demand import Demand
+    from dsv4cli.engine.weights.placement import FreeMemory
+
+# of what failed
+MOST_SHOWN = 5
+ShapesOpt = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", help="The model: flash, pro, flash-0731, tiny (no files needed), or any other that run takes."
+    ),
+]
+RanksOpt = Annotated[int, typer.Option("--tp", min=1, help="Processes that will share the model, one GPU each.")]
+LengthOpt = Annotated[
+    int | None,
+    typer.Option("--context", min=2, help="The most tokens of a prompt and its answer. If absent, 131072."),
+]
+SequencesOpt = Annotated[int, typer.Option("--batch", min=1, max=64, help="Prompts that are answered at once.")]
+CardOpt = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The GPU to compile for, as in h200. If absent, the one of this machine."),
+]
+
+
+def warm(
+    context: typer.Context,
+    model: ShapesOpt = "nano",
+    tp: RanksOpt = 1,
+    length: LengthOpt = None,
+    batch: SequencesOpt = 1,
+    draft: DraftOpt = "auto",
+    exact: ExactOpt = False,
+    card: CardOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Compile the kernels of a model ahead.
+
+    They go into Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache. `run` and `chat` compile what they find missing
+    there while they load. Neither weights nor a GPU are needed: with --card the cache can be made where a container is
+    built, by the same versions of Triton and dsv4.
+    """
+    out = Output(context.obj, as_json)
+    from dsv4cli.engine.compiling.ahead import Compilation, cache_folder, found_memory
+    from dsv4cli.engine.compiling.card import find_card
+    from dsv4cli.engine.weights.placement import MemoryLimits
+
+    name, found, device = find_card(card)
+    memory = None if device is None else found_memory(device, MemoryLimits(), tp)
+    demand = _demand(model, tp, length, batch, draft, exact, memory)
+    start = perf_counter()
+    with Compilation(demand, found, again=True) as ahead, out.counting(f"compiling kernels for {name}") as show:
+        counts = ahead.wait(lambda counts: show(counts.done, counts.found, ""))
+    seconds = perf_counter() - start
+    if counts.compiled:
+        out.status(compiled_sentence(counts, seconds))
+    out.line(f"{counted(counts.found, 'kernel')} of {model} for {name} in {cache_folder()}")
+    document: dict[str, Any] = {"schema": "dsv4.profile.warm/1", "model": model, "card": name, "tp": tp}
+    document |= {"kernels": counts.found, "compiled": counts.compiled, "already_there": counts.present}
+    out.document(document | {"failed": counts.failed, "seconds": seconds, "folder": str(cache_folder())})
+    if counts.failed:
+        raise Dsv4Error(
+            f"{counted(len(counts.failed), 'thing')} could not be compiled ahead",
+            "run it again; what fails again is compiled where it is launched",
+            counts.failed[:MOST_SHOWN],
+        )
+
+
+def _demand(
+    model: str, tp: int, length: int | None, batch: int, draft: str, exact: bool, memory: "FreeMemory | None"
+) -> "Demand":
+    """What `run` and `chat` may ask of the model. Raises Dsv4Error."""
+    from dsv4cli.engine.checkpoint.sharding import check_dimensions
+    from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
+    from dsv4cli.engine.compiling.demand import FAR, demand_of
+    from dsv4cli.engine.config.presets import PRESETS
+    from dsv4cli.engine.model.numerics import Numerics
+    from dsv4cli.engine.settings import Limits, Sampling, parse_drafting
+
+    source, drafting = resolve_model(f"random:{model}" if model in PRESETS else model), parse_drafting(draft)
+    check_drafter(source, drafting)
+    config, formats = source.identity.config, source.identity.formats
+    check_dimensions(config, tp)
+    context = min(length or FAR, config.max_position_embeddings)
+    lengths = [context] * batch if batch > 1 else None
+    numerics, limits = Numerics.reference(exact), Limits(max_context=context)
+    samplings = [Sampling(), Sampling(0.0), Sampling(1.0, 0.5)]
+    return demand_of(config, formats, numerics, limits, samplings, drafting, lengths, ranks=tp, memory=memory)

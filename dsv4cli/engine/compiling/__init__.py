@@ -1,0 +1,1 @@
+"""Which kernels will a run launch, and are they compiled before it does?"""

@@ -1,0 +1,93 @@
+"""A model without data, of one layer of each kind, and the ranks that it would be shared by."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.compiling.demand import Demand
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.weights.fill import allocate
+from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
+from dsv4cli.engine.weights.placement import Division, decide, measure
+from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_reduce, buffer_shape
+
+
+@dataclass(frozen=True)
+class DryWorld(World):
+    """Rank 0 of ranks that are not there. every: the buffers as each rank has them, which compiles its own kernel."""
+
+    every: tuple[SymmetricBuffers, ...] = ()
+
+    def sum_rounded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As each rank adds up, where the ranks write into each other's memory."""
+        x = x.contiguous()
+        for buffers in self.every if self.every[0].takes(x) else ():
+            all_reduce(x, dtype, buffers)
+        return x.to(dtype)
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Columns of as many ranks."""
+        return x.new_empty(x.shape[0], x.shape[1] * self.size)
+
+    def broadcast_from_leader(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's own."""
+        return x
+
+
+def placed(demand: Demand) -> tuple[Demand, Division | None]:
+    """The demand without a drafter where there is no room for it, and how experts are divided where not all have room.
+    Raises NotEnoughMemory."""
+    if demand.memory is None:
+        return demand, None
+    config = demand.config
+    specs = expected_tensors(config, demand.formats)
+    sizes = measure(specs.values(), config.num_experts_per_tok, demand.ranks)
+    placement = decide(sizes, demand.memory, demand.drafting)
+    return replace(demand, config=config if placement.drafter else config.without_drafter()), placement.division
+
+
+def dry_model(demand: Demand, division: Division | None, device: torch.device) -> Transformer:
+    """The model that a demand asks, within `NoData`."""
+    numerics = Numerics(getattr(torch, demand.dtype), demand.simulate, demand.exact)
+    config, world = one_of_each_kind(demand.config), _world(demand.ranks, device)
+    model, specs = Transformer(config, numerics, world), expected_tensors(config, demand.formats)
+    if division is not None:
+        plan = plan_of(specs.values(), division, world.size)
+        offload = ExpertOffload(plan, device)
+        for number, module in enumerate(plan.layers):
+            model.set_submodule(module, offload.layer(number))
+        elsewhere = {name for name, _ in offload.destinations(specs.values())}
+        specs = {name: spec for name, spec in specs.items() if name not in elsewhere}
+    allocate(model, specs, device, world)
+    return model.eval()
+
+
+def one_of_each_kind(config: ModelConfig) -> ModelConfig:
+    """The same model with the first layer of each kind only, or as many more as a drafter reads."""
+    kinds: dict[tuple[bool, int], int] = {}
+    for layer, ratio in enumerate(config.layer_ratios):
+        kinds.setdefault((config.is_hash_layer(layer), ratio), layer)
+    kept = sorted(kinds.values())
+    targets = () if config.dspark is None else config.dspark.target_layer_ids
+    kept = sorted({*kept, *range(len(targets))})
+    ratios = tuple(config.layer_ratios[layer] for layer in kept)
+    stages = config.compress_ratios[config.num_hidden_layers :]
+    return replace(
+        config,
+        num_hidden_layers=len(kept),
+        num_hash_layers=sum(config.is_hash_layer(layer) for layer in kept),
+        compress_ratios=ratios + stages,
+        dspark=config.dspark and replace(config.dspark, target_layer_ids=tuple(range(len(targets)))),
+    )
+
+
+def _world(ranks: int, device: torch.device) -> World:
+    if ranks == 1:
+        return SINGLE
+    boxes = tuple(torch.empty(buffer_shape(ranks), dtype=torch.int32, device=device) for _ in range(ranks))
+    sums = torch.empty(buffer_shape(ranks)[0], dtype=torch.int32, device=device)
+    return DryWorld(size=ranks, every=tuple(SymmetricBuffers(rank, boxes, sums) for rank in range(ranks)))

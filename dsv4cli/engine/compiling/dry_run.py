@@ -1,0 +1,99 @@
+"""The engine's own steps on a GPU that is not there: what a demand launches, found by doing it without data."""
+
+from contextlib import ExitStack
+
+import torch
+
+from dsv4cli.engine.compiling.demand import Demand, Span, Step, decoding, prompts
+from dsv4cli.engine.compiling.dry_model import dry_model, placed
+from dsv4cli.engine.compiling.launches import Launch, driven_by, recording
+from dsv4cli.engine.compiling.no_data import CUDA, NoData
+from dsv4cli.engine.config.capacity import ROLLBACK
+from dsv4cli.engine.runtime.drawing import Drawing
+from dsv4cli.engine.runtime.graphs import SIZES
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.settings import Limits
+from dsv4cli.kernels.card import Card, described
+from dsv4cli.kernels.dispatch import use
+
+Identities = frozenset[tuple[str, str, str]]
+# what a dry run is asked for: one step, or those of chunks of unknown length
+Task = Step | Span
+
+
+class DryRun:
+    """Carries out steps of a demand for a card, in this process and thread until it is closed.
+
+    Raises NotEnoughMemory.
+    """
+
+    def __init__(self, demand: Demand, card: Card) -> None:
+        self._demand, division = placed(demand)
+        with ExitStack() as stack:
+            for inside in (use("triton"), described(card), driven_by(card), NoData(), torch.no_grad()):
+                stack.enter_context(inside)
+            self._recorder = stack.enter_context(recording())
+            self._model = dry_model(self._demand, division, CUDA)
+            self._inside = stack.pop_all()
+
+    def __enter__(self) -> "DryRun":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inside.close()
+
+    def tasks(self) -> list[Task]:
+        """Everything that the demand may ask of the engine."""
+        return [*prompts(self._demand), *decoding(self._demand, SIZES)]
+
+    def launches(self, task: Task) -> list[Launch]:
+        """What the task launches that none before it has."""
+        before = set(self._recorder.launches)
+        if isinstance(task, Step):
+            self._step(task)
+        else:
+            self._explore(task)
+        return [launch for identity, launch in self._recorder.launches.items() if identity not in before]
+
+    def _explore(self, span: Span) -> None:
+        """Halves the span until both ends of each part launch the same."""
+        known: dict[int, Identities] = {}
+
+        def at(number: int) -> Identities:
+            if number not in known:
+                known[number] = self._step(span.step(number))
+            return known[number]
+
+        parts = [(span.first, span.last)]
+        while parts:
+            first, last = parts.pop()
+            if at(first) != at(last) and last - first > 1:
+                middle = (first + last) // 2
+                parts += [(middle, last), (first, middle)]
+
+    def _step(self, step: Step) -> Identities:
+        """Does a step of an engine that has done nothing before; what it launches."""
+        demand, recorder = self._demand, self._recorder
+        recorder.seen.clear()
+        capacity = Capacity(len(step.chunks), step.longest, 0, demand.drafts > 0)
+        runner = Runner(self._model, capacity, CUDA)
+        for tokens, place in step.chunks:
+            runner.scheduler.add(self._request(runner, tokens, place, step))
+        if step.longest is None:
+            runner.run()
+        else:
+            Drawing(runner, lambda *name, **given: None, lambda: None).step(step.count, ahead=False)
+        return frozenset(recorder.seen)
+
+    def _request(self, runner: Runner, tokens: int, place: int, step: Step) -> Request:
+        """A request of which `place` tokens have gone through the model."""
+        demand, end = self._demand, place + tokens
+        limits = Limits(prefill_chunk=demand.chunk, max_context=demand.context)
+        request = Request([0] * end, step.sampling, limits, stop_ids=(), done=place)
+        request.scored = step.longest is None
+        request.end, request.drafts = end + 2 * ROLLBACK, [0] * step.drafts
+        request.sequence = runner.cache.allocate()
+        runner.cache.reserve(request.sequence, place)
+        runner.cache.advance(request.sequence, place)
+        return request

@@ -1,0 +1,129 @@
+"""What Triton compiles for a launch: recorded where nothing is launched, and compiled into Triton's own cache."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from dsv4cli.kernels.card import Card
+
+# threads of a warp, on every NVIDIA GPU
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as one launch needs it, by Triton's names.
+
+    module, name: of the function. key: what tells it from others of the function. signature: the type of each argument.
+    constants, attributes: of arguments, by their place: the values of those that are constants, and what is known of
+    others (whether they are divisible by 16). options: warps, stages and the like.
+    """
+
+    module: str
+    name: str
+    key: str
+    signature: Mapping[str, Any]
+    constants: Mapping[tuple[int, ...], Any]
+    attributes: Mapping[tuple[int, ...], Any]
+    options: Mapping[str, Any]
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """What tells it from every other."""
+        return self.module, self.name, self.key
+
+
+class _Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, card: Card) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        major, minor = card.capability
+        self._target = GPUTarget("cuda", 10 * major + minor, WARP)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+class Recorder:
+    """Triton's hook before it compiles: keeps what would be compiled. launches: by what tells them apart. seen: of
+    these, what was launched since it was cleared."""
+
+    def __init__(self) -> None:
+        self.launches: dict[tuple[str, str, str], Launch] = {}
+        self.seen = set[tuple[str, str, str]]()
+
+    def __call__(self, *, key: str, fn: Any, compile: Mapping[str, Any], **details: Any) -> bool:
+        """That it returns True keeps Triton from compiling, and from launching."""
+        identity = fn.module, fn.name, key
+        self.seen.add(identity)
+        if identity not in self.launches:
+            options = json.loads(compile["specialization_data"])["options"]
+            [attributes] = compile["configs"]
+            self.launches[identity] = Launch(*identity, compile["signature"], compile["constants"], attributes, options)
+        return True
+
+
+@contextmanager
+def driven_by(card: Card) -> Iterator[None]:
+    """Inside, in this process, Triton compiles for this card, whatever is there."""
+    from triton.runtime.driver import driver
+
+    before = driver._active
+    driver.set_active(_Driver(card))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Inside, in this process, launches are recorded and nothing is compiled or launched."""
+    from triton import knobs
+
+    before, recorder = knobs.runtime.jit_cache_hook, Recorder()
+    knobs.runtime.jit_cache_hook = recorder
+    try:
+        yield recorder
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def compile_launch(launch: Launch) -> bool:
+    """Compiles into Triton's cache, inside `driven_by`; whether it was not there. Raises what Triton raises."""
+    from triton import knobs
+    from triton.compiler import ASTSource, compile, make_backend
+    from triton.runtime.driver import driver
+
+    found = list[bool]()
+    before = knobs.compilation.listener
+
+    def note(*, cache_hit: bool, **details: Any) -> None:
+        found.append(cache_hit)
+
+    function = getattr(import_module(launch.module), launch.name)
+    target = driver.active.get_current_target()
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()}
+    source = ASTSource(function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
+    knobs.compilation.listener = note
+    try:
+        compile(source, target=target, options=make_backend(target).parse_options(options).__dict__)
+    finally:
+        knobs.compilation.listener = before
+    return not found[-1]

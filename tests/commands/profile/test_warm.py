@@ -1,0 +1,79 @@
+"""`dsv4 profile warm` from outside: what it says, and what it refuses."""
+
+import json
+import pickle
+
+import pytest
+
+pytest.importorskip("triton")
+
+from dsv4cli.kernels.card import CARDS
+from tests.support.compiler import compiler
+from tests.support.program import Program
+
+WARM = ("profile", "warm", "--model", "random:tiny", "--card", "h200")
+
+
+@pytest.fixture
+def dsv4(monkeypatch, capfd):
+    return Program(monkeypatch, capfd)
+
+
+@pytest.fixture
+def says(monkeypatch, tmp_path):
+    return compiler(monkeypatch, tmp_path)
+
+
+def test_it_says_what_was_compiled(dsv4, says, tmp_path):
+    says({"found": 3}, {"found": 3, "compiled": 2, "present": 1, "searching": False})
+    done = dsv4(*WARM)
+    assert (done.code, done.out) == (0, f"3 kernels of random:tiny for h200 in {tmp_path}/cache\n")
+    assert done.err.startswith("2 kernels compiled in ")
+    assert done.err.endswith("; 1 were there\n")
+    document = json.loads(dsv4(*WARM, "--json").out)
+    assert document.pop("seconds") > 0
+    assert document == {
+        "schema": "dsv4.profile.warm/1", "model": "random:tiny", "card": "h200", "tp": 1, "kernels": 3, "compiled": 2,
+        "already_there": 1, "failed": [], "folder": f"{tmp_path}/cache",
+    }  # fmt: skip
+
+
+def test_options_become_what_is_compiled(dsv4, says, tmp_path):
+    says({})
+    assert dsv4(*WARM, "--tp", "2", "--context", "900", "--batch", "16", "--draft", "2", "--exact").code == 0
+    demand, card = pickle.loads(bytes.fromhex((tmp_path / "given").read_text()))
+    assert (demand.ranks, demand.sequences, demand.longest, demand.drafts) == (2, 16, (900,), 2)
+    assert (demand.exact, demand.length, len(demand.samplings), card) == (True, None, 3, CARDS["h200"])
+
+
+def test_what_could_not_be_compiled_is_a_failure(dsv4, says):
+    says({"found": 3, "compiled": 2, "failed": ["gate_up: ValueError: no registers left"], "searching": False})
+    done = dsv4(*WARM, "--json")
+    assert (done.code, json.loads(done.out)["failed"]) == (1, ["gate_up: ValueError: no registers left"])
+    assert "no registers left" in done.err
+    says(code=1)
+    assert "has ended with code 1" in dsv4(*WARM).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--card", "h300"), 2, "use one of a100, "),
+        (("--tp", "3"), 2, "3 ranks"),
+        (("--draft", "9"), 2, "--draft"),
+        (("--model", "nowhere"), 2, "nowhere"),
+    ],
+)
+def test_what_it_refuses(dsv4, says, arguments, code, message):
+    says(code=1)
+    done = dsv4(*WARM, *arguments)
+    assert (done.code, message in done.err) == (code, True), done.err
+
+
+def test_without_a_gpu_a_card_is_to_be_named(dsv4, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = dsv4("profile", "warm")
+    assert (done.code, done.err) == (
+        4,
+        "error: this machine has no GPU to compile for\n→ name one, as in --card h200\n",
+    )

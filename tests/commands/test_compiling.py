@@ -1,0 +1,95 @@
+"""What `run` and `chat` compile while they load, and who of several ranks does."""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import pytest
+
+from dsv4cli.commands import compiling, job
+from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile, report_compiled
+from dsv4cli.commands.job import Job, open_job
+from dsv4cli.engine.compiling import ahead, card
+from dsv4cli.engine.compiling.pool import Counts
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.weights.placement import FreeMemory
+from dsv4cli.kernels.card import CARDS
+from dsv4cli.options import ModelOptions
+from dsv4cli.output import Colours, Output
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is to be compiled, on a machine whose GPU is an H200."""
+    found = []
+
+    @contextmanager
+    def meanwhile(out, demand, card):
+        found.append((demand, card))
+        yield Meanwhile()
+
+    monkeypatch.setattr(job, "compiled_meanwhile", meanwhile)
+    monkeypatch.setattr(card, "card_of", lambda device: CARDS["h200"])
+    monkeypatch.setattr(ahead, "found_memory", lambda *given: FreeMemory(10**12, 10**12))
+    monkeypatch.setattr(Job, "kernels", "triton")
+    monkeypatch.setattr(Job, "_load", lambda job, note: f"a model{note()}")
+    return found
+
+
+def opened(**options) -> Job:
+    return open_job(Output(Colours()), ModelOptions(model="random:tiny", seed=1, temperature=0.0, **options))
+
+
+def test_a_run_compiles_for_its_prompt(asked):
+    with opened(max_tokens=30).model([7]) as model:
+        assert model == "a model"
+    [(demand, where)] = asked
+    assert (demand.length, demand.longest, demand.sequences, demand.memory) == (7, (37,), 1, FreeMemory(10**12, 10**12))
+    assert where == CARDS["h200"]
+
+
+def test_a_conversation_and_scores_compile_for_theirs(asked):
+    for prompts, drawn in ((None, True), ([5, 6], False)):
+        with opened(max_context=9000).model(prompts, drawn=drawn):
+            pass
+    (conversation, _), (scores, _) = asked
+    assert (conversation.length, conversation.longest) == (None, (8192, 9000))
+    assert (scores.length, scores.longest, scores.sequences) == (None, (), 2)
+
+
+def test_one_of_several_ranks_compiles(asked):
+    for rank in range(2):
+        with replace(opened(), world=World(rank, 2)).model([7]):
+            pass
+    [(demand, _)] = asked
+    assert demand.ranks == 2
+
+
+def test_a_cpu_compiles_nothing(asked, monkeypatch):
+    monkeypatch.setattr(Job, "kernels", "torch")
+    with opened().model([7]):
+        pass
+    assert asked == []
+
+
+def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys):
+    counts = Counts(found=3, compiled=1, present=1, failed=["up: no registers left"], searching=False)
+
+    class Compilation:
+        def __init__(self, demand, card):
+            self.counts = counts
+
+        def wait(self, on_progress):
+            on_progress(counts)
+            return counts
+
+    monkeypatch.setattr(ahead, "Compilation", lambda demand, card: nullcontext(Compilation(demand, card)))
+    monkeypatch.setattr(compiling, "perf_counter", iter((1.0, 3.0)).__next__)
+    with compiled_meanwhile(Output(Colours()), None, None) as meanwhile:  # type: ignore[arg-type]
+        assert meanwhile.note() == ", 3 of 3 kernels compiled"
+        meanwhile.finish()
+    assert capsys.readouterr().err == (
+        "1 kernel compiled in 2.0 s; 1 were there\n"
+        "warning: some kernels are compiled not ahead, but where they are launched: up: no registers left\n"
+    )
+    report_compiled(Output(Colours()), Counts(found=3, present=3, searching=False), 2.0)
+    assert capsys.readouterr().err == ""

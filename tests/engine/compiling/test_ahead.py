@@ -1,0 +1,103 @@
+"""The process beside a command: what it says, how long it is waited for, what is remembered of it."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import dsv4cli
+from dsv4cli.engine.compiling.ahead import Compilation
+from dsv4cli.engine.compiling.demand import Demand, demand_of
+from dsv4cli.engine.compiling.pool import Counts
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling
+from dsv4cli.kernels.card import CARDS
+from tests.support.compiler import compiler
+
+CARD = CARDS["h200"]
+
+
+def demand(length: int) -> Demand:
+    config = parse_config(PRESETS["tiny"], "tiny")
+    return demand_of(config, Formats(), Numerics.reference(), Limits(), [Sampling()], NO_DRAFTS, [length])
+
+
+@pytest.fixture
+def says(monkeypatch, tmp_path):
+    return compiler(monkeypatch, tmp_path)
+
+
+def waited(length: int = 5, again: bool = False) -> tuple[Counts, float]:
+    start = time.monotonic()
+    with Compilation(demand(length), CARD, again=again) as ahead:
+        counts = ahead.wait(lambda counts: None)
+    return counts, time.monotonic() - start
+
+
+ALL = {"found": 2, "compiled": 2, "searching": False}
+
+
+def test_what_was_compiled_is_not_asked_for_again(says):
+    says({"found": 2}, ALL)
+    assert waited()[0] == Counts(**ALL)
+    says(code=1)
+    assert waited() == (Counts(), pytest.approx(0, abs=0.5))
+    assert waited(again=True)[0].failed == ["the process that compiles has ended with code 1"]
+
+
+def test_the_process_runs_this_program_whatever_folder_the_user_is_in(says, tmp_path):
+    says(ALL)
+    waited()
+    arguments = (tmp_path / "arguments").read_text()
+    assert f"sys.path[0] = {str(Path(dsv4cli.__file__).parents[1])!r}" in arguments
+    assert arguments.split()[-2:] == ["compile-ahead", str(os.getpid())]
+
+
+def test_another_prompt_of_a_known_model_is_waited_for_where_kernels_are_missing(says):
+    says(ALL)
+    waited()
+    says({"found": 3, "present": 3}, seconds=20)
+    assert waited(6)[1] < 10
+    says({"found": 3, "present": 2}, {"found": 3, "present": 2, "compiled": 1}, seconds=20)
+    with Compilation(demand(7), CARD) as ahead:
+        while not ahead.counts.found:
+            time.sleep(0.01)
+        assert ahead.wait(lambda counts: None).done == 3
+
+
+@pytest.mark.parametrize(("lines", "code"), [([{"found": 2, "compiled": 1}], 1), ([{**ALL, "failed": ["up: no"]}], 0)])
+def test_what_failed_is_tried_again(says, lines, code):
+    says(*lines, code=code)
+    waited()
+    says(ALL)
+    assert waited()[0] == Counts(**ALL)
+
+
+def test_it_ends_with_whoever_waits(says):
+    says({"found": 2}, seconds=100)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Compilation(demand(5), CARD) as ahead:  # noqa: PT012
+
+        def interrupt(counts: Counts) -> None:
+            raise KeyboardInterrupt
+
+        ahead.wait(interrupt)
+    assert ahead._process is not None
+    assert ahead._process.returncode == -9
+    assert time.monotonic() - start < 20
+
+
+def test_a_card_and_a_model_have_their_own(says):
+    says(ALL)
+    waited()
+    says({"found": 1, "compiled": 1, "searching": False})
+    for one, card in ((demand(5), CARDS["a100"]), (replace(demand(5), exact=True), CARD)):
+        with Compilation(one, card) as ahead:
+            assert ahead.wait(lambda counts: None).found == 1

@@ -1,0 +1,60 @@
+"""Which steps a run can have."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4cli.engine.compiling.demand import Demand, Span, Step, decoding, demand_of, prompts
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.graphs import SIZES
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
+
+GREEDY = Sampling(0.0)
+
+
+def demand(lengths: list[int] | None, drafts: int | None = None, drawn: bool = True, **limits: int) -> Demand:
+    config, samplings = parse_config(PRESETS["flash"], "flash"), [replace(GREEDY, seed=3)]
+    numerics, drafting = Numerics.reference(), Drafting(drafts)
+    return demand_of(config, Formats(), numerics, Limits(**limits), samplings, drafting, lengths, drawn=drawn)
+
+
+def test_a_prompt_of_known_length_has_its_chunks():
+    one = demand([5000], max_tokens=100)
+    assert (one.longest, one.samplings, one.drafts) == ((5100,), (GREEDY,), 3)
+    assert list(prompts(one)) == [Step(((4096, 0),), GREEDY, 5100), Step(((904, 4096),), GREEDY, 5100, 0, 3)]
+
+
+def test_what_follows_has_as_many_drafts_as_there_may_be():
+    steps = list(decoding(demand([5], max_tokens=3), SIZES))
+    assert steps == [Step(((1, 1),), GREEDY, 8, verified, 3) for verified in range(4)]
+    assert list(decoding(demand([5], drafts=0, max_tokens=3), SIZES)) == [Step(((1, 1),), GREEDY, 8)]
+
+
+def test_several_sequences_are_captured_as_the_next_power_of_two_with_fewer_drafts():
+    steps = list(decoding(demand([5] * 20), SIZES))
+    most = {len(step.chunks): step.drafts for step in steps}
+    assert most == {1: 3, 2: 3, 4: 3, 8: 3, 16: 3, 32: 1}
+
+
+def test_a_conversation_grows():
+    one = demand(None, max_context=40_000)
+    assert one.longest == (8192, 16_384, 32_768, 40_000)
+    assert one.length is None
+
+
+@pytest.mark.parametrize(("lengths", "most"), [(None, 4096), ([9, 9], 8192)])
+def test_prompts_of_unknown_length_have_every_number_of_tokens(lengths, most):
+    spans = [span for span in prompts(demand(lengths)) if isinstance(span, Span) and not (span.place or span.each)]
+    numbers = {number for span in spans for number in (span.first, span.last)}
+    assert (min(numbers), max(numbers)) == (1, most)
+    assert [span.last for span in spans[:-1]] == [span.first for span in spans[1:]]
+
+
+def test_scores_draw_nothing():
+    one = demand([7], drawn=False)
+    assert (one.longest, one.drafts, one.config.drafter) == ((), 0, "none")
+    assert list(prompts(one)) == [Step(((7, 0),), GREEDY, None)]
+    assert not list(decoding(one, SIZES))

@@ -1,0 +1,46 @@
+"""The list of kernels, found without data: whatever a run launches is on it, under the name that Triton looks for."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def dry_run(tmp_path, *arguments: object) -> dict[str, object]:
+    """The lines of tests/support/dry_runs.py. Triton reads TRITON_INTERPRET when it is imported: another process."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.dry_runs", *map(str, arguments)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, object] = json.loads(ended.stdout)
+    return found
+
+
+def test_a_launch_finds_what_was_compiled_ahead(tmp_path):
+    found = dry_run(tmp_path, "tiny", 0, 24, 1, 0)
+    assert {"_step_metadata", "_rms_norm", "_scores", "up", "_race", "fused_connect"} <= set(found["names"])
+    assert found["anew"] == {"ahead": [True, False], "launched": [False]}
+    assert found["same_keys"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "sequences", "context", "ranks"),
+    [
+        ("tiny", 16, 900, 1),
+        ("tiny", 4, 200, 2),
+        ("flash", 1, 16_384, 1),
+        ("flash-0731", 1, 4096, 1),
+        ("pro", 1, 4096, 8),
+    ],
+)
+def test_random_steps_launch_nothing_else(tmp_path, preset, sequences, context, ranks):
+    found = dry_run(tmp_path, preset, sequences, context, ranks, 60)
+    assert found["missed"] == []
+    assert found["found"] < 400

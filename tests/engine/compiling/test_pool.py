@@ -1,0 +1,84 @@
+"""Processes that compile: all is done once, and what one of them cannot is left to the launch."""
+
+import os
+from typing import Any
+
+import pytest
+
+from dsv4cli.engine.compiling import pool
+from dsv4cli.engine.compiling.demand import Span, Step
+from dsv4cli.engine.compiling.launches import Launch
+from dsv4cli.engine.compiling.pool import CompilerPool, Counts
+from dsv4cli.engine.settings import Sampling
+
+FIRST, SECOND = Step(((1, 0),), Sampling(), 8), Step(((1, 1),), Sampling(), 8)
+SPAN = Span(1, 2, Sampling(), 8)
+
+
+def launch(name: str) -> Launch:
+    return Launch("module", name, "key", {}, {}, {}, {})
+
+
+class DryRun:
+    """Tasks, and what each launches."""
+
+    def __init__(self, found: dict[Any, list[str]]) -> None:
+        self._found = found
+
+    def tasks(self) -> list[Any]:
+        return [*self._found]
+
+    def launches(self, task: Any) -> list[Launch]:
+        if "raises" in self._found[task]:
+            raise RuntimeError("no such layer\nand more")
+        return [launch(name) for name in self._found[task]]
+
+
+def run(found: dict[Any, list[str]], workers: int = 2) -> tuple[Counts, list[int]]:
+    done: list[int] = []
+    one = CompilerPool(DryRun(found), workers, lambda counts: done.append(counts.done))  # type: ignore[arg-type]
+    one.run()
+    return one.counts, done
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch):
+    """What forks do instead of compiling."""
+
+    def compiled(one: Launch) -> bool:
+        if one.name == "dies":
+            os._exit(9)
+        if one.name == "refuses":
+            raise ValueError("no registers left")
+        return one.name != "there"
+
+    monkeypatch.setattr(pool, "compile_launch", compiled)
+    monkeypatch.setattr(pool, "end_with_parent", lambda parent: None)
+
+
+def test_each_kernel_is_compiled_once():
+    counts, done = run({FIRST: ["a", "b"], SECOND: ["b", "there"], SPAN: ["c", "a"]})
+    assert counts == Counts(found=4, compiled=3, present=1, failed=[], searching=False)
+    assert done == sorted(done)
+    assert done[-1] == 4
+
+
+def test_what_cannot_be_compiled_is_named_and_the_rest_goes_on():
+    counts, _ = run({FIRST: ["refuses", "a", "dies", "b", "c"]})
+    assert (counts.compiled, counts.done) == (3, 5)
+    assert sorted(counts.failed) == [
+        "module.dies: its process has ended",
+        "module.refuses: ValueError: no registers left",
+    ]
+
+
+def test_a_step_that_cannot_be_done_is_named():
+    counts, _ = run({FIRST: ["a"], SPAN: ["raises"]})
+    assert counts.compiled == 1
+    [failed] = counts.failed
+    assert failed.endswith(": RuntimeError: no such layer")
+
+
+def test_it_ends_when_every_process_has():
+    counts, _ = run({FIRST: ["dies", "dies twice", "a", "b"]}, workers=1)
+    assert (counts.compiled, len(counts.failed)) == (0, 1)
