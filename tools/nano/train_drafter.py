@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.runtime.draft import usual_drafts
 from tools.nano import pool
 from tools.nano.drafter import DrafterTwin
 from tools.nano.drafting import Blocks, DraftLoss, Seen, draft_loss
@@ -39,19 +40,15 @@ MODE = Mode(activations=True, sparse=True)
 
 @dataclass(frozen=True)
 class Model:
-    """A model with nano's trunk. values: its config.json; twin: of its drafter; size: drafts in a block; begun: whether
-    training goes on from the drafter that nano has."""
+    """A model with nano's trunk. values: its config.json; twin: of its drafter; begun: training goes on from the drafter
+    that nano has."""
 
     values: Mapping[str, Any]
     twin: type[DrafterTwin]
-    size: int
     begun: bool
 
 
-MODELS = {
-    "nano": Model(VALUES, MTPTwin, 3, begun=True),
-    "nano-0731": Model(VALUES_0731, DSparkTwin, VALUES_0731["dspark_block_size"], begun=False),
-}
+MODELS = {"nano": Model(VALUES, MTPTwin, begun=True), "nano-0731": Model(VALUES_0731, DSparkTwin, begun=False)}
 
 
 class Trainer:
@@ -62,7 +59,8 @@ class Trainer:
         self.started = time.monotonic()
         torch.manual_seed(arguments.seed)
         self.model = MODELS[arguments.model]
-        self.size, self.config = self.model.size, parse_config(self.model.values, arguments.model)
+        self.config = parse_config(self.model.values, arguments.model)
+        self.size = usual_drafts(self.config)
         self.table = parameter_table(self.config)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         nano = parameters_of(NANO)
