@@ -40,8 +40,8 @@ MODE = Mode(activations=True, sparse=True)
 
 @dataclass(frozen=True)
 class Model:
-    """A model with nano's trunk. values: its config.json; twin: of its drafter; begun: training goes on from the drafter
-    that nano has."""
+    """A model with nano's trunk. values: its config.json; twin: of its drafter; begun: training goes on from
+    the drafter that nano has."""
 
     values: Mapping[str, Any]
     twin: type[DrafterTwin]
