@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PROMPT ?= What is 17 * 23?
 ARGS ?=
+MODELS ?= nano nano-0731
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -40,11 +41,12 @@ nano: ## train the built-in model anew, on a GPU of 141 GB in 22 minutes, with t
 	$(PYTHON) -m tools.nano.train --out build/nano/last --resume build/nano/first --minutes 20.8 --rate 1.5e-3 --order LLS
 	$(PYTHON) -m tools.nano.export build/nano/last/masters-*.safetensors --out dsv4cli/nano
 
-drafter: ## train the drafter of nano-0731 anew, on the same GPU in one minute
+drafter: ## train the drafters of nano and nano-0731 anew, on the same GPU in a minute each; MODELS=nano trains one
 	mkdir -p build/nano
 	$(PYTHON) -m tools.nano.pool build/nano/text.safetensors
-	$(PYTHON) -m tools.nano.train_drafter build/nano/text.safetensors --out build/nano/0731
-	cp build/nano/0731/checkpoint/* dsv4cli/nano-0731
+	set -e; for model in $(MODELS); do \
+	$(PYTHON) -m tools.nano.train_drafter $$model build/nano/text.safetensors --out build/nano/$$model; \
+	cp build/nano/$$model/checkpoint/* dsv4cli/$$model; done
 
 # zsh reads #compdef on the first line only, and Typer prints a blank line before it
 completions: $(READY)

@@ -6,19 +6,27 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tools.nano.drafter import Drafted
+from tools.nano.model import Loads
 
 # weight of a draft against that of the one before it, and of the confidence's loss
 FADE, CONFIDENCE_FACTOR = 0.9, 0.1
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """n blocks of k drafts in each of B rows. places: int64 [B, n], of the newest token of each; tokens: int64
-    [B, n, k + 1], that token and those after it; wanted: bool [B, n, k], the drafts that count: those of an answer."""
+class Seen:
+    """What the trunk saw of ids [B, S]: what the drafter reads [B, S, C], the normed input of the head [B, S, D]."""
 
+    context: torch.Tensor
+    main: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """n blocks of k drafts in each of B rows. ids: int64 [B, S], the text; places: int64 [B, n], of the newest token of
+    each; wanted: bool [B, n, k], the drafts that count: those of an answer."""
+
+    ids: torch.Tensor
     places: torch.Tensor
-    tokens: torch.Tensor
     wanted: torch.Tensor
 
     @classmethod
@@ -29,9 +37,22 @@ class Blocks:
         # the highest random numbers; places outside of answers come last
         chance = open_to + torch.rand(open_to.shape, device=ids.device)
         places = chance.topk(count).indices + 1
-        index = places[..., None] + torch.arange(size + 1, device=ids.device)
-        rows = torch.arange(len(ids), device=ids.device)[:, None, None]
-        return cls(places, ids[rows, index], learned[rows, index].cumprod(-1)[..., 1:].bool())
+        return cls(ids, places, _behind(learned, places, size).cumprod(-1)[..., 1:].bool())
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The newest token of each block and those after it: int64 [B, n, k + 1]."""
+        return _behind(self.ids, self.places, self.wanted.shape[-1])
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """For n blocks of k drafts in each of B rows. logits: fp32 [B, n, k, V]; confidence: a logit of how likely each
+    draft is to be accepted, fp32 [B, n, k]; loads: as Output.loads."""
+
+    logits: torch.Tensor
+    confidence: torch.Tensor
+    loads: Loads
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,7 @@ def draft_loss(drafted: Drafted, blocks: Blocks, main: torch.Tensor, head: torch
     with torch.no_grad():
         given = F.linear(main[rows, blocks.places[..., None] + step].float(), head)  # [B, n, k, V]
         first, chances = given.argmax(-1), given.softmax(-1)
-    logits, wanted = drafted.logits + drafted.bias, blocks.wanted.float()
+    logits, wanted = drafted.logits, blocks.wanted.float()
     drafts = logits.detach().argmax(-1)
     right = (drafts == first).float()
     entropy = logits.logsumexp(-1) - (chances * logits).sum(-1)
@@ -72,3 +93,9 @@ def draft_loss(drafted: Drafted, blocks: Blocks, main: torch.Tensor, head: torch
     confidence = (doubt * asked).sum() / asked.sum().clamp_min(1e-6)
     counts = [count.sum((0, 1)) for count in (wanted, right * wanted, right * asked)]
     return DraftLoss(mean + CONFIDENCE_FACTOR * confidence, mean.detach(), confidence.detach(), *counts)
+
+
+def _behind(rows: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+    """What rows [B, S] have at places int64 [B, n] and the `count` behind each: [B, n, count + 1]."""
+    index = places[..., None] + torch.arange(count + 1, device=rows.device)
+    return rows[torch.arange(len(rows), device=rows.device)[:, None, None], index]

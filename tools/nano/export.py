@@ -19,7 +19,7 @@ from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.recode import to_fp4, to_fp8
-from tools.nano.shape import FORMATS, GENERATION, VALUES, VALUES_0731, nano_0731_config, nano_config, parameter_table
+from tools.nano.shape import FORMATS, GENERATION, VALUES, nano_config, parameter_table
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -76,10 +76,10 @@ def export(parameters: Mapping[str, torch.Tensor], folder: Path) -> None:
     _write(stored_tensors(parameters, nano_config()), VALUES, folder)
 
 
-def export_0731(parameters: Mapping[str, torch.Tensor], nano: Path, folder: Path) -> None:
-    """As export, for nano-0731: the trunk is that of nano, byte for byte; parameters: of the drafter."""
-    drafter = stored_tensors(parameters, nano_0731_config(), DRAFTER)
-    _write(trunk_tensors(nano) | drafter, VALUES_0731, folder)
+def export_drafter(parameters: Mapping[str, torch.Tensor], values: Mapping[str, Any], nano: Path, folder: Path) -> None:
+    """As export, of the model that `values` configure: its drafter's parameters beside nano's trunk, byte for byte."""
+    drafter = stored_tensors(parameters, parse_config(values, "nano"), DRAFTER)
+    _write(trunk_tensors(nano) | drafter, values, folder)
     for name in TOKENIZER:
         (folder / name).write_bytes((nano / name).read_bytes())
 

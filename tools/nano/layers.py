@@ -27,6 +27,16 @@ class Turn:
     sin: torch.Tensor
 
 
+def part_of(weights: Weights, prefix: str) -> dict[str, torch.Tensor]:
+    """The weights whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def connection_of(own: Weights, part: str) -> list[torch.Tensor]:
+    """Of a block's weights, what Twin.connect_pre takes for its sublayer "attn" or "ffn"."""
+    return [own[f"hc_{part}_{name}"] for name in ("fn", "scale", "base")] + [own[f"{part}_norm.weight"]]
+
+
 def turn(config: ModelConfig, ratio: int, positions: torch.Tensor) -> Turn:
     """The rotation of positions int64 [n] in layers of this ratio: [n, R]; the angle is rounded to fp32."""
     angles = positions.float()[:, None] * frequencies(config, ratio).to(positions.device)

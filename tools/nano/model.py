@@ -1,6 +1,6 @@
 """Nano's twin for training: the engine's forward pass over a dense batch, differentiable, with rounding by choice."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -115,7 +115,8 @@ class Twin:
         losses = [torch.zeros((), device=ids.device)]
         streams = self.layers(weights, batch, mode, losses, loads)[-1]
         main = self.collapse(weights, "", streams)
-        joined = self._join(weights, streams, F.pad(next_ids, (0, -length % BLOCK)).flatten(), mode)
+        following = F.embedding(F.pad(next_ids, (0, -length % BLOCK)).flatten(), weights["embed.weight"])
+        joined = self.join(weights, streams, following, mode)
         drafted = self.block(weights, "mtp.0.", 0, joined, batch, mode, losses, loads)
         draft = self.collapse(weights, "mtp.0.", drafted)
         main, draft = (x.view(*batch.size, -1)[:, :length] for x in (main, draft))
@@ -135,11 +136,11 @@ class Twin:
         """The streams before the first layer: ids int64 [T] -> [T, N, D]."""
         return F.embedding(ids, weights["embed.weight"])[:, None].expand(-1, self.config.hc_mult, -1)
 
-    def _join(self, weights: Weights, streams: torch.Tensor, next_ids: torch.Tensor, mode: Mode) -> torch.Tensor:
-        """The input of the MTP block [T, N, D]: the streams joined with the embedding of the next token."""
+    def join(self, weights: Weights, streams: torch.Tensor, following: torch.Tensor, mode: Mode) -> torch.Tensor:
+        """The input of the MTP block [T, N, D]: the streams joined with the embedding [T, D] of the next token."""
         eps = self.config.rms_norm_eps
         hidden = rms_norm(streams, weights["mtp.0.hnorm.weight"], eps)
-        embedded = rms_norm(F.embedding(next_ids, weights["embed.weight"]), weights["mtp.0.enorm.weight"], eps)
+        embedded = rms_norm(following, weights["mtp.0.enorm.weight"], eps)
         hidden = F.linear(quantise.linear_input(hidden, mode.activations), weights["mtp.0.h_proj.weight"])
         embedded = F.linear(quantise.linear_input(embedded, mode.activations), weights["mtp.0.e_proj.weight"])
         return embedded[:, None] + hidden
@@ -173,12 +174,12 @@ class Twin:
         loads: Loads,
     ) -> torch.Tensor:
         """A block over streams [T, N, D] around its attention; ids: int64 of T tokens, for choice by id."""
-        own = part_of(weights, prefix)
-        x, post, comb = self.connect_pre(streams, *_connection(own, "attn"))
-        x = attend(part_of(own, "attn."), x)
+        own = layers.part_of(weights, prefix)
+        x, post, comb = self.connect_pre(streams, *layers.connection_of(own, "attn"))
+        x = attend(layers.part_of(own, "attn."), x)
         streams = self.connect_post(x, streams, post, comb)
-        x, post, comb = self.connect_pre(streams, *_connection(own, "ffn"))
-        ffn = part_of(own, "ffn.")
+        x, post, comb = self.connect_pre(streams, *layers.connection_of(own, "ffn"))
+        ffn = layers.part_of(own, "ffn.")
         table = ffn.get("gate.tid2eid")
         chosen = None if table is None else table[ids.flatten()]
         routed = self.route(x, ffn["gate.weight"], ffn.get("gate.bias"), chosen)
@@ -199,11 +200,11 @@ class Twin:
         if ratio:
             visible, (rows, length) = batch.visible[ratio], batch.size
             queries, hidden = q.unflatten(0, (rows, length)), x.unflatten(0, (rows, length))
-            entries = self._entries(part_of(w, "compressor."), ratio, hidden, batch)
+            entries = self._entries(layers.part_of(w, "compressor."), ratio, hidden, batch)
             entries = quantise.keys(entries, self.config.qk_rope_head_dim, mode.activations)
             if ratio == 4:
                 rest = self.rest(window[1].detach(), window[2], w["attn_sink"].detach())
-                scores = self._index_scores(part_of(w, "indexer."), x, latent, batch, mode)
+                scores = self._index_scores(layers.part_of(w, "indexer."), x, latent, batch, mode)
                 narrow = mode.sparse and entries.shape[1] > self.config.index_topk
                 chosen = attention.choose(scores, visible, self.config.index_topk) if narrow else None
                 part, target = self.chosen_entry_part(queries, entries, visible, chosen, rest, scale)
@@ -223,24 +224,15 @@ class Twin:
     ) -> torch.Tensor:
         """Scores [B, S, E] of entries that a token does not see included; no gradient reaches the trunk."""
         x, latent, turn = x.detach(), latent.detach(), batch.turns[4]
-        entries = self._entries(part_of(w, "compressor."), 4, x.unflatten(0, batch.size), batch)
+        entries = self._entries(layers.part_of(w, "compressor."), 4, x.unflatten(0, batch.size), batch)
         keys = quantise.index(entries, self.hadamard, mode.activations)
         matrices = _chosen(w, INDEX_PROJECTIONS)
         q, factors = self.index_queries(matrices, x, latent, turn.cos, turn.sin, self.hadamard, mode.activations)
         return self.index_scores(q.unflatten(0, batch.size), factors.unflatten(0, batch.size), keys)
 
 
-def part_of(weights: Weights, prefix: str) -> dict[str, torch.Tensor]:
-    """The weights whose names begin with the prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-
-
 def _chosen(weights: Weights, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return {name: weights[name] for name in names}
-
-
-def _connection(own: Mapping[str, torch.Tensor], part: str) -> list[torch.Tensor]:
-    return [own[f"hc_{part}_{name}"] for name in ("fn", "scale", "base")] + [own[f"{part}_norm.weight"]]
 
 
 def _connect(

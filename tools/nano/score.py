@@ -14,6 +14,7 @@ from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import LayerCache
+from dsv4cli.engine.runtime.draft import usual_drafts
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import resolve_device
@@ -27,8 +28,6 @@ Item = dict[str, Any]
 # conversations in one batch; a long one takes most of the memory of a step
 TOGETHER = 8
 LIMITS = Limits(max_tokens=400)
-# tokens drafted at once: a block of DSpark
-DRAFTS = 5
 
 
 class Asking:
@@ -83,7 +82,7 @@ class Examinee(Asking):
         found: dict[str, Acceptance] = {}
         for item, reply in self.replies(items):
             prompt = self.prompt(item)
-            one = acceptance(self.model, prompt + reply["ids"], len(prompt), DRAFTS)
+            one = acceptance(self.model, prompt + reply["ids"], len(prompt), usual_drafts(self.model.config))
             found[kind(item)] = found[kind(item)] + one if kind(item) in found else one
         return found
 
@@ -119,7 +118,7 @@ def report(title: str, found: dict[str, list[bool]]) -> None:
 
 def report_drafts(found: dict[str, Acceptance]) -> None:
     """A line for each task, and one for all."""
-    print(f"accepted of {DRAFTS} drafts, the share by place, and the tokens of a step that verifies them:")
+    print("accepted of all drafts of a step, the share by place, and the tokens of a step that verifies them:")
     every = [*found.values()]
     for name, one in [*sorted(found.items()), ("all", sum(every[1:], every[0]))]:
         shares = " ".join(f"{share:6.1%}" for share in one.shares)

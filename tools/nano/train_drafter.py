@@ -1,26 +1,32 @@
-"""Trains nano-0731's drafter: `python -m tools.nano.train_drafter TEXT --out FOLDER`, its log in FOLDER/log.jsonl.
+"""Trains a drafter: `python -m tools.nano.train_drafter MODEL TEXT --out FOLDER`, its log in FOLDER/log.jsonl.
 
-TEXT is what tools.nano.pool wrote. The trunk is nano: it reads TEXT once and stays as it is. The schedule is a share of
-the time that --minutes gives, so that any budget ends with a finished drafter.
+MODEL is nano (its MTP block, for chains of drafts) or nano-0731 (DSpark), TEXT what tools.nano.pool wrote. The trunk is
+nano: it reads TEXT once and stays as it is. The schedule is a share of the time that --minutes gives, so that any
+budget ends with a finished drafter.
 """
 
 import argparse
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.runtime.draft import usual_drafts
 from tools.nano import pool
-from tools.nano.drafter import DrafterTwin, Seen
-from tools.nano.drafting import Blocks, DraftLoss, draft_loss
-from tools.nano.export import DRAFTER, export_0731, parameters_of, read_masters
+from tools.nano.drafter import DrafterTwin
+from tools.nano.drafting import Blocks, DraftLoss, Seen, draft_loss
+from tools.nano.dspark import DSparkTwin
+from tools.nano.export import DRAFTER, export_drafter, parameters_of, read_masters
 from tools.nano.model import Loads, Mode
+from tools.nano.mtp import MTPTwin
 from tools.nano.quantise import Rounding, working_weights
-from tools.nano.shape import initial_parameters, nano_0731_config, parameter_table
+from tools.nano.shape import VALUES, VALUES_0731, initial_parameters, parameter_table
 from tools.nano.state import save_masters, state_of
 
 NANO = Path(__file__).resolve().parents[2] / "dsv4cli" / "nano"
@@ -32,6 +38,19 @@ TRUNK_ROWS, HELD_BACK = 40, 40
 MODE = Mode(activations=True, sparse=True)
 
 
+@dataclass(frozen=True)
+class Model:
+    """A model with nano's trunk. values: its config.json; twin: of its drafter; begun: training goes on from
+    the drafter that nano has."""
+
+    values: Mapping[str, Any]
+    twin: type[DrafterTwin]
+    begun: bool
+
+
+MODELS = {"nano": Model(VALUES, MTPTwin, begun=True), "nano-0731": Model(VALUES_0731, DSparkTwin, begun=False)}
+
+
 class Trainer:
     """One run: its state, its text, its log."""
 
@@ -39,20 +58,21 @@ class Trainer:
         self.arguments, self.device = arguments, torch.device(arguments.device)
         self.started = time.monotonic()
         torch.manual_seed(arguments.seed)
-        self.config = nano_0731_config()
-        assert self.config.dspark is not None
-        self.size = self.config.dspark.block_size
+        self.model = MODELS[arguments.model]
+        self.config = parse_config(self.model.values, arguments.model)
+        self.size = usual_drafts(self.config)
         self.table = parameter_table(self.config)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         nano = parameters_of(NANO)
         given = {name: tensor.to(self.device) for name, tensor in nano.items() if not name.startswith(DRAFTER)}
         self.trunk = working_weights(given, self.table, Rounding(False, True), self.dtype)
-        first = read_masters(arguments.resume) if arguments.resume else initial_parameters(self.config, arguments.seed)
+        first = nano if self.model.begun else initial_parameters(self.config, arguments.seed)
+        first = read_masters(arguments.resume) if arguments.resume else first
         found = {name: tensor for name, tensor in first.items() if name.startswith(DRAFTER)}
         self.state = state_of(found, self.device, arguments.rate)
         # what a step computes with: leaves, whose gradients go to the fp32 parameters
         self.weights = {name: tensor.requires_grad_() for name, tensor in self.rounded().items()}
-        self.twin = DrafterTwin(self.config, self.device)
+        self.twin = self.model.twin(self.config, self.device)
         self.ids, self.learned = self.text(arguments.text)
         self.seen = self.read()
         self.begun = self.seconds
@@ -86,7 +106,7 @@ class Trainer:
 
     def train(self) -> None:
         """Steps until the time is over."""
-        names = ("minutes", "seed", "rate", "rows", "places", "device")
+        names = ("model", "minutes", "seed", "rate", "rows", "places", "device")
         self.log({"torch": torch.__version__} | {name: getattr(self.arguments, name) for name in names})
         inputs = self.inputs(self.drawn())
         run = self.launched(inputs)
@@ -124,8 +144,7 @@ class Trainer:
 
     def loss(self, seen: Seen, blocks: Blocks) -> tuple[DraftLoss, Loads]:
         """The loss of a batch and the loads of the experts."""
-        tokens = blocks.tokens[..., :-1]
-        drafted = self.twin(self.trunk, self.weights, seen.context, blocks.places, tokens, MODE)
+        drafted = self.twin(self.trunk, self.weights, seen.context, blocks, MODE)
         return draft_loss(drafted, blocks, seen.main, self.trunk["head.weight"]), drafted.loads
 
     def launched(self, inputs: tuple[Seen, Blocks]) -> Callable[[], tuple[DraftLoss, Loads]]:
@@ -198,7 +217,7 @@ class Trainer:
     def save(self) -> None:
         """The fp32 parameters, and the checkpoint as it is."""
         save_masters(self.state, self.arguments.out)
-        export_0731(self.state.parameters, NANO, self.arguments.out / "checkpoint")
+        export_drafter(self.state.parameters, self.model.values, NANO, self.arguments.out / "checkpoint")
 
     def log(self, values: dict[str, Any]) -> None:
         """One line in the log and on the terminal."""
@@ -217,6 +236,7 @@ def flat(inputs: tuple[Seen, Blocks]) -> list[torch.Tensor]:
 def main() -> None:
     """Reads the arguments and trains."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", choices=MODELS)
     parser.add_argument("text", type=Path, help="a file of tools.nano.pool")
     parser.add_argument("--out", type=Path, required=True, help="folder of the log, the parameters and the checkpoint")
     parser.add_argument("--resume", type=Path, help="folder of an earlier run, whose parameters this one begins with")

@@ -12,11 +12,13 @@ from tests.support.golden_data import remember_weights
 from tests.support.program import Program
 from tests.support.questions import chosen, questions
 from tools.nano.export import WEIGHTS, trunk_tensors
-from tools.nano.score import DRAFTS, Asking, Examinee
+from tools.nano.score import Asking, Examinee
 from tools.nano.shape import nano_0731_config
 from tools.nano.train_drafter import NANO
 
 FOLDER = NANO.with_name("nano-0731")
+# of a block
+DRAFTS = 5
 # questions that default tests ask, and those of tasks of which nearly every draft is accepted
 FEW = {"sums": 1, "facts": 1}
 SURE = {"sums": 8, "products": 2, "long sums": 3, "facts": 8, "tables": 3, "units": 4, "tools": 4, "multi turn": 6}
