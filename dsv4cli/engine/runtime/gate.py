@@ -18,8 +18,8 @@ FIRST_GUESS, WORTH_A_TRY = 0.8, 0.25
 # where drafts do not pay, one step in so many makes one, for that may change; the next do too while so many times as
 # many of these are right as was thought, and at most so many steps after
 PROBE, SURPRISE, PATIENCE = 128, 1.5, 3
-# of a step of fewer rows than any that was timed: the share of its time that rows do not change, at least (H200: 0.4)
-FIXED_SHARE = 0.3
+# of a step of fewer rows than any that was timed: the share of its time that rows do not change, at least
+FIXED_SHARE = 0.5
 # of a step of more rows than any that was timed: what each adds at least, as a share
 LEAST_ROW = 0.05
 
