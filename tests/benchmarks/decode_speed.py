@@ -71,12 +71,12 @@ class Always(Gate):
         return self._most
 
 
-def take_leaders_times(plan: DraftPlan, world: World, device: torch.device) -> None:
+def take_leaders_times(plan: DraftPlan, world: World) -> None:
     """Has a plan take in the leader's times: each rank leads here, and their gates must decide alike."""
     own = plan.time
 
     def time(chunks: Sequence[Chunk], count: int, seconds: Sequence[float]) -> None:
-        own(chunks, count, world.broadcast_from_leader(torch.tensor(seconds, device=device)).tolist())
+        own(chunks, count, world.broadcast_object(seconds))  # through the host: the next step may run on the device
 
     plan.time = time
 
@@ -91,7 +91,7 @@ def filled(
     if draft:
         engine._plan.gate = Always(draft)
     if engine._plan is not None:
-        take_leaders_times(engine._plan, model.world, device)
+        take_leaders_times(engine._plan, model.world)
     cache = engine.runner.cache
     for number in range(batch):
         request = Request([0] * context, Sampling(temperature, seed=number), Limits(max_tokens=more), stop_ids=())

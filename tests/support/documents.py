@@ -116,10 +116,16 @@ def wrong_about(words: list[str], complete: bool) -> Iterator[str]:
             yield from wrong_about_a_script(script(name), words[at + 1 :])
 
 
+@cache
+def _commands() -> Any:
+    """Those of the program, apart from others: a command keeps the names of its option for help."""
+    return command.__wrapped__(cli.app)
+
+
 def wrong_about_ours(words: list[str], complete: bool) -> Iterator[str]:
     """What `dsv4` says against these arguments, without running anything."""
     words = [word for word in words if word != "…"]
-    group: Any = command(cli.app)
+    group: Any = _commands()
     while words and not words[0].startswith("-") and hasattr(group, "commands"):
         if words[0] not in group.commands:
             yield f"no command {words[0]}"

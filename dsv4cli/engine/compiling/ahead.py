@@ -16,6 +16,7 @@ import torch
 
 from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.compiling.dry_run import DryRun
+from dsv4cli.engine.compiling.launches import builds_launchers
 from dsv4cli.engine.compiling.pool import CompilerPool, Counts
 from dsv4cli.engine.settings import NO_DRAFTS
 from dsv4cli.engine.system.device import free_memory
@@ -135,7 +136,7 @@ def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
     memory = demand.memory and replace(demand.memory, gpu=None, host=None)
     demand = replace(demand, memory=memory)
     model = replace(demand, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafting=NO_DRAFTS)
-    versions = f"{torch.__version__} {__version__} {sources.hexdigest()}"
+    versions = f"{torch.__version__} {__version__} {sources.hexdigest()} {builds_launchers()}"
     named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (demand, model)]
     return cache_folder() / f"dsv4-{named[0]}", cache_folder() / f"dsv4-{named[1]}"
 

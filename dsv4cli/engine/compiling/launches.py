@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -123,7 +124,29 @@ def compile_launch(launch: Launch) -> bool:
     source = ASTSource(function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
     knobs.compilation.listener = note
     try:
-        compile(source, target=target, options=make_backend(target).parse_options(options).__dict__)
+        kernel = compile(source, target=target, options=make_backend(target).parse_options(options).__dict__)
     finally:
         knobs.compilation.listener = before
+    _build_launcher(source, kernel.metadata)
     return not found[-1]
+
+
+def builds_launchers() -> bool:
+    """Whether this Triton has a C compiler build a launcher for each signature of a kernel, and this machine has the
+    driver's library, which that is linked with."""
+    from triton.backends.nvidia import driver
+
+    if not hasattr(driver, "make_launcher"):
+        return False
+    with suppress(AssertionError, OSError, CalledProcessError):  # what Triton raises where it is not found
+        return bool(driver.library_dirs())
+    return False
+
+
+def _build_launcher(source: Any, metadata: Any) -> None:
+    """Into Triton's cache. One that cannot be built here is built where the kernel is launched."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    if builds_launchers():
+        with suppress(Exception):  # a compiler raises anything
+            CudaLauncher(source, metadata)

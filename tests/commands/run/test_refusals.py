@@ -83,8 +83,8 @@ def test_gpu_memory_that_is_no_size_or_too_small(dsv4):
 def test_an_answer_that_becomes_unsound_keeps_what_was_printed(dsv4, monkeypatch):
     dsv4.model_says("so far!", ends=False)  # its last token is drawn, and not printed
     checks = iter(range(9))
-    whole = logprobs.finite
-    monkeypatch.setattr(logprobs, "finite", lambda x: whole(x if next(checks) < 6 else x * torch.nan))
+    whole = logprobs.logsumexp
+    monkeypatch.setattr(logprobs, "logsumexp", lambda x: whole(x if next(checks) < 6 else x * torch.nan))
     done = dsv4("run", "hi", "--model", SMALL)
     assert (done.code, done.out) == (7, "so far\n")
     assert "error: the model's logits are not finite" in done.err

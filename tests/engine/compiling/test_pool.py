@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine.compiling import pool
+from dsv4cli.engine.compiling import launches, pool
 from dsv4cli.engine.compiling.demand import Span, Step
 from dsv4cli.engine.compiling.launches import Launch
 from dsv4cli.engine.compiling.pool import CompilerPool, Counts
@@ -82,3 +82,28 @@ def test_a_step_that_cannot_be_done_is_named():
 def test_it_ends_when_every_process_has():
     counts, _ = run({FIRST: ["dies", "dies twice", "a", "b"]}, workers=1)
     assert (counts.compiled, len(counts.failed)) == (0, 1)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_launchers_are_built_where_triton_has_them_built(there, monkeypatch):
+    """Triton 3.6 has a C compiler build one for each signature; without the driver's library that cannot be."""
+    from triton.backends.nvidia import driver
+
+    def library_dirs() -> list[str]:
+        assert there, "libcuda.so cannot found!"
+        return ["/lib"]
+
+    built: list[Any] = []
+
+    def launcher(source: Any, metadata: Any) -> None:
+        built.append((source, metadata))
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    monkeypatch.setattr(driver, "library_dirs", library_dirs)
+    monkeypatch.setattr(driver, "CudaLauncher", launcher)
+    assert launches.builds_launchers() is there
+    launches._build_launcher("source", "metadata")
+    assert built == [("source", "metadata")] * there
+    monkeypatch.delattr(driver, "make_launcher")
+    assert not launches.builds_launchers()
