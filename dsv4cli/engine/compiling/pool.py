@@ -19,7 +19,7 @@ NICE = 5
 
 @dataclass
 class Counts:
-    """Of a pool. found: kernels that launches need. compiled: those that Triton.s cache lacked; present: that it had.
+    """Of a pool. found: kernels that launches need. compiled: those that Triton's cache lacked; present: that it had.
     failed: what could not be done, and why. searching: whether more may be found."""
 
     found: int = 0
