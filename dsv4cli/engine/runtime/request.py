@@ -58,6 +58,7 @@ class Request:
     number: its place in the order in which requests came.
     ids: the prompt and what was drawn; done: how many of them went through the model; end: the most there can be.
     sequence: its state in the cache, None while it waits.
+    cached: how many tokens of the prompt a prefix cache held.
     drafts: tokens that the next step verifies behind the newest.
     """
 
@@ -73,6 +74,7 @@ class Request:
     end: int = 0
     done: int = 0
     sequence: "Sequence | None" = None
+    cached: int = 0
     drafts: list[int] = field(default_factory=list)
     ids: list[int] = field(init=False)
 

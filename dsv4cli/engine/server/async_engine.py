@@ -1,0 +1,131 @@
+"""The engine as the event loop sees it: calls of clients, of one or several requests, and what they get; no HTTP."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.server.engine_thread import EngineThread, Update
+from dsv4cli.engine.server.metrics import Metrics
+from dsv4cli.engine.server.refusals import Refusal, refusal_of
+
+# after so many seconds without news a client is told that it waits, and what stands between knows that it lives
+IDLE_SECONDS = 15
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many requests have a place in the cache, and how many wait for one."""
+
+    running: int
+    waiting: int
+
+
+class Call:
+    """Requests of one client that are answered together. Leaving it cancels those that have not ended."""
+
+    def __init__(self, engine: "AsyncEngine", requests: Sequence[Request]) -> None:
+        self._engine, self.open = engine, set(requests)
+        self._updates: list[Update] = []
+        self._arrived = asyncio.Event()
+
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for request in list(self.open):
+            self.cancel(request)
+
+    def take(self, update: Update) -> None:
+        """Keeps what has come for a client that has not asked yet."""
+        self._updates.append(update)
+        self._arrived.set()
+
+    async def updates(self) -> list[Update]:
+        """What has come since the last time, nothing after `IDLE_SECONDS` without; raises `Refusal` for an error."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_SECONDS):
+                await self._arrived.wait()
+        self._arrived.clear()
+        updates, self._updates = self._updates, []
+        for update in updates:
+            if update.ended:
+                self.open.discard(update.request)
+            if update.error is not None:
+                raise refusal_of(update.error)
+        return updates
+
+    def cancel(self, request: Request) -> None:
+        """Ends one of the requests before the next step; harmless when it has ended."""
+        self.open.discard(request)
+        self._engine.cancel(request)
+
+
+class AsyncEngine:
+    """An engine in its thread, for the event loop that is running. most: how many requests may run or wait."""
+
+    def __init__(self, engine: Engine, most: int, metrics: Metrics) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._most, self._metrics = most, metrics
+        self._calls: dict[Request, Call] = {}
+        self.failure: asyncio.Future[Exception] = self._loop.create_future()
+        self._thread = EngineThread(engine, self._deliver, self._fail)
+        self._thread.start()
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine is."""
+        running = min(self._thread.running, len(self._calls))
+        return Load(running, len(self._calls) - running)
+
+    @property
+    def drafts(self) -> DraftReport | None:
+        """What drafts have come to so far; None where none are made."""
+        return self._thread.drafts
+
+    def call(self, requests: Sequence[Request]) -> Call:
+        """Has requests answered. Raises `Refusal` where the queue has no room for all of them."""
+        if self.failure.done():
+            raise Refusal(503, "the engine has failed, and the server is about to end")
+        if len(self._calls) + len(requests) > self._most:
+            raise Refusal(503, f"the queue is full: {len(self._calls):,} requests run or wait; try again later")
+        call = Call(self, requests)
+        for request in requests:
+            self._calls[request] = call
+            self._metrics.begin(request)
+            self._thread.add(request)
+        return call
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request before the next step; harmless when it has ended."""
+        if self._calls.pop(request, None) is not None:
+            self._metrics.end(request, "cancelled")
+            self._thread.cancel(request)
+
+    def close(self, seconds: float) -> bool:
+        """Ends the thread after the step that runs; whether that was in so many seconds."""
+        return self._thread.close(seconds)
+
+    def _deliver(self, updates: list[Update]) -> None:
+        self._loop.call_soon_threadsafe(self._hand_out, updates)
+
+    def _fail(self, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self._end_all, error)
+
+    def _hand_out(self, updates: list[Update]) -> None:
+        for update in updates:
+            call = self._calls.get(update.request)
+            if call is None:
+                continue  # it was cancelled meanwhile
+            self._metrics.note(update)
+            call.take(update)
+            if update.ended:
+                del self._calls[update.request]
+                self._metrics.end(update.request, "failed" if update.error else "finished")
+
+    def _end_all(self, error: Exception) -> None:
+        self._hand_out([Update(request, 0.0, [], error=error, ended=True) for request in list(self._calls)])
+        self.failure.set_result(error)

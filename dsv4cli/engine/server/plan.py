@@ -1,0 +1,85 @@
+"""What a client wants drawn: a prompt, how its answers are drawn and read; and the requests that are made of it."""
+
+from dataclasses import dataclass, replace
+
+from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.settings import MIN_TEMPERATURE, Limits, Sampling
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt import Message
+
+MOST_CHOICES = 64
+MOST_STOPS = 16
+MOST_TEMPERATURE = 100.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prompt's ids; `count` answers to it. budget: the most tokens of their thinking. ignore_eos: they end at their
+    limit only."""
+
+    ids: list[int]
+    sampling: Sampling
+    limits: Limits
+    budget: int | None = None
+    count: int = 1
+    ignore_eos: bool = False
+
+    def requests(self, service: Service) -> list[Request]:
+        """The requests, each with its own seed."""
+        room = min(self.limits.max_tokens, service.room(self.ids))
+        return [
+            Request(
+                self.ids,
+                self.sampling.plus(number),
+                self.limits,
+                constraint=service.thinking(self.ids, room, self.budget) if service.thinks(self.ids) else None,
+                stop_ids=() if self.ignore_eos else None,
+                keep=boundaries(self.ids, service),
+            )
+            for number in range(self.count)
+        ]
+
+
+def sampling_of(fields: Fields, service: Service) -> Sampling:
+    """How a body wants tokens to be drawn. Raises `Refusal`."""
+    usual = service.usual.sampling
+    temperature = fields.number("temperature", 0, MOST_TEMPERATURE)
+    top_p = fields.number("top_p", 0, 1)
+    if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+        temperature = 0.0
+    seed = fields.value("seed")
+    if seed is not None and type(seed) is not int:
+        raise fields.wrong("seed", "expected a whole number", seed)
+    if top_p == 0:
+        temperature, top_p = 0.0, 1.0  # only the likeliest
+    return Sampling(
+        usual.temperature if temperature is None else temperature,
+        usual.top_p if top_p is None else top_p,
+        service.seed(seed),
+    )
+
+
+def limits_of(fields: Fields, service: Service, most: int | None, stops: tuple[str, ...], logprobs: int) -> Limits:
+    """When an answer ends at the latest, and what is reported of its tokens."""
+    usual = service.usual.limits
+    return replace(usual, max_tokens=most or usual.max_tokens, stops=usual.stops + stops, logprobs=logprobs)
+
+
+def boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
+    """Where a prefix cache is to keep the state: before the last question, which another may replace, and at the
+    end."""
+    user = service.dialogue.tokenizer.token_id(tokens.USER)
+    question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
+    return (question, len(ids))
+
+
+def prompt_of(dialogue: Dialogue, messages: list[Message], service: Service) -> list[int]:
+    """The ids of a checked conversation; one that ends with an answer is gone on with there."""
+    if messages[-1]["role"] == "assistant":
+        messages = [*messages[:-1], {**messages[-1], "wo_eos": True}]
+    prompt = dialogue.prompt(messages)
+    service.say_prompt(prompt.text)
+    return prompt.ids
