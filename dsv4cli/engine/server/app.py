@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter, time
 from traceback import format_exception
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -16,15 +15,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dsv4cli import __version__
 from dsv4cli.engine.server.chat_completions import chat_completions
+from dsv4cli.engine.server.completions import completions
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.refusals import Refusal, json_response, refusal_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import ClientGone
+from dsv4cli.engine.server.tokens_api import detokenize, tokenize, tokenizer_info
 from dsv4cli.errors import Dsv4Error
-
-if TYPE_CHECKING:
-    from dsv4cli.engine.server.choice import Choice
 
 STARTED = int(time())
 
@@ -74,6 +72,10 @@ ROUTES = (
     Route("/v1/models", models),
     Route("/v1/models/{name:path}", model),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info),
 )
 
 
@@ -141,12 +143,11 @@ def _line(scope: Scope, status: int, refusal: Refusal | None, seconds: float) ->
     """What the log says of a request: nothing of what it said."""
     client = scope["client"][0] if scope.get("client") else "-"
     line = f"{client} {scope['method']} {scope['path']} {status or 'gone'}"
-    choices: list[Choice] = scope["state"].get("choices", [])
-    if choices:
-        prompt, drawn = len(choices[0].request.prompt), sum(len(one.answer.tokens) for one in choices)
-        cached = max(one.request.cached for one in choices)
-        line += f", {prompt:,} + {drawn:,} tokens" + (f", {cached:,} cached" if cached else "")
-        line += "" if all(one.ended for one in choices) else ", not finished"
+    if "usage" in scope["state"]:
+        usage = scope["state"]["usage"]()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        line += f", {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens"
+        line += f", {cached:,} cached" if cached else ""
     if refusal is not None and refusal.param is not None:
         line += f", {refusal.param}"
     return f"{line}, {seconds:.2f} s"

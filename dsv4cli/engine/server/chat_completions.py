@@ -16,12 +16,10 @@ from dsv4cli.engine.server.async_engine import Call
 from dsv4cli.engine.server.chat_request import ChatRequest, read_chat
 from dsv4cli.engine.server.choice import Choice, Delta, choices_of, pushed
 from dsv4cli.engine.server.incoming import body_of, service_of
-from dsv4cli.engine.server.refusals import Refusal, json_response, to_bytes
+from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
+from dsv4cli.engine.server.refusals import json_response
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import EventStream, while_connected
-
-DONE = b"data: [DONE]\n\n"
-IDLE = b": waiting\n\n"
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -31,21 +29,11 @@ async def chat_completions(http: HttpRequest) -> Response:
     requests = asked.plan.requests(service)
     call = service.engine.call(requests)
     reply = ChatReply(service, asked, call, choices_of(asked.plan, requests, service))
-    http.state.choices = list(reply.choices.values())
+    http.state.usage = reply.usage
     if asked.stream:
         return EventStream(call, reply.chunks(), event_of_refusal)
     with call:
         return json_response(await while_connected(http.receive, reply.document()))
-
-
-def event(value: dict[str, Any]) -> bytes:
-    """A server-sent event without a name."""
-    return b"data: " + to_bytes(value) + b"\n\n"
-
-
-def event_of_refusal(refusal: Refusal) -> bytes:
-    """An error in the middle of a stream."""
-    return event(refusal.body(anthropic=False)) + DONE
 
 
 @dataclass
@@ -59,6 +47,10 @@ class ChatReply:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompt and of all answers."""
+        return usage_of(len(self.asked.plan.ids), self.choices.values())
+
     async def document(self) -> dict[str, Any]:
         """All answers, once they have ended."""
         drawn: dict[Choice, list[Token]] = {choice: [] for choice in self.choices.values()}
@@ -66,7 +58,7 @@ class ChatReply:
             for choice, (_, taken) in pushed(await self.call.updates(), self.choices, self.call).items():
                 drawn[choice] += taken
         choices = [self._choice(choice, taken) for choice, taken in drawn.items()]
-        return self._head("chat.completion") | {"choices": choices, "usage": usage_of(list(drawn), self.asked.plan.ids)}
+        return self._head("chat.completion") | {"choices": choices, "usage": self.usage()}
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Each step's pieces, as server-sent events."""
@@ -87,9 +79,7 @@ class ChatReply:
                 if choice.ended:
                     yield self._chunk(choice, {}, choice.answer.finish, [])
         if self.asked.include_usage:
-            yield event(
-                self._head("chat.completion.chunk") | {"choices": [], "usage": usage_of(choices, self.asked.plan.ids)}
-            )
+            yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()})
         yield DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -151,15 +141,3 @@ class ChatReply:
 def _field(delta: Delta) -> str:
     """Which field of a chunk has it."""
     return delta.kind if delta.kind in ("content", "reasoning") else "tool_calls"
-
-
-def usage_of(choices: list[Choice], prompt: list[int]) -> dict[str, Any]:
-    """How many tokens went in and came out."""
-    drawn = sum(len(choice.answer.tokens) for choice in choices)
-    return {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": drawn,
-        "total_tokens": len(prompt) + drawn,
-        "prompt_tokens_details": {"cached_tokens": max(choice.request.cached for choice in choices)},
-        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
-    }

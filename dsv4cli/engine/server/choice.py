@@ -41,6 +41,16 @@ class Choice:
         return self.answer.finish is not None
 
     @property
+    def drawn(self) -> int:
+        """How many tokens it has, the end token included."""
+        return len(self.answer.tokens)
+
+    @property
+    def cached(self) -> int:
+        """How many tokens of the prompt a cache held."""
+        return self.request.cached
+
+    @property
     def message(self) -> Message:
         """The whole answer, which has ended."""
         return self.answer.message()[0]
