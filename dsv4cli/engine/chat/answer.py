@@ -22,7 +22,7 @@ class Answer:
     """Takes the tokens of one sequence; `push` returns the text that has become certain, by kind.
 
     finish is set with the last step, `complaint` too where the end token came and the strict parser refused the text.
-    closed: why the thinking was ended from outside, by whoever did.
+    closed: why the thinking was ended from outside, by whoever did. stopped_by: the stop text that has ended it.
     """
 
     tokenizer: Tokenizer
@@ -32,6 +32,7 @@ class Answer:
     finish: FinishReason | None = None
     complaint: str = ""
     closed: Closed = ""
+    stopped_by: str | None = None
 
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
@@ -72,9 +73,10 @@ class Answer:
         return reply.as_message(), repairs
 
     def _cut_at_stop(self) -> bool:
-        found = [start for stop in self.stops if (start := self._text.find(stop, self._sent)) >= 0]
+        found = [(start, stop) for stop in self.stops if (start := self._text.find(stop, self._sent)) >= 0]
         if found:
-            self._text = self._text[: min(found)]
+            start, self.stopped_by = min(found)
+            self._text = self._text[:start]
         return bool(found)
 
     def _held_back(self) -> int:

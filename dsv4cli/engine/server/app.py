@@ -18,6 +18,7 @@ from dsv4cli.engine.server.chat_completions import chat_completions
 from dsv4cli.engine.server.completions import completions
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.incoming import service_of
+from dsv4cli.engine.server.messages import count_tokens, messages
 from dsv4cli.engine.server.refusals import Refusal, json_response, refusal_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import ClientGone
@@ -73,6 +74,8 @@ ROUTES = (
     Route("/v1/models/{name:path}", model),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info),

@@ -8,7 +8,7 @@ from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, Plan, limits_of, prompt_of, sampling_of
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.text.prompt import Message, Tool, check_messages, check_tools, with_tools
+from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, with_tools
 from dsv4cli.errors import UsageError
 
 MOST_LOGPROBS = 20
@@ -52,10 +52,14 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
 
 def conversation_ids(fields: Fields, effort: Effort, service: Service) -> list[int]:
     """The prompt of `messages` and `tools`. Raises `Refusal`."""
+    return prompt_ids(openai_messages(fields.value("messages")), fields.items("tools") or [], effort, service)
+
+
+def prompt_ids(messages: Any, tools: list[Any], effort: Effort, service: Service) -> list[int]:
+    """The prompt of messages and tools in OpenAI's shape, which are checked. Raises `Refusal`."""
     try:
-        messages = check_messages(openai_messages(fields.value("messages")))
-        tools: list[Tool] = check_tools(fields.items("tools") or [])
-        return prompt_of(service.dialogue_of(effort), with_tools(messages, tools), service)
+        checked = with_tools(check_messages(messages), check_tools(tools))
+        return prompt_of(service.dialogue_of(effort), checked, service)
     except UsageError as error:
         where, _, reason = error.message.partition(": ")
         raise bad_field(where, reason) if reason else bad_field("messages", error.message) from None
