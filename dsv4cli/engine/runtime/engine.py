@@ -13,7 +13,7 @@ from dsv4cli.engine.runtime.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawing import Drawing
-from dsv4cli.engine.runtime.limits import check_text, max_new_tokens
+from dsv4cli.engine.runtime.limits import check_bias, check_text, max_new_tokens
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
 from dsv4cli.engine.runtime.runner import Capacity, Runner
@@ -108,7 +108,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises UsageError for a prompt that is empty, fills the context or has ids outside the
-        vocabulary, NotEnoughMemory where the state that it begins with finds no room."""
+        vocabulary, as its logit_bias may, NotEnoughMemory where the state that it begins with finds no room."""
         request.end = end_of(self.model, request)
         self._queue(request)
 
@@ -192,6 +192,7 @@ class Engine:
 
 def end_of(model: Transformer, request: Request) -> int:
     """The most tokens of a request's prompt and answer. Raises UsageError for what the model cannot take."""
+    check_bias(request.sampling, model.config)
     if request.scored:
         check_text(request.prompt, model.config, request.limits, request.name)
         return len(request.prompt)

@@ -22,6 +22,14 @@ class Constraint(Protocol):
     def banned(self) -> Items[int]:
         """The tokens that must not come next."""
 
+    def masks(self, drafts: Items[int]) -> Items[bytes | None]:
+        """The tokens that may come next, then those that may behind each of these drafts if it and all before it came.
+
+        A bit a token, that of token n in byte n // 8 as 1 << n % 8, for the whole vocabulary or more; None: all may.
+        So may they where there are fewer masks.
+        """
+        return ()
+
     def instead(self, token: int) -> int | None:
         """What to take for a token that was drawn, if not the token itself."""
 

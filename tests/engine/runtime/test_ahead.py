@@ -5,13 +5,14 @@ import pytest
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.ahead import Ahead
+from dsv4cli.engine.runtime.drawing import Drawing
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
-from tests.engine.runtime.test_speculation import Script
+from tests.engine.runtime.test_speculation import Divided, Script
 from tests.engine.runtime.test_speculation_ranks import Meeting
 from tests.engine.runtime.test_speculation_ranks import same as same_ranks
 from tests.support.cache_state import same
@@ -127,6 +128,23 @@ def test_a_constraint_decides_behind_what_was_drawn(launched, monkeypatch):
     read_one_by_one(monkeypatch)
     assert answers() == found
     assert not launched
+
+
+def test_a_mask_decides_before_the_next_step_is_launched(launched, monkeypatch):
+    """Nothing is taken back: what the step after it begins with was drawn under the mask."""
+    back = []
+    monkeypatch.setattr(Drawing, "_take_back", lambda *_: back.append(True))
+
+    def answers(*rules) -> list[list[int]]:
+        return played(engine(), [asked(number, constraint=rule) for number, rule in enumerate(rules)])
+
+    found = answers(Divided(2), None, Divided(0))
+    assert len(launched) > 9
+    assert not back
+    free = answers(None, None, None)
+    assert [ours == theirs for ours, theirs in zip(found, free, strict=True)] == [False, True, False]
+    read_one_by_one(monkeypatch)
+    assert answers(Divided(2), None, Divided(0)) == found
 
 
 def test_logprobs_are_those_of_the_tokens_own_step(monkeypatch):
