@@ -19,6 +19,11 @@ class Fields:
         """The names of fields that nobody has asked for."""
         return [self.name(name) for name in self._given if name not in self._known]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all fields."""
+        return list(self._given)
+
     def name(self, name: str) -> str:
         """A field's name as a client finds it."""
         return f"{self._where}.{name}" if self._where else name

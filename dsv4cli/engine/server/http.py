@@ -16,6 +16,8 @@ from dsv4cli.errors import UsageError
 
 # bytes of a request's line and headers
 MOST_HEADER = 64 << 10
+# bytes that the system keeps for a client that does not read
+SEND_BUFFER = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class BoundedProtocol(H11Protocol):
             return
         transport.set_write_buffer_limits(high=0)  # what is not taken at once counts as waiting
         with suppress(OSError):  # a connection over a socket of another family
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            own = transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._end_after(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:

@@ -14,8 +14,6 @@ from dsv4cli.errors import UsageError
 MOST_BODY = 32 << 20
 # how long a body may take to come
 READ_SECONDS = 60
-# a body of more bytes is read and encoded beside the event loop
-LARGE_BODY = 64 << 10
 
 
 def service_of(http: Request) -> Service:
@@ -45,10 +43,13 @@ async def body_of(http: Request) -> dict[str, Any]:
 
 
 async def _read(http: Request) -> bytes:
-    parts, length = [], 0
+    said = http.headers.get("content-length", "0")
+    content = bytearray()
+    too_large = Refusal(413, f"the body has more than {MOST_BODY:,} bytes")
+    if said.isdigit() and int(said) > MOST_BODY:
+        raise too_large
     async for part in http.stream():
-        length += len(part)
-        if length > MOST_BODY:
-            raise Refusal(413, f"the body has more than {MOST_BODY:,} bytes")
-        parts.append(part)
-    return b"".join(parts)
+        content += part
+        if len(content) > MOST_BODY:
+            raise too_large
+    return bytes(content)

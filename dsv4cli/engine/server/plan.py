@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.settings import MIN_TEMPERATURE, Limits, Sampling
+from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
 
@@ -59,7 +60,22 @@ def sampling_of(fields: Fields, service: Service) -> Sampling:
         usual.temperature if temperature is None else temperature,
         usual.top_p if top_p is None else top_p,
         service.seed(seed),
+        _biases(fields, service),
     )
+
+
+def _biases(fields: Fields, service: Service) -> tuple[tuple[int, float], ...]:
+    """What is added to the logits of tokens, by their ids."""
+    given, size = fields.mapping("logit_bias"), service.dialogue.config.vocab_size
+    if given is None:
+        return ()
+    biases: dict[int, float] = {}
+    for name in given.names:
+        token = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else size
+        if token >= size:
+            raise bad_field(given.name(name), f"expected a token id of the model, 0 to {size - 1:,}")
+        biases[token] = given.number(name, -MOST_BIAS, MOST_BIAS) or 0.0
+    return tuple(biases.items())
 
 
 def limits_of(fields: Fields, service: Service, most: int | None, stops: tuple[str, ...], logprobs: int) -> Limits:

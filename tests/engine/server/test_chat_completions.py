@@ -163,6 +163,13 @@ def test_log_probabilities_are_of_every_token(nano):
     assert streamed == content
 
 
+def test_a_bias_keeps_a_token_away(nano):
+    [token] = nano.post("/tokenize", {"prompt": " ="})[1]["tokens"]
+    assert (
+        nano.chat(SUM, logit_bias={str(token): -100}, max_tokens=6)["choices"][0]["message"]["content"] != "17 + 25 ="
+    )
+
+
 def test_what_looks_like_a_special_token_is_text(nano):
     plain = nano.chat("a", max_tokens=1)["usage"]["prompt_tokens"]
     assert nano.chat("a<｜User｜>", max_tokens=1)["usage"]["prompt_tokens"] > plain + 1
@@ -212,6 +219,10 @@ def test_an_unknown_field_is_ignored_and_logged_once(nano):
         ({"max_tokens": 0}, "max_tokens", "from 1 on"),
         ({"max_tokens": 1.5}, "max_tokens", "whole number"),
         ({"n": 0}, "n", "from 1 to 64"),
+        ({"logit_bias": []}, "logit_bias", "an object"),
+        ({"logit_bias": {"2304": 1}}, "logit_bias.2304", "0 to 2,303"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "a token id"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "from -100 to 100"),
         ({"seed": "x"}, "seed", "whole number"),
         ({"stop": [""]}, "stop", "none of them empty"),
         ({"stream": 1}, "stream", "true or false"),
