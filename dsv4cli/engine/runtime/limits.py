@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UsageError
 
@@ -28,6 +29,17 @@ def max_new_tokens(prompt: list[int], config: ModelConfig, limits: Limits, which
 def check_bias(sampling: Sampling, config: ModelConfig) -> None:
     """Raises UsageError for a logit_bias of a token id outside the vocabulary."""
     _check_ids([token for token, _ in sampling.logit_bias], config, "logit_bias")
+
+
+def check_room(request: Request, room: int | None) -> None:
+    """Raises UsageError for a request that has more tokens, with those of its answer, than the cache has room for."""
+    if room is not None and request.end > room:
+        answer = request.end - len(request.prompt)
+        raise UsageError(
+            f"{request.name} has {len(request.prompt):,} tokens and its answer may have {answer:,}: the cache has room "
+            f"for {room:,}",
+            "shorten it, lower --max-tokens or raise --cache-memory",
+        )
 
 
 def context_of(config: ModelConfig, limits: Limits) -> int:
