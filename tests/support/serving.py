@@ -3,7 +3,8 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
@@ -13,16 +14,18 @@ from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.server.async_engine import AsyncEngine
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import HttpServer, bound_socket
 from dsv4cli.engine.server.service import Usual
 from dsv4cli.engine.server.serving import Offer, serving
-from dsv4cli.engine.server.warm import ready_engine
+from dsv4cli.engine.server.warm import Share, ready_engine
 from dsv4cli.engine.settings import AUTO_DRAFTING, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 
 GREEDY = Sampling(0.0)
+SHARE = Share(64 << 20, 50.0)
 
 
 @dataclass
@@ -72,9 +75,20 @@ class Served:
         return events_of(response.read().decode())
 
     def at_rest(self) -> bool:
-        """Whether nothing runs or waits, and every slot and block has been given back."""
-        cache = self.engine.runner.cache
-        return not self.engine.busy and cache.free_slots == self.engine.runner._slots and not self.asked._calls
+        """Whether nothing runs or waits."""
+        return not self.engine.busy and not self.asked._calls
+
+    def held(self) -> Usage:
+        """What the engine holds."""
+        return asyncio.run_coroutine_threadsafe(self.asked.report(), self.loop).result(60)[0]
+
+
+def comes(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether something holds within a time."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
 
 
 def asking(content: str, **fields: Any) -> dict[str, Any]:
@@ -106,15 +120,17 @@ def served(model: str = "nano", keys: tuple[bytes, ...] = (), think: str = "off"
     source = resolve_model(model)
     dialogue = open_dialogue(source, think)
     loaded = load_model(source, Numerics.reference(), drafting=AUTO_DRAFTING)
-    limits = offered.pop("own_limits", Limits(max_tokens=64))
+    limits, share = offered.pop("own_limits", Limits(max_tokens=64)), offered.pop("share", SHARE)
     offer = Offer(dialogue, (model,), Usual(think, GREEDY, None, limits), Guard(keys, "127.0.0.1"), **offered)
     ready, made = threading.Event(), []
     lines: list[str] = []
     bugs: list[str] = []
 
     async def run() -> None:
-        bound = bound_socket("127.0.0.1", 0)
-        with ready_engine(loaded, limits, "cpu", None, AUTO_DRAFTING, lambda _: None) as engine:
+        with (
+            bound_socket("127.0.0.1", 0) as bound,
+            ready_engine(loaded, share, limits, "cpu", None, AUTO_DRAFTING, lambda _: None) as engine,
+        ):
             asked, server = serving(engine, offer, lines.append, bugs.append, ready.set)
             made.append(Served(engine, asked, server, asyncio.get_running_loop(), bound.getsockname()[1], lines, bugs))
             await server.serve([bound])

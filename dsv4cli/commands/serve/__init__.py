@@ -28,6 +28,20 @@ ApiKeyFileOpt = Annotated[
 MaxQueueOpt = Annotated[
     int, typer.Option(min=0, help="Requests that may wait beside the 64 that run; more are refused for now.")
 ]
+StepMsOpt = Annotated[
+    float,
+    typer.Option(
+        min=0, help="Milliseconds between two tokens of an answer while prompts of others are read; 0 reads them whole."
+    ),
+]
+CacheMemoryOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="The most GPU memory for prompts and answers, of those that run and kept for those that begin alike; as "
+        "much of host memory keeps more. If absent, half of what the weights leave.",
+    ),
+]
 GraceOpt = Annotated[
     float, typer.Option(min=0, max=86400, help="Seconds that running answers have after Ctrl-C or SIGTERM.")
 ]
@@ -49,6 +63,8 @@ def serve(
     torchrun: TorchrunOpt = None,
     api_key_file: ApiKeyFileOpt = None,
     max_queue: MaxQueueOpt = 256,
+    step_ms: StepMsOpt = 50.0,
+    cache_memory: CacheMemoryOpt = None,
     grace: GraceOpt = 30.0,
     reasoning_field: ReasoningFieldOpt = "both",
     log_prompts: LogPromptsOpt = False,
@@ -62,12 +78,16 @@ def serve(
     out = Output(context.obj, quiet=quiet)
     _check(options.device, torchrun)
     from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
+    from dsv4cli.engine.server.warm import Share
+    from dsv4cli.engine.settings import parse_size
 
     keys = () if api_key_file is None else read_keys(api_key_file)
     if not keys and not is_loopback(host):
         out.warning(f"whoever reaches {host} can use this server: --api-key-file asks for a key")
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
-    policy = Policy(Guard(keys, host), tuple(alias or ()), max_queue, grace, options.seed, fields, log_prompts)
+    memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
+    share = Share(memory, step_ms or None)
+    policy = Policy(Guard(keys, host), share, tuple(alias or ()), max_queue, grace, options.seed, fields, log_prompts)
     code = serve_model(open_job(out, options), tp or 1, Address(host, port), policy)
     raise typer.Exit(code)
 

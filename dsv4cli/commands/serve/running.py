@@ -6,6 +6,7 @@ import signal
 import socket
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.server.guard import Guard
     from dsv4cli.engine.server.http import HttpServer
     from dsv4cli.engine.server.serving import Offer
+    from dsv4cli.engine.server.warm import Share
 
 LOST_RANK = "see whether memory ran out, and start the server again"
 # how long a step that runs at the end may take
@@ -38,6 +40,7 @@ class Policy:
     one."""
 
     guard: "Guard"
+    share: "Share"
     names: tuple[str, ...]
     max_queue: int
     grace: float
@@ -64,15 +67,16 @@ def serve_model(job: Job, ranks: int, address: Address, policy: Policy) -> int:
     from dsv4cli.engine.server.http import bound_socket
 
     _ = job.dialogue  # refused before the model is loaded, as is an address that is taken
-    with bound_socket(*address) as bound, opened_in_ranks(job, ranks, LOST_RANK, _engine_of) as engine:
+    engine_of = partial(_engine_of, policy.share)
+    with bound_socket(*address) as bound, opened_in_ranks(job, ranks, LOST_RANK, engine_of) as engine:
         return asyncio.run(Running(job, policy).serve(engine, bound))
 
 
-def _engine_of(job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
-    """An engine for many clients that has made its first step."""
+def _engine_of(share: "Share", job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
+    """An engine for many clients that has made its first steps."""
     from dsv4cli.engine.server.warm import ready_engine
 
-    return ready_engine(model, job.limits, job.device, job.followers, job.drafting, job.out.compiling)
+    return ready_engine(model, share, job.limits, job.device, job.followers, job.drafting, job.out.compiling)
 
 
 class Running:

@@ -63,7 +63,8 @@ def _model(name: str, service: Service) -> dict[str, object]:
 
 async def metrics(http: HttpRequest) -> Response:
     """GET /metrics."""
-    return Response(service_of(http).metrics.text(), media_type="text/plain; version=0.0.4")
+    service = service_of(http)
+    return Response(service.metrics.text(*await service.engine.report()), media_type="text/plain; version=0.0.4")
 
 
 ROUTES = (

@@ -3,25 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.server.engine_thread import EngineThread, Update
 from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.refusals import Refusal, refusal_of
 
 # after so many seconds without news a client is told that it waits, and what stands between knows that it lives
 IDLE_SECONDS = 15
-
-
-@dataclass(frozen=True)
-class Load:
-    """How many requests have a place in the cache, and how many wait for one."""
-
-    running: int
-    waiting: int
+# how long a step may take before the engine is said not to answer
+REPORT_SECONDS = 30
 
 
 class Call:
@@ -65,26 +59,36 @@ class Call:
 
 
 class AsyncEngine:
-    """An engine in its thread, for the event loop that is running. most: how many requests may run or wait."""
+    """An engine in its thread, for the event loop that is running. most: how many requests may run or wait. room: the
+    most tokens of a prompt and its answer that its cache holds, None where nothing bounds it. failure: why the engine
+    cannot go on, once that is so."""
 
     def __init__(self, engine: Engine, most: int, metrics: Metrics) -> None:
         self._loop = asyncio.get_running_loop()
         self._most, self._metrics = most, metrics
+        self.room = engine.room
         self._calls: dict[Request, Call] = {}
         self.failure: asyncio.Future[Exception] = self._loop.create_future()
         self._thread = EngineThread(engine, self._deliver, self._fail)
         self._thread.start()
 
-    @property
-    def load(self) -> Load:
-        """How busy the engine is."""
-        running = min(self._thread.running, len(self._calls))
-        return Load(running, len(self._calls) - running)
+    async def report(self) -> tuple[Usage, DraftReport | None]:
+        """What the engine holds, and what drafts have come to, after the step that runs. Raises `Refusal`."""
+        found: asyncio.Future[tuple[Usage, DraftReport | None]] = self._loop.create_future()
 
-    @property
-    def drafts(self) -> DraftReport | None:
-        """What drafts have come to so far; None where none are made."""
-        return self._thread.drafts
+        def take(usage: Usage, drafts: DraftReport | None) -> None:
+            self._loop.call_soon_threadsafe(tell, (usage, drafts))
+
+        def tell(report: tuple[Usage, DraftReport | None]) -> None:
+            if not found.done():
+                found.set_result(report)
+
+        self._thread.report(take)
+        try:
+            async with asyncio.timeout(REPORT_SECONDS):
+                return await found
+        except TimeoutError:
+            raise Refusal(503, "the engine does not answer") from None
 
     def call(self, requests: Sequence[Request]) -> Call:
         """Has requests answered. Raises `Refusal` where the queue has no room for all of them."""

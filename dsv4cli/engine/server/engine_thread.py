@@ -12,6 +12,7 @@ import torch
 from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, RowScores, Token
+from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.errors import Dsv4Error, UnsoundResult, UsageError
 
 
@@ -35,13 +36,13 @@ class EngineThread:
     """Runs an engine in a thread of its own, with the backend of the thread that makes it.
 
     deliver: called in that thread with all that a step gave. failed: called there when the engine cannot go on, with
-    the reason, after which nothing is delivered. While nothing is asked the thread waits.
+    the reason, after which nothing is delivered. While nothing is asked it prepares steps, then waits.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, failed: Callable[[Exception], None]) -> None:
         self._engine, self._deliver, self._failed = engine, deliver, failed
         self._wake = Condition()
-        self._orders: deque[tuple[Callable[[Request], None], Request]] = deque()
+        self._orders: deque[Callable[[], None]] = deque()
         self._closed = False
         self._requests: dict[Request, None] = {}  # in the order in which they came
         context = copy_context()
@@ -53,11 +54,15 @@ class EngineThread:
 
     def add(self, request: Request) -> None:
         """Queues a request, from any thread."""
-        self._order(self._add, request)
+        self._order(lambda: self._add(request))
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, from any thread; harmless when it has ended."""
-        self._order(self._cancel, request)
+        self._order(lambda: self._cancel(request))
+
+    def report(self, take: Callable[[Usage, DraftReport | None], None]) -> None:
+        """Has a function called in the engine's thread with what it holds, and what drafts have come to."""
+        self._order(lambda: take(self._engine.usage, self._engine.draft_report()))
 
     def close(self, seconds: float) -> bool:
         """Ends after the step that runs; whether that was in so many seconds."""
@@ -67,19 +72,9 @@ class EngineThread:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    @property
-    def running(self) -> int:
-        """How many requests have a place in the cache."""
-        return len(self._engine.runner.scheduler.active)
-
-    @property
-    def drafts(self) -> DraftReport | None:
-        """What drafts have come to so far; None where none are made."""
-        return self._engine.draft_report()
-
-    def _order(self, carry_out: Callable[[Request], None], request: Request) -> None:
+    def _order(self, order: Callable[[], None]) -> None:
         with self._wake:
-            self._orders.append((carry_out, request))
+            self._orders.append(order)
             self._wake.notify()
 
     def _run(self) -> None:
@@ -90,16 +85,21 @@ class EngineThread:
             while self._carry_out_orders():
                 if self._engine.busy:
                     self._step()
+                elif not self._orders and not self._engine.prepare():
+                    self._wait()
         except Exception as error:  # noqa: BLE001 - whoever has made the thread says so
             self._failed(error)
 
-    def _carry_out_orders(self) -> bool:
-        """Waits for orders where there is nothing else to do; whether it goes on."""
+    def _wait(self) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: self._orders or self._closed or self._engine.busy)
+            self._wake.wait_for(lambda: self._orders or self._closed)
+
+    def _carry_out_orders(self) -> bool:
+        """Carries out what has been asked; whether it goes on."""
+        with self._wake:
             orders, self._orders = self._orders, deque()
-        for carry_out, request in orders:
-            carry_out(request)
+        for order in orders:
+            order()
         return not self._closed
 
     def _add(self, request: Request) -> None:
@@ -133,13 +133,14 @@ class EngineThread:
         self._deliver(updates)
 
     def _fail_all(self, error: Dsv4Error) -> None:
-        """Ends every request with an error, after which the engine is as at its beginning; with several ranks it is
-        not: they may be at different points. Raises the error there."""
+        """Ends every request with an error, after which others can be asked; with several ranks these may be at
+        different points then. Raises the error there."""
         requests, self._requests = list(self._requests), {}
         self._deliver([_failure(request, error) for request in requests])
         if self._engine.followers is not None and not isinstance(error, UnsoundResult):
             raise error
-        self._engine.forget()
+        for request in requests:
+            self._engine.cancel(request)
 
 
 def _failure(request: Request, error: Exception) -> Update:

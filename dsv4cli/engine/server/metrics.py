@@ -1,6 +1,6 @@
 """What Prometheus reads of the server: how busy it is, what it has done, how long clients have waited; no torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 if TYPE_CHECKING:
     from dsv4cli.engine.runtime.draft_report import DraftReport
     from dsv4cli.engine.runtime.request import Request
-    from dsv4cli.engine.server.async_engine import Load
+    from dsv4cli.engine.runtime.usage import Usage
     from dsv4cli.engine.server.engine_thread import Update
 
 # seconds
@@ -25,8 +25,6 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("dsv4_requests", "Requests that have ended", ["outcome"], registry=registry)
         self._prompt = Counter("dsv4_prompt_tokens", "Tokens of prompts that were begun", registry=registry)
-        self._cached = Counter("dsv4_cached_tokens", "Tokens of prompts that the cache held", registry=registry)
-        self._hits = Counter("dsv4_cache_hits", "Prompts whose beginning the cache held", registry=registry)
         self._drawn = Counter("dsv4_generated_tokens", "Tokens of answers", registry=registry)
         self._first = Histogram(
             "dsv4_time_to_first_token_seconds", "From a request's arrival to its first token",
@@ -38,10 +36,6 @@ class Metrics:
         )  # fmt: skip
         self._last: dict[Request, float] = {}  # when it came, or its last token
         self._drawing: set[Request] = set()  # those that have tokens
-
-    def watch(self, load: "Callable[[], Load]", drafts: "Callable[[], DraftReport | None]") -> None:
-        """Has what is asked for when somebody reads: how busy the engine is, what drafts have come to."""
-        self._registry.register(_Live(load, drafts))
 
     def begin(self, request: "Request") -> None:
         """A request has come."""
@@ -64,27 +58,32 @@ class Metrics:
         """A request has ended: it is finished, cancelled or failed."""
         self._requests.labels(outcome).inc()
         self._prompt.inc(len(request.prompt))
-        self._cached.inc(request.cached)
-        self._hits.inc(request.cached > 0)
         self._last.pop(request, None)
         self._drawing.discard(request)
 
-    def text(self) -> bytes:
-        """All of them, in Prometheus' format."""
-        return generate_latest(self._registry)
+    def text(self, usage: "Usage", drafts: "DraftReport | None") -> bytes:
+        """All of them, in Prometheus' format. usage: what the engine holds; drafts: what they have come to."""
+        held = CollectorRegistry()
+        held.register(_Held(usage, drafts))
+        return generate_latest(self._registry) + generate_latest(held)
 
 
-class _Live:
-    """Numbers that are there when somebody reads them."""
+class _Held:
+    """What is as it is when somebody reads it."""
 
-    def __init__(self, load: "Callable[[], Load]", drafts: "Callable[[], DraftReport | None]") -> None:
-        self._load, self._drafts = load, drafts
+    def __init__(self, usage: "Usage", drafts: "DraftReport | None") -> None:
+        self._usage, self._drafts = usage, drafts
 
     def collect(self) -> Iterator[Metric]:
         """As Prometheus' client asks."""
-        load, drafts = self._load(), self._drafts()
-        yield GaugeMetricFamily("dsv4_requests_running", "Requests that have a place in the cache", load.running)
-        yield GaugeMetricFamily("dsv4_requests_waiting", "Requests that wait for one", load.waiting)
+        usage, drafts = self._usage, self._drafts
+        yield GaugeMetricFamily("dsv4_requests_running", "Requests that have a place in the cache", usage.running)
+        yield GaugeMetricFamily("dsv4_requests_waiting", "Requests that wait for one", usage.waiting)
+        yield GaugeMetricFamily("dsv4_cache_states", "States kept for prompts that begin alike", usage.states)
+        yield GaugeMetricFamily("dsv4_cache_device_bytes", "What they take of the device", usage.device_bytes)
+        yield GaugeMetricFamily("dsv4_cache_host_bytes", "What they take of host memory", usage.host_bytes)
+        yield CounterMetricFamily("dsv4_cache_hits", "Prompts whose beginning was held", usage.hits)
+        yield CounterMetricFamily("dsv4_cached_tokens", "Tokens of prompts that were held", usage.found)
         if drafts is not None:
             yield CounterMetricFamily("dsv4_drafts", "Drafts that were verified", drafts.drafted)
             yield CounterMetricFamily("dsv4_drafts_accepted", "Those that the model drew itself", drafts.accepted)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from dsv4cli.engine.chat.dialogue import Dialogue
-from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.request import Constraint, Request
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
@@ -29,19 +29,22 @@ class Plan:
     ignore_eos: bool = False
 
     def requests(self, service: Service) -> list[Request]:
-        """The requests, each with its own seed."""
-        room = min(self.limits.max_tokens, service.room(self.ids))
+        """The requests, each with its own seed. Raises `Refusal` for a prompt that leaves no room for an answer."""
+        limits = replace(self.limits, max_tokens=min(self.limits.max_tokens, service.room(self.ids)))
         return [
             Request(
                 self.ids,
                 self.sampling.plus(number),
-                self.limits,
-                constraint=service.thinking(self.ids, room, self.budget) if service.thinks(self.ids) else None,
+                limits,
+                constraint=self._thinking(limits.max_tokens, service),
                 stop_ids=() if self.ignore_eos else None,
-                keep=boundaries(self.ids, service),
+                keep=(len(self.ids) if self.count > 1 else _last_question(self.ids, service),),
             )
             for number in range(self.count)
         ]
+
+    def _thinking(self, room: int, service: Service) -> Constraint | None:
+        return service.thinking(self.ids, room, self.budget) if service.thinks(self.ids) else None
 
 
 def sampling_of(fields: Fields, service: Service) -> Sampling:
@@ -84,12 +87,10 @@ def limits_of(fields: Fields, service: Service, most: int | None, stops: tuple[s
     return replace(usual, max_tokens=most or usual.max_tokens, stops=usual.stops + stops, logprobs=logprobs)
 
 
-def boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
-    """Where a prefix cache is to keep the state: before the last question, which another may replace, and at the
-    end."""
+def _last_question(ids: list[int], service: Service) -> int:
+    """Where it begins, which another may replace."""
     user = service.dialogue.tokenizer.token_id(tokens.USER)
-    question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
-    return (question, len(ids))
+    return next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
 
 
 def prompt_of(dialogue: Dialogue, messages: list[Message], service: Service) -> list[int]:

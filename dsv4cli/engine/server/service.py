@@ -47,8 +47,9 @@ class Service:
 
     @property
     def context(self) -> int:
-        """The most tokens of a prompt and its answer."""
-        return context_of(self.dialogue.config, self.usual.limits)
+        """The most tokens of a prompt and its answer: the model's, or the cache's."""
+        context = context_of(self.dialogue.config, self.usual.limits)
+        return context if self.engine.room is None else min(context, self.engine.room)
 
     def dialogue_of(self, effort: Effort) -> Dialogue:
         """The prompt format for a client's effort."""

@@ -36,7 +36,6 @@ def serving(
     request; bug: the traceback of an error that is ours; ready: called once clients can connect."""
     metrics = Metrics()
     asked = AsyncEngine(engine, MAX_SLOTS + offer.max_queue, metrics)
-    metrics.watch(lambda: asked.load, lambda: asked.drafts)
     service = Service(offer.dialogue, offer.names, offer.usual, asked, metrics, log, offer.log_prompts)
     server = HttpServer(App(service, offer.guard, lambda: server.crowded, bug), offer.limits, offer.grace, ready)
     return asked, server

@@ -10,7 +10,7 @@ from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.errors import UsageError
-from tests.support.serving import asking
+from tests.support.serving import asking, comes
 
 KEYS = (b"first-key", b"second-key")
 
@@ -68,8 +68,10 @@ def test_metrics_count_what_has_happened(nano):
 
 
 def test_the_log_has_a_line_a_request_and_no_prompt(nano):
+    lines = len(nano.lines)
     nano.chat("What is 2 + 3?")
     nano.post("/v1/chat/completions", asking("secret") | {"temperature": "secret"})
+    assert comes(lambda: len(nano.lines) >= lines + 2)  # they come behind the answers
     fine, wrong = nano.lines[-2:]
     assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 200, \d+ \+ \d+ tokens(, \d+ cached)?, [\d.]+ s", fine)
     assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 400, temperature, [\d.]+ s", wrong)

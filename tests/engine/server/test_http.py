@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ from dsv4cli.engine.server.http import HttpLimits, bound_socket, url_of
 from dsv4cli.engine.settings import Limits
 from dsv4cli.errors import UsageError
 from tests.support.program import SMALL
-from tests.support.serving import asking, served
+from tests.support.serving import asking, comes, served
 
 LIMITS = HttpLimits(connections=4, header_seconds=0.4, write_seconds=0.4, idle_seconds=1)
 # goes on for minutes
@@ -38,14 +37,6 @@ def endless(server):
     client.sendall(REQUEST % len(body) + body)
     assert client.recv(12) == b"HTTP/1.1 200"
     return client
-
-
-def comes(holds, seconds=10.0):
-    """Whether something holds within a time."""
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
 
 
 def ends(client):
@@ -124,7 +115,9 @@ def test_a_full_queue_is_said(small):
     assert small.post("/v1/chat/completions", body)[0] == 200
 
 
-@pytest.mark.parametrize("damage", [b"\x00\xff\x16\x03\x01", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"x" * 70_000])
+@pytest.mark.parametrize(
+    "damage", [b"\x00\xff\x16\x03\x01", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"x" * 70_000]
+)
 def test_what_is_no_http_is_refused(small, damage):
     with connected(small) as client:
         client.sendall(damage)
