@@ -6,6 +6,7 @@ ranks measure different times.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 from time import perf_counter
 
 from dsv4cli.engine.runtime.chunk_graphs import TOKENS
@@ -15,10 +16,12 @@ from dsv4cli.engine.runtime.scheduler import Chunk, Pick
 
 # tokens of a chunk beside requests that decode
 SIZES = (*TOKENS, 1536, 2048, 3072, 4096)
-# the most tokens of the first chunk, which is taken to need half of the time that there is
-FIRST = 256
+# the most tokens of the first chunk, and the part of the time that there is which it is taken to need
+FIRST, FIRST_SHARE = 256, 0.6
 # what one more time adds to a mean; of a longer one more, so that a chunk that has become too long is not made again
 SLOWER, FASTER = 0.5, 0.1
+# what is left of the time of a size that was not read, so that it is tried again now and then
+FORGET = 0.999
 # how often another prompt may go before one
 PATIENCE = 8
 
@@ -83,6 +86,8 @@ class Pace:
         share = max(seconds - self._of_decoding(decoded), 0.0) / max(sum(thought), 1e-9)
         for size, before in zip(self._read, thought, strict=True):
             self._reading[size] = _mean(self._reading.get(size), before * share)
+        for size in self._reading.keys() - set(self._read):
+            self._reading[size] *= FORGET
 
     def _of_decoding(self, requests: int) -> float:
         """What a step takes that decodes so many; of a number that was not timed that of the nearest one."""
@@ -91,13 +96,18 @@ class Pace:
         return self._decoding.get(nearest, 0.0)
 
     def _of_chunk(self, size: int) -> float:
-        """What a chunk takes, no less than a smaller one; of a size that was not timed more than it can take."""
-        smaller = {one: seconds for one, seconds in self._reading.items() if one <= size}
-        if smaller:
-            return max(smaller.values()) * size / max(smaller)
-        if self._reading:
+        """What a chunk takes: no less than a smaller one, and no more for each of its tokens. The next size above those
+        that were timed is taken to need no more than they do, so that it is tried."""
+        if not self._reading:
+            return self._target * FIRST_SHARE if size <= FIRST else inf
+        smaller = [one for one in SIZES if one < size and one in self._reading]
+        if not smaller:
             return self._reading[min(self._reading)]
-        return self._target * (0.5 if size <= FIRST else 1.0)
+        least = max(self._reading[one] for one in smaller)
+        most = max(least, min(self._reading[one] * size / one for one in smaller))
+        if size in self._reading:
+            return min(max(self._reading[size], least), most)
+        return least if SIZES.index(size) == SIZES.index(smaller[-1]) + 1 else most
 
     def _rest(self) -> None:
         self._ended, self._read = None, []
@@ -111,4 +121,4 @@ def _size(tokens: int) -> int:
 def _mean(before: float | None, seconds: float) -> float:
     if before is None:
         return seconds
-    return before + (SLOWER if seconds > before else FASTER) * (seconds - before)
+    return before + (SLOWER if seconds > before else FASTER) * (min(seconds, 2 * before) - before)
