@@ -18,10 +18,10 @@ from dsv4cli.engine.runtime.scheduler import Chunk, Pick
 SIZES = (*TOKENS, 1536, 2048, 3072, 4096)
 # the most tokens of the first chunk, and the part of the time that there is which it is taken to need
 FIRST, FIRST_SHARE = 256, 0.6
-# what one more time adds to a mean; of a longer one more, so that a chunk that has become too long is not made again
-SLOWER, FASTER = 0.5, 0.1
+# what one more time adds to a mean, unless it is longer: then it takes its place, but is no more than twice as long
+FASTER = 0.1
 # what is left of the time of a size that was not read, so that it is tried again now and then
-FORGET = 0.999
+FORGET = 0.9995
 # how often another prompt may go before one
 PATIENCE = 8
 
@@ -83,8 +83,9 @@ class Pace:
             self._decoding[key] = _mean(self._decoding.get(key), seconds)
             return
         thought = [self._of_chunk(size) for size in self._read]
-        share = max(seconds - self._of_decoding(decoded), 0.0) / max(sum(thought), 1e-9)
-        for size, before in zip(self._read, thought, strict=True):
+        share = max(seconds - self._of_decoding(decoded), 0.0) / sum(thought)
+        # of several the time is known together only: it tells when they need more
+        for size, before in zip(self._read, thought, strict=True) if share > 1 or len(set(self._read)) == 1 else ():
             self._reading[size] = _mean(self._reading.get(size), before * share)
         for size in self._reading.keys() - set(self._read):
             self._reading[size] *= FORGET
@@ -96,18 +97,18 @@ class Pace:
         return self._decoding.get(nearest, 0.0)
 
     def _of_chunk(self, size: int) -> float:
-        """What a chunk takes: no less than a smaller one, and no more for each of its tokens. The next size above those
-        that were timed is taken to need no more than they do, so that it is tried."""
+        """What a chunk takes, no less than a smaller one. The next size above those that were timed is taken to need no
+        more than they do, so that it is tried; others are taken to need as much for each token."""
         if not self._reading:
             return self._target * FIRST_SHARE if size <= FIRST else inf
         smaller = [one for one in SIZES if one < size and one in self._reading]
         if not smaller:
             return self._reading[min(self._reading)]
         least = max(self._reading[one] for one in smaller)
-        most = max(least, min(self._reading[one] * size / one for one in smaller))
         if size in self._reading:
-            return min(max(self._reading[size], least), most)
-        return least if SIZES.index(size) == SIZES.index(smaller[-1]) + 1 else most
+            return max(self._reading[size], least)
+        next_one = SIZES[SIZES.index(smaller[-1]) + 1]
+        return least if size == next_one else self._reading[smaller[-1]] * size / smaller[-1]
 
     def _rest(self) -> None:
         self._ended, self._read = None, []
@@ -121,4 +122,4 @@ def _size(tokens: int) -> int:
 def _mean(before: float | None, seconds: float) -> float:
     if before is None:
         return seconds
-    return before + (SLOWER if seconds > before else FASTER) * (min(seconds, 2 * before) - before)
+    return min(seconds, 2 * before) if seconds > before else before + FASTER * (seconds - before)

@@ -1,5 +1,6 @@
 """Tokens come in time while prompts are read, and these take turns: with a clock of the test's own."""
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -105,7 +106,7 @@ def test_shortest_first_and_none_is_passed_over_for_ever(monkeypatch):
     assert order[0] == 2
     places = [place for place, who in enumerate(order) if who == 1]
     assert places
-    assert max(later - before for before, later in zip(places, places[1:], strict=False)) <= PATIENCE + 1
+    assert max(later - before for before, later in pairwise(places)) <= PATIENCE + 1
 
 
 def test_a_step_that_captures_a_graph_teaches_nothing(monkeypatch):
