@@ -167,12 +167,14 @@ def _place(schema: Schema, path: str, definitions: Schema, refused: Callable[[Sc
     path: where this one stands. definitions: what schemas refer to. refused: the reason, "" for none.
     """
     for place, part in _parts(schema):
-        if refused({**part, **definitions}):
+        within = path.startswith(str(part.get("$ref")))  # it refers to what it stands in
+        if not within and refused({**part, **definitions}):
             return _place(part, path + place, definitions, refused)
-    _, kind, name = [*str(schema.get("$ref", "")).split("/", 2), "", ""][:3]
+    target = str(schema.get("$ref", ""))
+    _, kind, name = [*target.split("/", 2), "", ""][:3]
     named = definitions.get(kind, {}).get(name)
-    if isinstance(named, dict) and not path.startswith(f"#/{kind}/{name}"):
-        return _place(named, f"#/{kind}/{name}", definitions, refused)
+    if isinstance(named, dict):
+        return _place(named, target, definitions, refused)
     return path, refused({**schema, **definitions})
 
 

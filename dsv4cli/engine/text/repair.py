@@ -119,7 +119,7 @@ class _Calls:
     def _end(self) -> None:
         if self._name is None:
             return
-        if self._open is not None or not self._ended:
+        if self._open is not None or not self._ended or not self._arguments:
             self._words.append(f"the call of {self._name} was cut off and is left out")
         else:
             self._close_call(whole=False)

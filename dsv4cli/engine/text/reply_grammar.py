@@ -21,7 +21,7 @@ Schema = Mapping[str, Any]
 # between the parts of JSON: a model that is lost would go on with spaces for ever
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 # between two tags, before a name, and between the name of a parameter and its value
-BREAK, NAME, TYPE = "\n", ' name="', '" string="{}">'
+BREAK, NAME, END_OF_NAME, TYPE = "\n", ' name="', '">', '" string="{}">'
 DEFINITIONS = ("$defs", "definitions")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
@@ -95,6 +95,8 @@ def reply_grammar(form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], c
     if form is not None and choice.kind != "required":
         starts.append("@form")
         named.append(_named("form", form))
+    if choice.kind == "required" and not tools:
+        raise UsageError("tool_choice requires a call, and there are no tools", "give tools, or leave it out")
     if tools and choice.kind != "none":
         functions = [tool["function"] for tool in tools]
         if choice.name is not None:
@@ -160,14 +162,14 @@ def _add_calls(rules: _Rules, functions: Sequence[Mapping[str, Any]], *, several
 
 
 def _add_call(rules: _Rules, rule: str, function: Mapping[str, Any]) -> str:
-    required = (function.get("parameters") or {}).get("required") or ()
+    name, schemas = function["name"], parameter_schemas(function)
+    required = function["parameters"].get("required") if schemas else None
     parameters = [
-        (_add_parameter(rules, f"{rule}p{place}", key, schema), key in required)
-        for place, (key, schema) in enumerate(parameter_schemas(function).items())
+        (_add_parameter(rules, f"{rule}p{place}", f"{name}'s {key}", key, schema), _holds(required, key))
+        for place, (key, schema) in enumerate(schemas.items())
     ]
     inside = _add_in_order(rules, rule, parameters) if parameters else _add_any(rules)
-    name = f'{function["name"]}">'
-    opened = f"{rules.markup(INVOKE_OPEN + NAME)} {_literal(name)} {rules.markup(BREAK)}"
+    opened = f"{rules.markup(INVOKE_OPEN + NAME)} {_literal(name + END_OF_NAME)} {rules.markup(BREAK)}"
     return rules.add(rule, f"{opened} {inside} {rules.markup(f'{BREAK}{INVOKE_CLOSE}>')}")
 
 
@@ -189,11 +191,13 @@ def _add_any(rules: _Rules) -> str:
     return rules.add("any", f"({one} ({rules.markup(BREAK)} {one})*)?")
 
 
-def _add_parameter(rules: _Rules, rule: str, name: str, schema: Schema) -> str:
+def _add_parameter(rules: _Rules, rule: str, what: str, name: str, schema: Schema) -> str:
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    forms = _forms(schema, definitions)
+    if forms.texts is None and forms.json is None:
+        raise UsageError(f"the schema of {what} allows no value", "correct it")
     opened = f"{rules.markup(PARAMETER_OPEN + NAME)} {_literal(name)}"
-    forms = _add_forms(rules, _forms(schema, definitions), definitions)
-    return rules.add(rule, *(f"{opened} {form}" for form in forms))
+    return rules.add(rule, *(f"{opened} {form}" for form in _add_forms(rules, forms, definitions)))
 
 
 def _add_forms(rules: _Rules, forms: _Forms, definitions: Schema) -> list[str]:
@@ -247,6 +251,10 @@ def _resolved(schema: Schema, definitions: Schema) -> Schema:
             break
         schema = found
     return schema
+
+
+def _holds(names: object, name: str) -> bool:
+    return isinstance(names, list | tuple) and name in names
 
 
 def _literal(text: str) -> str:
