@@ -11,10 +11,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from dsv4cli import __version__
+from dsv4cli.engine.chat.answer_stream import Delta
 from dsv4cli.engine.runtime.request import Token
 from dsv4cli.engine.server.async_engine import Call
 from dsv4cli.engine.server.chat_request import ChatRequest, read_chat
-from dsv4cli.engine.server.choice import Choice, Delta, choices_of, pushed
+from dsv4cli.engine.server.choice import Choice, choices_of, pushed
 from dsv4cli.engine.server.incoming import body_of, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
 from dsv4cli.engine.server.refusals import json_response
@@ -26,7 +27,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
     service, body = service_of(http), await body_of(http)
     asked = read_chat(body, service)
-    requests = asked.plan.requests(service)
+    requests = await asked.plan.requests(service)
     call = service.engine.call(requests)
     reply = ChatReply(service, asked, call, choices_of(asked.plan, requests, service))
     http.state.usage = reply.usage
@@ -71,13 +72,13 @@ class ChatReply:
                 yield IDLE
             for choice, (deltas, taken) in pushed(updates, self.choices, self.call).items():
                 # clients that read reasoning in one place and content in another take one kind a chunk
-                parts = [self._delta([*part]) for _, part in groupby(deltas, key=_field)]
+                parts = [self._delta([*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
                 if not parts and self.asked.logprobs:
                     parts = [{}]
                 for nth, part in enumerate(parts):
                     yield self._chunk(choice, part, None, taken if nth == 0 else [])
                 if choice.ended:
-                    yield self._chunk(choice, {}, choice.answer.finish, [])
+                    yield self._chunk(choice, {}, choice.finish, [])
         if self.asked.include_usage:
             yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()})
         yield DONE
@@ -100,16 +101,15 @@ class ChatReply:
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for one in deltas:
-            if one.kind in ("content", "reasoning"):
+            if one.kind != "calls":
                 for name in ("content",) if one.kind == "content" else self.service.usual.reasoning_fields:
                     delta[name] = delta.get(name, "") + one.text
                 continue
-            call = calls.setdefault(one.call, {"index": one.call, "function": {"arguments": ""}})
-            if one.kind == "call":
-                call |= {"id": self._call_id(one.call), "type": "function"}
-                call["function"] = {"name": one.text, "arguments": ""}
-            else:
-                call["function"]["arguments"] += one.text
+            call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
+            if one.name:
+                call |= {"id": self._call_id(one.index), "type": "function"}
+                call["function"]["name"] = one.name
+            call["function"]["arguments"] += one.text
         return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
     def _choice(self, choice: Choice, taken: list[Token]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class ChatReply:
         if message["tool_calls"]:
             shown["tool_calls"] = [{"id": self._call_id(nth), **call} for nth, call in enumerate(message["tool_calls"])]
             shown["content"] = message["content"] or None
-        finish = choice.answer.finish
+        finish = choice.finish
         return {"index": choice.index, "message": shown, "logprobs": self._logprobs(taken), "finish_reason": finish}
 
     def _call_id(self, nth: int) -> str:
@@ -136,8 +136,3 @@ class ChatReply:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         content = self.service.dialogue.tokenizer.token_bytes(token)
         return {"token": content.decode(errors="replace"), "logprob": logprob, "bytes": list(content)}
-
-
-def _field(delta: Delta) -> str:
-    """Which field of a chunk has it."""
-    return delta.kind if delta.kind in ("content", "reasoning") else "tool_calls"

@@ -6,9 +6,10 @@ from typing import Any
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, Plan, limits_of, prompt_of, sampling_of
-from dsv4cli.engine.server.refusals import bad_field
+from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, with_tools
+from dsv4cli.engine.server.shapes import Shape, openai_shape, with_schema
+from dsv4cli.engine.text.prompt import Message, Tool, check_messages, check_tools, with_tools
 from dsv4cli.errors import UsageError
 
 MOST_LOGPROBS = 20
@@ -33,7 +34,8 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
     """What a body asks for. Raises `Refusal` naming the field."""
     fields = Fields(body)
     effort = effort_of(fields, service.dialogue.release, service.usual.think)
-    ids = conversation_ids(fields, effort, service)
+    shape = openai_shape(fields, checked_tools(fields.items("tools") or []))
+    ids = prompt_ids(openai_messages(fields.value("messages")), shape, effort, service)
     logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_LOGPROBS)
     if top is not None and not logprobs:
         raise bad_field("top_logprobs", "needs logprobs: true")
@@ -41,7 +43,8 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
     most = next((one for one in given if one is not None), None)
     limits = limits_of(fields, service, most, fields.texts("stop", MOST_STOPS), top or 0)
     count = fields.whole("n", 1, MOST_CHOICES) or 1
-    plan = Plan(ids, sampling_of(fields, service), limits, effort.budget, count, fields.flag("ignore_eos"))
+    ignore_eos = fields.flag("ignore_eos")
+    plan = Plan(ids, sampling_of(fields, service), limits, shape, effort.budget, count, ignore_eos)
     options = fields.mapping("stream_options")
     include_usage = options is not None and options.flag("include_usage")
     request = ChatRequest(plan, fields.flag("stream"), include_usage, logprobs)
@@ -52,17 +55,31 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
 
 def conversation_ids(fields: Fields, effort: Effort, service: Service) -> list[int]:
     """The prompt of `messages` and `tools`. Raises `Refusal`."""
-    return prompt_ids(openai_messages(fields.value("messages")), fields.items("tools") or [], effort, service)
+    shape = openai_shape(fields, checked_tools(fields.items("tools") or []))
+    return prompt_ids(openai_messages(fields.value("messages")), shape, effort, service)
 
 
-def prompt_ids(messages: Any, tools: list[Any], effort: Effort, service: Service) -> list[int]:
-    """The prompt of messages and tools in OpenAI's shape, which are checked. Raises `Refusal`."""
+def checked_tools(tools: list[Any]) -> list[Tool]:
+    """Tools in OpenAI's shape. Raises `Refusal`."""
     try:
-        checked = with_tools(check_messages(messages), check_tools(tools))
+        return check_tools(tools)
+    except UsageError as error:
+        raise _refusal(error, "tools") from None
+
+
+def prompt_ids(messages: Any, shape: Shape, effort: Effort, service: Service) -> list[int]:
+    """The prompt of messages in OpenAI's shape, which are checked. Raises `Refusal`."""
+    try:
+        checked = with_schema(with_tools(check_messages(messages), shape.tools), shape.form)
         return prompt_of(service.dialogue_of(effort), checked, service)
     except UsageError as error:
-        where, _, reason = error.message.partition(": ")
-        raise bad_field(where, reason) if reason else bad_field("messages", error.message) from None
+        raise _refusal(error, "messages") from None
+
+
+def _refusal(error: UsageError, field: str) -> Refusal:
+    """Of an error that begins with the field that it is about, as a rule."""
+    where, _, reason = error.message.partition(": ")
+    return bad_field(where, reason) if reason else bad_field(field, error.message)
 
 
 def openai_messages(value: Any) -> Any:

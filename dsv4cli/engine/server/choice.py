@@ -1,9 +1,9 @@
 """One answer on its way to a client: the tokens of a request as reasoning, content and calls, and how it ended."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
 
-from dsv4cli.engine.chat.answer import Answer
+from dsv4cli.engine.chat.answer import Answer, FinishReason
+from dsv4cli.engine.chat.answer_stream import AnswerStream, Delta
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.server.async_engine import Call
 from dsv4cli.engine.server.engine_thread import Update
@@ -13,37 +13,37 @@ from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
 
 
-@dataclass(frozen=True)
-class Delta:
-    """What a step has added to an answer. kind "call": the name of call number `call`; "arguments": a piece of their
-    JSON text."""
-
-    kind: Literal["reasoning", "content", "call", "arguments"]
-    text: str
-    call: int = -1
-
-
 class Choice:
     """index: among the answers to one prompt. reasoning_tokens: how many tokens it thought for, the end of that
     included."""
 
-    def __init__(self, index: int, request: Request, thinks: bool, service: Service) -> None:
+    def __init__(self, index: int, request: Request, plan: Plan, service: Service) -> None:
         self.index, self.request = index, request
-        self.answer = Answer(service.dialogue.tokenizer, thinks, request.limits.stops)
+        self._thinks = service.thinks(plan.ids)
+        answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops)
+        self._stream = AnswerStream(answer, calls=plan.shape.choice.kind != "none")
         self.reasoning_tokens = 0
-        self._thinks = thinks
         self._think_end = service.dialogue.tokenizer.token_id(tokens.THINK_END)
-        self._calls = 0
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why it has ended, None before."""
+        return self._stream.finish
 
     @property
     def ended(self) -> bool:
         """Whether nothing follows."""
-        return self.answer.finish is not None
+        return self._stream.answer.finish is not None
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop text that has ended it."""
+        return self._stream.answer.stopped_by
 
     @property
     def drawn(self) -> int:
         """How many tokens it has, the end token included."""
-        return len(self.answer.tokens)
+        return len(self._stream.answer.tokens)
 
     @property
     def cached(self) -> int:
@@ -53,9 +53,9 @@ class Choice:
     @property
     def message(self) -> Message:
         """The whole answer, which has ended."""
-        return self.answer.message()[0]
+        return self._stream.message()
 
-    def push(self, given: list[Token], call: Call) -> tuple[list[Delta], list[Token]]:
+    def push(self, given: Iterable[Token], call: Call) -> tuple[list[Delta], list[Token]]:
         """What tokens add, and those of them that belong to the answer; one that ends with a stop text ends its
         request too."""
         deltas, taken = list[Delta](), list[Token]()
@@ -65,26 +65,15 @@ class Choice:
             taken.append(token)
             self.reasoning_tokens += self._thinks
             self._thinks = self._thinks and token.id != self._think_end
-            for kind, text in self.answer.push(token):
-                if kind != "calls":
-                    deltas.append(Delta(kind, text))
+            deltas += self._stream.push(token)
         if self.ended:
-            deltas += self._call_deltas()
             call.cancel(self.request)
         return deltas, taken
-
-    def _call_deltas(self) -> list[Delta]:
-        deltas = []
-        for nth, one in enumerate(self.message["tool_calls"]):
-            deltas.append(Delta("call", one["function"]["name"], nth))
-            deltas.append(Delta("arguments", one["function"]["arguments"], nth))
-        return deltas
 
 
 def choices_of(plan: Plan, requests: list[Request], service: Service) -> dict[Request, Choice]:
     """The answers to a plan, by their requests."""
-    thinks = service.thinks(plan.ids)
-    return {one: Choice(index, one, thinks, service) for index, one in enumerate(requests)}
+    return {one: Choice(index, one, plan, service) for index, one in enumerate(requests)}
 
 
 def pushed(

@@ -49,11 +49,10 @@ class CompletionRequest:
         limits = replace(self.plans[0].limits, logprobs=max(1, self.logprobs or 0))
         return [Request(plan.ids, Sampling(), limits, scored=True) for plan in self.plans]
 
-    def drawing(self, service: Service) -> list[list[Request]]:
+    async def drawing(self, service: Service) -> list[list[Request]]:
         """What follows each prompt."""
-        if not self.draws or self.one_greedy:
-            return [[] for _ in self.plans]
-        return [plan.requests(service) for plan in self.plans]
+        draws = self.draws and not self.one_greedy
+        return [await plan.requests(service) if draws else [] for plan in self.plans]
 
 
 def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest:
@@ -70,7 +69,7 @@ def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest
     limits = limits_of(fields, service, most or 1, fields.texts("stop", MOST_STOPS), logprobs or 0)
     sampling, count = sampling_of(fields, service), fields.whole("n", 1, MOST_CHOICES) or 1
     ignore_eos = fields.flag("ignore_eos")
-    plans = [Plan(ids, sampling, limits, None, count, ignore_eos) for ids in prompts]
+    plans = [Plan(ids, sampling, limits, count=count, ignore_eos=ignore_eos) for ids in prompts]
     for plan in plans:
         service.room(plan.ids[:-1] if not most else plan.ids)
     options = fields.mapping("stream_options")

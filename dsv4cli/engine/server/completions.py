@@ -25,7 +25,7 @@ async def completions(http: HttpRequest) -> Response:
     """POST /v1/completions."""
     service, body = service_of(http), await body_of(http)
     asked = read_completion(body, service)
-    scoring, drawing = asked.scoring(), asked.drawing(service)
+    scoring, drawing = asked.scoring(), await asked.drawing(service)
     call = service.engine.call([*scoring, *(one for own in drawing for one in own)])
     reply = CompletionReply(service, asked, call, scoring, drawing)
     http.state.usage = reply.usage

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4cli.engine.server.chat_request import prompt_ids
+from dsv4cli.engine.server.chat_request import checked_tools, prompt_ids
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.plan import MOST_STOPS, Plan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.shapes import Shape, anthropic_shape
 from dsv4cli.engine.text.prompt import Message, Tool
 from dsv4cli.engine.text.prompt_text import to_json
 
 # what says nothing about the answer
 IDLE = ("model", "metadata", "service_tier", "cache_control", "container", "context_management")
-CHOICES = ("auto", "any", "tool", "none")
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
     """What a body asks for. Raises `Refusal` naming the field."""
     fields = Fields(body)
     effort = effort_of(fields, service.dialogue.release, service.usual.think)
-    ids = message_ids(fields, effort, service)
+    shape = anthropic_shape(fields, _tools(fields))
+    ids = _prompt(fields, shape, effort, service)
     most = fields.whole("max_tokens", 1)
     limits = limits_of(fields, service, most, fields.texts("stop_sequences", MOST_STOPS), 0)
-    plan = Plan(ids, sampling_of(fields, service), limits, effort.budget)
+    plan = Plan(ids, sampling_of(fields, service), limits, shape, effort.budget)
     request = MessageRequest(plan, fields.flag("stream"), effort.asked)
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)
@@ -42,14 +43,21 @@ def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
 
 def message_ids(fields: Fields, effort: Effort, service: Service) -> list[int]:
     """The prompt of `system`, `messages` and `tools`. Raises `Refusal`."""
+    return _prompt(fields, anthropic_shape(fields, _tools(fields)), effort, service)
+
+
+def _prompt(fields: Fields, shape: Shape, effort: Effort, service: Service) -> list[int]:
     given = fields.items("messages")
     if not given:
         raise bad_field("messages", "expected a list of messages")
     messages = _system(fields.value("system"))
     for nth, one in enumerate(given):
         messages += _messages(one, f"messages[{nth}]")
-    tools = [_tool(one, f"tools[{nth}]") for nth, one in enumerate(fields.items("tools") or [])]
-    return prompt_ids(messages, tools, effort, service)
+    return prompt_ids(messages, shape, effort, service)
+
+
+def _tools(fields: Fields) -> list[Tool]:
+    return checked_tools([_tool(one, f"tools[{nth}]") for nth, one in enumerate(fields.items("tools") or [])])
 
 
 def _system(given: Any) -> list[Message]:

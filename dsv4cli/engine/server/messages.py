@@ -9,8 +9,9 @@ from uuid import uuid4
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from dsv4cli.engine.chat.answer_stream import Delta
 from dsv4cli.engine.server.async_engine import Call
-from dsv4cli.engine.server.choice import Choice, Delta, choices_of, pushed
+from dsv4cli.engine.server.choice import Choice, choices_of, pushed
 from dsv4cli.engine.server.efforts import effort_of
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.incoming import body_of, service_of
@@ -29,7 +30,7 @@ async def messages(http: HttpRequest) -> Response:
     """POST /v1/messages."""
     service, body = service_of(http), await body_of(http)
     asked = read_message(body, service)
-    requests = asked.plan.requests(service)
+    requests = await asked.plan.requests(service)
     call = service.engine.call(requests)
     [choice] = choices_of(asked.plan, requests, service).values()
     reply = MessageReply(service, asked, call, choice)
@@ -111,9 +112,9 @@ class MessageReply:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.service.names[0]}
 
     def _end(self) -> dict[str, Any]:
-        answer = self.choice.answer
-        reason = "stop_sequence" if answer.stopped_by is not None else STOP_REASONS[answer.finish or "stop"]
-        return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
+        stop = self.choice.stopped_by
+        reason = "stop_sequence" if stop is not None else STOP_REASONS[self.choice.finish or "stop"]
+        return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self) -> dict[str, int]:
         cached = self.choice.cached
@@ -144,10 +145,9 @@ class Blocks:
                     *self._begin("text", {"type": "text", "text": ""}),
                     self._delta(type="text_delta", text=delta.text),
                 ]
-            case "call":
-                block = {"type": "tool_use", "id": self._reply.tool_id(delta.call), "name": delta.text, "input": {}}
-                return self._begin(f"tool_use {delta.call}", block)
-        return [self._delta(type="input_json_delta", partial_json=delta.text)]
+        block = {"type": "tool_use", "id": self._reply.tool_id(delta.index), "name": delta.name, "input": {}}
+        events = self._begin(f"tool_use {delta.index}", block)
+        return [*events, self._delta(type="input_json_delta", partial_json=delta.text)]
 
     def close(self) -> list[bytes]:
         """The events that end what is open."""

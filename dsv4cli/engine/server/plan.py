@@ -1,15 +1,19 @@
 """What a client wants drawn: a prompt, how its answers are drawn and read; and the requests that are made of it."""
 
+import asyncio
 from dataclasses import dataclass, replace
 
+from dsv4cli.engine.chat.constraints import Constraints
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.runtime.request import Constraint, Request
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.shapes import ANY_SHAPE, Shape
 from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
+from dsv4cli.errors import UsageError
 
 MOST_CHOICES = 64
 MOST_STOPS = 16
@@ -18,33 +22,55 @@ MOST_TEMPERATURE = 100.0
 
 @dataclass(frozen=True)
 class Plan:
-    """A prompt's ids; `count` answers to it. budget: the most tokens of their thinking. ignore_eos: they end at their
-    limit only."""
+    """A prompt's ids; `count` answers to it. shape: of them. budget: the most tokens of their thinking. ignore_eos:
+    they end at their limit only."""
 
     ids: list[int]
     sampling: Sampling
     limits: Limits
+    shape: Shape = ANY_SHAPE
     budget: int | None = None
     count: int = 1
     ignore_eos: bool = False
 
-    def requests(self, service: Service) -> list[Request]:
-        """The requests, each with its own seed. Raises `Refusal` for a prompt that leaves no room for an answer."""
+    async def requests(self, service: Service) -> list[Request]:
+        """The requests, each with its own seed. Raises `Refusal` for a prompt that leaves no room for an answer, and
+        for a shape that is none."""
         limits = replace(self.limits, max_tokens=min(self.limits.max_tokens, service.room(self.ids)))
+        constraints = [self._thinking(limits.max_tokens, service) for _ in range(self.count)]
+        if self.shape.needs_grammar:
+            # it may take long, and other answers go on
+            constraints = await asyncio.to_thread(lambda: [self._with_grammar(one, service) for one in constraints])
+        elif self.shape.choice.kind == "none":
+            constraints = [Constraints(*_parts(one), service.no_calls()) for one in constraints]
         return [
             Request(
                 self.ids,
                 self.sampling.plus(number),
                 limits,
-                constraint=self._thinking(limits.max_tokens, service),
+                constraint,
                 stop_ids=() if self.ignore_eos else None,
                 keep=(len(self.ids) if self.count > 1 else _last_question(self.ids, service),),
             )
-            for number in range(self.count)
+            for number, constraint in enumerate(constraints)
         ]
 
     def _thinking(self, room: int, service: Service) -> Constraint | None:
         return service.thinking(self.ids, room, self.budget) if service.thinks(self.ids) else None
+
+    def _with_grammar(self, constraint: Constraint | None, service: Service) -> Constraint:
+        shape = self.shape
+        try:
+            grammar = service.grammars.reply(
+                thinking=service.thinks(self.ids), form=shape.form, tools=shape.tools, choice=shape.choice
+            )
+        except UsageError as error:
+            raise bad_field("response_format" if shape.form is not None else "tool_choice", error.message) from None
+        return Constraints(*_parts(constraint), grammar)
+
+
+def _parts(constraint: Constraint | None) -> list[Constraint]:
+    return [] if constraint is None else [constraint]
 
 
 def sampling_of(fields: Fields, service: Service) -> Sampling:

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from secrets import randbelow
 
+from dsv4cli.engine.chat.constraints import Without
 from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.chat.grammar import Grammars
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.server.async_engine import AsyncEngine
@@ -82,6 +85,18 @@ class Service:
         if given is None:
             given = randbelow(MAX_SEED + 1) if self.usual.seed is None else self.usual.seed
         return given % (MAX_SEED + 1)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What makes grammars of this model's answers."""
+        config = self.dialogue.config
+        return Grammars(self.dialogue.tokenizer, config.vocab_size, config.eos_token_ids)
+
+    def no_calls(self) -> Without:
+        """What keeps calls of tools out of an answer."""
+        dsml = self.dialogue.tokenizer.token_id(tokens.DSML)
+        assert dsml is not None
+        return Without([dsml], self.dialogue.config.vocab_size)
 
     def say_ignored(self, names: Iterable[str]) -> None:
         """Logs fields that are ignored, each once."""

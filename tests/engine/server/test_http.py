@@ -10,9 +10,10 @@ from dsv4cli.engine.server import incoming
 from dsv4cli.engine.server.http import HttpLimits, bound_socket, url_of
 from dsv4cli.engine.settings import Limits
 from dsv4cli.errors import UsageError
-from tests.support.program import SMALL
 from tests.support.serving import asking, comes, served
 
+# layers of all kinds but one: what costs next to nothing
+SMALL = "random:tiny,layers=3"
 LIMITS = HttpLimits(connections=4, header_seconds=0.4, write_seconds=0.4, idle_seconds=1)
 # goes on for minutes
 ENDLESS = {"ignore_eos": True, "max_tokens": 100_000, "stream": True}
