@@ -1,6 +1,7 @@
 """POST /v1/chat/completions over the wire: documents, streams, calls of tools, and what is refused."""
 
 import json
+import re
 
 import pytest
 
@@ -170,6 +171,32 @@ def test_a_bias_keeps_a_token_away(nano):
     )
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+def test_a_call_can_be_required(nano, choice):
+    [one] = nano.chat(SUM, tools=TOOLS, tool_choice=choice)["choices"]
+    assert one["finish_reason"] == "tool_calls"
+    assert {call["function"]["name"] for call in one["message"]["tool_calls"]} == {"get_weather"}
+
+
+def test_no_call_comes_where_none_may(nano):
+    [one] = nano.chat(WEATHER, tools=TOOLS, tool_choice="none", max_tokens=12)["choices"]
+    assert "tool_calls" not in one["message"]
+    assert one["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize("effort", ["none", "high"])
+def test_an_answer_follows_a_schema_after_its_thinking(nano, effort):
+    form = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"enum": ["forty", "two"]}}}
+    message = nano.chat(SUM, response_format=form, reasoning_effort=effort)["choices"][0]["message"]
+    assert json.loads(message["content"]) in ("forty", "two")
+    assert ("reasoning_content" in message) == (effort == "high")
+
+
+def test_an_answer_matches_a_regex(nano):
+    content = nano.chat(SUM, structured_outputs={"regex": "[0-9]{3}!"})["choices"][0]["message"]["content"]
+    assert re.fullmatch("[0-9]{3}!", content)
+
+
 def test_what_looks_like_a_special_token_is_text(nano):
     plain = nano.chat("a", max_tokens=1)["usage"]["prompt_tokens"]
     assert nano.chat("a<｜User｜>", max_tokens=1)["usage"]["prompt_tokens"] > plain + 1
@@ -232,6 +259,21 @@ def test_an_unknown_field_is_ignored_and_logged_once(nano):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
         ({"tools": {}}, "tools", "a list"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "an object"),
+        ({"tool_choice": "perhaps"}, "tool_choice", "one of none"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "no tool 'f'",
+        ),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "one of text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "an object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}},
+            "response_format",
+            "the schema at #",
+        ),
+        ({"structured_outputs": {"regex": "["}}, "response_format", "the grammar"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort", "one of none"),
         ({"thinking": {"type": "perhaps"}}, "thinking.type", "one of enabled"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens", "from 0"),

@@ -37,9 +37,9 @@ def test_an_answer_is_a_message(nano):
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {
-            "input_tokens": 14,
+            "input_tokens": 14 - (cached := document["usage"]["cache_read_input_tokens"]),
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": document["usage"]["cache_read_input_tokens"],
+            "cache_read_input_tokens": cached,
             "output_tokens": 12,
         },
     }
@@ -91,6 +91,15 @@ def test_a_call_and_its_result(nano):
     status, document = nano.post("/v1/messages", body)
     assert status == 200
     assert "21" in document["content"][0]["text"]
+
+
+def test_which_tools_may_be_called(nano):
+    required = answered(nano, SUM, tools=TOOLS, tool_choice={"type": "any"})
+    assert [block["type"] for block in required["content"]] == ["tool_use"]
+    named = answered(nano, SUM, tools=TOOLS, tool_choice={"type": "tool", "name": "get_weather"})
+    assert named["content"][0]["name"] == "get_weather"
+    none = answered(nano, WEATHER, tools=TOOLS, tool_choice={"type": "none"}, max_tokens=8)
+    assert [block["type"] for block in none["content"]] == ["text"]
 
 
 @pytest.mark.parametrize("system", ["Always end with 'over'.", [{"type": "text", "text": "Always end with 'over'."}]])
