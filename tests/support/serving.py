@@ -20,12 +20,12 @@ from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import HttpServer, bound_socket
 from dsv4cli.engine.server.service import Usual
 from dsv4cli.engine.server.serving import Offer, serving
-from dsv4cli.engine.server.warm import Share, ready_engine
+from dsv4cli.engine.server.warm import Sharing, ready_engine
 from dsv4cli.engine.settings import AUTO_DRAFTING, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 
 GREEDY = Sampling(0.0)
-SHARE = Share(64 << 20, 50.0)
+SHARE = Sharing(64 << 20, 50.0)
 
 
 @dataclass

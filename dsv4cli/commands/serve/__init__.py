@@ -78,7 +78,7 @@ def serve(
     out = Output(context.obj, quiet=quiet)
     _check(options.device, torchrun)
     from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
-    from dsv4cli.engine.server.warm import Share
+    from dsv4cli.engine.server.warm import Sharing
     from dsv4cli.engine.settings import parse_size
 
     keys = () if api_key_file is None else read_keys(api_key_file)
@@ -86,7 +86,7 @@ def serve(
         out.warning(f"whoever reaches {host} can use this server: --api-key-file asks for a key")
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
-    share = Share(memory, step_ms or None)
+    share = Sharing(memory, step_ms or None)
     policy = Policy(Guard(keys, host), share, tuple(alias or ()), max_queue, grace, options.seed, fields, log_prompts)
     code = serve_model(open_job(out, options), tp or 1, Address(host, port), policy)
     raise typer.Exit(code)

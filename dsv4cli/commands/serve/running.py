@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.server.guard import Guard
     from dsv4cli.engine.server.http import HttpServer
     from dsv4cli.engine.server.serving import Offer
-    from dsv4cli.engine.server.warm import Share
+    from dsv4cli.engine.server.warm import Sharing
 
 LOST_RANK = "see whether memory ran out, and start the server again"
 # how long a step that runs at the end may take
@@ -40,7 +40,7 @@ class Policy:
     one."""
 
     guard: "Guard"
-    share: "Share"
+    share: "Sharing"
     names: tuple[str, ...]
     max_queue: int
     grace: float
@@ -72,7 +72,7 @@ def serve_model(job: Job, ranks: int, address: Address, policy: Policy) -> int:
         return asyncio.run(Running(job, policy).serve(engine, bound))
 
 
-def _engine_of(share: "Share", job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
+def _engine_of(share: "Sharing", job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
     """An engine for many clients that has made its first steps."""
     from dsv4cli.engine.server.warm import ready_engine
 

@@ -152,6 +152,7 @@ def _line(scope: Scope, status: int, refusal: Refusal | None, seconds: float) ->
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         line += f", {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens"
         line += f", {cached:,} cached" if cached else ""
+        line += ", not finished" if scope["state"]["call"].broken_off else ""
     if refusal is not None and refusal.param is not None:
         line += f", {refusal.param}"
     return f"{line}, {seconds:.2f} s"

@@ -18,18 +18,22 @@ IDLE_SECONDS = 15
 REPORT_SECONDS = 30
 
 
-class Call:
-    """Requests of one client that are answered together. Leaving it cancels those that have not ended."""
+class EngineCall:
+    """Requests of one client that are answered together. Leaving it cancels those that have not ended.
+
+    open: those; broken_off: whether there were some then.
+    """
 
     def __init__(self, engine: "AsyncEngine", requests: Sequence[Request]) -> None:
-        self._engine, self.open = engine, set(requests)
+        self._engine, self.open, self.broken_off = engine, set(requests), False
         self._updates: list[Update] = []
         self._arrived = asyncio.Event()
 
-    def __enter__(self) -> "Call":
+    def __enter__(self) -> "EngineCall":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.broken_off = bool(self.open)
         for request in list(self.open):
             self.cancel(request)
 
@@ -67,7 +71,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._most, self._metrics = most, metrics
         self.room = engine.room
-        self._calls: dict[Request, Call] = {}
+        self._calls: dict[Request, EngineCall] = {}
         self.failure: asyncio.Future[Exception] = self._loop.create_future()
         self._thread = EngineThread(engine, self._deliver, self._fail)
         self._thread.start()
@@ -90,13 +94,13 @@ class AsyncEngine:
         except TimeoutError:
             raise Refusal(503, "the engine does not answer") from None
 
-    def call(self, requests: Sequence[Request]) -> Call:
+    def call(self, requests: Sequence[Request]) -> EngineCall:
         """Has requests answered. Raises `Refusal` where the queue has no room for all of them."""
         if self.failure.done():
             raise Refusal(503, "the engine has failed, and the server is about to end")
         if len(self._calls) + len(requests) > self._most:
             raise Refusal(503, f"the queue is full: {len(self._calls):,} requests run or wait; try again later")
-        call = Call(self, requests)
+        call = EngineCall(self, requests)
         for request in requests:
             self._calls[request] = call
             self._metrics.begin(request)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from dsv4cli import __version__
 from dsv4cli.engine.chat.answer_stream import Delta
 from dsv4cli.engine.runtime.request import Token
-from dsv4cli.engine.server.async_engine import Call
+from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.chat_request import ChatRequest, read_chat
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
 from dsv4cli.engine.server.incoming import body_of, service_of
@@ -30,7 +30,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     requests = await asked.plan.requests(service)
     call = service.engine.call(requests)
     reply = ChatReply(service, asked, call, choices_of(asked.plan, requests, service))
-    http.state.usage = reply.usage
+    http.state.call, http.state.usage = call, reply.usage
     if asked.stream:
         return EventStream(call, reply.chunks(), event_of_refusal)
     with call:
@@ -43,7 +43,7 @@ class ChatReply:
 
     service: Service
     asked: ChatRequest
-    call: Call
+    call: EngineCall
     choices: dict[Any, Choice]
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))

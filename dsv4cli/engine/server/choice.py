@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dsv4cli.engine.chat.answer import Answer, FinishReason
 from dsv4cli.engine.chat.answer_stream import AnswerStream, Delta
 from dsv4cli.engine.runtime.request import Request, Token
-from dsv4cli.engine.server.async_engine import Call
+from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.plan import Plan
 from dsv4cli.engine.server.service import Service
@@ -55,7 +55,7 @@ class Choice:
         """The whole answer, which has ended."""
         return self._stream.message()
 
-    def push(self, given: Iterable[Token], call: Call) -> tuple[list[Delta], list[Token]]:
+    def push(self, given: Iterable[Token], call: EngineCall) -> tuple[list[Delta], list[Token]]:
         """What tokens add, and those of them that belong to the answer; one that ends with a stop text ends its
         request too."""
         deltas, taken = list[Delta](), list[Token]()
@@ -77,7 +77,7 @@ def choices_of(plan: Plan, requests: list[Request], service: Service) -> dict[Re
 
 
 def pushed(
-    updates: list[Update], choices: dict[Request, Choice], call: Call
+    updates: list[Update], choices: dict[Request, Choice], call: EngineCall
 ) -> dict[Choice, tuple[list[Delta], list[Token]]]:
     """What updates add to each answer that they are of."""
     tokens_of: dict[Choice, list[Token]] = {}

@@ -1,4 +1,4 @@
-"""One text of /v1/completions on its way to a client: the prompt's own tokens and what follows them; no torch."""
+"""One text of /v1/completions on its way to a client: the prompt's own tokens and what follows them."""
 
 from collections.abc import Iterable
 from typing import Any

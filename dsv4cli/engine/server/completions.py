@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from dsv4cli.engine.runtime.request import Request, Token
-from dsv4cli.engine.server.async_engine import Call
+from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.completion_choice import CompletionChoice
 from dsv4cli.engine.server.completion_request import CompletionRequest, read_completion
 from dsv4cli.engine.server.engine_thread import Update
@@ -28,7 +28,7 @@ async def completions(http: HttpRequest) -> Response:
     scoring, drawing = asked.scoring(), await asked.drawing(service)
     call = service.engine.call([*scoring, *(one for own in drawing for one in own)])
     reply = CompletionReply(service, asked, call, scoring, drawing)
-    http.state.usage = reply.usage
+    http.state.call, http.state.usage = call, reply.usage
     if asked.stream:
         return EventStream(call, reply.chunks(), event_of_refusal)
     with call:
@@ -41,7 +41,7 @@ class CompletionReply:
 
     service: Service
     asked: CompletionRequest
-    call: Call
+    call: EngineCall
     scoring: Sequence[Request]
     drawing: Sequence[Sequence[Request]]
     id: str = field(default_factory=lambda: f"cmpl-{uuid4().hex}")

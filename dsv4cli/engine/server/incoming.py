@@ -1,4 +1,4 @@
-"""The body of a request, read within its bounds and in time; no torch."""
+"""The body of a request, read within its bounds and in time."""
 
 import asyncio
 from typing import Any

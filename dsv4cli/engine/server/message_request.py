@@ -1,4 +1,4 @@
-"""The body of Anthropic's /v1/messages, checked: its blocks as messages of the prompt format; no torch."""
+"""The body of Anthropic's /v1/messages, checked: its blocks as messages of the prompt format."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from dsv4cli.engine.chat.answer_stream import Delta
-from dsv4cli.engine.server.async_engine import Call
+from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
 from dsv4cli.engine.server.efforts import effort_of
 from dsv4cli.engine.server.fields import Fields
@@ -34,7 +34,7 @@ async def messages(http: HttpRequest) -> Response:
     call = service.engine.call(requests)
     [choice] = choices_of(asked.plan, requests, service).values()
     reply = MessageReply(service, asked, call, choice)
-    http.state.usage = lambda: usage_of(len(asked.plan.ids), [choice])
+    http.state.call, http.state.usage = call, lambda: usage_of(len(asked.plan.ids), [choice])
     if asked.stream:
         return EventStream(call, reply.events(), _event_of_refusal)
     with call:
@@ -62,7 +62,7 @@ class MessageReply:
 
     service: Service
     asked: MessageRequest
-    call: Call
+    call: EngineCall
     choice: Choice
     id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
 
@@ -86,7 +86,7 @@ class MessageReply:
         head = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=head)
         yield _event("ping")
-        blocks = Blocks(self)
+        blocks = MessageBlocks(self)
         while not self.choice.ended:
             updates = await self.call.updates()
             if not updates:
@@ -126,7 +126,7 @@ class MessageReply:
         }
 
 
-class Blocks:
+class MessageBlocks:
     """The blocks of a message as events: one is open at a time."""
 
     def __init__(self, reply: MessageReply) -> None:

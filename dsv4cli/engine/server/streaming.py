@@ -1,4 +1,4 @@
-"""Answers that take long, whole or as server-sent events: they end when their client goes; no torch."""
+"""Answers that take long, whole or as server-sent events: they end when their client goes."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dsv4cli.engine.server.async_engine import Call
+from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.refusals import Refusal
 
 T = TypeVar("T")
@@ -41,7 +41,9 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """The events of a call, which ends with them. failed: what is sent of an error in the middle."""
 
-    def __init__(self, call: Call, events: AsyncGenerator[bytes, None], failed: Callable[[Refusal], bytes]) -> None:
+    def __init__(
+        self, call: EngineCall, events: AsyncGenerator[bytes, None], failed: Callable[[Refusal], bytes]
+    ) -> None:
         # proxies are asked not to collect them
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")

@@ -26,7 +26,7 @@ CPU_BYTES = 10**9
 
 
 @dataclass(frozen=True)
-class Share:
+class Sharing:
     """What clients share. cache_memory: bytes of the device for prompts and answers, of those that run and kept for
     those that begin alike; as much of the host's keeps more. step_ms: how much time prompts of others may take between
     two tokens of an answer. None: half of what is free; no bound."""
@@ -37,7 +37,7 @@ class Share:
 
 def ready_engine(
     model: Transformer,
-    share: Share,
+    share: Sharing,
     limits: Limits,
     device: torch.device | str,
     followers: Followers | None,
@@ -59,7 +59,7 @@ def ready_engine(
     return engine
 
 
-def _memory(share: Share, device: torch.device) -> tuple[int, int]:
+def _memory(share: Sharing, device: torch.device) -> tuple[int, int]:
     """Bytes of the device for the cache, and of host memory for what that has no room for."""
     host = host_memory()
     spare = CPU_BYTES if host is None else host.free // HOST_PART
