@@ -15,6 +15,8 @@ from dsv4cli.engine.text.tokenizer import StreamDecoder, Tokenizer
 if TYPE_CHECKING:
     from dsv4cli.engine.runtime.request import Token
 
+# the text that one token made certain, by kind
+Pieces = list[tuple[Kind, str]]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -43,7 +45,17 @@ class Answer:
         self._sent = 0  # characters of it that went into the stream
         self._reply = ParsedReply("")
 
-    def push(self, token: "Token") -> list[tuple[Kind, str]]:
+    @property
+    def drawn(self) -> int:
+        """How many tokens it has so far."""
+        return len(self.tokens)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the step of the newest token has prepared kernels."""
+        return self.tokens[-1].prepared
+
+    def push(self, token: "Token") -> Pieces:
         """Adds a token; sets `finish` when the answer ends with it."""
         return _unmarked(self.read(token))
 
@@ -66,7 +78,7 @@ class Answer:
             pieces += self._stream.flush()
         return pieces
 
-    def cut(self) -> list[tuple[Kind, str]]:
+    def cut(self) -> Pieces:
         """Ends an answer that was interrupted, without a `finish`; harmless when it has ended."""
         return _unmarked(self.read_rest())
 
