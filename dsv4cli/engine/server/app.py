@@ -19,6 +19,7 @@ from dsv4cli.engine.server.completions import completions
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.messages import count_tokens, messages
+from dsv4cli.engine.server.page import page
 from dsv4cli.engine.server.refusals import Refusal, json_response, refusal_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import ClientGone
@@ -67,7 +68,20 @@ async def metrics(http: HttpRequest) -> Response:
     return Response(service.metrics.text(*await service.engine.report()), media_type="text/plain; version=0.0.4")
 
 
+async def start_page(http: HttpRequest) -> Response:
+    """GET /: a page to talk with the model, which asks for a key itself."""
+    body, policy = page()
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(body, headers=headers, media_type="text/html")
+
+
 ROUTES = (
+    Route("/", start_page),
     Route("/health", health),
     Route("/version", version),
     Route("/metrics", metrics),

@@ -11,7 +11,7 @@ from dsv4cli.engine.text.tokenizer import Tokenizer
 
 class CompletionChoice:
     """request: what follows the prompt; None where nothing is drawn. scores: of the prompt's tokens given those before;
-    the first has none."""
+    the first has none. offset: characters before the next token that is listed."""
 
     reasoning_tokens = 0  # the text is raw
 
@@ -22,6 +22,7 @@ class CompletionChoice:
         self.ended = request is None
         self.scores: list[float | None] = [None]
         self.tops: list[Alternatives] = [[]]
+        self.offset = 0
         self._tokenizer = tokenizer
 
     @property
@@ -61,9 +62,9 @@ class CompletionChoice:
         top = self.tops[-1][: self.plan.limits.logprobs]
         return Token(token, logprob, top, "stop" if token in eos else "length")
 
-    def logprobs(self, echo: bool, taken: Iterable[Token], start: int = 0) -> dict[str, Any]:
-        """The tokens of the prompt, with `echo`, and those taken, as OpenAI lists them. start: characters of the text
-        before them."""
+    def logprobs(self, echo: bool, taken: Iterable[Token]) -> dict[str, Any]:
+        """The tokens of the prompt, with `echo`, and those taken, as OpenAI lists them; they follow those of the last
+        time."""
         ids = self.plan.ids if echo else []
         most = self.plan.limits.logprobs
         rows = [(id_, score, top[:most]) for id_, score, top in zip(ids, self.scores, self.tops, strict=False)]
@@ -71,8 +72,8 @@ class CompletionChoice:
         names = [self._name(id_) for id_, _, _ in rows]
         offsets = []
         for id_, _, _ in rows:
-            offsets.append(start)
-            start += len(self._tokenizer.decode([id_]))
+            offsets.append(self.offset)
+            self.offset += len(self._tokenizer.decode([id_]))
         tops = [
             None if score is None else {self._name(other): value for other, value in top} | {name: score}
             for name, (_, score, top) in zip(names, rows, strict=True)

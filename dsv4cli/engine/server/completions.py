@@ -94,6 +94,7 @@ class CompletionReply:
 
     async def _drawn_chunks(self) -> AsyncGenerator[bytes, None]:
         for choice in self.choices if self.asked.echo else ():
+            choice.offset = len(self._prompt(choice))
             finish = choice.finish if choice.ended else None
             yield self._chunk(self._piece(choice, self._prompt(choice), [], finish))
         while self.call.open:
@@ -101,11 +102,10 @@ class CompletionReply:
             if not updates:
                 yield IDLE
             for update in updates:
-                choice, before = self._drawn[update.request], self._drawn[update.request].text
+                choice = self._drawn[update.request]
                 added, taken = self._take(update)
                 if added or taken:
-                    start = len(before) + (len(self._prompt(choice)) if self.asked.echo else 0)
-                    yield self._chunk(self._piece(choice, added, taken, choice.finish if choice.ended else None, start))
+                    yield self._chunk(self._piece(choice, added, taken, choice.finish if choice.ended else None))
 
     def _take(self, update: Update) -> tuple[str, list[Token]]:
         """What an update adds to a text; a stop text ends the request too."""
@@ -138,13 +138,10 @@ class CompletionReply:
 
     def _choice(self, choice: CompletionChoice) -> dict[str, Any]:
         """A text that has ended."""
-        text = (self._prompt(choice) if self.asked.echo else "") + choice.text
-        return self._piece(choice, text, self._taken[choice], choice.finish)
+        prompt = self._prompt(choice) if self.asked.echo else ""
+        choice.offset = 0 if self.asked.scored else len(prompt)
+        return self._piece(choice, prompt + choice.text, self._taken[choice], choice.finish)
 
-    def _piece(
-        self, choice: CompletionChoice, text: str, taken: list[Token], finish: str | None, start: int = 0
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self.asked.logprobs is not None:
-            logprobs = choice.logprobs(self.asked.scored, taken, start)
+    def _piece(self, choice: CompletionChoice, text: str, taken: list[Token], finish: str | None) -> dict[str, Any]:
+        logprobs = None if self.asked.logprobs is None else choice.logprobs(self.asked.scored, taken)
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
