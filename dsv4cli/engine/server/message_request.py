@@ -14,7 +14,10 @@ from dsv4cli.engine.text.prompt import Message, Tool
 from dsv4cli.engine.text.prompt_text import to_json
 
 # what says nothing about the answer
-IDLE = ("model", "metadata", "service_tier", "cache_control", "container", "context_management")
+IDLE = (
+    "model", "metadata", "service_tier", "cache_control", "container", "context_management", "diagnostics",
+    "inference_geo", "speed", "user_profile_id", "workspace_id",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
