@@ -1,0 +1,297 @@
+"""Linears of one to eight rows in Triton: each weight is read once, straight into the operand of tensor cores.
+
+A program multiplies 16 rows of a weight at a time, each of its warps a part of the columns; their sums are added at the
+end. A thread of the tensor core's operand holds four columns of a row, and four more 16 columns on; so that these are
+the 16 bytes that it loads at once, columns are taken in another order, those of the inputs in the same (`_left`,
+`_right`). Eight tokens fill the other operand; where there are fewer, some stand there several times. So the order in
+which a row is summed depends on the weights' shapes alone: it gets the same bits in a step of one row and of eight.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_two_ceil
+from dsv4cli.kernels.card import has_fp8
+from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, e8m0_values
+from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+
+# the most rows: the columns of the tensor core
+MOST = 8
+# up to so many rows are rounded where a few threads hold each of them and then spread; more where they are multiplied
+SPREAD = 2
+# rows of a weight at a time: those of the tensor core
+ROWS = 16
+# multiprocessors of an H200, and registers of each
+_PROCESSORS, _REGISTERS = 132, 65_536
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    """Whether x [T, G, K] times the matrices of `weight` is multiplied here: bf16 with bf16 or FP8, whole blocks."""
+    tokens, groups, width = x.shape
+    if tokens > MOST or x.dtype != torch.bfloat16 or x.stride(-1) != 1 or width % FP8_BLOCK:
+        return False
+    if any(number % 2 for number in (x.stride(0), x.stride(1), x.storage_offset())):
+        return False
+    plain = weight.dtype == torch.bfloat16 and scale is None
+    coded = weight.dtype == torch.float8_e4m3fn and scale is not None and has_fp8(x)
+    # all rows of a program lie in one block of 128
+    return (plain or coded) and (groups == 1 or weight.shape[0] // groups % FP8_BLOCK == 0)
+
+
+def multiply(
+    x: torch.Tensor,
+    norm: Norm | None,
+    products: Sequence[Product],
+    results: list[torch.Tensor],
+    tiles: "FewRowsTiles",
+) -> None:
+    """x bf16 [T, G, K], normed where there is a norm, times each weight FP8 or bf16 [G * N, K] into its result."""
+    tokens, groups, width = x.shape
+    warps, ahead, times, registers = tiles
+    numbers = tuple(y.shape[-1] for y in results)
+    starts = [0]
+    for n in numbers:
+        starts.append(starts[-1] + triton.cdiv(n, ROWS * times))
+    together = triton.next_power_of_2(tokens) if tokens <= SPREAD or norm else MOST
+    _few_rows[(starts[-1], groups)](
+        x.view(torch.int32), norm and norm.weight.view(torch.int32),
+        tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results),
+        tokens, x.stride(0) // 2, x.stride(1) // 2, norm.eps if norm else 0.0, tuple(starts), numbers, width,
+        tuple(p.rounded for p in products), together, warps, ahead, times, num_warps=warps, **overlap(x),
+        **({"maxnreg": registers} if registers else {}),
+    )  # fmt: skip
+
+
+class FewRowsTiles(NamedTuple):
+    """Warps of a program; how many blocks of 16 rows and 128 columns each asks for ahead; how often a program takes 16
+    rows; registers of a thread, 0 for as many as the compiler likes."""
+
+    warps: int
+    ahead: int
+    times: int
+    registers: int
+
+
+def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles:
+    """The fastest of those measured on an H200; the same for any number of rows."""
+    steps = x.shape[2] // FP8_BLOCK
+    tiles = sum(triton.cdiv(p.weight.shape[0], ROWS) for p in products)
+    times = 1
+    if steps <= 16:
+        # what is done to the inputs serves many rows
+        while times < 8 and tiles >= 512 * times:
+            times *= 2
+    most = 8 if tiles < 512 else 4
+    warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
+    ahead = 4 if all(p.scale is not None for p in products) else 2
+    programs = triton.cdiv(triton.cdiv(tiles, times), _PROCESSORS)
+    registers = _REGISTERS // (32 * warps * programs) // 8 * 8
+    return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers if 96 <= registers < 256 else 0)
+
+
+@triton.jit(do_not_specialize=["tokens", "eps"])
+def _few_rows(
+    x,  # [tokens, G, K] as words of two
+    norm,  # [K] as words, weight of the norm of x, if there is one
+    weights,  # of each product [G * N, K]
+    scales,
+    ys,  # [tokens, G, N]
+    tokens,
+    x_row,
+    x_group,
+    eps,
+    STARTS: tl.constexpr,  # the first program of each product, and of none
+    NS: tl.constexpr,
+    K: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    TOKENS: tl.constexpr,  # a power of two, at least tokens
+    SPLITS: tl.constexpr,  # parts of the columns, one for a warp
+    AHEAD: tl.constexpr,
+    TIMES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    program, group = tl.program_id(0), tl.program_id(1)
+    for i in tl.static_range(len(NS)):
+        if (program >= STARTS[i]) & (program < STARTS[i + 1]):
+            _product(
+                x + group * x_group, norm, weights[i], scales[i], ys[i] + group * NS[i], group * NS[i],
+                (program - STARTS[i]) * (16 * TIMES), tokens, x_row, eps, NS[i], K, ROUNDED[i], TOKENS, SPLITS,
+                AHEAD, TIMES, OVERLAP,
+            )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x,
+    norm,
+    weight,
+    scale,
+    y,
+    before,  # rows of the groups before this
+    first,
+    tokens,
+    x_row,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROUND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TIMES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """TIMES times 16 rows of the product of one weight and all tokens, into y."""
+    STEPS: tl.constexpr = K // 128 // SPLITS
+    BYTES: tl.constexpr = 2 if scale is None else 1
+    tiles, factors = (), ()
+    for j in tl.static_range(AHEAD):
+        tiles += (_tile(weight, before, first + j // STEPS * 16, j % STEPS, N, K, SPLITS, BYTES),)
+    if scale is not None:
+        for j in tl.static_range(STEPS):
+            # all rows lie in one block of 128
+            block = (before + first) // 128 * (K // 128) + tl.arange(0, SPLITS) * STEPS + j
+            factors += (e8m0_values(tl.load(scale + block)),)
+    wait_for_inputs(OVERLAP)
+    # what is not rounded is as little work for eight tokens
+    COUNT: tl.constexpr = TOKENS if ROUND or norm is not None else 8
+    ALIKE: tl.constexpr = COUNT < 8 or norm is not None
+    given = x + _places(tokens, x_row, K, COUNT, SPLITS, BYTES, ALIKE)
+    root = None
+    if norm is not None:
+        weights = norm + _places(1, 0, K, 1, SPLITS, BYTES, True)
+        squares = tl.zeros([COUNT, SPLITS, 128], tl.float32)
+        for j in tl.static_range(STEPS):
+            values = _values(tl.load(given + j * 64)).to(tl.float32)
+            squares += values * values
+        mean = tl.sum(tl.reshape(squares, (COUNT, SPLITS * 128)), 1) * (1.0 / K)
+        root = tl.rsqrt(mean + eps)[:, None, None]
+    rights, powers = (), ()
+    for time in tl.static_range(TIMES):
+        total = tl.zeros([SPLITS, 16, 8], tl.float32)
+        for j in tl.static_range(STEPS):
+            if time == 0:
+                if ALIKE:
+                    values = _values(tl.load(given + j * 64))
+                else:
+                    values = _values(_as_in_the_row(tl.load(given + j * 64), SPLITS, BYTES))
+                if norm is not None:
+                    factor = _values(tl.load(weights + j * 64)).to(tl.float32)
+                    values = (factor * (values.to(tl.float32) * root)).to(tl.bfloat16)
+                right, power = _right(values, ROUND, BYTES)
+                rights += (right,)
+                powers += (power,)
+            left = _left(tiles[0], scale is not None, ROUND, SPLITS, BYTES)
+            if scale is None:
+                total = tl.dot(left, rights[j], total)
+            elif ROUND:
+                total += tl.dot(left, rights[j]) * (factors[j][:, None, None] * powers[j])
+            else:
+                total += tl.dot(left, rights[j]) * factors[j][:, None, None]
+            waiting = ()
+            for k in tl.static_range(len(tiles) - 1):
+                waiting += (tiles[k + 1],)
+            if time * STEPS + j + AHEAD < STEPS * TIMES:
+                at = first + (time * STEPS + j + AHEAD) // STEPS * 16
+                waiting += (_tile(weight, before, at, (j + AHEAD) % STEPS, N, K, SPLITS, BYTES),)
+            tiles = waiting
+        row, token = first + time * 16 + tl.arange(0, 16)[:, None], tl.arange(0, 8)[None]
+        sums = tl.sum(total, 0).to(y.dtype.element_ty)
+        place = y + token.to(tl.int64) * (tl.num_programs(1) * N) + row
+        tl.store(place, sums, (token < tokens) & (row < N))
+
+
+@triton.jit
+def _tile(
+    weight, before, first, step, N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
+    """What is stored of a step: 16 rows in two halves, pieces of 64 bytes of each: [2, 2 * BYTES, SPLITS, 8; piece]."""
+    PIECE: tl.constexpr = 64 // BYTES
+    number = tl.arange(0, 2 * 2 * BYTES * SPLITS * 8)
+    # beyond the last row that one again
+    row = before + tl.minimum(first + number // (8 * SPLITS * 2 * BYTES) * 8 + number % 8, N - 1)
+    column = number // 8 % SPLITS * (K // SPLITS) + number // (8 * SPLITS) % (2 * BYTES) * PIECE + step * 128
+    place = weight + row.to(tl.int64) * K + column
+    return tl.load(place[:, None] + tl.arange(0, PIECE)[None], eviction_policy="evict_first")
+
+
+@triton.jit
+def _left(stored, CODED: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr):
+    """The values of a tile: [SPLITS, 16, 128] fp16, which has all of e4m3, where the inputs are rounded, else bf16."""
+    values = stored
+    if CODED:
+        # to bf16 through fp32, for which there are fast instructions
+        values = stored.to(tl.float16) if ROUND else stored.to(tl.float32).to(tl.bfloat16)
+    # [half, piece, split, row, thread, pair of 32 columns, half of these, 4 columns]
+    by_thread = tl.reshape(values, (2, 2 * BYTES, SPLITS, 8, 4, 2 // BYTES, 2, 4))
+    return tl.reshape(tl.permute(by_thread, (2, 0, 3, 1, 5, 6, 4, 7)), (SPLITS, 16, 128))
+
+
+@triton.jit
+def _places(
+    tokens,
+    x_row,
+    K: tl.constexpr,
+    COUNT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    ALIKE: tl.constexpr,
+):
+    """Where the words of a step of COUNT tokens lie, from the first token's on.
+
+    ALIKE: [COUNT, SPLITS, 64], so that threads hold each token as they hold one alone, and sum its squares in the same
+    order. Else of eight tokens, to those threads that multiply them: [4 pieces * SPLITS * 8 tokens * 4 threads, 4].
+    """
+    PART: tl.constexpr = K // 2 // SPLITS
+    if ALIKE:
+        token = tl.minimum(tl.arange(0, COUNT), tokens - 1)[:, None, None]
+        return token * x_row + (tl.arange(0, SPLITS)[:, None] * PART + tl.arange(0, 64)[None])[None]
+    else:
+        number = tl.arange(0, 4 * SPLITS * 32)
+        piece = number // (32 * SPLITS)
+        word = number // 32 % SPLITS * PART + tl.minimum(number // 4 % 8, tokens - 1) * x_row
+        if BYTES == 1:
+            word += piece // 2 * 32 + number % 4 * 8 + piece % 2 * 4
+        else:
+            word += piece * 16 + number % 4 * 4
+        return word[:, None] + tl.arange(0, 4)[None]
+
+
+@triton.jit
+def _as_in_the_row(words, SPLITS: tl.constexpr, BYTES: tl.constexpr):
+    """Words [4 pieces * SPLITS * 8 tokens * 4 threads, 4] as [8, SPLITS, 64]."""
+    shaped = tl.reshape(words, (2 * BYTES, 2 // BYTES, SPLITS, 8, 4, 4))
+    return tl.reshape(tl.permute(shaped, (3, 2, 0, 4, 1, 5)), (8, SPLITS, 64))
+
+
+@triton.jit
+def _values(words):
+    """Words of two bf16 [a, b, c] as bf16 [a, b, 2 * c]."""
+    pairs = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return tl.reshape(pairs, (words.shape[0], words.shape[1], 2 * words.shape[2])).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _right(values, ROUND: tl.constexpr, BYTES: tl.constexpr):
+    """values bf16 [TOKENS, SPLITS, 128] as the other operand [SPLITS, 128, 8], in FP8 codes and their scales
+    [SPLITS, 1, 8] where that is wanted. The TOKENS stand there 8 / TOKENS times."""
+    TOKENS: tl.constexpr = values.shape[0]
+    SPLITS: tl.constexpr = values.shape[1]
+    if ROUND:
+        values = values.to(tl.float32)
+        bits = power_of_two_ceil(tl.maximum(tl.max(tl.abs(values), 2), FP8_FLOOR) * (1.0 / FP8_LARGEST))
+        inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+        operand = (values * inverse[:, :, None]).to(tl.float8e4nv).to(tl.float16)
+        again = tl.broadcast_to(bits.to(tl.float32, bitcast=True)[None], (8 // TOKENS, TOKENS, SPLITS))
+        power = tl.permute(tl.reshape(again, (8, SPLITS)), (1, 0))[:, None]
+    else:
+        operand, power = values, 1.0
+    again = tl.broadcast_to(operand[None], (8 // TOKENS, TOKENS, SPLITS, 128))
+    by_thread = tl.reshape(again, (8, SPLITS, 2 * BYTES, 4, 2 // BYTES, 2, 4))
+    return tl.reshape(tl.permute(by_thread, (1, 2, 4, 5, 3, 6, 0)), (SPLITS, 128, 8)), power
