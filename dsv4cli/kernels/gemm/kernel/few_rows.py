@@ -19,6 +19,7 @@ from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, e8m0_values
+from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 # the most rows: the columns of the tensor core
@@ -57,8 +58,8 @@ def multiply(
     numbers = tuple(y.shape[-1] for y in results)
     starts = [0]
     for n in numbers:
-        starts.append(starts[-1] + triton.cdiv(n, ROWS * times))
-    together = triton.next_power_of_2(tokens) if tokens <= SPREAD or norm else MOST
+        starts.append(starts[-1] + cdiv(n, ROWS * times))
+    together = next_power_of_2(tokens) if tokens <= SPREAD or norm else MOST
     _few_rows[(starts[-1], groups)](
         x.view(torch.int32), norm and norm.weight.view(torch.int32),
         tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results),
@@ -81,7 +82,7 @@ class FewRowsTiles(NamedTuple):
 def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles:
     """The fastest of those measured on an H200; the same for any number of rows."""
     steps = x.shape[2] // FP8_BLOCK
-    tiles = sum(triton.cdiv(p.weight.shape[0], ROWS) for p in products)
+    tiles = sum(cdiv(p.weight.shape[0], ROWS) for p in products)
     times = 1
     if steps <= 16:
         # what is done to the inputs serves many rows
@@ -90,12 +91,12 @@ def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles
     most = 8 if tiles < 512 else 4
     warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
     ahead = 4 if all(p.scale is not None for p in products) else 2
-    programs = triton.cdiv(triton.cdiv(tiles, times), _PROCESSORS)
+    programs = cdiv(cdiv(tiles, times), _PROCESSORS)
     registers = _REGISTERS // (32 * warps * programs) // 8 * 8
     return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers if 96 <= registers < 256 else 0)
 
 
-@triton.jit(do_not_specialize=["tokens", "eps"])
+@launched(do_not_specialize=["tokens", "eps"])
 def _few_rows(
     x,  # [tokens, G, K] as words of two
     norm,  # [K] as words, weight of the norm of x, if there is one
@@ -150,41 +151,20 @@ def _product(
     """TIMES times 16 rows of the product of one weight and all tokens, into y."""
     STEPS: tl.constexpr = K // 128 // SPLITS
     BYTES: tl.constexpr = 2 if scale is None else 1
-    tiles, factors = (), ()
-    for j in tl.static_range(AHEAD):
-        tiles += (_tile(weight, before, first + j // STEPS * 16, j % STEPS, N, K, SPLITS, BYTES),)
-    if scale is not None:
-        for j in tl.static_range(STEPS):
-            # all rows lie in one block of 128
-            block = (before + first) // 128 * (K // 128) + tl.arange(0, SPLITS) * STEPS + j
-            factors += (e8m0_values(tl.load(scale + block)),)
-    wait_for_inputs(OVERLAP)
     # what is not rounded is as little work for eight tokens
     COUNT: tl.constexpr = TOKENS if ROUND or norm is not None else 8
     ALIKE: tl.constexpr = COUNT < 8 or norm is not None
+    tiles = _first_tiles(weight, before, first, N, K, SPLITS, BYTES, AHEAD)
+    factors = _factors(scale, before + first, K, SPLITS)
+    wait_for_inputs(OVERLAP)
     given = x + _places(tokens, x_row, K, COUNT, SPLITS, BYTES, ALIKE)
-    root = None
-    if norm is not None:
-        weights = norm + _places(1, 0, K, 1, SPLITS, BYTES, True)
-        squares = tl.zeros([COUNT, SPLITS, 128], tl.float32)
-        for j in tl.static_range(STEPS):
-            values = _values(tl.load(given + j * 64)).to(tl.float32)
-            squares += values * values
-        mean = tl.sum(tl.reshape(squares, (COUNT, SPLITS * 128)), 1) * (1.0 / K)
-        root = tl.rsqrt(mean + eps)[:, None, None]
+    root = _root(given, eps, K, COUNT, SPLITS) if norm is not None else None
     rights, powers = (), ()
     for time in tl.static_range(TIMES):
         total = tl.zeros([SPLITS, 16, 8], tl.float32)
         for j in tl.static_range(STEPS):
             if time == 0:
-                if ALIKE:
-                    values = _values(tl.load(given + j * 64))
-                else:
-                    values = _values(_as_in_the_row(tl.load(given + j * 64), SPLITS, BYTES))
-                if norm is not None:
-                    factor = _values(tl.load(weights + j * 64)).to(tl.float32)
-                    values = (factor * (values.to(tl.float32) * root)).to(tl.bfloat16)
-                right, power = _right(values, ROUND, BYTES)
+                right, power = _operand(given, norm, root, j, K, ROUND, SPLITS, BYTES, ALIKE)
                 rights += (right,)
                 powers += (power,)
             left = _left(tiles[0], scale is not None, ROUND, SPLITS, BYTES)
@@ -205,6 +185,68 @@ def _product(
         sums = tl.sum(total, 0).to(y.dtype.element_ty)
         place = y + token.to(tl.int64) * (tl.num_programs(1) * N) + row
         tl.store(place, sums, (token < tokens) & (row < N))
+
+
+@triton.jit
+def _first_tiles(
+    weight,
+    before,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    STEPS: tl.constexpr = K // 128 // SPLITS
+    tiles = ()
+    for j in tl.static_range(AHEAD):
+        tiles += (_tile(weight, before, first + j // STEPS * 16, j % STEPS, N, K, SPLITS, BYTES),)
+    return tiles
+
+
+@triton.jit
+def _factors(scale, row, K: tl.constexpr, SPLITS: tl.constexpr):
+    """The scales of each step [SPLITS], if there are any; all rows of a program lie in one block of 128."""
+    STEPS: tl.constexpr = K // 128 // SPLITS
+    factors = ()
+    if scale is not None:
+        block = scale + row // 128 * (K // 128) + tl.arange(0, SPLITS) * STEPS
+        for j in tl.static_range(STEPS):
+            factors += (e8m0_values(tl.load(block + j)),)
+    return factors
+
+
+@triton.jit
+def _root(given, eps, K: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr):
+    """What the norm multiplies each token by: [COUNT, 1, 1]."""
+    squares = tl.zeros([COUNT, SPLITS, 128], tl.float32)
+    for j in tl.static_range(K // 128 // SPLITS):
+        values = _values(tl.load(given + j * 64)).to(tl.float32)
+        squares += values * values
+    mean = tl.sum(tl.reshape(squares, (COUNT, SPLITS * 128)), 1) * (1.0 / K)
+    return tl.rsqrt(mean + eps)[:, None, None]
+
+
+@triton.jit
+def _operand(
+    given,
+    norm,
+    root,
+    step,
+    K: tl.constexpr,
+    ROUND: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    ALIKE: tl.constexpr,
+):
+    """The tokens of a step as `_right` leaves them, normed if there is a norm."""
+    words = tl.load(given + step * 64)
+    values = _values(words if ALIKE else _as_in_the_row(words, SPLITS, BYTES))
+    if norm is not None:
+        weights = norm + _places(1, 0, K, 1, SPLITS, BYTES, True) + step * 64
+        values = (_values(tl.load(weights)).to(tl.float32) * (values.to(tl.float32) * root)).to(tl.bfloat16)
+    return _right(values, ROUND, BYTES)
 
 
 @triton.jit
@@ -251,7 +293,7 @@ def _places(
     PART: tl.constexpr = K // 2 // SPLITS
     if ALIKE:
         token = tl.minimum(tl.arange(0, COUNT), tokens - 1)[:, None, None]
-        return token * x_row + (tl.arange(0, SPLITS)[:, None] * PART + tl.arange(0, 64)[None])[None]
+        places = token * x_row + (tl.arange(0, SPLITS)[:, None] * PART + tl.arange(0, 64)[None])[None]
     else:
         number = tl.arange(0, 4 * SPLITS * 32)
         piece = number // (32 * SPLITS)
@@ -260,7 +302,8 @@ def _places(
             word += piece // 2 * 32 + number % 4 * 8 + piece % 2 * 4
         else:
             word += piece * 16 + number % 4 * 4
-        return word[:, None] + tl.arange(0, 4)[None]
+        places = word[:, None] + tl.arange(0, 4)[None]
+    return places
 
 
 @triton.jit
