@@ -77,3 +77,19 @@ def test_what_is_multiplied_elsewhere():
     assert not takes(torch.ones(2, 1, 257).bfloat16()[..., :256], *bf16)
     # groups whose rows do not fill blocks of 128
     assert not takes(torch.ones(2, 2, 256).bfloat16(), *bf16)
+
+
+def test_one_row_of_a_large_weight_alone(monkeypatch):
+    from dsv4cli.kernels.gemm.kernel import few_rows
+    from dsv4cli.kernels.rows import exact_rows
+
+    calls = []
+    monkeypatch.setattr(few_rows, "multiply", lambda *given: calls.append(len(given[0])))
+    weight, scale = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(32, 32, dtype=torch.float8_e8m0fnu)
+    monkeypatch.setattr("dsv4cli.kernels.gemm.kernel.gemv._launch", lambda *given: calls.append(0))
+    for tokens in (1, 2):
+        linears(torch.ones(tokens, 4096).bfloat16(), [(weight, scale)])
+    with exact_rows(True):
+        linears(torch.ones(1, 4096).bfloat16(), [(weight, scale)])
+    linears(torch.ones(1, 4096).bfloat16(), [(weight, scale)] * 2)
+    assert calls == [0, 2, 1, 1]

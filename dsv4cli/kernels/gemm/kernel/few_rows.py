@@ -4,7 +4,7 @@ A program multiplies 16 rows of a weight at a time, each of its warps a part of 
 end. A thread of the tensor core's operand holds four columns of a row, and four more 16 columns on; so that these are
 the 16 bytes that it loads at once, columns are taken in another order, those of the inputs in the same (`_left`,
 `_right`). Eight tokens fill the other operand; where there are fewer, some stand there several times. So the order in
-which a row is summed depends on the weights' shapes alone: it gets the same bits in a step of one row and of eight.
+which a row is summed here depends on the weights' shapes alone: the same in a step of one row and of eight.
 """
 
 import math
