@@ -1,9 +1,9 @@
 """Linears of one to eight rows in Triton: each weight is read once, straight into the operand of tensor cores.
 
 A program multiplies 16 rows of a weight at a time, each of its warps a part of the columns; their sums are added at the
-end. A thread of the tensor core's operand holds four columns of a row, and four more 16 columns on; so that these are
-the 16 bytes that it loads at once, columns are taken in another order, those of the inputs in the same (`_left`,
-`_right`). Eight tokens fill the other operand; where there are fewer, some stand there several times. So the order in
+end. A thread of the tensor core's operand holds a few columns of a row in each block of 8 or 16; so that these are the
+16 bytes that it loads at once, columns are taken in another order, those of the inputs in the same (`_left`,
+`_operand`). Eight tokens fill the other operand; where there are fewer, the last stands there again. So the order in
 which a row is summed here depends on the weights' shapes alone: the same in a step of one row and of eight.
 """
 
@@ -19,25 +19,19 @@ from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, e8m0_values
-from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
+from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
 # the most rows: the columns of the tensor core
 MOST = 8
-# up to so many rows are rounded where a few threads hold each of them and then spread; more where they are multiplied
-SPREAD = 2
 # rows of a weight at a time: those of the tensor core
 ROWS = 16
-# multiprocessors of an H200, and registers of each
-_PROCESSORS, _REGISTERS = 132, 65_536
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """Whether x [T, G, K] times the matrices of `weight` is multiplied here: bf16 with bf16 or FP8, whole blocks."""
     tokens, groups, width = x.shape
     if tokens > MOST or x.dtype != torch.bfloat16 or x.stride(-1) != 1 or width % FP8_BLOCK:
-        return False
-    if any(number % 2 for number in (x.stride(0), x.stride(1), x.storage_offset())):
         return False
     plain = weight.dtype == torch.bfloat16 and scale is None
     coded = weight.dtype == torch.float8_e4m3fn and scale is not None and has_fp8(x)
@@ -59,12 +53,11 @@ def multiply(
     starts = [0]
     for n in numbers:
         starts.append(starts[-1] + cdiv(n, ROWS * times))
-    together = next_power_of_2(tokens) if tokens <= SPREAD or norm else MOST
     _few_rows[(starts[-1], groups)](
-        x.view(torch.int32), norm and norm.weight.view(torch.int32),
+        x, norm and norm.weight,
         tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results),
-        tokens, x.stride(0) // 2, x.stride(1) // 2, norm.eps if norm else 0.0, tuple(starts), numbers, width,
-        tuple(p.rounded for p in products), together, warps, ahead, times, num_warps=warps, **overlap(x),
+        tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), numbers, width,
+        tuple(p.rounded for p in products), warps, ahead, times, num_warps=warps, **overlap(x),
         **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip
 
@@ -90,16 +83,14 @@ def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles
             times *= 2
     most = 8 if tiles < 512 else 4
     warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
-    ahead = 4 if all(p.scale is not None for p in products) else 2
-    programs = cdiv(cdiv(tiles, times), _PROCESSORS)
-    registers = _REGISTERS // (32 * warps * programs) // 8 * 8
-    return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers if 96 <= registers < 256 else 0)
+    ahead, registers = (4, 128 if times == 1 else 0) if all(p.scale is not None for p in products) else (2, 0)
+    return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers)
 
 
 @launched(do_not_specialize=["tokens", "eps"])
 def _few_rows(
-    x,  # [tokens, G, K] as words of two
-    norm,  # [K] as words, weight of the norm of x, if there is one
+    x,  # [tokens, G, K]
+    norm,  # [K], weight of the norm of x, if there is one
     weights,  # of each product [G * N, K]
     scales,
     ys,  # [tokens, G, N]
@@ -111,7 +102,6 @@ def _few_rows(
     NS: tl.constexpr,
     K: tl.constexpr,
     ROUNDED: tl.constexpr,
-    TOKENS: tl.constexpr,  # a power of two, at least tokens
     SPLITS: tl.constexpr,  # parts of the columns, one for a warp
     AHEAD: tl.constexpr,
     TIMES: tl.constexpr,
@@ -122,7 +112,7 @@ def _few_rows(
         if (program >= STARTS[i]) & (program < STARTS[i + 1]):
             _product(
                 x + group * x_group, norm, weights[i], scales[i], ys[i] + group * NS[i], group * NS[i],
-                (program - STARTS[i]) * (16 * TIMES), tokens, x_row, eps, NS[i], K, ROUNDED[i], TOKENS, SPLITS,
+                (program - STARTS[i]) * (16 * TIMES), tokens, x_row, eps, NS[i], K, ROUNDED[i], SPLITS,
                 AHEAD, TIMES, OVERLAP,
             )  # fmt: skip
 
@@ -142,7 +132,6 @@ def _product(
     N: tl.constexpr,
     K: tl.constexpr,
     ROUND: tl.constexpr,
-    TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,
     TIMES: tl.constexpr,
@@ -151,20 +140,17 @@ def _product(
     """TIMES times 16 rows of the product of one weight and all tokens, into y."""
     STEPS: tl.constexpr = K // 128 // SPLITS
     BYTES: tl.constexpr = 2 if scale is None else 1
-    # what is not rounded is as little work for eight tokens
-    COUNT: tl.constexpr = TOKENS if ROUND or norm is not None else 8
-    ALIKE: tl.constexpr = COUNT < 8 or norm is not None
     tiles = _first_tiles(weight, before, first, N, K, SPLITS, BYTES, AHEAD)
     factors = _factors(scale, before + first, K, SPLITS)
     wait_for_inputs(OVERLAP)
-    given = x + _places(tokens, x_row, K, COUNT, SPLITS, BYTES, ALIKE)
-    root = _root(given, eps, K, COUNT, SPLITS) if norm is not None else None
+    given = x + _places(tokens, x_row, K, SPLITS, BYTES)
+    root = _root(given, eps, K, SPLITS) if norm is not None else None
     rights, powers = (), ()
     for time in tl.static_range(TIMES):
         total = tl.zeros([SPLITS, 16, 8], tl.float32)
         for j in tl.static_range(STEPS):
             if time == 0:
-                right, power = _operand(given, norm, root, j, K, ROUND, SPLITS, BYTES, ALIKE)
+                right, power = _operand(given, norm, root, j, K, ROUND, SPLITS, BYTES)
                 rights += (right,)
                 powers += (power,)
             left = _left(tiles[0], scale is not None, ROUND, SPLITS, BYTES)
@@ -218,35 +204,56 @@ def _factors(scale, row, K: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _root(given, eps, K: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr):
-    """What the norm multiplies each token by: [COUNT, 1, 1]."""
-    squares = tl.zeros([COUNT, SPLITS, 128], tl.float32)
+def _root(given, eps, K: tl.constexpr, SPLITS: tl.constexpr):
+    """What the norm multiplies each token by: [8, 1, 1]."""
+    squares = tl.zeros([SPLITS, 8], tl.float32)
     for j in tl.static_range(K // 128 // SPLITS):
-        values = _values(tl.load(given + j * 64)).to(tl.float32)
-        squares += values * values
-    mean = tl.sum(tl.reshape(squares, (COUNT, SPLITS * 128)), 1) * (1.0 / K)
-    return tl.rsqrt(mean + eps)[:, None, None]
+        values = tl.load(given + j * 128).to(tl.float32)
+        squares += tl.sum(_by_token(values * values, SPLITS), 2)
+    return tl.rsqrt(tl.sum(squares, 0) * (1.0 / K) + eps)[None, :, None]
 
 
 @triton.jit
 def _operand(
-    given,
-    norm,
-    root,
-    step,
-    K: tl.constexpr,
-    ROUND: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    ALIKE: tl.constexpr,
-):
-    """The tokens of a step as `_right` leaves them, normed if there is a norm."""
-    words = tl.load(given + step * 64)
-    values = _values(words if ALIKE else _as_in_the_row(words, SPLITS, BYTES))
+    given, norm, root, step, K: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
+    """The tokens of a step as the other operand [SPLITS, 128, 8], normed if there is a norm; ROUND: in FP8 codes, with
+    their scales [SPLITS, 1, 8]."""
+    values = _by_token(tl.load(given + step * 128), SPLITS)
+    power = 1.0
     if norm is not None:
-        weights = norm + _places(1, 0, K, 1, SPLITS, BYTES, True) + step * 64
-        values = (_values(tl.load(weights)).to(tl.float32) * (values.to(tl.float32) * root)).to(tl.bfloat16)
-    return _right(values, ROUND, BYTES)
+        weights = _by_token(tl.load(norm + _places(1, 0, K, SPLITS, BYTES) + step * 128), SPLITS).to(tl.float32)
+        values = (weights * (values.to(tl.float32) * root)).to(tl.bfloat16)
+    if ROUND:
+        values = values.to(tl.float32)
+        scale = power_of_two_ceil(tl.maximum(tl.max(tl.abs(values), 2), FP8_FLOOR) * (1.0 / FP8_LARGEST))
+        inverse = ((254 << 23) - scale).to(tl.float32, bitcast=True)
+        values = (values * inverse[:, :, None]).to(tl.float8e4nv).to(tl.float16)
+        power = scale.to(tl.float32, bitcast=True)[:, None]
+    # [split, token, thread, piece, pair of blocks, block, columns of a thread in a block]
+    by_thread = tl.reshape(values, (SPLITS, 8, 4, 2 * BYTES, 2, 2, 4 // BYTES))
+    return tl.reshape(tl.permute(by_thread, (0, 3, 4, 5, 2, 6, 1)), (SPLITS, 128, 8)), power
+
+
+@triton.jit
+def _places(tokens, x_row, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr):
+    """Where a step of eight tokens lies, from the first token's on, for the threads that multiply it.
+
+    [4 pieces * SPLITS * 8 tokens * 4 threads, 8 columns]
+    """
+    number = tl.arange(0, 4 * SPLITS * 32)
+    piece, thread = number // (32 * SPLITS), number % 4
+    column = thread * 16 + piece // 2 * 64 + piece % 2 * 8 if BYTES == 1 else thread * 8 + piece * 32
+    # instead of a token that is not there the last one
+    token = tl.minimum(number // 4 % 8, tokens - 1)
+    return (token * x_row + column + number // 32 % SPLITS * (K // SPLITS))[:, None] + tl.arange(0, 8)[None]
+
+
+@triton.jit
+def _by_token(values, SPLITS: tl.constexpr):
+    """What was loaded from `_places` as [SPLITS, 8, 128], thread by thread."""
+    shaped = tl.permute(tl.reshape(values, (4, SPLITS, 8, 4, 8)), (1, 2, 3, 0, 4))
+    return tl.reshape(shaped, (SPLITS, 8, 128))
 
 
 @triton.jit
@@ -270,71 +277,6 @@ def _left(stored, CODED: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr
     if CODED:
         # to bf16 through fp32, for which there are fast instructions
         values = stored.to(tl.float16) if ROUND else stored.to(tl.float32).to(tl.bfloat16)
-    # [half, piece, split, row, thread, pair of 32 columns, half of these, 4 columns]
-    by_thread = tl.reshape(values, (2, 2 * BYTES, SPLITS, 8, 4, 2 // BYTES, 2, 4))
+    # [half, piece, split, row, thread, pair of blocks, block, columns of a thread in a block]
+    by_thread = tl.reshape(values, (2, 2 * BYTES, SPLITS, 8, 4, 2, 2, 4 // BYTES))
     return tl.reshape(tl.permute(by_thread, (2, 0, 3, 1, 5, 6, 4, 7)), (SPLITS, 16, 128))
-
-
-@triton.jit
-def _places(
-    tokens,
-    x_row,
-    K: tl.constexpr,
-    COUNT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    ALIKE: tl.constexpr,
-):
-    """Where the words of a step of COUNT tokens lie, from the first token's on.
-
-    ALIKE: [COUNT, SPLITS, 64], so that threads hold each token as they hold one alone, and sum its squares in the same
-    order. Else of eight tokens, to those threads that multiply them: [4 pieces * SPLITS * 8 tokens * 4 threads, 4].
-    """
-    PART: tl.constexpr = K // 2 // SPLITS
-    if ALIKE:
-        token = tl.minimum(tl.arange(0, COUNT), tokens - 1)[:, None, None]
-        places = token * x_row + (tl.arange(0, SPLITS)[:, None] * PART + tl.arange(0, 64)[None])[None]
-    else:
-        number = tl.arange(0, 4 * SPLITS * 32)
-        piece = number // (32 * SPLITS)
-        word = number // 32 % SPLITS * PART + tl.minimum(number // 4 % 8, tokens - 1) * x_row
-        if BYTES == 1:
-            word += piece // 2 * 32 + number % 4 * 8 + piece % 2 * 4
-        else:
-            word += piece * 16 + number % 4 * 4
-        places = word[:, None] + tl.arange(0, 4)[None]
-    return places
-
-
-@triton.jit
-def _as_in_the_row(words, SPLITS: tl.constexpr, BYTES: tl.constexpr):
-    """Words [4 pieces * SPLITS * 8 tokens * 4 threads, 4] as [8, SPLITS, 64]."""
-    shaped = tl.reshape(words, (2 * BYTES, 2 // BYTES, SPLITS, 8, 4, 4))
-    return tl.reshape(tl.permute(shaped, (3, 2, 0, 4, 1, 5)), (8, SPLITS, 64))
-
-
-@triton.jit
-def _values(words):
-    """Words of two bf16 [a, b, c] as bf16 [a, b, 2 * c]."""
-    pairs = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    return tl.reshape(pairs, (words.shape[0], words.shape[1], 2 * words.shape[2])).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _right(values, ROUND: tl.constexpr, BYTES: tl.constexpr):
-    """values bf16 [TOKENS, SPLITS, 128] as the other operand [SPLITS, 128, 8], in FP8 codes and their scales
-    [SPLITS, 1, 8] where that is wanted. The TOKENS stand there 8 / TOKENS times."""
-    TOKENS: tl.constexpr = values.shape[0]
-    SPLITS: tl.constexpr = values.shape[1]
-    if ROUND:
-        values = values.to(tl.float32)
-        bits = power_of_two_ceil(tl.maximum(tl.max(tl.abs(values), 2), FP8_FLOOR) * (1.0 / FP8_LARGEST))
-        inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
-        operand = (values * inverse[:, :, None]).to(tl.float8e4nv).to(tl.float16)
-        again = tl.broadcast_to(bits.to(tl.float32, bitcast=True)[None], (8 // TOKENS, TOKENS, SPLITS))
-        power = tl.permute(tl.reshape(again, (8, SPLITS)), (1, 0))[:, None]
-    else:
-        operand, power = values, 1.0
-    again = tl.broadcast_to(operand[None], (8 // TOKENS, TOKENS, SPLITS, 128))
-    by_thread = tl.reshape(again, (8, SPLITS, 2 * BYTES, 4, 2 // BYTES, 2, 4))
-    return tl.reshape(tl.permute(by_thread, (1, 2, 4, 5, 3, 6, 0)), (SPLITS, 128, 8)), power
