@@ -6,11 +6,19 @@ import torch
 from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.gemm import grouped_linear, linears, normed_linears
+from dsv4cli.kernels.rows import exact_rows
 from tests.kernels.test_gemm import exactly, inputs, weights
 
 pytestmark = pytest.mark.usefixtures("triton_backend")
 # the first row of a step and how many there are
 STEPS = [(0, 1), (7, 1), (3, 2), (2, 3)]
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    """One row too goes this way."""
+    with exact_rows(True):
+        yield
 
 
 @pytest.fixture
@@ -77,17 +85,14 @@ def test_what_is_multiplied_elsewhere():
     assert not takes(torch.ones(2, 2, 256).bfloat16(), *bf16)
 
 
-def test_one_row_of_a_large_weight_alone(monkeypatch):
+def test_one_row_takes_another_way_unless_it_shall_be_exact(monkeypatch):
     from dsv4cli.kernels.gemm.kernel import few_rows
-    from dsv4cli.kernels.rows import exact_rows
 
     calls = []
     monkeypatch.setattr(few_rows, "multiply", lambda *given: calls.append(len(given[0])))
-    weight, scale = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(32, 32, dtype=torch.float8_e8m0fnu)
+    weight, scale = torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2, dtype=torch.float8_e8m0fnu)
     monkeypatch.setattr("dsv4cli.kernels.gemm.kernel.gemv._launch", lambda *given: calls.append(0))
-    for tokens in (1, 2):
-        linears(torch.ones(tokens, 4096).bfloat16(), [(weight, scale)])
-    with exact_rows(True):
-        linears(torch.ones(1, 4096).bfloat16(), [(weight, scale)])
-    linears(torch.ones(1, 4096).bfloat16(), [(weight, scale)] * 2)
-    assert calls == [0, 2, 1, 1]
+    for tokens, alike in ((1, False), (2, False), (1, True)):
+        with exact_rows(alike):
+            linears(torch.ones(tokens, 256).bfloat16(), [(weight, scale)])
+    assert calls == [0, 2, 1]

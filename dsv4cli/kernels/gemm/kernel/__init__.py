@@ -62,7 +62,11 @@ def normed_linears(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     weights = (*rounded, *plain)
     # elsewhere each program would norm too much again (H200, wq_b of 16: 35 us, instead of 13 and a norm's launch)
-    alone = planned_rows(x.shape[0]) == 1 and all(_way(x, weight) is gemv for weight, _ in weights)
-    if alone or (len(x) and all(few_rows.takes(x[:, None], *matrix) for matrix in weights)):
+    rows = planned_rows(x.shape[0])
+    if rows == 1:
+        once = all(_way(x, weight) is gemv for weight, _ in weights)
+    else:
+        once = rows > 1 and all(few_rows.takes(x[:, None], *matrix) for matrix in weights)
+    if once:
         return gemv.linears(x, rounded, plain, (), Norm(norm_weight.contiguous(), eps))[:2]
     return linears(norm.rms_norm(x, norm_weight, eps), rounded, plain, ())[:2]

@@ -1,7 +1,8 @@
 """Linears of few rows in Triton: each weight is read once, and reading it is the time that they take.
 
-The functions of ref.py. Up to eight tokens multiply in few_rows.py, more in swap_ab.py. Of what tensor cores do not
-take a program multiplies some rows of a weight, all their columns at once, by fused multiply-adds.
+The functions of ref.py. For one token, and for what tensor cores do not take, a program multiplies some rows of a
+weight, all their columns at once, by fused multiply-adds; two to eight tokens multiply in few_rows.py, which one also
+does where its bits shall be those that it has beside others, and more in swap_ab.py.
 """
 
 from collections.abc import Sequence
@@ -89,20 +90,13 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
     ]
     if not tokens or not products:
         return results
-    if not _alone(x, products) and all(few_rows.takes(x, p.weight, p.scale) for p in products):
+    if planned_rows(tokens) > 1 and all(few_rows.takes(x, p.weight, p.scale) for p in products):
         few_rows.multiply(x, norm, products, results, few_rows.few_rows_tiles(x, products))
     elif planned_rows(tokens) > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
         swap_ab.multiply(x, products, results, swap_ab.swap_tiles(x, products))
     else:
         _launch(x, norm, products, results, gemv_tiles(x, products))
     return results
-
-
-def _alone(x: torch.Tensor, products: Sequence[Product]) -> bool:
-    """Whether it is one row and one large FP8 weight of long rows: without tensor cores it takes 1.4 (wo_a) to 2.9 us
-    (wo_b) less in a step (H200), so here a row has other bits than beside others, unless it shall have the same."""
-    one = planned_rows(x.shape[0]) == 1 and len(products) == 1 and x.shape[2] >= 4096
-    return one and products[0].scale is not None and products[0].weight.nbytes > _SMALL_FP8
 
 
 def _few(products: Sequence[Product]) -> int:
