@@ -13,8 +13,9 @@ import typer
 from dsv4cli.output import Output, counted, duration_text
 
 if TYPE_CHECKING:
+    import torch
+
     from dsv4cli.engine.compiling.ahead import Compilation
-    from dsv4cli.engine.compiling.card import Card
     from dsv4cli.engine.compiling.demand import Demand
     from dsv4cli.engine.compiling.pool import Counts
 
@@ -49,11 +50,14 @@ class Compiled(Meanwhile):
 
 
 @contextmanager
-def compiled_meanwhile(out: Output, demand: "Demand", card: "Card") -> Iterator[Meanwhile]:
-    """Compiles in the background what a demand launches and Triton's cache may lack."""
-    from dsv4cli.engine.compiling.ahead import Compilation
+def compiled_meanwhile(out: Output, demand: "Demand", device: "torch.device") -> Iterator[Meanwhile]:
+    """Compiles in the background what a demand launches and Triton's cache may lack, and loads it."""
+    import torch
 
-    with Compilation(demand, card) as ahead:
+    from dsv4cli.engine.compiling.ahead import Compilation
+    from dsv4cli.engine.compiling.card import card_of
+
+    with Compilation(demand, card_of(device), torch.cuda.current_device()) as ahead:
         yield Compiled(out, ahead)
 
 
@@ -82,6 +86,11 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
     out = Output(context.obj)
     demand, card = pickle.loads(bytes.fromhex(sys.stdin.read()))
     try:
-        compile_all(demand, card, lambda counts: out.record(asdict(counts)))
+        compile_all(
+            demand,
+            card,
+            lambda counts: out.record(asdict(counts)),
+            lambda launch: out.record({"ready": pickle.dumps(launch).hex()}),
+        )
     except Exception as error:  # noqa: BLE001 - whoever waits says so: nobody reads this stderr
         out.record(asdict(Counts(failed=[f"{type(error).__name__}: {error}"])))

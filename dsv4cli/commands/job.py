@@ -94,7 +94,6 @@ class Job:
             yield Meanwhile()
             return
         from dsv4cli.engine.compiling.ahead import found_memory
-        from dsv4cli.engine.compiling.card import card_of
         from dsv4cli.engine.compiling.demand import demand_of
         from dsv4cli.engine.weights.placement import MemoryLimits
 
@@ -111,7 +110,7 @@ class Job:
             drawn=drawn,
             memory=found_memory(self.device, self.memory or MemoryLimits(), ranks),
         )
-        with compiled_meanwhile(self.out, demand, card_of(self.device)) as compiled:
+        with compiled_meanwhile(self.out, demand, self.device) as compiled:
             yield compiled
 
     @property

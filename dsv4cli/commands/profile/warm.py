@@ -60,7 +60,7 @@ def warm(
     memory = None if device is None else found_memory(device, MemoryLimits(), tp)
     demand = _demand(model, tp, length, batch, draft, exact, memory)
     start = perf_counter()
-    with Compilation(demand, found, again=True) as ahead, out.counting(f"compiling kernels for {name}") as show:
+    with Compilation(demand, found) as ahead, out.counting(f"compiling kernels for {name}") as show:
         counts = ahead.wait(lambda counts: show(counts.done, counts.found, ""))
     seconds = perf_counter() - start
     if counts.compiled:

@@ -9,16 +9,19 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Condition, Thread
+from typing import Any
 
 import torch
 
 from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.compiling.dry_run import DryRun
-from dsv4cli.engine.compiling.launches import builds_launchers
+from dsv4cli.engine.compiling.launches import Launch, builds_launchers, load_launch
 from dsv4cli.engine.compiling.pool import CompilerPool, Counts
 from dsv4cli.engine.settings import NO_DRAFTS
+from dsv4cli.engine.system.atomic import write_file
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits
@@ -36,16 +39,18 @@ PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.cli 
 class Compilation:
     """Compiles in the background what a demand launches on a card, until it is closed. counts: how far it is."""
 
-    def __init__(self, demand: Demand, card: Card, *, again: bool = False) -> None:
-        """again: also where all of it was compiled before. Raises OSError where no process can be started."""
-        self.counts, self._changed = Counts(), Condition()
-        self._marks = _marks(demand, card)
+    def __init__(self, demand: Demand, card: Card, device: int | None = None) -> None:
+        """device: where the kernels are loaded as they are compiled, with CUDA running; None: they are not, and all are
+        looked for again where they were compiled before. Raises OSError where no process can be started."""
+        self.counts, self._device, self._changed = Counts(), device, Condition()
+        self._marks, self._launches = _marks(demand, card), list[Launch]()
         exactly, model = (mark.exists() for mark in self._marks)
-        self._ended, self._for_all = exactly and not again, again or not model
+        self._ended, self._for_all = exactly and device is not None, device is None or not model
         self._closed = False
         self._process: subprocess.Popen[str] | None = None
-        self._follower = Thread()
-        if not self._ended:
+        if self._ended:
+            work = self._load_marked
+        else:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, "compile-ahead", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -54,9 +59,9 @@ class Compilation:
                 start_new_session=True,  # it sees no Ctrl-C: it ends with this process
                 text=True,
             )
-            job = pickle.dumps((demand, card)).hex()
-            self._follower = Thread(target=self._follow, args=(self._process, job), daemon=True)
-            self._follower.start()
+            work = partial(self._follow, self._process, pickle.dumps((demand, card)).hex())
+        self._worker = Thread(target=work, daemon=True)
+        self._worker.start()
 
     def __enter__(self) -> "Compilation":
         return self
@@ -66,7 +71,7 @@ class Compilation:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._follower.join(GRACE)
+        self._worker.join(GRACE)
 
     def wait(self, on_progress: Callable[[Counts], None]) -> Counts:
         """Until all is compiled; where a like demand of the same model was compiled before, until nothing is being
@@ -85,25 +90,41 @@ class Compilation:
             with process.stdin:
                 process.stdin.write(job)
             for line in process.stdout:
-                with self._changed:
-                    self.counts = Counts(**json.loads(line))
-                    self._changed.notify_all()
+                self._take(json.loads(line))
         code = process.wait()
         if code == 0 and not self.counts.failed:
-            _leave(self._marks)
+            _leave(self._marks, self._launches)
         with self._changed:
             if code and not self._closed:
                 self.counts.failed.append(f"the process that compiles has ended with code {code}")
             self._ended = True
             self._changed.notify_all()
 
+    def _take(self, said: dict[str, Any]) -> None:
+        if "ready" in said:
+            self._launches.append(pickle.loads(bytes.fromhex(said["ready"])))
+            self._load(self._launches[-1])
+            return
+        with self._changed:
+            self.counts = Counts(**said)
+            self._changed.notify_all()
 
-def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None]) -> Counts:
-    """Compiles everything that a demand launches on a card, in processes that are forked from this one."""
+    def _load_marked(self) -> None:
+        with suppress(Exception):  # a file that was not written to the end raises anything
+            for launch in pickle.loads(self._marks[0].read_bytes()):
+                self._load(launch)
+
+    def _load(self, launch: Launch) -> None:
+        if self._device is not None and not self._closed:
+            with suppress(Exception):  # the launch itself says it again
+                load_launch(launch, self._device)
+
+
+def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None], ready: Callable[[Launch], None]) -> None:
+    """Compiles everything that a demand launches on a card, in processes that are forked from this one; report, ready:
+    as of `CompilerPool`."""
     with DryRun(demand, card) as dry:
-        pool = CompilerPool(dry, workers(), report)
-        pool.run()
-    return pool.counts
+        CompilerPool(dry, workers(), report, ready).run()
 
 
 def workers() -> int:
@@ -141,10 +162,9 @@ def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
     return cache_folder() / f"dsv4-{named[0]}", cache_folder() / f"dsv4-{named[1]}"
 
 
-def _leave(marks: tuple[Path, Path]) -> None:
-    for mark in marks:
-        try:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        except OSError:
-            return  # a cache that cannot be written: everything is compiled anew
+def _leave(marks: tuple[Path, Path], launches: list[Launch]) -> None:
+    """The first mark has the kernels, for the next run to load."""
+    with suppress(OSError):  # a cache that cannot be written: everything is compiled anew
+        marks[0].parent.mkdir(parents=True, exist_ok=True)
+        write_file(marks[0], pickle.dumps(launches), marks[0].with_suffix(f".{os.getpid()}"))
+        marks[1].touch()

@@ -38,8 +38,11 @@ class CompilerPool:
     """The work of a dry run on `workers` processes, which are forked from this one: it must have one thread and no
     CUDA. counts: how far it is."""
 
-    def __init__(self, dry: DryRun, workers: int, report: Callable[[Counts], None]) -> None:
-        self.counts, self._dry, self._report = Counts(), dry, report
+    def __init__(
+        self, dry: DryRun, workers: int, report: Callable[[Counts], None], ready: Callable[[Launch], None]
+    ) -> None:
+        """report: called with the counts when they have changed. ready: with each kernel that is in Triton's cache."""
+        self.counts, self._dry, self._report, self._ready = Counts(), dry, report, ready
         tasks = dry.tasks()
         self._steps = deque(task for task in tasks if isinstance(task, Step))
         self._spans = deque(task for task in tasks if not isinstance(task, Step))
@@ -80,9 +83,10 @@ class CompilerPool:
         name = f"{work.module}.{work.name}" if isinstance(work, Launch) else str(work)
         if isinstance(result, str):
             self.counts.failed.append(f"{name}: {result}")
-        elif isinstance(result, bool):
+        elif isinstance(work, Launch):
             self.counts.compiled += result
             self.counts.present += not result
+            self._ready(work)
         else:
             self._found(result)
 

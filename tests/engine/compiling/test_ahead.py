@@ -1,6 +1,7 @@
 """The process beside a command: what it says, how long it is waited for, what is remembered of it."""
 
 import os
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 import dsv4cli
-from dsv4cli.engine.compiling.ahead import Compilation
+from dsv4cli.engine.compiling.ahead import Compilation, _marks
 from dsv4cli.engine.compiling.demand import Demand, demand_of
 from dsv4cli.engine.compiling.pool import Counts
 from dsv4cli.engine.config.model_config import parse_config
@@ -19,6 +20,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling
 from dsv4cli.kernels.card import CARDS
+from tests.engine.compiling.test_pool import launch
 from tests.support.compiler import compiler
 
 CARD = CARDS["h200"]
@@ -34,9 +36,9 @@ def says(monkeypatch, tmp_path):
     return compiler(monkeypatch, tmp_path)
 
 
-def waited(length: int = 5, again: bool = False) -> tuple[Counts, float]:
+def waited(length: int = 5, device: int | None = 0) -> tuple[Counts, float]:
     start = time.monotonic()
-    with Compilation(demand(length), CARD, again=again) as ahead:
+    with Compilation(demand(length), CARD, device) as ahead:
         counts = ahead.wait(lambda counts: None)
     return counts, time.monotonic() - start
 
@@ -49,7 +51,33 @@ def test_what_was_compiled_is_not_asked_for_again(says):
     assert waited()[0] == Counts(**ALL)
     says(code=1)
     assert waited() == (Counts(), pytest.approx(0, abs=0.5))
-    assert waited(again=True)[0].failed == ["the process that compiles has ended with code 1"]
+    assert waited(device=None)[0].failed == ["the process that compiles has ended with code 1"]
+
+
+def test_kernels_are_loaded_as_they_are_compiled_and_when_they_are_known(says, monkeypatch):
+    loaded, launches = [], [launch("up"), launch("down")]
+    monkeypatch.setattr(
+        "dsv4cli.engine.compiling.ahead.load_launch", lambda one, device: loaded.append((one.name, device))
+    )
+    says(*({"ready": pickle.dumps(one).hex()} for one in launches), ALL)
+    waited(device=1)
+    assert loaded == [("up", 1), ("down", 1)]
+    says(code=1)
+    with Compilation(demand(5), CARD, 1) as ahead:
+        ahead._worker.join()
+    assert loaded[2:] == [("up", 1), ("down", 1)]
+    says(*({"ready": pickle.dumps(one).hex()} for one in launches), ALL)
+    waited(device=None)
+    assert len(loaded) == 4
+
+
+def test_a_mark_that_was_not_written_to_the_end_loads_nothing(says, monkeypatch):
+    monkeypatch.setattr("dsv4cli.engine.compiling.ahead.load_launch", lambda one, device: pytest.fail("there is none"))
+    says(ALL)
+    waited()
+    mark, _ = _marks(demand(5), CARD)
+    mark.write_bytes(b"")
+    assert waited() == (Counts(), pytest.approx(0, abs=0.5))
 
 
 def test_the_process_runs_this_program_whatever_folder_the_user_is_in(says, tmp_path):
@@ -66,7 +94,7 @@ def test_another_prompt_of_a_known_model_is_waited_for_where_kernels_are_missing
     says({"found": 3, "present": 3}, seconds=20)
     assert waited(6)[1] < 10
     says({"found": 3, "present": 2}, {"found": 3, "present": 2, "compiled": 1}, seconds=20)
-    with Compilation(demand(7), CARD) as ahead:
+    with Compilation(demand(7), CARD, 0) as ahead:
         while not ahead.counts.found:
             time.sleep(0.01)
         assert ahead.wait(lambda counts: None).done == 3
@@ -83,7 +111,7 @@ def test_what_failed_is_tried_again(says, lines, code):
 def test_it_ends_with_whoever_waits(says):
     says({"found": 2}, seconds=100)
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Compilation(demand(5), CARD) as ahead:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), Compilation(demand(5), CARD, 0) as ahead:  # noqa: PT012
 
         def interrupt(counts: Counts) -> None:
             raise KeyboardInterrupt
@@ -99,5 +127,5 @@ def test_a_card_and_a_model_have_their_own(says):
     waited()
     says({"found": 1, "compiled": 1, "searching": False})
     for one, card in ((demand(5), CARDS["a100"]), (replace(demand(5), exact=True), CARD)):
-        with Compilation(one, card) as ahead:
+        with Compilation(one, card, 0) as ahead:
             assert ahead.wait(lambda counts: None).found == 1

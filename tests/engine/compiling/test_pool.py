@@ -1,6 +1,7 @@
 """Processes that compile: all is done once, and what one of them cannot is left to the launch."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ class DryRun:
         return [launch(name) for name in self._found[task]]
 
 
-def run(found: dict[Any, list[str]], workers: int = 2) -> tuple[Counts, list[int]]:
+def run(found: dict[Any, list[str]], workers: int = 2, ready=lambda launch: None) -> tuple[Counts, list[int]]:
     done: list[int] = []
-    one = CompilerPool(DryRun(found), workers, lambda counts: done.append(counts.done))  # type: ignore[arg-type]
+    one = CompilerPool(DryRun(found), workers, lambda counts: done.append(counts.done), ready)  # type: ignore[arg-type]
     one.run()
     return one.counts, done
 
@@ -103,7 +104,13 @@ def test_launchers_are_built_where_triton_has_them_built(there, monkeypatch):
     monkeypatch.setattr(driver, "library_dirs", library_dirs)
     monkeypatch.setattr(driver, "CudaLauncher", launcher)
     assert launches.builds_launchers() is there
-    launches._build_launcher("source", "metadata")
+    launches._build_launcher(SimpleNamespace(src="source", metadata="metadata"))
     assert built == [("source", "metadata")] * there
     monkeypatch.delattr(driver, "make_launcher")
     assert not launches.builds_launchers()
+
+
+def test_kernels_that_are_there_are_named():
+    names: list[str] = []
+    run({FIRST: ["a", "there", "refuses"]}, ready=lambda launch: names.append(launch.name))
+    assert sorted(names) == ["a", "there"]
