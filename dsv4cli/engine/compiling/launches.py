@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dsv4cli.kernels.card import Card
+from dsv4cli.kernels.launch import called_by
 
 # threads of a warp, on every NVIDIA GPU
 WARP = 32
@@ -37,6 +38,11 @@ class Launch:
     def identity(self) -> tuple[str, str, str]:
         """What tells it from every other."""
         return self.module, self.name, self.key
+
+    @property
+    def function(self) -> Any:
+        """The kernel itself."""
+        return getattr(import_module(self.module), self.name)
 
 
 class _Driver:
@@ -121,10 +127,15 @@ def compile_launch(launch: Launch) -> bool:
     return not found[-1]
 
 
+def source_length(launch: Launch) -> int:
+    """Characters of a kernel's source and of all that it calls: more of them mostly take longer to compile."""
+    return sum(len(function.src) for function in called_by(launch.function))
+
+
 def load_launch(launch: Launch, device: int) -> None:
     """Loads a kernel from Triton's cache to where it is found when it is launched on this device. Raises what Triton
     raises."""
-    kernels = getattr(import_module(launch.module), launch.name).device_caches[device][0]
+    kernels = launch.function.device_caches[device][0]
     if launch.key not in kernels:
         with torch.cuda.device(device):
             kernel = _compiled(launch)
@@ -137,10 +148,9 @@ def _compiled(launch: Launch) -> Any:
     from triton.compiler import ASTSource, compile, make_backend
     from triton.runtime.driver import driver
 
-    function = getattr(import_module(launch.module), launch.name)
     target = driver.active.get_current_target()
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()}
-    source = ASTSource(function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
+    source = ASTSource(launch.function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
     return compile(source, target=target, options=make_backend(target).parse_options(options).__dict__)
 
 

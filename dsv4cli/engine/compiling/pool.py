@@ -10,7 +10,7 @@ from typing import Any
 
 from dsv4cli.engine.compiling.demand import Step
 from dsv4cli.engine.compiling.dry_run import DryRun, Task
-from dsv4cli.engine.compiling.launches import Launch, compile_launch
+from dsv4cli.engine.compiling.launches import Launch, compile_launch, source_length
 from dsv4cli.engine.system.ending import end_with_parent
 
 # how much they give way to the process that loads a model meanwhile
@@ -46,7 +46,7 @@ class CompilerPool:
         tasks = dry.tasks()
         self._steps = deque(task for task in tasks if isinstance(task, Step))
         self._spans = deque(task for task in tasks if not isinstance(task, Step))
-        self._launches: deque[Launch] = deque()
+        self._launches: list[Launch] = []  # what takes long is begun first, from the end
         self._known = set[tuple[str, str, str]]()
         if self._steps:  # what is imported on the way, forks need not import
             self._found(dry.launches(self._steps.popleft()))
@@ -68,10 +68,14 @@ class CompilerPool:
 
     def _hand_out(self) -> None:
         for one, work in self._work.items():
-            queue = next((queue for queue in (self._steps, self._launches, self._spans) if queue), None)
-            if work is None and queue is not None:
-                self._work[one] = queue.popleft()
+            if work is None and (self._steps or self._launches or self._spans):
+                self._work[one] = self._next()
                 one.send(self._work[one])
+
+    def _next(self) -> Task | Launch:
+        if self._steps or not self._launches:
+            return (self._steps or self._spans).popleft()
+        return self._launches.pop()
 
     def _take(self, one: Connection) -> None:
         work, self._work[one] = self._work[one], None
@@ -93,7 +97,7 @@ class CompilerPool:
     def _found(self, launches: list[Launch]) -> None:
         new = [launch for launch in launches if launch.identity not in self._known]
         self._known.update(launch.identity for launch in new)
-        self._launches.extend(new)
+        self._launches = sorted([*self._launches, *new], key=source_length)
         self.counts.found += len(new)
 
     def _fork(self) -> Connection:

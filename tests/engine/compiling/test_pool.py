@@ -54,6 +54,7 @@ def compiler(monkeypatch):
         return one.name != "there"
 
     monkeypatch.setattr(pool, "compile_launch", compiled)
+    monkeypatch.setattr(pool, "source_length", lambda one: len(one.name))
     monkeypatch.setattr(pool, "end_with_parent", lambda parent: None)
 
 
@@ -81,7 +82,7 @@ def test_a_step_that_cannot_be_done_is_named():
 
 
 def test_it_ends_when_every_process_has():
-    counts, _ = run({FIRST: ["dies", "dies twice", "a", "b"]}, workers=1)
+    counts, _ = run({FIRST: ["dies", "a", "b"]}, workers=1)
     assert (counts.compiled, len(counts.failed)) == (0, 1)
 
 
@@ -114,3 +115,10 @@ def test_kernels_that_are_there_are_named():
     names: list[str] = []
     run({FIRST: ["a", "there", "refuses"]}, ready=lambda launch: names.append(launch.name))
     assert sorted(names) == ["a", "there"]
+
+
+def test_long_sources_are_compiled_first():
+    names: list[str] = []
+    found = {FIRST: ["a", "cc", "there", "bbb"], SECOND: ["dddd"]}
+    run(found, workers=1, ready=lambda launch: names.append(launch.name))
+    assert names == ["there", "dddd", "bbb", "cc", "a"]
