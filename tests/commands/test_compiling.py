@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.commands import compiling, job
-from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile, report_compiled
+from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile, early_compiler, report_compiled
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.engine.compiling import ahead, card
 from dsv4cli.engine.compiling.pool import Counts
@@ -24,7 +24,7 @@ def asked(monkeypatch):
     found = []
 
     @contextmanager
-    def meanwhile(out, demand, device):
+    def meanwhile(out, demand, device, process):
         found.append((demand, device))
         yield Meanwhile()
 
@@ -75,8 +75,8 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
     counts = Counts(found=3, compiled=1, present=1, failed=["up: no registers left"], searching=False)
 
     class Compilation:
-        def __init__(self, demand, found, device):
-            assert (found, device) == (CARDS["h200"], 1)
+        def __init__(self, demand, found, device, process):
+            assert (found, device, process) == (CARDS["h200"], 1, "waits")
             self.counts = counts
 
         def wait(self, on_progress):
@@ -87,7 +87,7 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(ahead, "Compilation", lambda *given: nullcontext(Compilation(*given)))
     monkeypatch.setattr(compiling, "perf_counter", iter((1.0, 3.0)).__next__)
-    with compiled_meanwhile(Output(Colours()), None, None) as meanwhile:  # type: ignore[arg-type]
+    with compiled_meanwhile(Output(Colours()), None, None, "waits") as meanwhile:  # type: ignore[arg-type]
         assert meanwhile.note() == ", 3 of 3 kernels compiled"
         meanwhile.finish()
     assert capsys.readouterr().err == (
@@ -96,3 +96,10 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
     )
     report_compiled(Output(Colours()), Counts(found=3, present=3, searching=False), 2.0)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("device", "backend"), [("auto", "auto"), ("cpu", "auto"), ("auto", "torch")])
+def test_a_process_is_started_early_where_a_gpu_may_compute(device, backend, monkeypatch):
+    monkeypatch.setattr("dsv4cli.engine.compiling.process.start_early", lambda: "process")
+    wanted = "process" if (device, backend) == ("auto", "auto") else None
+    assert early_compiler(ModelOptions(device=device, backend=backend)) == wanted

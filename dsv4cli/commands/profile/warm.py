@@ -52,8 +52,9 @@ def warm(
     built, by the same versions of Triton and dsv4.
     """
     out = Output(context.obj, as_json)
-    from dsv4cli.engine.compiling.ahead import Compilation, cache_folder, found_memory
+    from dsv4cli.engine.compiling.ahead import Compilation, found_memory
     from dsv4cli.engine.compiling.card import find_card
+    from dsv4cli.engine.compiling.process import cache_folder
     from dsv4cli.engine.weights.placement import MemoryLimits
 
     name, found, device = find_card(card)

@@ -4,22 +4,27 @@ import hashlib
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 from threading import Condition, Thread
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4cli import kernels
 from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.compiling.dry_run import DryRun
 from dsv4cli.engine.compiling.launches import Launch, builds_launchers, load_launch
+from dsv4cli.engine.compiling.no_data import NoData
 from dsv4cli.engine.compiling.pool import CompilerPool, Counts
+from dsv4cli.engine.compiling.process import MARKS, PACKAGE, cache_folder, start
 from dsv4cli.engine.settings import NO_DRAFTS
 from dsv4cli.engine.system.atomic import write_file
 from dsv4cli.engine.system.device import free_memory
@@ -27,38 +32,38 @@ from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits
 from dsv4cli.kernels.card import Card
 
+if TYPE_CHECKING:
+    import subprocess
+
 # what a process takes while it compiles a large kernel
 BYTES_EACH = 10**9
 # seconds until those that it has started are gone too
 GRACE = 2.0
-PACKAGE = Path(__file__).parents[2]
-# `python -m dsv4cli` would take what the folder has where the user is
-PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.cli import main; main()"
 
 
 class Compilation:
     """Compiles in the background what a demand launches on a card, until it is closed. counts: how far it is."""
 
-    def __init__(self, demand: Demand, card: Card, device: int | None = None) -> None:
+    def __init__(
+        self,
+        demand: Demand,
+        card: Card,
+        device: int | None = None,
+        process: "subprocess.Popen[str] | None" = None,
+    ) -> None:
         """device: where the kernels are loaded as they are compiled, with CUDA running; None: they are not, and all are
-        looked for again where they were compiled before. Raises OSError where no process can be started."""
+        looked for again where they were compiled before. process: one that waits already. Raises OSError where none can
+        be started."""
         self.counts, self._device, self._changed = Counts(), device, Condition()
         self._marks, self._launches = _marks(demand, card), list[Launch]()
         exactly, model = (mark.exists() for mark in self._marks)
         self._ended, self._for_all = exactly and device is not None, device is None or not model
         self._closed = False
-        self._process: subprocess.Popen[str] | None = None
+        self._process = process
         if self._ended:
             work = self._load_marked
         else:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, "compile-ahead", str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # it sees no Ctrl-C: it ends with this process
-                text=True,
-            )
+            self._process = start() if process is None or process.poll() is not None else process
             work = partial(self._follow, self._process, pickle.dumps((demand, card)).hex())
         self._worker = Thread(target=work, daemon=True)
         self._worker.start()
@@ -120,6 +125,18 @@ class Compilation:
                 load_launch(launch, self._device)
 
 
+def prepare() -> None:
+    """Imports what `compile_all` needs, before it is known for what."""
+    # torch.cat of tensors without data would import the real one, and SymPy with it: 2 s, for nothing
+    without = ModuleType("torch._dynamo")
+    vars(without)["disable"] = lambda function, *given, **named: function
+    sys.modules["torch._dynamo"] = vars(torch)["_dynamo"] = without
+    with NoData():
+        torch.cat([torch.empty(1, device="cuda")])
+    for found in walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        import_module(found.name)
+
+
 def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None], ready: Callable[[Launch], None]) -> None:
     """Compiles everything that a demand launches on a card, in processes that are forked from this one; report, ready:
     as of `CompilerPool`."""
@@ -139,13 +156,6 @@ def found_memory(device: torch.device, limits: MemoryLimits, ranks: int = 1) -> 
     return FreeMemory(free_memory(device), free_memory(torch.device("cpu")), ranks, limits)
 
 
-def cache_folder() -> Path:
-    """Where Triton keeps what it has compiled."""
-    from triton import knobs
-
-    return Path(knobs.cache.dir)
-
-
 def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
     """Files of Triton's cache that say: this demand was compiled into it, and one of this model."""
     from triton import __version__
@@ -159,7 +169,7 @@ def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
     model = replace(demand, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafting=NO_DRAFTS)
     versions = f"{torch.__version__} {__version__} {sources.hexdigest()} {builds_launchers()}"
     named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (demand, model)]
-    return cache_folder() / f"dsv4-{named[0]}", cache_folder() / f"dsv4-{named[1]}"
+    return cache_folder() / f"{MARKS}{named[0]}", cache_folder() / f"{MARKS}{named[1]}"
 
 
 def _leave(marks: tuple[Path, Path], launches: list[Launch]) -> None:

@@ -14,6 +14,7 @@ import dsv4cli
 from dsv4cli.engine.compiling.ahead import Compilation, _marks
 from dsv4cli.engine.compiling.demand import Demand, demand_of
 from dsv4cli.engine.compiling.pool import Counts
+from dsv4cli.engine.compiling.process import start, start_early
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.storage import Formats
@@ -78,6 +79,27 @@ def test_a_mark_that_was_not_written_to_the_end_loads_nothing(says, monkeypatch)
     mark, _ = _marks(demand(5), CARD)
     mark.write_bytes(b"")
     assert waited() == (Counts(), pytest.approx(0, abs=0.5))
+
+
+def test_a_process_that_waits_already_is_taken(says):
+    says(ALL)
+    process = start()
+    for length in (5, 6):  # with the first it has ended
+        with Compilation(demand(length), CARD, None, process) as ahead:
+            assert ahead.wait(lambda counts: None) == Counts(**ALL)
+            assert (ahead._process is process) == (length == 5)
+
+
+@pytest.mark.parametrize(("driver", "mark"), [(True, False), (True, True), (False, False)])
+def test_it_is_started_early_where_nothing_was_compiled_for_a_gpu(driver, mark, says, monkeypatch, tmp_path):
+    monkeypatch.setattr("dsv4cli.engine.compiling.process.DRIVER", tmp_path if driver else tmp_path / "none")
+    says(ALL)
+    if mark:
+        waited()
+    process = start_early()
+    assert (process is not None) == (driver and not mark)
+    if process is not None:
+        process.communicate("")
 
 
 def test_the_process_runs_this_program_whatever_folder_the_user_is_in(says, tmp_path):
