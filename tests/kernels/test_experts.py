@@ -310,6 +310,28 @@ def test_an_expert_without_tokens_is_never_read():
     assert routed_experts(x, weights, experts, routing, 10.0, False).isfinite().all()
 
 
+@pytest.mark.usefixtures("triton_backend")
+def test_warps_take_rows_or_columns_and_nothing_changes(monkeypatch):
+    from dsv4cli.kernels.experts.kernel import few_tokens
+
+    (experts, routing), x = routes(5, 3, 2), torch.randn(5, 128).bfloat16()
+    weights, one = stored("fp4", 3, 128, 128), stored_once("fp8", 128, 128)
+    results = []
+    for warps in (1, 4):
+        tiles = few_tokens.ProductTiles(128, warps, 1, 1)
+        monkeypatch.setattr(few_tokens, "few_tokens_tiles", lambda *_, t=tiles: few_tokens.FewTokensTiles(4, 8, t, t))
+        results.append(mixture(x, weights, one, experts, routing, 10.0, True, torch.float32))
+    assert torch.equal(*results)
+
+
+def test_warps_with_rows_of_their_own_need_no_columns():
+    from dsv4cli.kernels.experts.kernel.few_tokens import ProductTiles, _fitting
+
+    assert _fitting(ProductTiles(64, 4, 2, 2), 384) == ProductTiles(64, 4, 2, 1)
+    assert _fitting(ProductTiles(16, 2, 2, 2), 384) == ProductTiles(16, 1, 2, 1)
+    assert _fitting(ProductTiles(16, 8, 2, 2), 512) == ProductTiles(16, 4, 1, 1)
+
+
 def scattered(weights: ExpertWeights) -> ExpertWeights:
     """The same experts in other rows of larger stacks, whose other rows are poison."""
     count = len(weights.w1)
