@@ -310,6 +310,33 @@ def test_an_expert_without_tokens_is_never_read():
     assert routed_experts(x, weights, experts, routing, 10.0, False).isfinite().all()
 
 
+def chunks_of(experts: torch.Tensor, chunk: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """What `prepare` finds: expert, position and size of each chunk it lists, 0 for none; the pair at each position."""
+    from dsv4cli.kernels.experts.kernel import few_tokens
+
+    x, pairs = torch.randn(len(experts), 128).bfloat16(), experts.numel()
+    call = few_tokens._Call(x, stored("fp4", 9, 128, 128), None, experts, torch.ones(experts.shape), 1.0, False, x)
+    *_, order, _, chunks = few_tokens._prepare(call, chunk, 0, pairs)
+    words = chunks.tolist()
+    return [(word >> 32, word >> 8 & 0xFFFFFF, word & 255) for word in words], order.tolist()
+
+
+@pytest.mark.parametrize("chunk", [2, 4])
+def test_chunks_are_listed_without_gaps_the_large_ones_first(triton_backend, monkeypatch, chunk):
+    from dsv4cli.kernels.experts.kernel import few_tokens
+
+    # of one expert nine, of others four, three, one and none
+    experts = torch.tensor([5] * 9 + [0] * 4 + [8] * 3 + [2])[torch.randperm(17)][:, None]
+    found = {}
+    for most in (0, 64):
+        monkeypatch.setattr(few_tokens, "SPARSE", most)
+        found[most], order = chunks_of(experts, chunk)
+        assert experts[order, 0].tolist() == sorted(experts[:, 0].tolist())
+    listed, sizes = found[0], [4, 4, 4, 3, 1, 1] if chunk == 4 else [2, 2, 1, 2, 2, 2, 2, 1, 2, 1]
+    assert [size for _, _, size in listed] == [*sizes, *[0] * (17 - len(sizes))]
+    assert sorted(listed[: len(sizes)]) == [one for one in found[64] if one[2]]
+
+
 @pytest.mark.usefixtures("triton_backend")
 def test_warps_take_rows_or_columns_and_nothing_changes(monkeypatch):
     from dsv4cli.kernels.experts.kernel import few_tokens

@@ -23,7 +23,7 @@ from dsv4cli.kernels.experts.kernel.dequant_mma import (
     parts_of,
     row_numbers,
 )
-from dsv4cli.kernels.experts.kernel.few_tokens_prepare import store_inner
+from dsv4cli.kernels.experts.kernel.few_tokens_prepare import chunk_parts, store_inner
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
@@ -78,16 +78,16 @@ def up(
     if program >= ahead:
         number, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
         wait_for_inputs(OVERLAP)
-        chunk = tl.load(chunks + number)
-        if chunk % 16 > _SMALL:
+        expert, begin, size = chunk_parts(tl.load(chunks + number))
+        if size > _SMALL:
             _up_routed(
-                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, chunk // 16, number, chunk % 16,
-                pairs, first, limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
+                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, expert, begin, size, pairs, first,
+                limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
             )  # fmt: skip
-        elif chunk % 16 > 0:
+        elif size > 0:
             _up_routed(
-                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, chunk // 16, number, chunk % 16,
-                pairs, first, limit, D, INNER, PER_TOKEN, _SMALL, ROUND, ROWS, SPLITS, AHEAD, EACH,
+                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, expert, begin, size, pairs, first,
+                limit, D, INNER, PER_TOKEN, _SMALL, ROUND, ROWS, SPLITS, AHEAD, EACH,
             )  # fmt: skip
     elif SHARED_INNER > 0:
         number, first = program // (SHARED_INNER // ROWS), program % (SHARED_INNER // ROWS) * ROWS
@@ -142,13 +142,11 @@ def down(
 ):  # fmt: skip
     first, number = tl.program_id(0) * ROWS, tl.program_id(1)
     row = first + tl.arange(0, ROWS)
-    begin = number - shared_chunks
-    if begin >= 0:
+    if number >= shared_chunks:
         # `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
-        chunk = tl.load(chunks + begin, cache_modifier=".cg")
-        size = chunk % 16
-        # of a chunk of no pairs any expert's
-        expert_row = (chunk // 16).to(tl.int64) * D + first + row_numbers(ROWS, SPLITS)
+        expert, begin, size = chunk_parts(tl.load(chunks + number - shared_chunks, cache_modifier=".cg"))
+        # of no chunk any expert's
+        expert_row = expert * D + first + row_numbers(ROWS, SPLITS)
         rows, row_scales = fp4_rows(w2, w2_scale, expert_row, parts_of(INNER, ROWS, SPLITS), INNER, EACH)
         if size > 0:
             tiles, factors = first_steps((rows,), (row_scales,), AHEAD, EACH)
