@@ -53,7 +53,7 @@ class Compiled(Meanwhile):
 
 
 def early_compiler(options: ModelOptions) -> "Popen[str] | None":
-    """A process that waits for what to compile, where a model loaded with these options is likely to need it."""
+    """A process that waits for what to compile, where a model loaded with these options may need it."""
     from dsv4cli.engine.compiling.process import start_early
 
     return None if options.device == "cpu" or options.backend == "torch" else start_early()

@@ -24,8 +24,7 @@ from dsv4cli.engine.compiling.dry_run import DryRun
 from dsv4cli.engine.compiling.launches import Launch, builds_launchers, load_launch
 from dsv4cli.engine.compiling.no_data import NoData
 from dsv4cli.engine.compiling.pool import CompilerPool, Counts
-from dsv4cli.engine.compiling.process import MARKS, PACKAGE, cache_folder, start
-from dsv4cli.engine.settings import NO_DRAFTS
+from dsv4cli.engine.compiling.process import PACKAGE, cache_folder, start
 from dsv4cli.engine.system.atomic import write_file
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.system.host_memory import host_memory
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 BYTES_EACH = 10**9
 # seconds until those that it has started are gone too
 GRACE = 2.0
+# how marks are called, and how many are kept: each prompt of another length has one of its own
+MARK, MOST_MARKS = "dsv4-", 64
 
 
 class Compilation:
@@ -55,9 +56,8 @@ class Compilation:
         looked for again where they were compiled before. process: one that waits already. Raises OSError where none can
         be started."""
         self.counts, self._device, self._changed = Counts(), device, Condition()
-        self._marks, self._launches = _marks(demand, card), list[Launch]()
-        exactly, model = (mark.exists() for mark in self._marks)
-        self._ended, self._for_all = exactly and device is not None, device is None or not model
+        self._mark, self._launches = _mark(demand, card), list[Launch]()
+        self._ended = device is not None and self._mark.exists()
         self._closed = False
         self._process = process
         if self._ended:
@@ -79,10 +79,9 @@ class Compilation:
         self._worker.join(GRACE)
 
     def wait(self, on_progress: Callable[[Counts], None]) -> Counts:
-        """Until all is compiled; where a like demand of the same model was compiled before, until nothing is being
-        compiled as far as is known."""
+        """Until all is compiled."""
         with self._changed:
-            while not self._ended and (self._for_all or self.counts.done < self.counts.found):
+            while not self._ended:
                 on_progress(self.counts)
                 self._changed.wait()
             return self.counts
@@ -98,7 +97,7 @@ class Compilation:
                 self._take(json.loads(line))
         code = process.wait()
         if code == 0 and not self.counts.failed:
-            _leave(self._marks, self._launches)
+            _leave(self._mark, self._launches)
         with self._changed:
             if code and not self._closed:
                 self.counts.failed.append(f"the process that compiles has ended with code {code}")
@@ -116,7 +115,7 @@ class Compilation:
 
     def _load_marked(self) -> None:
         with suppress(Exception):  # a file that was not written to the end raises anything
-            for launch in pickle.loads(self._marks[0].read_bytes()):
+            for launch in pickle.loads(self._mark.read_bytes()):
                 self._load(launch)
 
     def _load(self, launch: Launch) -> None:
@@ -156,25 +155,23 @@ def found_memory(device: torch.device, limits: MemoryLimits, ranks: int = 1) -> 
     return FreeMemory(free_memory(device), free_memory(torch.device("cpu")), ranks, limits)
 
 
-def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
-    """Files of Triton's cache that say: this demand was compiled into it, and one of this model."""
+def _mark(demand: Demand, card: Card) -> Path:
+    """The file of Triton's cache that says: this demand was compiled into it."""
     from triton import __version__
 
     sources = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(file.read_bytes())
     # what is free is never the same; how weights are divided seldom changes with it
-    memory = demand.memory and replace(demand.memory, gpu=None, host=None)
-    demand = replace(demand, memory=memory)
-    model = replace(demand, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafting=NO_DRAFTS)
+    demand = replace(demand, memory=demand.memory and replace(demand.memory, gpu=None, host=None))
     versions = f"{torch.__version__} {__version__} {sources.hexdigest()} {builds_launchers()}"
-    named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (demand, model)]
-    return cache_folder() / f"{MARKS}{named[0]}", cache_folder() / f"{MARKS}{named[1]}"
+    return cache_folder() / f"{MARK}{hashlib.sha256(f'{versions} {card} {demand}'.encode()).hexdigest()}"
 
 
-def _leave(marks: tuple[Path, Path], launches: list[Launch]) -> None:
-    """The first mark has the kernels, for the next run to load."""
-    with suppress(OSError):  # a cache that cannot be written: everything is compiled anew
-        marks[0].parent.mkdir(parents=True, exist_ok=True)
-        write_file(marks[0], pickle.dumps(launches), marks[0].with_suffix(f".{os.getpid()}"))
-        marks[1].touch()
+def _leave(mark: Path, launches: list[Launch]) -> None:
+    """Writes the mark: the kernels, for the next run to load. The oldest go."""
+    with suppress(OSError):  # a cache that cannot be written: everything is looked for anew
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        write_file(mark, pickle.dumps(launches), mark.with_suffix(f".{os.getpid()}"))
+        for old in sorted(mark.parent.glob(f"{MARK}*"), key=lambda one: one.stat().st_mtime)[:-MOST_MARKS]:
+            old.unlink()

@@ -8,8 +8,6 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2]
 # `python -m dsv4cli` would take what the folder has where the user is
 PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.cli import main; main()"
-# of Triton's cache: files that say what was compiled into it
-MARKS = "dsv4-"
 # where there is a driver of NVIDIA's, on Linux
 DRIVER = Path("/proc/driver/nvidia")
 
@@ -28,9 +26,8 @@ def start() -> "subprocess.Popen[str]":
 
 
 def start_early() -> "subprocess.Popen[str] | None":
-    """The process, where it will be needed: there is a GPU's driver, and nothing was compiled ahead yet. None where it
-    may not, or where none can be started."""
-    if not DRIVER.exists() or any(cache_folder().glob(f"{MARKS}*")):
+    """The process, where a GPU's driver is; None where not, or where none can be started."""
+    if not DRIVER.exists():
         return None
     try:
         return start()

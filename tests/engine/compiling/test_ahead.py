@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 import dsv4cli
-from dsv4cli.engine.compiling.ahead import Compilation, _marks
+from dsv4cli.engine.compiling.ahead import Compilation, _mark
 from dsv4cli.engine.compiling.demand import Demand, demand_of
 from dsv4cli.engine.compiling.pool import Counts
 from dsv4cli.engine.compiling.process import start, start_early
@@ -76,8 +76,7 @@ def test_a_mark_that_was_not_written_to_the_end_loads_nothing(says, monkeypatch)
     monkeypatch.setattr("dsv4cli.engine.compiling.ahead.load_launch", lambda one, device: pytest.fail("there is none"))
     says(ALL)
     waited()
-    mark, _ = _marks(demand(5), CARD)
-    mark.write_bytes(b"")
+    _mark(demand(5), CARD).write_bytes(b"")
     assert waited() == (Counts(), pytest.approx(0, abs=0.5))
 
 
@@ -90,14 +89,12 @@ def test_a_process_that_waits_already_is_taken(says):
             assert (ahead._process is process) == (length == 5)
 
 
-@pytest.mark.parametrize(("driver", "mark"), [(True, False), (True, True), (False, False)])
-def test_it_is_started_early_where_nothing_was_compiled_for_a_gpu(driver, mark, says, monkeypatch, tmp_path):
+@pytest.mark.parametrize("driver", [True, False])
+def test_it_is_started_early_where_a_gpu_may_be(driver, says, monkeypatch, tmp_path):
     monkeypatch.setattr("dsv4cli.engine.compiling.process.DRIVER", tmp_path if driver else tmp_path / "none")
     says(ALL)
-    if mark:
-        waited()
     process = start_early()
-    assert (process is not None) == (driver and not mark)
+    assert (process is not None) == driver
     if process is not None:
         process.communicate("")
 
@@ -110,16 +107,21 @@ def test_the_process_runs_this_program_whatever_folder_the_user_is_in(says, tmp_
     assert arguments.split()[-2:] == ["compile-ahead", str(os.getpid())]
 
 
-def test_another_prompt_of_a_known_model_is_waited_for_where_kernels_are_missing(says):
+def test_another_prompt_is_waited_for(says):
+    """Also where all of its kernels are there: that is not known before."""
     says(ALL)
     waited()
-    says({"found": 3, "present": 3}, seconds=20)
-    assert waited(6)[1] < 10
-    says({"found": 3, "present": 2}, {"found": 3, "present": 2, "compiled": 1}, seconds=20)
-    with Compilation(demand(7), CARD, 0) as ahead:
-        while not ahead.counts.found:
-            time.sleep(0.01)
-        assert ahead.wait(lambda counts: None).done == 3
+    says({"found": 3, "present": 2}, {"found": 3, "present": 3, "searching": False}, seconds=0.3)
+    counts, seconds = waited(6)
+    assert (counts.present, seconds > 0.3) == (3, True)
+
+
+def test_the_oldest_marks_go(says, monkeypatch, tmp_path):
+    monkeypatch.setattr("dsv4cli.engine.compiling.ahead.MOST_MARKS", 2)
+    says(ALL)
+    for length in (5, 6, 7):
+        waited(length)
+    assert [_mark(demand(length), CARD).exists() for length in (5, 6, 7)] == [False, True, True]
 
 
 @pytest.mark.parametrize(("lines", "code"), [([{"found": 2, "compiled": 1}], 1), ([{**ALL, "failed": ["up: no"]}], 0)])
