@@ -20,6 +20,7 @@ from dsv4cli.commands.chat.settings import check_budget
 from dsv4cli.commands.chat.slash import helps
 from dsv4cli.commands.chat.tools import Tools, split_command
 from dsv4cli.commands.chat.turn import Chat, Interrupts
+from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import UsageError
@@ -29,6 +30,13 @@ from dsv4cli.output import Output
 QuestionArg = Annotated[
     str | None,
     typer.Argument(help="A question to ask first. On a terminal the conversation goes on after it, elsewhere it ends."),
+]
+UrlOpt = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Talk to a server that speaks OpenAI's API, as dsv4 serve does; load no model."),
+]
+ApiKeyFileOpt = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The API key for --url: the first line of this file.")
 ]
 ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Continue the last session.")]
 ResumeOpt = Annotated[
@@ -75,15 +83,6 @@ StateHomeOpt = Annotated[Path | None, typer.Option(envvar="XDG_STATE_HOME", hidd
 TermOpt = Annotated[str, typer.Option(envvar="TERM", hidden=True)]
 
 
-UrlOpt = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Talk to a server that speaks OpenAI's API, as dsv4 serve does; load no model."),
-]
-ApiKeyFileOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The API key for --url: the first line of this file.")
-]
-
-
 @takes_model_options(system="model", think_budget="think", tp="backend", torchrun="host_memory")
 def chat(
     context: typer.Context,
@@ -127,7 +126,8 @@ def chat(
     begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
     models: Models | ServerModels
     if begun.choices.url is None:
-        models = Models(_job(out, begun, "model" in given, options), tp or 1)
+        compiler = early_compiler(options)
+        models = Models(replace(_job(out, begun, "model" in given, options), compiler=compiler), tp or 1)
     else:
         check_options(context)
         asked = OnCommandLine("model" in given, "url" in given)
