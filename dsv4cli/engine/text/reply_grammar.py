@@ -124,8 +124,8 @@ def _named(name: str, form: AnswerForm) -> dict[str, Any]:
     if form.kind == "json":
         return {"name": name, "json_schema": _guided(_schema_of(form.value, "the schema"), lenient=False)}
     if form.kind == "regex":
-        # in Lark's notation a regex ends with a slash, and a rule with its line
-        text = form.value.replace("/", r"\/").replace("\n", r"\n")
+        # in Lark's notation a slash ends a regex
+        text = form.value.replace("/", r"\/")
         return {"name": name, "lark_grammar": f"start: /{text}/"}
     return {"name": name, "lark_grammar": form.value}
 
