@@ -18,8 +18,8 @@ from dsv4cli.engine.text.tokens import DSML
 from dsv4cli.errors import UsageError
 
 Schema = Mapping[str, Any]
-# between the parts of JSON: a model that is lost would go on with spaces for ever
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# between the parts of JSON, a line's beginning or one space: in any number of them weak models get lost
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 # between two tags, before a name, and between the name of a parameter and its value
 BREAK, NAME, END_OF_NAME, TYPE = "\n", ' name="', '">', '" string="{}">'
 DEFINITIONS = ("$defs", "definitions")

@@ -177,8 +177,12 @@ def test_forms_of_an_answer(form, right, wrong, grammars, official):
 
 
 def test_no_json_is_spaces_for_ever(grammars, official):
-    space, ids = official.encode_plain("\n"), official.encode_plain('{"x":')
-    assert followed(grammars.reply(thinking=False, form=SHAPE), ids + space * 200) == len(ids) + 64
+    ids = official.encode_plain('{"x":')
+    for space, most in (("\n", 1), (" ", 1), ("\t", 0)):
+        spaces = official.encode_plain(space) * 40
+        assert followed(grammars.reply(thinking=False, form=SHAPE), ids + spaces) == len(ids) + most
+    spaces = [*official.encode_plain("\n"), *official.encode_plain(" ") * 40]
+    assert followed(grammars.reply(thinking=False, form=SHAPE), ids + spaces) == len(ids) + 17
 
 
 def test_a_special_token_is_no_text(grammars, official):
