@@ -3,9 +3,9 @@
 Nothing is taken back: what is given joins to the message at the end. Special tokens and markup are never given.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsv4cli.engine.chat.answer import Answer, FinishReason
 from dsv4cli.engine.text.call_stream import CallDelta, CallStream
@@ -13,6 +13,7 @@ from dsv4cli.engine.text.lookalikes import unmarked
 from dsv4cli.engine.text.plain_text import PlainText
 from dsv4cli.engine.text.prompt import Message
 from dsv4cli.engine.text.reply import Kind
+from dsv4cli.engine.text.wrapped_arguments import declared_by, unwrapped
 
 if TYPE_CHECKING:
     from dsv4cli.engine.runtime.request import Token
@@ -35,11 +36,13 @@ class AnswerStream:
     """Takes the tokens of one answer. open_call: at the end, the index of a call that was begun and is none, for the
     answer ended within it: the message lacks it, and its arguments are not whole; else None."""
 
-    def __init__(self, answer: Answer, *, calls: bool = True) -> None:
-        """calls: whether the answer may have some; else their markup is left out."""
+    def __init__(self, answer: Answer, tools: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> None:
+        """tools: what the prompt has offered, in OpenAI's shape. calls: whether the answer may have some; else their
+        markup is left out."""
         self.answer = answer
         self.open_call: int | None = None
-        self._calls = CallStream() if calls else None
+        self._declared = declared_by(tools)
+        self._calls = CallStream(self._declared) if calls else None
         self._texts: dict[Kind, _PlainPart] = {"reasoning": _PlainPart(), "content": _PlainPart()}
         self._last: Kind = "reasoning"
         self._over = False
@@ -70,8 +73,8 @@ class AnswerStream:
         """The whole answer, once it has ended or was cut."""
         if self._message is None:
             self._message, _ = self.answer.message()
-            if self._calls is None:
-                self._message["tool_calls"] = []
+            calls = [] if self._calls is None else self._message["tool_calls"]
+            self._message["tool_calls"] = [unwrapped(call, self._declared) for call in calls]
         return self._message
 
     def _added(self, pieces: Iterable[tuple[Kind, str]]) -> list[Delta]:

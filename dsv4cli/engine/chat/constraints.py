@@ -5,6 +5,7 @@ from functools import reduce
 from itertools import zip_longest
 from operator import and_
 
+from dsv4cli.engine.chat.grammar import Grammar
 from dsv4cli.engine.runtime.request import Constraint
 
 
@@ -14,6 +15,11 @@ class Constraints:
     def __init__(self, *parts: Constraint) -> None:
         """parts: where two force a token or take another for one, the first decides."""
         self._parts = parts
+
+    @property
+    def failure(self) -> str:
+        """Why a grammar among them could not be followed, "" where it can."""
+        return next((part.failure for part in self._parts if isinstance(part, Grammar) and part.failure), "")
 
     def forced(self) -> int | None:
         """The token that must come next, if any."""

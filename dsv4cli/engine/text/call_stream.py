@@ -14,6 +14,7 @@ from dsv4cli.engine.text.prompt_text import to_json
 from dsv4cli.engine.text.repair import is_json
 from dsv4cli.engine.text.reply import ToolCall
 from dsv4cli.engine.text.tokens import DSML
+from dsv4cli.engine.text.wrapped_arguments import Declared, may_wrap
 
 # the model misspells the first tag at times
 _OPEN = re.compile(rf"\n\n<{DSML}(?:tool_calls|toolcalls|tool)>")
@@ -47,7 +48,9 @@ class CallStream:
     """Reads the text of one block of calls. open_call: once it is finished, the index of a call that was begun and is
     none, for its end is missing; else None."""
 
-    def __init__(self) -> None:
+    def __init__(self, declared: Declared) -> None:
+        """declared: the parameters of functions; calls that hold theirs in another are not given before the end."""
+        self._declared = declared
         self.open_call: int | None = None
         self._held = ""
         self._begun: list[_Begun] = []
@@ -125,7 +128,7 @@ class CallStream:
         if _INVOKE_CLOSE.fullmatch(tag):
             self._give("}" if self._keys else "{}")
             self._read = self._between
-        elif named is None or DSML in named[1] or named[1] in self._keys:
+        elif named is None or not self._may_follow(named[1]):
             self._read = None
         else:
             self._keys.append(named[1])
@@ -133,6 +136,11 @@ class CallStream:
             if self._is_text:
                 self._give(self._before_value() + '"')
         return True
+
+    def _may_follow(self, key: str) -> bool:
+        """Whether a parameter of this name is one for certain."""
+        wraps = may_wrap(self._declared, self._begun[-1].name, unmarked(key))
+        return DSML not in key and key not in self._keys and not wraps
 
     def _before_value(self) -> str:
         return f"{', ' if len(self._keys) > 1 else '{'}{to_json(self._keys[-1])}: "

@@ -18,8 +18,8 @@ from dsv4cli.engine.text.tokens import DSML
 from dsv4cli.errors import UsageError
 
 Schema = Mapping[str, Any]
-# between the parts of JSON: a model that is lost would go on with spaces for ever
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# between the parts of JSON, a line's beginning or one space: in any number of them weak models get lost
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 # between two tags, before a name, and between the name of a parameter and its value
 BREAK, NAME, END_OF_NAME, TYPE = "\n", ' name="', '">', '" string="{}">'
 DEFINITIONS = ("$defs", "definitions")
@@ -124,8 +124,8 @@ def _named(name: str, form: AnswerForm) -> dict[str, Any]:
     if form.kind == "json":
         return {"name": name, "json_schema": _guided(_schema_of(form.value, "the schema"), lenient=False)}
     if form.kind == "regex":
-        # in Lark's notation a regex ends with a slash, and a rule with its line
-        text = form.value.replace("/", r"\/").replace("\n", r"\n")
+        # in Lark's notation a slash ends a regex
+        text = form.value.replace("/", r"\/")
         return {"name": name, "lark_grammar": f"start: /{text}/"}
     return {"name": name, "lark_grammar": form.value}
 

@@ -19,6 +19,7 @@ def call(name, arguments):
 
 FIRST = {"a": 'x\ny "é" </b>', "n": [3, {"k": None}], "z": " "}
 CALLS = [call("f", FIRST), call("g", {}), call("h", {"p": "</", "q": 1})]
+TOOLS = [{"function": {"name": "w", "parameters": {"properties": {"p": {}, "q": {}}}}}, {"function": {"name": "g"}}]
 BLOCK, LAST = calls_block(CALLS), calls_block(CALLS[2:])
 
 
@@ -29,7 +30,7 @@ def arguments(call):
 def streamed(ids, *, thinking=False, last="stop", **given) -> tuple[AnswerStream, list[list[Delta]]]:
     """The stream of an answer of these tokens, and what each has added; last: why it ends, None if it is cut."""
     ids = [*ids, BYTES.eos_id] if last == "stop" else ids
-    stream, added = AnswerStream(Answer(BYTES, thinking, given.pop("stops", ())), **given), []
+    stream, added = AnswerStream(Answer(BYTES, thinking, given.pop("stops", ())), TOOLS, **given), []
     for number, id in enumerate(ids, 1):
         added.append(stream.push(Token(id, -0.5, [], last if number == len(ids) else None)))
         if stream.answer.finish:
@@ -63,7 +64,7 @@ def checked(ids, **given) -> tuple[AnswerStream, list[list[Delta]]]:
         assert stream.open_call == len(calls) == len(found["tool_calls"]) - 1
         found["tool_calls"].pop()
     assert found == {key: message[key] for key in ("content", "reasoning_content")} | {"tool_calls": calls}
-    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    assert all(isinstance(json.loads(own, parse_constant=pytest.fail), dict) for _, own in calls)
     return stream, added
 
 
@@ -101,6 +102,7 @@ def test_nothing_is_whole_that_was_cut_off():
         for last in ("stop", "length", None):
             stream, added = checked(ids[:length], thinking=True, last=last)
             calls = stream.message()["tool_calls"]
+            assert last == "stop" or stream.finish == (last if length else None)
             if last == "stop" and calls:  # the last one may lack the tags that close it
                 assert arguments(calls[-1]).items() <= arguments(CALLS[len(calls) - 1]).items()
                 assert stream.finish == "tool_calls"
@@ -126,6 +128,18 @@ def test_nothing_is_whole_that_was_cut_off():
         (LAST.replace(' string="true"', "").replace(' string="false"', ""), False, "", "", ["h"]),
         (LAST.replace("｜DSML｜parameter>", "｜DSML｜param>", 1), False, "", "", ["h"]),
         (LAST.replace(">1<", ">NaN<"), False, "", "", ["h"]),
+        (LAST.replace('"q"', '"p"'), False, "", "", ["h"]),  # twice
+        (LAST.replace('"p"', f'"p{DSML}"'), False, "", "", ["h"]),
+        (LAST.replace('"p"', f'"p{DSML}"') + " and more", False, "", "", ["h"]),
+        (LAST.replace('"h"', f'"h{DSML}"'), False, "", "", []),
+        (LAST.replace("</</", "</<\n/"), False, "", "", ["h"]),
+        (
+            BLOCK.replace('\n</｜DSML｜invoke>\n<｜DSML｜invoke name="h', '<｜DSML｜invoke name="h'),  # not closed
+            False,
+            "",
+            "",
+            ["f", "g", "h"],
+        ),
         (LAST.replace(">1<", f">{'[' * 2000}<"), False, "", "", ["h"]),
         (f"so{CALLS_OPEN}>\nsee below", False, "so", "", []),
         (f"{LAST} and more", False, "", "", ["h"]),
@@ -159,10 +173,46 @@ def test_text_that_looks_like_a_token_is_text():
     assert joined(added)["tool_calls"] == [["h", one["function"]["arguments"]]]
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("w", {"arguments": {"p": "é", "q": [1]}}, {"p": "é", "q": [1]}),
+        ("w", {"input": '{"q": null}'}, {"q": None}),
+        ("w", {"input": "{q}"}, None),  # no JSON
+        ("w", {"input": '["p"]'}, None),
+        ("w", {"input": {"p": 1, "r": 2}}, None),  # one that the function does not have
+        ("w", {"input": {"p": 1}, "q": 2}, None),
+        ("w", {"p": {"q": 1}}, None),
+        ("g", {"input": {"p": 1}}, None),
+        ("unknown", {"input": {"p": 1}}, None),
+    ],
+)
+def test_arguments_that_stand_in_one_of_their_own_making(name, arguments, expected):
+    stream, _ = checked(BYTES.encode(calls_block([call(name, arguments)])))
+    [one] = stream.message()["tool_calls"]
+    assert json.loads(one["function"]["arguments"]) == (arguments if expected is None else expected)
+
+
 def test_a_stop_text_may_look_like_a_token():
     stream, added = streamed(BYTES.encode_plain("one <think> two"), stops=("k> t",))
     assert stream.message()["content"] == joined(added)["content"] == "one <thin"
     assert stream.finish == "stop"
+
+
+def test_a_token_that_is_no_part_of_the_format_has_no_text(monkeypatch):
+    monkeypatch.setitem(BYTES.special, 300, "<｜fim▁hole｜>")
+    stream, added = streamed([*BYTES.encode("é")[:1], 300, *BYTES.encode("é")[1:], 301])
+    assert stream.message()["content"] == joined(added)["content"] == "é⟨301⟩"
+
+
+def test_a_token_does_not_leak_where_a_stop_text_splits_it():
+    stream, _ = checked(BYTES.encode("so<｜User｜>y"), stops=("｜>x",))
+    assert stream.message()["content"] == "soy"
+
+
+def test_a_call_that_has_but_a_name_is_none():
+    stream, _ = checked(BYTES.encode(BLOCK.partition("invoke name")[0] + 'invoke name="f">\n'))
+    assert (stream.message()["tool_calls"], stream.open_call, stream.finish) == ([], 0, "stop")
 
 
 def test_nothing_follows_the_end():

@@ -87,6 +87,14 @@ def test_a_token_comes_that_all_let_come():
     assert parts[0].seen == parts[1].seen == [1, 9]
 
 
+def test_a_grammar_that_fails_is_heard_of():
+    grammar = GRAMMARS.reply(thinking=False, form=AnswerForm("json", {}))
+    both = Constraints(Thinking(False, 9, None, END, EOS), grammar)
+    assert both.failure == ""
+    both.push(BYTES.encode("x")[0])
+    assert both.failure == grammar.failure != ""
+
+
 def test_tokens_are_kept_out():
     without = Without([3, 17], 20)
     assert without.masks([5, 3]) == [mask_of([id for id in range(20) if id not in (3, 17)], 20)] * 3
@@ -167,7 +175,7 @@ def right_call(name, arguments) -> bool:
 
 @pytest.mark.parametrize(
     ("temperature", "numbers"),
-    [(1.0, (0, 1, 4)), *(pytest.param(one, range(6), marks=pytest.mark.slow) for one in (0.0, 1.0))],
+    [(1.0, (0, 1, 2)), *(pytest.param(one, range(6), marks=pytest.mark.slow) for one in (0.0, 1.0))],
 )
 def test_random_weights_write_what_a_grammar_asks_for(temperature, numbers, monkeypatch):
     """Steps as on a GPU, but for the graphs; with right and wrong drafts the same tokens come."""

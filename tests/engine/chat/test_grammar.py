@@ -133,6 +133,14 @@ def test_other_calls_do_not_come(parts, choice, until, grammars, official):
     assert until or not reached
 
 
+def test_a_text_is_not_written_as_json(grammars, official):
+    """Where a parameter may be either, a text is written as it is."""
+    parts = [part.replace('string="true"', 'string="false"') for part in calls(("read", {"at": '"x"'}))]
+    grammar = grammars.reply(thinking=False, tools=TOOLS, choice=REQUIRED)
+    ids = official.encode("".join(parts))
+    assert official.decode(ids[: followed(grammar, ids)]).endswith('string="false">')
+
+
 def test_an_answer_has_its_form_or_calls(grammars, official):
     call, _ = official.encode_parts(calls(("read", {"at": 1})))
     answer = official.encode('{"x": 17}')
@@ -169,8 +177,12 @@ def test_forms_of_an_answer(form, right, wrong, grammars, official):
 
 
 def test_no_json_is_spaces_for_ever(grammars, official):
-    space, ids = official.encode_plain("\n"), official.encode_plain('{"x":')
-    assert followed(grammars.reply(thinking=False, form=SHAPE), ids + space * 200) == len(ids) + 64
+    ids = official.encode_plain('{"x":')
+    for space, most in (("\n", 1), (" ", 1), ("\t", 0)):
+        spaces = official.encode_plain(space) * 40
+        assert followed(grammars.reply(thinking=False, form=SHAPE), ids + spaces) == len(ids) + most
+    spaces = [*official.encode_plain("\n"), *official.encode_plain(" ") * 40]
+    assert followed(grammars.reply(thinking=False, form=SHAPE), ids + spaces) == len(ids) + 17
 
 
 def test_a_special_token_is_no_text(grammars, official):
@@ -220,6 +232,19 @@ def test_masks_behind_drafts_are_those_that_come_then(small):
                 assert len(grammar.masks([*drafts, 40, 41])) == len(drafts)
                 break
             other.push(token)
+
+
+def test_nothing_follows_an_end_that_is_drafted(small):
+    grammar, [a] = small.reply(thinking=False, form=AnswerForm("regex", "a")), BYTES.encode("a")
+    for _ in range(2):
+        masks = grammar.masks([a, BYTES.eos_id, a])
+        assert [allowed(mask) for mask in masks] == [{a}, {BYTES.eos_id}]
+
+
+def test_an_id_without_a_token_does_not_come(small):
+    grammar = small.reply(thinking=False, form=ANY_JSON)
+    followed(grammar, BYTES.encode('{"a": "'))
+    assert max(allowed(grammar.masks([])[0])) < BYTES.size
 
 
 def test_what_cannot_be_followed_ends_the_answer(small):
@@ -279,6 +304,11 @@ def test_a_grammar_that_cannot_be(form, message, small):
     ("given", "choice", "message"),
     [
         ([tool("f", {"a": {"items": {"type": "intege"}}})], REQUIRED, "f's a at #/items: Invalid type: intege"),
+        (
+            [tool("f", {"a": {"not": {}, "type": "null"}, "b": {"type": "intege"}})],
+            REQUIRED,
+            "f's b at #: Invalid type: intege",
+        ),
         ([tool("f", {"a": 3})], REQUIRED, "the schema of f's a is not a JSON schema: it must be an object"),
         ([tool("f", {"a": {"enum": []}})], REQUIRED, "the schema of f's a allows no value"),
         ([tool("f", [1])], REQUIRED, "what f has as properties is not"),
