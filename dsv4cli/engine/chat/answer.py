@@ -14,6 +14,8 @@ from dsv4cli.engine.text.tokenizer import StreamDecoder, Tokenizer
 if TYPE_CHECKING:
     from dsv4cli.engine.runtime.request import Token
 
+# the text that one token made certain, by kind
+Pieces = list[tuple[Kind, str]]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -40,7 +42,17 @@ class Answer:
         self._sent = 0  # characters of it that went into the stream
         self._reply = ParsedReply("")
 
-    def push(self, token: "Token") -> list[tuple[Kind, str]]:
+    @property
+    def drawn(self) -> int:
+        """How many tokens it has so far."""
+        return len(self.tokens)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the step of the newest token has prepared kernels."""
+        return self.tokens[-1].prepared
+
+    def push(self, token: "Token") -> Pieces:
         """Adds a token; sets `finish` when the answer ends with it."""
         self.tokens.append(token)
         ended = token.finish == "stop"
@@ -55,7 +67,7 @@ class Answer:
             pieces += self._stream.flush()
         return pieces
 
-    def cut(self) -> list[tuple[Kind, str]]:
+    def cut(self) -> Pieces:
         """Ends an answer that was interrupted, without a `finish`; harmless when it has ended."""
         if self.finish:
             return []
