@@ -87,9 +87,13 @@ class ChatServer:
         try:
             yield self
         finally:
-            self._server.shutdown()
-            self._server.server_close()
+            self.stop()
             thread.join()
+
+    def stop(self) -> None:
+        """Nobody listens any more; harmless the second time."""
+        self._server.shutdown()
+        self._server.server_close()
 
     def get(self, handler: BaseHTTPRequestHandler) -> None:
         """The page, or the models."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 TWICE = 2.0
 # used up to this share, the context is said to be nearly full
 NEARLY_FULL = 0.8
+# seconds: tokens that come within so few were held back by a server, and say nothing of its speed
+BURST = 0.01
 # so many tokens to read before an answer are announced
 MANY_TOKENS = 1000
 
@@ -265,7 +267,7 @@ class Chat:
         self.count.reused += conversation.reused
         self.count.drawn += drawn
         used = conversation.prompt_tokens + drawn
-        rate = f" · {clock.rate:.1f} tokens/s" if clock.rate else ""
+        rate = f" · {clock.rate:.1f} tokens/s" if clock.rate and clock.last - clock.first > BURST else ""
         drafts = conversation.drafts
         per_step = None if drafts is None else drafts.tokens_per_step
         rate += f", {per_step:.1f} a step" if rate and per_step else ""

@@ -101,6 +101,7 @@ def test_calls_are_carried_out_and_their_results_go_back(chat, server, tmp_path)
     options = ("--tools", str(tmp_path / "tools.json"), "--tool-exec", command, "--yes")
     done = chat("Twice 2?", options=options)
     assert (done.code, done.out) == (0, 'I add.\nadd({"a": 2})\n4.\n')
+    assert "tokens/s" not in done.err  # all came at once
     first, second = server.bodies
     assert first["tools"] == second["tools"] == [ADDER]
     assert [message["role"] for message in first["messages"]] == ["user"]  # the tools are not in a message too
@@ -182,11 +183,10 @@ def test_what_is_no_address(dsv4, url):
 
 
 def test_nobody_is_there(dsv4, server):
-    url = server.url
-    server._server.server_close()
-    done = dsv4("chat", "--url", url, stdin=b"a\n")
+    server.stop()
+    done = dsv4("chat", "--url", server.url, stdin=b"a\n")
     assert done.code == 6
-    assert f"no server answers at {url}: Connection refused\n→ start one with dsv4 serve" in done.err
+    assert f"no server answers at {server.url}: Connection refused\n→ start one with dsv4 serve" in done.err
 
 
 def test_an_address_may_end_with_v1(dsv4, server):
@@ -249,7 +249,7 @@ def test_a_session_goes_on_with_its_server_and_may_leave_it(chat, dsv4, server):
 
 def test_a_session_whose_server_is_gone_says_what_else_there_is(chat, dsv4, server):
     chat("one")
-    server._server.server_close()
+    server.stop()
     done = dsv4("chat", "--continue", "two")
     assert done.code == 6
     assert "; --model NAME continues with a model of this machine" in done.err

@@ -5,10 +5,12 @@ import hashlib
 import json
 import random
 import re
+import time
 
 import pytest
 
 from dsv4cli.engine.server.page import page
+from dsv4cli.engine.text.inputs import read_messages
 from tests.support.browser import CHROMIUM, SHIFT, browser
 from tests.support.chat_server import ChatServer, Says
 
@@ -244,8 +246,7 @@ class TestPage:
         assert opened.text(".trouble") == ""
 
     def test_a_server_that_is_gone(self, opened, server):
-        server._server.server_close()
-        server._server.shutdown()
+        server.stop()
         ask(opened, "Hi")
         answered(opened)
         assert "The server cannot be reached. See whether dsv4 serve still runs" in opened.text(".trouble")
@@ -373,6 +374,18 @@ class TestPage:
         opened.open(server.url)
         assert opened.text(".said") == ""
         assert "Hi" not in opened.value("JSON.stringify(sessionStorage) + JSON.stringify(localStorage)")
+
+    def test_a_saved_conversation_can_be_gone_on_with_in_a_terminal(self, opened, tmp_path):
+        ask(opened, "Hi")
+        answered(opened)
+        opened.browser("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+        opened.click("#save")
+        end = time.monotonic() + 10
+        while not (tmp_path / "conversation.json").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+        assert read_messages(tmp_path / "conversation.json") == messages
+        assert opened.complaints == []
 
     def test_colours_follow_the_system_and_the_switch(self, opened, server):
         paper = "getComputedStyle(document.body).backgroundColor"
