@@ -20,7 +20,7 @@ class Says:
 
     reasoning: the field that the thinking is in. usage: None for a server that counts nothing. status, headers,
     message: a refusal in its place. cut: the connection ends after so many pieces. damage: a line of the stream in the
-    place of its end.
+    place of its end. finish: empty where nothing is said of it. done: the last line comes.
     """
 
     text: Sequence[str] = ()
@@ -35,6 +35,7 @@ class Says:
     message: str = ""
     cut: int | None = None
     damage: str = ""
+    done: bool = True
 
     def deltas(self) -> Iterator[dict[str, Any]]:
         """Its pieces, each as a delta."""
@@ -52,8 +53,8 @@ class Says:
 class ChatServer:
     """Answers are taken from `script`, one a question, the last one again and again. bodies: what was asked, as JSON.
 
-    key: what it wants as an API key. counts: it has /tokenize, for which a byte is a token. ended: connections that the
-    other side has closed in an answer.
+    key: what it wants as an API key. counts: it has /tokenize, for which a byte is a token; counted: how often it was
+    asked. ended: the other side has closed a connection in an answer.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class ChatServer:
         self.bodies: list[dict[str, Any]] = []
         self.models: list[dict[str, Any]] = [{"id": MODEL, "max_model_len": CONTEXT}]
         self.key = ""
-        self.counts = True
+        self.counts, self.counted = True, 0
         self.ended = threading.Event()
         server = self
 
@@ -100,7 +101,7 @@ class ChatServer:
         if handler.path == "/":
             body, policy = page()
             _send(handler, 200, body, {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy})
-        elif self._admits(handler):
+        elif handler.path == "/v1/models" and self._admits(handler):
             _send_json(handler, 200, {"object": "list", "data": self.models})
 
     def post(self, handler: BaseHTTPRequestHandler) -> None:
@@ -109,8 +110,10 @@ class ChatServer:
         if not self._admits(handler):
             return
         if handler.path == "/tokenize":
+            self.counted += 1
             self._tokenize(handler, body)
             return
+        assert handler.path == "/v1/chat/completions"
         self.bodies.append(body)
         says = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if says.status != 200:
@@ -146,11 +149,12 @@ class ChatServer:
         if says.damage:
             handler.wfile.write(f"data: {says.damage}\n\n".encode())
             return
-        finish = "tool_calls" if says.calls else says.finish
+        finish = ("tool_calls" if says.calls else says.finish) if says.finish else None
         _event(handler, {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
         if says.usage is not None:
             _event(handler, {"choices": [], "usage": says.usage})
-        handler.wfile.write(b"data: [DONE]\n\n")
+        if says.done:
+            handler.wfile.write(b"data: [DONE]\n\n")
 
 
 def _event(handler: BaseHTTPRequestHandler, value: dict[str, Any]) -> None:

@@ -241,6 +241,8 @@ class RemoteConversation:
                     break
                 self.breakable = self.breakable and not answer.drawn
                 yield answer, pieces
+            if not self._stopping:
+                answer.finish = answer.finish or "stop"  # it is complete, whatever the server says of it
         except StreamEnded:
             if not (self._stopping or answer.finish):
                 raise self._lost(answer, "the connection ended before the answer did") from None
