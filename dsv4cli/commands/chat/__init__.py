@@ -31,6 +31,13 @@ QuestionArg = Annotated[
     str | None,
     typer.Argument(help="A question to ask first. On a terminal the conversation goes on after it, elsewhere it ends."),
 ]
+UrlOpt = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Talk to a server that speaks OpenAI's API, as dsv4 serve does; load no model."),
+]
+ApiKeyFileOpt = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The API key for --url: the first line of this file.")
+]
 ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Continue the last session.")]
 ResumeOpt = Annotated[
     str | None,
@@ -74,15 +81,6 @@ ChatTpOpt = Annotated[
 ]
 StateHomeOpt = Annotated[Path | None, typer.Option(envvar="XDG_STATE_HOME", hidden=True)]
 TermOpt = Annotated[str, typer.Option(envvar="TERM", hidden=True)]
-
-
-UrlOpt = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Talk to a server that speaks OpenAI's API, as dsv4 serve does; load no model."),
-]
-ApiKeyFileOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The API key for --url: the first line of this file.")
-]
 
 
 @takes_model_options(system="model", think_budget="think", tp="backend", torchrun="host_memory")
