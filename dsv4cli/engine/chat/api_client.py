@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -44,7 +44,7 @@ class ApiClient:
         with self._response("POST", path, body) as response:
             return self._document(response)
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of an answer as they come. Raises ServerError, and StreamEnded where there is no last one."""
         with self._response("POST", path, body) as response:
             while line := self._line(response):
@@ -88,7 +88,7 @@ class ApiClient:
             self._socket = connection.sock
             connection.request(method, f"{self._parts.path}{path}", content, headers)
             return connection.getresponse()
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: no host can have this name
             raise self._unreachable(error) from None
 
     def _line(self, response: HTTPResponse) -> bytes:
@@ -151,7 +151,8 @@ def _parts(url: str) -> Any:
         _ = parts.port  # ValueError where it is no number
     except ValueError:
         parts = urlsplit("")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "@" in url:
+    plain = url.isprintable() and not {*url} & {" ", "@", "?", "#"}
+    if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
         raise UsageError(f"{url!r} is no address of a server", "write it as http://localhost:8000")
     return parts
 

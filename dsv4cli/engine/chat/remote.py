@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,12 +236,13 @@ class RemoteConversation:
         self.breakable = True  # until something has come: nothing is lost then
         yield answer, []
         try:
-            for event in self.client.stream(COMPLETIONS, body):
-                pieces = self._taken(answer, event)
-                if self._stopping:
-                    break
-                self.breakable = self.breakable and not answer.drawn
-                yield answer, pieces
+            with closing(self.client.stream(COMPLETIONS, body)) as events:
+                for event in events:
+                    if self._stopping:
+                        break
+                    pieces = self._taken(answer, event)
+                    self.breakable = self.breakable and not answer.drawn
+                    yield answer, pieces
             if not self._stopping:
                 answer.finish = answer.finish or "stop"  # it is complete, whatever the server says of it
         except StreamEnded:

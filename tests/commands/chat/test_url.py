@@ -189,7 +189,9 @@ def test_a_key_is_asked_for_read_from_a_file_and_sent(chat, server, tmp_path):
     assert chat("a", options=("--api-key-file", str(key))).code == 2
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "http://", "ftp://x", "http://x:port", "http://me:key@x", ""])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://", "ftp://x", "http://x:port", "http://me:key@x", "http://a b", "http://[::1", ""]
+)
 def test_what_is_no_address(dsv4, url):
     done = dsv4("chat", "--url", url, stdin=b"a\n")
     assert done.code == 2
@@ -201,6 +203,11 @@ def test_nobody_is_there(dsv4, server):
     done = dsv4("chat", "--url", server.url, stdin=b"a\n")
     assert done.code == 6
     assert f"no server answers at {server.url}: Connection refused\n→ start one with dsv4 serve" in done.err
+
+
+def test_nobody_can_have_this_name(dsv4):
+    done = dsv4("chat", "--url", f"http://{'a' * 70}:1", stdin=b"a\n")
+    assert (done.code, "no server answers at http://aaaa" in done.err) == (6, True)
 
 
 def test_an_address_may_end_with_v1(dsv4, server):

@@ -38,13 +38,15 @@ def test_it_may_be_broken_off_until_something_has_come(server):
 
 def test_after_a_stop_nothing_more_is_shown_even_of_what_has_come(server):
     server.script = [Says([f"{number} " for number in range(50)])]
-    one, shown = conversation(server), []
-    for _, pieces in one.reply([user("x")], Sampling()):
+    one, shown, answers = conversation(server), [], []
+    for answer, pieces in one.reply([user("x")], Sampling()):
         shown += [text for _, text in pieces]
+        answers.append(answer)
         if len(shown) == 1:
             time.sleep(0.2)  # the rest comes meanwhile
             one.stop()
     assert shown == ["0 "]
+    assert answers[-1].message()[0]["content"] == "0 "
 
 
 def test_a_stop_from_another_thread_ends_a_wait(server):
