@@ -1,10 +1,12 @@
 """`dsv4 serve`: the model behind an API that clients already speak."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import open_job
 from dsv4cli.commands.serve.running import Address, Policy, serve_model
 from dsv4cli.errors import UsageError
@@ -77,6 +79,7 @@ def serve(
     """
     out = Output(context.obj, quiet=quiet)
     _check(options.device, torchrun)
+    compiler = early_compiler(options)
     from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
     from dsv4cli.engine.server.warm import Sharing
     from dsv4cli.engine.settings import parse_size
@@ -88,7 +91,7 @@ def serve(
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
     share = Sharing(memory, step_ms or None)
     policy = Policy(Guard(keys, host), share, tuple(alias or ()), max_queue, grace, options.seed, fields, log_prompts)
-    code = serve_model(open_job(out, options), tp or 1, Address(host, port), policy)
+    code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy)
     raise typer.Exit(code)
 
 
