@@ -14,7 +14,7 @@ from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline
 from dsv4cli.commands.chat.journal import SessionChoices, state_folder
 from dsv4cli.commands.chat.loop import converse, greet
 from dsv4cli.commands.chat.model import Models, find_model, model_name
-from dsv4cli.commands.chat.remote import OnCommandLine, ServerModels, check_options, read_key
+from dsv4cli.commands.chat.remote import OnCommandLine, ServerModels, check_no_key, check_options, read_key
 from dsv4cli.commands.chat.session import Session
 from dsv4cli.commands.chat.settings import check_budget
 from dsv4cli.commands.chat.slash import helps
@@ -117,8 +117,6 @@ def chat(
     """
     out, state = Output(context.obj), state_folder(state_home)
     _check(options.device, torchrun, question)
-    if api_key_file is not None and url is None and not (go_on or resume):
-        raise UsageError("--api-key-file needs --url", "add the server's address: --url http://localhost:8000")
     choices = SessionChoices(options.model, options.think, options.temperature, options.top_p, url)
     given = given_choices(context, choices)
     if "model" in given and url is None:
@@ -126,8 +124,8 @@ def chat(
     begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
     models: Models | ServerModels
     if begun.choices.url is None:
-        compiler = early_compiler(options)
-        models = Models(replace(_job(out, begun, "model" in given, options), compiler=compiler), tp or 1)
+        check_no_key(api_key_file)
+        models = _local(out, begun, "model" in given, options, tp or 1)
     else:
         check_options(context)
         asked = OnCommandLine("model" in given, "url" in given)
@@ -151,8 +149,15 @@ def _check(device: str, torchrun: str | None, question: str | None) -> None:
         raise UsageError("the question is empty", 'ask something: dsv4 chat "What is 17 + 25?"')
 
 
+def _local(out: Output, session: Session, named: bool, options: ModelOptions, ranks: int) -> Models:
+    """The model that the session asks for, in this process or in several; named: it was, on the command line. Raises
+    Dsv4Error."""
+    compiler = early_compiler(options)
+    return Models(replace(_job(out, session, named, options), compiler=compiler), ranks)
+
+
 def _job(out: Output, session: Session, named: bool, options: ModelOptions) -> Job:
-    """What is to be loaded, as the session asks for it; named: the model, on the command line. Raises Dsv4Error."""
+    """What is to be loaded, as the session asks for it. Raises Dsv4Error."""
     find = partial(find_model, kept=not named and bool(session.messages))
     job = open_job(out, _led(options, session), find=find)
     session.choices = replace(session.choices, model=model_name(job.source))
