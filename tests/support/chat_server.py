@@ -144,8 +144,7 @@ class ChatServer:
         for number, delta in enumerate(says.deltas()):
             if number == says.cut:
                 return
-            _event(handler, {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-            time.sleep(says.pause)
+            _event(handler, {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}, says.pause)
         if says.damage:
             handler.wfile.write(f"data: {says.damage}\n\n".encode())
             return
@@ -157,9 +156,14 @@ class ChatServer:
             handler.wfile.write(b"data: [DONE]\n\n")
 
 
-def _event(handler: BaseHTTPRequestHandler, value: dict[str, Any]) -> None:
-    handler.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
-    handler.wfile.flush()
+def _event(handler: BaseHTTPRequestHandler, value: dict[str, Any], pause: float = 0.0) -> None:
+    """In two parts, so that a line, and a character in it, may come in two."""
+    content = f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+    middle = len(content) // 2
+    for part in (content[:middle], content[middle:]):
+        handler.wfile.write(part)
+        handler.wfile.flush()
+        time.sleep(pause / 2)
 
 
 def _send_json(handler: BaseHTTPRequestHandler, status: int, value: Any, headers: dict[str, str] | None = None) -> None:

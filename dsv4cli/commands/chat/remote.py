@@ -97,6 +97,12 @@ def check_options(context: typer.Context) -> None:
             raise UsageError(f"{parameter.opts[0]} cannot be combined with --url", "it is the server's to decide")
 
 
+def check_no_key(file: Path | None) -> None:
+    """Raises UsageError for a key where there is no server."""
+    if file is not None:
+        raise UsageError("--api-key-file needs --url", "add the server's address: --url http://localhost:8000")
+
+
 def read_key(file: Path | None) -> str:
     """The API key in a file: its first line. Raises UsageError."""
     from dsv4cli.engine.text.inputs import read_text

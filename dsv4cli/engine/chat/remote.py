@@ -249,7 +249,8 @@ class RemoteConversation:
             if not (self._stopping or answer.finish):
                 raise self._lost(answer, "the connection ended before the answer did") from None
         except ServerError as error:
-            raise (self._lost(answer, error.message) if answer.drawn else error) from None
+            if not self._stopping:
+                raise (self._lost(answer, error.message) if answer.drawn else error) from None
         self.prompt_tokens, self.reused = answer.prompt_tokens, answer.cached
         self.prefilled = answer.prompt_tokens - answer.cached
         yield answer, []

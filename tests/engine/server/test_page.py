@@ -35,6 +35,16 @@ its second line, [a link](https://example.org/a_(b)) and https://example.org/x_y
 - [x] done
 - [ ] not done
 
+A paragraph
+```
+code
+```
+and one more
+1. item
+and text
+- item
+# Heading
+
 | a | b |
 |:-:|--:|
 | 1 | x \\| y |
@@ -127,14 +137,14 @@ class TestPage:
 
     def test_a_question_is_asked_and_answered_by_keyboard_alone(self, opened, server):
         server.script = [
-            Says(["Hello ", "*there*."], pause=0.05, usage={"prompt_tokens": 1200, "completion_tokens": 31})
+            Says(["Hello ", "*thére*."], pause=0.05, usage={"prompt_tokens": 1200, "completion_tokens": 31})
         ]
         opened.type("One")
         opened.press("Enter", SHIFT)
         opened.type("two")
         assert server.bodies == []
         opened.press("Enter")
-        assert answered(opened) == "Hello there."
+        assert answered(opened) == "Hello thére."
         assert server.bodies[0]["messages"] == [{"role": "user", "content": "One\ntwo"}]
         assert server.bodies[0]["stream"] is True
         assert re.fullmatch(
@@ -143,7 +153,7 @@ class TestPage:
         assert opened.value("document.activeElement.id") == "question"
         ask(opened, "Three")
         answered(opened)
-        assert said(server.bodies[1]) == [("user", "One\ntwo"), ("assistant", "Hello *there*."), ("user", "Three")]
+        assert said(server.bodies[1]) == [("user", "One\ntwo"), ("assistant", "Hello *thére*."), ("user", "Three")]
         assert opened.complaints == []
         assert {url.removeprefix(server.url) for url in opened.fetched} == {"/", "/v1/models", "/v1/chat/completions"}
 
