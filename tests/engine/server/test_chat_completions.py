@@ -206,6 +206,18 @@ def test_a_developer_who_speaks_first_is_the_system(nano):
     assert asked("developer") == asked("system") == "The capital of Italy is Rome. over"
 
 
+def test_what_was_read_before_is_not_read_again(nano):
+    body = asking("What is the capital of Italy? " * 20, max_tokens=2)
+    for turn in range(2):
+        status, document = nano.post("/v1/chat/completions", body)
+        assert status == 200
+        usage = document["usage"]
+        held = usage["prompt_tokens_details"]["cached_tokens"]
+        assert (held == 0) if turn == 0 else (held >= before - 1)
+        before = usage["prompt_tokens"]
+        body["messages"] += [document["choices"][0]["message"], {"role": "user", "content": "And of France?"}]
+
+
 def test_an_unknown_field_is_ignored_and_logged_once(nano):
     for _ in range(2):
         nano.chat("Hi", max_tokens=1, frequency_penalty=0.1, user="me")
