@@ -129,7 +129,7 @@ class Model:
         samplings = [self._source.sampling, Sampling(0.0), Sampling(1.0, 0.5)]
         free = found_memory(self._device, memory)
         demand = demand_of(identity.config, identity.formats, numerics, limits, samplings, drafting, None, memory=free)
-        with Compilation(demand, card_of(self._device)) as ahead:
+        with Compilation(demand, card_of(self._device), torch.cuda.current_device()) as ahead:
             yield
             ahead.wait(lambda counts: None)
 

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output, counted, duration_text
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
+    import torch
+
     from dsv4cli.engine.compiling.ahead import Compilation
-    from dsv4cli.engine.compiling.card import Card
     from dsv4cli.engine.compiling.demand import Demand
     from dsv4cli.engine.compiling.pool import Counts
 
@@ -48,12 +52,25 @@ class Compiled(Meanwhile):
         report_compiled(self._out, counts, perf_counter() - self._start)
 
 
-@contextmanager
-def compiled_meanwhile(out: Output, demand: "Demand", card: "Card") -> Iterator[Meanwhile]:
-    """Compiles in the background what a demand launches and Triton's cache may lack."""
-    from dsv4cli.engine.compiling.ahead import Compilation
+def early_compiler(options: ModelOptions) -> "Popen[str] | None":
+    """A process that waits for what to compile, where a model loaded with these options may need it."""
+    from dsv4cli.engine.compiling.process import start_early
 
-    with Compilation(demand, card) as ahead:
+    return None if options.device == "cpu" or options.backend == "torch" else start_early()
+
+
+@contextmanager
+def compiled_meanwhile(
+    out: Output, demand: "Demand", device: "torch.device", process: "Popen[str] | None"
+) -> Iterator[Meanwhile]:
+    """Compiles in the background what a demand launches and Triton's cache may lack, and loads it. process: one that
+    waits for that already."""
+    import torch
+
+    from dsv4cli.engine.compiling.ahead import Compilation
+    from dsv4cli.engine.compiling.card import card_of
+
+    with Compilation(demand, card_of(device), torch.cuda.current_device(), process) as ahead:
         yield Compiled(out, ahead)
 
 
@@ -76,12 +93,21 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(parent)
-    from dsv4cli.engine.compiling.ahead import compile_all
+    from dsv4cli.engine.compiling.ahead import compile_all, prepare
     from dsv4cli.engine.compiling.pool import Counts
 
     out = Output(context.obj)
-    demand, card = pickle.loads(bytes.fromhex(sys.stdin.read()))
+    prepare()
+    given = sys.stdin.read()
+    if not given:
+        return
+    demand, card = pickle.loads(bytes.fromhex(given))
     try:
-        compile_all(demand, card, lambda counts: out.record(asdict(counts)))
+        compile_all(
+            demand,
+            card,
+            lambda counts: out.record(asdict(counts)),
+            lambda launch: out.record({"ready": pickle.dumps(launch).hex()}),
+        )
     except Exception as error:  # noqa: BLE001 - whoever waits says so: nobody reads this stderr
         out.record(asdict(Counts(failed=[f"{type(error).__name__}: {error}"])))

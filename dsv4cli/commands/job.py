@@ -14,6 +14,8 @@ from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output, size_text
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
     import torch
 
     from dsv4cli.engine.chat.dialogue import Dialogue
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Job:
     """What every mode needs. device_name, dtype, exact, backend: the options' words. drafting: what of a drafter is
-    loaded and used. memory: what the model may take. world, followers: None in one process. loaded: called once the
-    model is there."""
+    loaded and used. memory: what the model may take. world, followers: None in one process. compiler: a process that
+    waits for what to compile. loaded: called once the model is there."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -49,6 +51,7 @@ class Job:
     special_tokens: bool = False
     world: "World | None" = None
     followers: "Followers | None" = None
+    compiler: "Popen[str] | None" = None
     loaded: Callable[[], None] = lambda: None
 
     @cached_property
@@ -94,7 +97,6 @@ class Job:
             yield Meanwhile()
             return
         from dsv4cli.engine.compiling.ahead import found_memory
-        from dsv4cli.engine.compiling.card import card_of
         from dsv4cli.engine.compiling.demand import demand_of
         from dsv4cli.engine.weights.placement import MemoryLimits
 
@@ -111,7 +113,7 @@ class Job:
             drawn=drawn,
             memory=found_memory(self.device, self.memory or MemoryLimits(), ranks),
         )
-        with compiled_meanwhile(self.out, demand, card_of(self.device)) as compiled:
+        with compiled_meanwhile(self.out, demand, self.device, self.compiler) as compiled:
             yield compiled
 
     @property

@@ -80,7 +80,8 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
         it has looked for them (DependenciesFinder._update_hash), so they are looked for here: else the key would depend
         on what was compiled before, and the next process would not find the kernel."""
         if self.hash is None:
-            _look_for_constants(self)
+            for called in called_by(self)[:-1]:
+                _ = called.cache_key
         return str(super().cache_key)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -206,12 +207,18 @@ def _picker(places: Sequence[int]) -> Picker:
     return itemgetter(slice(places[0], places[0] + 1)) if places else itemgetter(slice(0))
 
 
-def _look_for_constants(function: JITCallable) -> None:
-    """Has Triton look for the constants of all functions that one calls, the innermost first."""
-    for called in getclosurevars(function.fn).globals.values():
-        if isinstance(called, JITCallable) and called.hash is None:
-            _look_for_constants(called)
-            _ = called.cache_key
+def called_by(function: JITCallable) -> list[JITCallable]:
+    """A function for Triton's compiler and all that it calls, each once and the innermost first."""
+    found: dict[int, JITCallable] = {}
+
+    def look(one: JITCallable) -> None:
+        for called in getclosurevars(one.fn).globals.values():
+            if isinstance(called, JITCallable) and id(called) not in found:
+                look(called)
+        found[id(one)] = one
+
+    look(function)
+    return list(found.values())
 
 
 @lru_cache(maxsize=1 << 16)

@@ -104,7 +104,9 @@ class Running:
         """The other ranks, none where the program has ended."""
         pid = self.program.pid
         try:
-            return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+            children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            # beside compilers
+            return [child for child in children if b"\0follow\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
         except OSError:
             return []
 

@@ -4,9 +4,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dsv4cli.commands import compiling, job
-from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile, report_compiled
+from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile, early_compiler, report_compiled
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.engine.compiling import ahead, card
 from dsv4cli.engine.compiling.pool import Counts
@@ -23,12 +24,11 @@ def asked(monkeypatch):
     found = []
 
     @contextmanager
-    def meanwhile(out, demand, card):
-        found.append((demand, card))
+    def meanwhile(out, demand, device, process):
+        found.append((demand, device))
         yield Meanwhile()
 
     monkeypatch.setattr(job, "compiled_meanwhile", meanwhile)
-    monkeypatch.setattr(card, "card_of", lambda device: CARDS["h200"])
     monkeypatch.setattr(ahead, "found_memory", lambda *given: FreeMemory(10**12, 10**12))
     monkeypatch.setattr(Job, "kernels", "triton")
     monkeypatch.setattr(Job, "_load", lambda job, note: f"a model{note()}")
@@ -44,7 +44,7 @@ def test_a_run_compiles_for_its_prompt(asked):
         assert model == "a model"
     [(demand, where)] = asked
     assert (demand.length, demand.longest, demand.sequences, demand.memory) == (7, (37,), 1, FreeMemory(10**12, 10**12))
-    assert where == CARDS["h200"]
+    assert where == torch.device("cpu")
 
 
 def test_a_conversation_and_scores_compile_for_theirs(asked):
@@ -75,16 +75,19 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
     counts = Counts(found=3, compiled=1, present=1, failed=["up: no registers left"], searching=False)
 
     class Compilation:
-        def __init__(self, demand, card):
+        def __init__(self, demand, found, device, process):
+            assert (found, device, process) == (CARDS["h200"], 1, "waits")
             self.counts = counts
 
         def wait(self, on_progress):
             on_progress(counts)
             return counts
 
-    monkeypatch.setattr(ahead, "Compilation", lambda demand, card: nullcontext(Compilation(demand, card)))
+    monkeypatch.setattr(card, "card_of", lambda device: CARDS["h200"])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(ahead, "Compilation", lambda *given: nullcontext(Compilation(*given)))
     monkeypatch.setattr(compiling, "perf_counter", iter((1.0, 3.0)).__next__)
-    with compiled_meanwhile(Output(Colours()), None, None) as meanwhile:  # type: ignore[arg-type]
+    with compiled_meanwhile(Output(Colours()), None, None, "waits") as meanwhile:  # type: ignore[arg-type]
         assert meanwhile.note() == ", 3 of 3 kernels compiled"
         meanwhile.finish()
     assert capsys.readouterr().err == (
@@ -93,3 +96,10 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
     )
     report_compiled(Output(Colours()), Counts(found=3, present=3, searching=False), 2.0)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("device", "backend"), [("auto", "auto"), ("cpu", "auto"), ("auto", "torch")])
+def test_a_process_is_started_early_where_a_gpu_may_compute(device, backend, monkeypatch):
+    monkeypatch.setattr("dsv4cli.engine.compiling.process.start_early", lambda: "process")
+    wanted = "process" if (device, backend) == ("auto", "auto") else None
+    assert early_compiler(ModelOptions(device=device, backend=backend)) == wanted

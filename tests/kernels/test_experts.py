@@ -310,6 +310,55 @@ def test_an_expert_without_tokens_is_never_read():
     assert routed_experts(x, weights, experts, routing, 10.0, False).isfinite().all()
 
 
+def chunks_of(experts: torch.Tensor, chunk: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """What `prepare` finds: expert, position and size of each chunk it lists, 0 for none; the pair at each position."""
+    from dsv4cli.kernels.experts.kernel import few_tokens
+
+    x, pairs = torch.randn(len(experts), 128).bfloat16(), experts.numel()
+    call = few_tokens._Call(x, stored("fp4", 9, 128, 128), None, experts, torch.ones(experts.shape), 1.0, False, x)
+    *_, order, _, chunks = few_tokens._prepare(call, chunk, 0, pairs)
+    words = chunks.tolist()
+    return [(word >> 32, word >> 8 & 0xFFFFFF, word & 255) for word in words], order.tolist()
+
+
+@pytest.mark.parametrize("chunk", [2, 4])
+def test_chunks_are_listed_without_gaps_the_large_ones_first(triton_backend, monkeypatch, chunk):
+    from dsv4cli.kernels.experts.kernel import few_tokens
+
+    # of one expert nine, of others four, three, one and none
+    experts = torch.tensor([5] * 9 + [0] * 4 + [8] * 3 + [2])[torch.randperm(17)][:, None]
+    found = {}
+    for most in (0, 64):
+        monkeypatch.setattr(few_tokens, "SPARSE", most)
+        found[most], order = chunks_of(experts, chunk)
+        assert experts[order, 0].tolist() == sorted(experts[:, 0].tolist())
+    listed, sizes = found[0], [4, 4, 4, 3, 1, 1] if chunk == 4 else [2, 2, 1, 2, 2, 2, 2, 1, 2, 1]
+    assert [size for _, _, size in listed] == [*sizes, *[0] * (17 - len(sizes))]
+    assert sorted(listed[: len(sizes)]) == [one for one in found[64] if one[2]]
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_warps_take_rows_or_columns_and_nothing_changes(monkeypatch):
+    from dsv4cli.kernels.experts.kernel import few_tokens
+
+    (experts, routing), x = routes(5, 3, 2), torch.randn(5, 128).bfloat16()
+    weights, one = stored("fp4", 3, 128, 128), stored_once("fp8", 128, 128)
+    results = []
+    for warps in (1, 4):
+        tiles = few_tokens.ProductTiles(128, warps, 1, 1)
+        monkeypatch.setattr(few_tokens, "few_tokens_tiles", lambda *_, t=tiles: few_tokens.FewTokensTiles(4, 8, t, t))
+        results.append(mixture(x, weights, one, experts, routing, 10.0, True, torch.float32))
+    assert torch.equal(*results)
+
+
+def test_warps_with_rows_of_their_own_need_no_columns():
+    from dsv4cli.kernels.experts.kernel.few_tokens import ProductTiles, _fitting
+
+    assert _fitting(ProductTiles(64, 4, 2, 2), 384) == ProductTiles(64, 4, 2, 1)
+    assert _fitting(ProductTiles(16, 2, 2, 2), 384) == ProductTiles(16, 1, 2, 1)
+    assert _fitting(ProductTiles(16, 8, 2, 2), 512) == ProductTiles(16, 4, 1, 1)
+
+
 def scattered(weights: ExpertWeights) -> ExpertWeights:
     """The same experts in other rows of larger stacks, whose other rows are poison."""
     count = len(weights.w1)

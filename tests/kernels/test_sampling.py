@@ -114,6 +114,24 @@ def test_draws_from_a_row_in_many_parts(top_p):
     assert drawn_with(logits[1:], noise[1:], 1.0, top_p + 1e-4).item() == vocabulary - 1
 
 
+@pytest.mark.parametrize("period", [2250, 4500])
+def test_programs_that_take_several_parts_find_the_same_nucleus(triton_backend, monkeypatch, period):
+    from dsv4cli.kernels.sampling import kernel
+
+    # five parts of a row, two of which a program takes
+    monkeypatch.setattr(kernel, "PROGRAMS", 7)
+    assert [kernel.together(rows, 5) for rows in (1, 2, 3, 64)] == [1, 1, 2, 46]
+    # with the shorter period the second half of the row is like the first
+    logits, noise = (torch.randn(1, period) * 2).repeat(3, 4500 // period), torch.ones(3, 4500)
+    chances = logits[:1].softmax(-1)
+    inside = ref.nucleus(chances, torch.tensor([limit_of(0.95)], device=logits.device)) > 0
+    # races that the least likely token of the nucleus wins, twice, and one that the likeliest outside would
+    edge = [chances.masked_fill(~inside, 2.0).argmin().item(), chances.masked_fill(inside, 0.0).argmax().item()]
+    edge = [edge[0] % period, edge[0] % period + 4500 - period, edge[1]]
+    noise[[0, 1, 2], edge] = 1e-30
+    assert drawn_with(logits, noise, 1.0, 0.95).tolist() == [*edge[:2], chances.argmax().item()]
+
+
 @pytest.mark.usefixtures("backend")
 def test_noise_and_logits_of_wider_rows():
     logits, noise = torch.randn(2, 1200), torch.empty(2, 1200).exponential_()

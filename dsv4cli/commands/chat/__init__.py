@@ -19,6 +19,7 @@ from dsv4cli.commands.chat.settings import check_budget
 from dsv4cli.commands.chat.slash import helps
 from dsv4cli.commands.chat.tools import Tools, split_command
 from dsv4cli.commands.chat.turn import Chat, Interrupts
+from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import UsageError
@@ -108,7 +109,8 @@ def chat(
     _check(options.device, torchrun, question)
     given = given_choices(context, SessionChoices(options.model, options.think, options.temperature, options.top_p))
     begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
-    job = _job(out, begun, "model" in given, options)
+    compiler = early_compiler(options)
+    job = replace(_job(out, begun, "model" in given, options), compiler=compiler)
     display = Display(check_budget(think_budget), show_thinking, not no_markdown, term, question)
     _start(job, tp or 1, begun, display, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
 

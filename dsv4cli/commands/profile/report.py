@@ -66,6 +66,9 @@ def show_step(out: Output, document: Document) -> None:
     out.table(rows)
     out.line()
     out.table([STEP, *(_part(line) for line in parts)], numbers=True)
+    for layer in launched["layers"] if launched else ():
+        out.line()
+        out.table(_layer(layer), numbers=True)
     warn_of_spreads(out, [whole])
 
 
@@ -170,6 +173,16 @@ def _others(line: Document) -> tuple[str, ...]:
 def _part(line: Document) -> tuple[str, ...]:
     count = "" if line["count"] is None else f"{line['count']}"
     return line["name"], count, time_text(line["seconds"]["median"]), f"{line['share']:.1%}"
+
+
+def _layer(layer: Document) -> list[tuple[str, ...]]:
+    """A layer with this attention, kernel by kernel."""
+    lines = [*layer["kernels"], {**layer, "name": "in all"}]
+    head = f"{layer['kind']}, mean of {counted(layer['layers'], 'layer')}"
+    return [
+        (head, "to its end", "idle before"),
+        *((one["name"], time_text(one["seconds"]), time_text(one["idle_seconds"])) for one in lines),
+    ]
 
 
 def time_text(seconds: float | None) -> str:

@@ -52,15 +52,16 @@ def warm(
     built, by the same versions of Triton and dsv4.
     """
     out = Output(context.obj, as_json)
-    from dsv4cli.engine.compiling.ahead import Compilation, cache_folder, found_memory
+    from dsv4cli.engine.compiling.ahead import Compilation, found_memory
     from dsv4cli.engine.compiling.card import find_card
+    from dsv4cli.engine.compiling.process import cache_folder
     from dsv4cli.engine.weights.placement import MemoryLimits
 
     name, found, device = find_card(card)
     memory = None if device is None else found_memory(device, MemoryLimits(), tp)
     demand = _demand(model, tp, length, batch, draft, exact, memory)
     start = perf_counter()
-    with Compilation(demand, found, again=True) as ahead, out.counting(f"compiling kernels for {name}") as show:
+    with Compilation(demand, found) as ahead, out.counting(f"compiling kernels for {name}") as show:
         counts = ahead.wait(lambda counts: show(counts.done, counts.found, ""))
     seconds = perf_counter() - start
     if counts.compiled:

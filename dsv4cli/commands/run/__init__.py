@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.run.many import Source, answer_many, read_many, score_texts, show_prompts
 from dsv4cli.commands.run.modes import Samples, answer_one, answer_samples, show_prompt
@@ -83,7 +84,8 @@ def run(
     The answer goes to stdout; reasoning, progress and timing go to stderr. Without --model it asks nano, a small
     DeepSeek-V4 that is built in.
     """
-    job = open_job(Output(context.obj, as_json, quiet), options, logprobs)
+    compiler = None if only_show or torchrun is not None else early_compiler(options)
+    job = replace(open_job(Output(context.obj, as_json, quiet), options, logprobs), compiler=compiler)
     given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out)
     _check(given, options.device, only_show, as_json, logprobs)
     ranks = (None, False) if only_show else (tp, torchrun is not None)

@@ -4,59 +4,69 @@ import hashlib
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 from threading import Condition, Thread
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4cli import kernels
 from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.compiling.dry_run import DryRun
-from dsv4cli.engine.compiling.launches import builds_launchers
+from dsv4cli.engine.compiling.launches import Launch, builds_launchers, load_launch
+from dsv4cli.engine.compiling.no_data import NoData
 from dsv4cli.engine.compiling.pool import CompilerPool, Counts
-from dsv4cli.engine.settings import NO_DRAFTS
+from dsv4cli.engine.compiling.process import PACKAGE, cache_folder, start
+from dsv4cli.engine.system.atomic import write_file
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits
 from dsv4cli.kernels.card import Card
 
+if TYPE_CHECKING:
+    import subprocess
+
 # what a process takes while it compiles a large kernel
 BYTES_EACH = 10**9
 # seconds until those that it has started are gone too
 GRACE = 2.0
-PACKAGE = Path(__file__).parents[2]
-# `python -m dsv4cli` would take what the folder has where the user is
-PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.cli import main; main()"
+# how marks are called, and how many are kept: each prompt of another length has one of its own
+MARK, MOST_MARKS = "dsv4-", 64
 
 
 class Compilation:
     """Compiles in the background what a demand launches on a card, until it is closed. counts: how far it is."""
 
-    def __init__(self, demand: Demand, card: Card, *, again: bool = False) -> None:
-        """again: also where all of it was compiled before. Raises OSError where no process can be started."""
-        self.counts, self._changed = Counts(), Condition()
-        self._marks = _marks(demand, card)
-        exactly, model = (mark.exists() for mark in self._marks)
-        self._ended, self._for_all = exactly and not again, again or not model
+    def __init__(
+        self,
+        demand: Demand,
+        card: Card,
+        device: int | None = None,
+        process: "subprocess.Popen[str] | None" = None,
+    ) -> None:
+        """device: where the kernels are loaded as they are compiled, with CUDA running; None: they are not, and all are
+        looked for again where they were compiled before. process: one that waits already. Raises OSError where none can
+        be started."""
+        self.counts, self._device, self._changed = Counts(), device, Condition()
+        self._mark, self._launches = _mark(demand, card), list[Launch]()
+        self._ended = device is not None and self._mark.exists()
         self._closed = False
-        self._process: subprocess.Popen[str] | None = None
-        self._follower = Thread()
-        if not self._ended:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, "compile-ahead", str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # it sees no Ctrl-C: it ends with this process
-                text=True,
-            )
-            job = pickle.dumps((demand, card)).hex()
-            self._follower = Thread(target=self._follow, args=(self._process, job), daemon=True)
-            self._follower.start()
+        self._process = process
+        if self._ended:
+            work = self._load_marked
+        else:
+            self._process = start() if process is None or process.poll() is not None else process
+            work = partial(self._follow, self._process, pickle.dumps((demand, card)).hex())
+        self._worker = Thread(target=work, daemon=True)
+        self._worker.start()
 
     def __enter__(self) -> "Compilation":
         return self
@@ -66,13 +76,12 @@ class Compilation:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._follower.join(GRACE)
+        self._worker.join(GRACE)
 
     def wait(self, on_progress: Callable[[Counts], None]) -> Counts:
-        """Until all is compiled; where a like demand of the same model was compiled before, until nothing is being
-        compiled as far as is known."""
+        """Until all is compiled."""
         with self._changed:
-            while not self._ended and (self._for_all or self.counts.done < self.counts.found):
+            while not self._ended:
                 on_progress(self.counts)
                 self._changed.wait()
             return self.counts
@@ -85,25 +94,53 @@ class Compilation:
             with process.stdin:
                 process.stdin.write(job)
             for line in process.stdout:
-                with self._changed:
-                    self.counts = Counts(**json.loads(line))
-                    self._changed.notify_all()
+                self._take(json.loads(line))
         code = process.wait()
         if code == 0 and not self.counts.failed:
-            _leave(self._marks)
+            _leave(self._mark, self._launches)
         with self._changed:
             if code and not self._closed:
                 self.counts.failed.append(f"the process that compiles has ended with code {code}")
             self._ended = True
             self._changed.notify_all()
 
+    def _take(self, said: dict[str, Any]) -> None:
+        if "ready" in said:
+            self._launches.append(pickle.loads(bytes.fromhex(said["ready"])))
+            self._load(self._launches[-1])
+            return
+        with self._changed:
+            self.counts = Counts(**said)
+            self._changed.notify_all()
 
-def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None]) -> Counts:
-    """Compiles everything that a demand launches on a card, in processes that are forked from this one."""
+    def _load_marked(self) -> None:
+        with suppress(Exception):  # a file that was not written to the end raises anything
+            for launch in pickle.loads(self._mark.read_bytes()):
+                self._load(launch)
+
+    def _load(self, launch: Launch) -> None:
+        if self._device is not None and not self._closed:
+            with suppress(Exception):  # the launch itself says it again
+                load_launch(launch, self._device)
+
+
+def prepare() -> None:
+    """Imports what `compile_all` needs, before it is known for what."""
+    # torch.cat of tensors without data would import the real one, and SymPy with it: 2 s, for nothing
+    without = ModuleType("torch._dynamo")
+    vars(without)["disable"] = lambda function, *given, **named: function
+    sys.modules["torch._dynamo"] = vars(torch)["_dynamo"] = without
+    with NoData():
+        torch.cat([torch.empty(1, device="cuda")])
+    for found in walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        import_module(found.name)
+
+
+def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None], ready: Callable[[Launch], None]) -> None:
+    """Compiles everything that a demand launches on a card, in processes that are forked from this one; report, ready:
+    as of `CompilerPool`."""
     with DryRun(demand, card) as dry:
-        pool = CompilerPool(dry, workers(), report)
-        pool.run()
-    return pool.counts
+        CompilerPool(dry, workers(), report, ready).run()
 
 
 def workers() -> int:
@@ -118,33 +155,23 @@ def found_memory(device: torch.device, limits: MemoryLimits, ranks: int = 1) -> 
     return FreeMemory(free_memory(device), free_memory(torch.device("cpu")), ranks, limits)
 
 
-def cache_folder() -> Path:
-    """Where Triton keeps what it has compiled."""
-    from triton import knobs
-
-    return Path(knobs.cache.dir)
-
-
-def _marks(demand: Demand, card: Card) -> tuple[Path, Path]:
-    """Files of Triton's cache that say: this demand was compiled into it, and one of this model."""
+def _mark(demand: Demand, card: Card) -> Path:
+    """The file of Triton's cache that says: this demand was compiled into it."""
     from triton import __version__
 
     sources = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(file.read_bytes())
     # what is free is never the same; how weights are divided seldom changes with it
-    memory = demand.memory and replace(demand.memory, gpu=None, host=None)
-    demand = replace(demand, memory=memory)
-    model = replace(demand, sequences=1, length=None, longest=(), context=1, chunk=1, samplings=(), drafting=NO_DRAFTS)
+    demand = replace(demand, memory=demand.memory and replace(demand.memory, gpu=None, host=None))
     versions = f"{torch.__version__} {__version__} {sources.hexdigest()} {builds_launchers()}"
-    named = [hashlib.sha256(f"{versions} {card} {one}".encode()).hexdigest() for one in (demand, model)]
-    return cache_folder() / f"dsv4-{named[0]}", cache_folder() / f"dsv4-{named[1]}"
+    return cache_folder() / f"{MARK}{hashlib.sha256(f'{versions} {card} {demand}'.encode()).hexdigest()}"
 
 
-def _leave(marks: tuple[Path, Path]) -> None:
-    for mark in marks:
-        try:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        except OSError:
-            return  # a cache that cannot be written: everything is compiled anew
+def _leave(mark: Path, launches: list[Launch]) -> None:
+    """Writes the mark: the kernels, for the next run to load. The oldest go."""
+    with suppress(OSError):  # a cache that cannot be written: everything is looked for anew
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        write_file(mark, pickle.dumps(launches), mark.with_suffix(f".{os.getpid()}"))
+        for old in sorted(mark.parent.glob(f"{MARK}*"), key=lambda one: one.stat().st_mtime)[:-MOST_MARKS]:
+            old.unlink()

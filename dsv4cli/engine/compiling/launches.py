@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dsv4cli.kernels.card import Card
+from dsv4cli.kernels.launch import called_by
 
 # threads of a warp, on every NVIDIA GPU
 WARP = 32
@@ -37,6 +38,11 @@ class Launch:
     def identity(self) -> tuple[str, str, str]:
         """What tells it from every other."""
         return self.module, self.name, self.key
+
+    @property
+    def function(self) -> Any:
+        """The kernel itself."""
+        return getattr(import_module(self.module), self.name)
 
 
 class _Driver:
@@ -109,26 +115,43 @@ def recording() -> Iterator[Recorder]:
 def compile_launch(launch: Launch) -> bool:
     """Compiles into Triton's cache, inside `driven_by`; whether it was not there. Raises what Triton raises."""
     from triton import knobs
-    from triton.compiler import ASTSource, compile, make_backend
-    from triton.runtime.driver import driver
 
     found = list[bool]()
     before = knobs.compilation.listener
-
-    def note(*, cache_hit: bool, **details: Any) -> None:
-        found.append(cache_hit)
-
-    function = getattr(import_module(launch.module), launch.name)
-    target = driver.active.get_current_target()
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()}
-    source = ASTSource(function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
-    knobs.compilation.listener = note
+    knobs.compilation.listener = lambda *, cache_hit, **details: found.append(cache_hit)
     try:
-        kernel = compile(source, target=target, options=make_backend(target).parse_options(options).__dict__)
+        kernel = _compiled(launch)
     finally:
         knobs.compilation.listener = before
-    _build_launcher(source, kernel.metadata)
+    _build_launcher(kernel)
     return not found[-1]
+
+
+def source_length(launch: Launch) -> int:
+    """Characters of a kernel's source and of all that it calls: more of them mostly take longer to compile."""
+    return sum(len(function.src) for function in called_by(launch.function))
+
+
+def load_launch(launch: Launch, device: int) -> None:
+    """Loads a kernel from Triton's cache to where it is found when it is launched on this device. Raises what Triton
+    raises."""
+    kernels = launch.function.device_caches[device][0]
+    if launch.key not in kernels:
+        with torch.cuda.device(device):
+            kernel = _compiled(launch)
+            _ = kernel.run  # it is loaded when it is asked how it is run
+        kernels[launch.key] = kernel
+
+
+def _compiled(launch: Launch) -> Any:
+    """The kernel, from Triton's cache or compiled into it."""
+    from triton.compiler import ASTSource, compile, make_backend
+    from triton.runtime.driver import driver
+
+    target = driver.active.get_current_target()
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()}
+    source = ASTSource(launch.function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
+    return compile(source, target=target, options=make_backend(target).parse_options(options).__dict__)
 
 
 def builds_launchers() -> bool:
@@ -143,10 +166,10 @@ def builds_launchers() -> bool:
     return False
 
 
-def _build_launcher(source: Any, metadata: Any) -> None:
+def _build_launcher(kernel: Any) -> None:
     """Into Triton's cache. One that cannot be built here is built where the kernel is launched."""
     from triton.backends.nvidia.driver import CudaLauncher
 
     if builds_launchers():
         with suppress(Exception):  # a compiler raises anything
-            CudaLauncher(source, metadata)
+            CudaLauncher(kernel.src, kernel.metadata)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsv4cli.engine.compiling.demand import Step
 from dsv4cli.engine.compiling.dry_run import DryRun, Task
-from dsv4cli.engine.compiling.launches import Launch, compile_launch
+from dsv4cli.engine.compiling.launches import Launch, compile_launch, source_length
 from dsv4cli.engine.system.ending import end_with_parent
 
 # how much they give way to the process that loads a model meanwhile
@@ -38,12 +38,15 @@ class CompilerPool:
     """The work of a dry run on `workers` processes, which are forked from this one: it must have one thread and no
     CUDA. counts: how far it is."""
 
-    def __init__(self, dry: DryRun, workers: int, report: Callable[[Counts], None]) -> None:
-        self.counts, self._dry, self._report = Counts(), dry, report
+    def __init__(
+        self, dry: DryRun, workers: int, report: Callable[[Counts], None], ready: Callable[[Launch], None]
+    ) -> None:
+        """report: called with the counts when they have changed. ready: with each kernel that is in Triton's cache."""
+        self.counts, self._dry, self._report, self._ready = Counts(), dry, report, ready
         tasks = dry.tasks()
         self._steps = deque(task for task in tasks if isinstance(task, Step))
         self._spans = deque(task for task in tasks if not isinstance(task, Step))
-        self._launches: deque[Launch] = deque()
+        self._launches: list[Launch] = []  # what takes long is begun first, from the end
         self._known = set[tuple[str, str, str]]()
         if self._steps:  # what is imported on the way, forks need not import
             self._found(dry.launches(self._steps.popleft()))
@@ -65,10 +68,14 @@ class CompilerPool:
 
     def _hand_out(self) -> None:
         for one, work in self._work.items():
-            queue = next((queue for queue in (self._steps, self._launches, self._spans) if queue), None)
-            if work is None and queue is not None:
-                self._work[one] = queue.popleft()
+            if work is None and (self._steps or self._launches or self._spans):
+                self._work[one] = self._next()
                 one.send(self._work[one])
+
+    def _next(self) -> Task | Launch:
+        if self._steps or not self._launches:
+            return (self._steps or self._spans).popleft()
+        return self._launches.pop()
 
     def _take(self, one: Connection) -> None:
         work, self._work[one] = self._work[one], None
@@ -80,16 +87,17 @@ class CompilerPool:
         name = f"{work.module}.{work.name}" if isinstance(work, Launch) else str(work)
         if isinstance(result, str):
             self.counts.failed.append(f"{name}: {result}")
-        elif isinstance(result, bool):
+        elif isinstance(work, Launch):
             self.counts.compiled += result
             self.counts.present += not result
+            self._ready(work)
         else:
             self._found(result)
 
     def _found(self, launches: list[Launch]) -> None:
         new = [launch for launch in launches if launch.identity not in self._known]
         self._known.update(launch.identity for launch in new)
-        self._launches.extend(new)
+        self._launches = sorted([*self._launches, *new], key=source_length)
         self.counts.found += len(new)
 
     def _fork(self) -> Connection:

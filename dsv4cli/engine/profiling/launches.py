@@ -13,6 +13,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
 from dsv4cli.engine.profiling.clock import Call, wait
+from dsv4cli.engine.profiling.layers import LayerTime, Owner, layer_times
 from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, PREFIX
 from dsv4cli.errors import UnsoundResult
 
@@ -26,12 +27,13 @@ NEVER = float("-inf")
 class Launches:
     """count: kernels and copies of a step; busy: seconds in which at least one ran; by_class: how many of them each
     class launched, and what runs between them: `count` in all; seconds: of `busy`, those of each class, where several
-    run at once those of the first."""
+    run at once those of the first; layers: of each kind one, kernel by kernel."""
 
     count: int
     busy: float
     by_class: dict[str, int]
     seconds: dict[str, float]
+    layers: list[LayerTime]
 
     def record(self, seconds: float, tokens: int) -> dict[str, Any]:
         """For JSON: `seconds` is what the step takes outside the profiler, for `tokens` tokens."""
@@ -42,6 +44,7 @@ class Launches:
             "gap_seconds": gaps,
             "per_token": {"count": self.count / tokens, "gap_seconds": gaps / tokens},
             "by_class": self.by_class,
+            "layers": [layer.record() for layer in self.layers],
         }
 
 
@@ -54,7 +57,7 @@ def trace_step(step: Call, device: torch.device, file: Path | None, replay: Call
     ranged = _trace(step, device, file if replay is None else None)
     if device.type != "cuda":
         return None
-    owners = classes_of(ranged)
+    owners = owners_of(ranged)
     return count_launches(ranged if replay is None else _trace(replay, device, file), owners)
 
 
@@ -81,29 +84,33 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def classes_of(events: list[FunctionEvent]) -> list[str]:
-    """The class of each kernel and copy in the order in which they were launched."""
+def owners_of(events: list[FunctionEvent]) -> list[Owner]:
+    """Whose each kernel and copy is, in the order in which they were launched."""
     host = [event for event in events if event.device_type.name == "CPU"]
     ranges = [(*_span(event), _class(event)) for event in host if event.name.startswith(PREFIX)]
+    blocks = sorted(_span(event) for event in host if event.name == PREFIX + BLOCK)
     # a kernel has the number of the call that launched it; torch's operators have numbers too, from another count
     calls = {event.id: event.time_range.start for event in host if event.name.startswith(CALLS)}
-    return [_innermost(ranges, calls.get(event.id, NEVER)) for event in _work(events)]
+    moments = [calls.get(event.id, NEVER) for event in _work(events)]
+    return [Owner(_innermost(ranges, moment), _number(blocks, moment)) for moment in moments]
 
 
-def count_launches(events: list[FunctionEvent], owners: list[str]) -> Launches:
-    """Adds up what the profiler saw, by the class of each kernel and copy in their order."""
-    spans = [_span(event) for event in _work(events)]
+def count_launches(events: list[FunctionEvent], owners: list[Owner]) -> Launches:
+    """Adds up what the profiler saw, by the owner of each kernel and copy in their order."""
+    work = _work(events)
+    spans, classes = [_span(event) for event in work], [owner.name for owner in owners]
     if len(spans) != len(owners):
         raise UnsoundResult(
             f"the captured step runs {len(spans)} kernels and copies, the same step launched one by one {len(owners)}",
             "report it: the profile cannot tell whose they are",
         )
-    seconds = dict.fromkeys(owners, 0.0)
+    seconds = dict.fromkeys(classes, 0.0)
     until = float("-inf")
-    for (start, end), owner in zip(spans, owners, strict=True):
-        seconds[owner] += max(end - max(start, until), 0.0) / 1e6
+    for (start, end), name in zip(spans, classes, strict=True):
+        seconds[name] += max(end - max(start, until), 0.0) / 1e6
         until = max(until, end)
-    return Launches(len(spans), sum(seconds.values()), dict(Counter(owners)), seconds)
+    layers = layer_times([event.name for event in work], spans, owners)
+    return Launches(len(spans), sum(seconds.values()), dict(Counter(classes)), seconds, layers)
 
 
 def _work(events: list[FunctionEvent]) -> list[FunctionEvent]:
@@ -125,3 +132,8 @@ def _class(event: FunctionEvent) -> str:
 def _innermost(ranges: list[tuple[float, float, str]], moment: float) -> str:
     """The class of the shortest range (start, end, class) that holds the moment."""
     return min(((end - start, name) for start, end, name in ranges if start <= moment < end), default=(0.0, OTHER))[1]
+
+
+def _number(ranges: list[tuple[float, float]], moment: float) -> int | None:
+    """Which of the ranges holds the moment."""
+    return next((number for number, (start, end) in enumerate(ranges) if start <= moment < end), None)

@@ -57,6 +57,7 @@ class Follower:
 
     def close(self) -> None:
         """Lets go of requests and graphs."""
+        self._ran = None  # holds the graph that it came from
         if self._runner is not None:
             self._runner.close()
 

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from dsv4cli.commands.profile.report import show_step
 from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
 from dsv4cli.kernels import norm
+from dsv4cli.output import Colours, Output
 from tests.support.program import Program
 
 STEP = ("profile", "step", "--model", "random:tiny,layers=4", "--context", "130")
@@ -94,6 +96,19 @@ def test_step_and_its_trace(dsv4, tmp_path):
     seen = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
     assert seen.count("dsv4: block") == 4
     assert seen.count("dsv4: CSA attention") == 1
+
+
+def test_a_step_on_a_gpu_shows_a_layer_kernel_by_kernel(dsv4, capfd):
+    document = json.loads(dsv4(*STEP, "--json").out)
+    up, down = ({"name": name, "seconds": 1e-5, "idle_seconds": 1e-6} for name in ("up", "down"))
+    layer = {"kind": "CSA attention", "layers": 20, "seconds": 2e-5, "idle_seconds": 2e-6, "kernels": [up, down]}
+    launched = {"count": 2, "busy_seconds": 3.3e-5, "gap_seconds": 2e-6, "per_token": {"count": 2}, "layers": [layer]}
+    show_step(Output(Colours()), document | {"kernels": launched})
+    lines = capfd.readouterr().out.splitlines()[-4:]
+    assert [line.split("  ")[0] for line in lines] == ["CSA attention, mean of 20 layers", "up", "down", "in all"]
+    assert [line.split()[-4:] for line in lines[1:]] == [
+        ["10.0", "µs", "1.0", "µs"], ["10.0", "µs", "1.0", "µs"], ["20.0", "µs", "2.0", "µs"]
+    ]  # fmt: skip
 
 
 def test_step_for_people(dsv4):

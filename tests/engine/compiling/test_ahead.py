@@ -1,6 +1,7 @@
 """The process beside a command: what it says, how long it is waited for, what is remembered of it."""
 
 import os
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,17 @@ import pytest
 pytest.importorskip("triton")
 
 import dsv4cli
-from dsv4cli.engine.compiling.ahead import Compilation
+from dsv4cli.engine.compiling.ahead import Compilation, _mark
 from dsv4cli.engine.compiling.demand import Demand, demand_of
 from dsv4cli.engine.compiling.pool import Counts
+from dsv4cli.engine.compiling.process import start, start_early
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling
 from dsv4cli.kernels.card import CARDS
+from tests.engine.compiling.test_pool import launch
 from tests.support.compiler import compiler
 
 CARD = CARDS["h200"]
@@ -34,9 +37,9 @@ def says(monkeypatch, tmp_path):
     return compiler(monkeypatch, tmp_path)
 
 
-def waited(length: int = 5, again: bool = False) -> tuple[Counts, float]:
+def waited(length: int = 5, device: int | None = 0) -> tuple[Counts, float]:
     start = time.monotonic()
-    with Compilation(demand(length), CARD, again=again) as ahead:
+    with Compilation(demand(length), CARD, device) as ahead:
         counts = ahead.wait(lambda counts: None)
     return counts, time.monotonic() - start
 
@@ -49,7 +52,51 @@ def test_what_was_compiled_is_not_asked_for_again(says):
     assert waited()[0] == Counts(**ALL)
     says(code=1)
     assert waited() == (Counts(), pytest.approx(0, abs=0.5))
-    assert waited(again=True)[0].failed == ["the process that compiles has ended with code 1"]
+    assert waited(device=None)[0].failed == ["the process that compiles has ended with code 1"]
+
+
+def test_kernels_are_loaded_as_they_are_compiled_and_when_they_are_known(says, monkeypatch):
+    loaded, launches = [], [launch("up"), launch("down")]
+    monkeypatch.setattr(
+        "dsv4cli.engine.compiling.ahead.load_launch", lambda one, device: loaded.append((one.name, device))
+    )
+    says(*({"ready": pickle.dumps(one).hex()} for one in launches), ALL)
+    waited(device=1)
+    assert loaded == [("up", 1), ("down", 1)]
+    says(code=1)
+    with Compilation(demand(5), CARD, 1) as ahead:
+        ahead._worker.join()
+    assert loaded[2:] == [("up", 1), ("down", 1)]
+    says(*({"ready": pickle.dumps(one).hex()} for one in launches), ALL)
+    waited(device=None)
+    assert len(loaded) == 4
+
+
+def test_a_mark_that_was_not_written_to_the_end_loads_nothing(says, monkeypatch):
+    monkeypatch.setattr("dsv4cli.engine.compiling.ahead.load_launch", lambda one, device: pytest.fail("there is none"))
+    says(ALL)
+    waited()
+    _mark(demand(5), CARD).write_bytes(b"")
+    assert waited() == (Counts(), pytest.approx(0, abs=0.5))
+
+
+def test_a_process_that_waits_already_is_taken(says):
+    says(ALL)
+    process = start()
+    for length in (5, 6):  # with the first it has ended
+        with Compilation(demand(length), CARD, None, process) as ahead:
+            assert ahead.wait(lambda counts: None) == Counts(**ALL)
+            assert (ahead._process is process) == (length == 5)
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_it_is_started_early_where_a_gpu_may_be(driver, says, monkeypatch, tmp_path):
+    monkeypatch.setattr("dsv4cli.engine.compiling.process.DRIVER", tmp_path if driver else tmp_path / "none")
+    says(ALL)
+    process = start_early()
+    assert (process is not None) == driver
+    if process is not None:
+        process.communicate("")
 
 
 def test_the_process_runs_this_program_whatever_folder_the_user_is_in(says, tmp_path):
@@ -60,16 +107,21 @@ def test_the_process_runs_this_program_whatever_folder_the_user_is_in(says, tmp_
     assert arguments.split()[-2:] == ["compile-ahead", str(os.getpid())]
 
 
-def test_another_prompt_of_a_known_model_is_waited_for_where_kernels_are_missing(says):
+def test_another_prompt_is_waited_for(says):
+    """Also where all of its kernels are there: that is not known before."""
     says(ALL)
     waited()
-    says({"found": 3, "present": 3}, seconds=20)
-    assert waited(6)[1] < 10
-    says({"found": 3, "present": 2}, {"found": 3, "present": 2, "compiled": 1}, seconds=20)
-    with Compilation(demand(7), CARD) as ahead:
-        while not ahead.counts.found:
-            time.sleep(0.01)
-        assert ahead.wait(lambda counts: None).done == 3
+    says({"found": 3, "present": 2}, {"found": 3, "present": 3, "searching": False}, seconds=0.3)
+    counts, seconds = waited(6)
+    assert (counts.present, seconds > 0.3) == (3, True)
+
+
+def test_the_oldest_marks_go(says, monkeypatch, tmp_path):
+    monkeypatch.setattr("dsv4cli.engine.compiling.ahead.MOST_MARKS", 2)
+    says(ALL)
+    for length in (5, 6, 7):
+        waited(length)
+    assert [_mark(demand(length), CARD).exists() for length in (5, 6, 7)] == [False, True, True]
 
 
 @pytest.mark.parametrize(("lines", "code"), [([{"found": 2, "compiled": 1}], 1), ([{**ALL, "failed": ["up: no"]}], 0)])
@@ -83,7 +135,7 @@ def test_what_failed_is_tried_again(says, lines, code):
 def test_it_ends_with_whoever_waits(says):
     says({"found": 2}, seconds=100)
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Compilation(demand(5), CARD) as ahead:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), Compilation(demand(5), CARD, 0) as ahead:  # noqa: PT012
 
         def interrupt(counts: Counts) -> None:
             raise KeyboardInterrupt
@@ -99,5 +151,5 @@ def test_a_card_and_a_model_have_their_own(says):
     waited()
     says({"found": 1, "compiled": 1, "searching": False})
     for one, card in ((demand(5), CARDS["a100"]), (replace(demand(5), exact=True), CARD)):
-        with Compilation(one, card) as ahead:
+        with Compilation(one, card, 0) as ahead:
             assert ahead.wait(lambda counts: None).found == 1

@@ -42,7 +42,7 @@ def test_nothing_is_compiled_in_a_step(monkeypatch, tmp_path, sequences):
         memory=found_memory(device, MemoryLimits()),
     )
     draw = random.Random(sequences)
-    with use("triton"), Compilation(demand, card_of(device)) as ahead:
+    with use("triton"), Compilation(demand, card_of(device), 0) as ahead:
         model = load_model(source, numerics, device=device, drafting=AUTO_DRAFTING)
         counts = ahead.wait(lambda counts: None)
         assert (counts.failed, counts.compiled) == ([], counts.found)

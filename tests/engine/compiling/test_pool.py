@@ -1,6 +1,7 @@
 """Processes that compile: all is done once, and what one of them cannot is left to the launch."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ class DryRun:
         return [launch(name) for name in self._found[task]]
 
 
-def run(found: dict[Any, list[str]], workers: int = 2) -> tuple[Counts, list[int]]:
+def run(found: dict[Any, list[str]], workers: int = 2, ready=lambda launch: None) -> tuple[Counts, list[int]]:
     done: list[int] = []
-    one = CompilerPool(DryRun(found), workers, lambda counts: done.append(counts.done))  # type: ignore[arg-type]
+    one = CompilerPool(DryRun(found), workers, lambda counts: done.append(counts.done), ready)  # type: ignore[arg-type]
     one.run()
     return one.counts, done
 
@@ -53,6 +54,7 @@ def compiler(monkeypatch):
         return one.name != "there"
 
     monkeypatch.setattr(pool, "compile_launch", compiled)
+    monkeypatch.setattr(pool, "source_length", lambda one: len(one.name))
     monkeypatch.setattr(pool, "end_with_parent", lambda parent: None)
 
 
@@ -80,7 +82,7 @@ def test_a_step_that_cannot_be_done_is_named():
 
 
 def test_it_ends_when_every_process_has():
-    counts, _ = run({FIRST: ["dies", "dies twice", "a", "b"]}, workers=1)
+    counts, _ = run({FIRST: ["dies", "a", "b"]}, workers=1)
     assert (counts.compiled, len(counts.failed)) == (0, 1)
 
 
@@ -103,7 +105,20 @@ def test_launchers_are_built_where_triton_has_them_built(there, monkeypatch):
     monkeypatch.setattr(driver, "library_dirs", library_dirs)
     monkeypatch.setattr(driver, "CudaLauncher", launcher)
     assert launches.builds_launchers() is there
-    launches._build_launcher("source", "metadata")
+    launches._build_launcher(SimpleNamespace(src="source", metadata="metadata"))
     assert built == [("source", "metadata")] * there
     monkeypatch.delattr(driver, "make_launcher")
     assert not launches.builds_launchers()
+
+
+def test_kernels_that_are_there_are_named():
+    names: list[str] = []
+    run({FIRST: ["a", "there", "refuses"]}, ready=lambda launch: names.append(launch.name))
+    assert sorted(names) == ["a", "there"]
+
+
+def test_long_sources_are_compiled_first():
+    names: list[str] = []
+    found = {FIRST: ["a", "cc", "there", "bbb"], SECOND: ["dddd"]}
+    run(found, workers=1, ready=lambda launch: names.append(launch.name))
+    assert names == ["there", "dddd", "bbb", "cc", "a"]

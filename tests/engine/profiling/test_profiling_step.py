@@ -16,7 +16,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.profiling import step
 from dsv4cli.engine.profiling.clock import Timing, _waits_for_host
 from dsv4cli.engine.profiling.compiling import nothing_compiles
-from dsv4cli.engine.profiling.launches import classes_of, count_launches
+from dsv4cli.engine.profiling.launches import count_launches, owners_of
 from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, Ranges, expected_counts
 from dsv4cli.engine.profiling.step import StepShape, _check_schedule, choose_load, profile_step
 from dsv4cli.engine.weights.load import build_random
@@ -83,7 +83,7 @@ def traced(*trace):
 
 def counted(*trace):
     events = traced(*trace)
-    return count_launches(events, classes_of(events))
+    return count_launches(events, owners_of(events))
 
 
 # a block with attention and MoE inside: 901 and on are numbers of ranges and operators, 1 and on those of CUDA's calls
@@ -132,6 +132,36 @@ def test_a_gpu_is_busy_while_anything_runs():
     record = found.record(120e-6, 2)
     assert record["gap_seconds"] == pytest.approx(70e-6)
     assert record["per_token"]["count"] == 4.5
+
+
+def layered(*kernels):
+    """Kernels of blocks, each launched within 100 us on the host: (block, attention, name, ts, dur)."""
+    blocks = {block: attention for block, attention, *_ in kernels}
+    ranges = [("user_annotation", "dsv4: block", 100 * block, 100, 900 + block) for block in blocks]
+    ranges += [("user_annotation", f"dsv4: {kind}", 100 * block, 50, 950 + block) for block, kind in blocks.items()]
+    calls = [("cuda_driver", "cuLaunchKernel", 100 * block + n, 1, n) for n, (block, *_) in enumerate(kernels, 1)]
+    return counted(*ranges, *calls, *(("kernel", name, ts, dur, n) for n, (*_, name, ts, dur) in enumerate(kernels, 1)))
+
+
+def test_a_layer_of_each_kind_from_kernel_to_kernel():
+    csa, hca = "CSA attention", "HCA attention"
+    found = layered(
+        (0, csa, "other", 1000, 50),
+        # begins with the end of what was before, and within its last kernel the next begins
+        (1, csa, "a", 1050, 10),
+        (1, csa, "b", 1062, 8),
+        (2, hca, "c", 1068, 4),
+        (3, csa, "a", 1080, 10),
+        (3, csa, "b", 1090, 4),
+    ).layers
+    assert [(one.kind, one.layers, [kernel.name for kernel in one.kernels]) for one in found] == [
+        (csa, 2, ["a", "b"]), (hca, 1, ["c"])
+    ]  # fmt: skip
+    [a, b], [c] = (one.kernels for one in found)
+    assert (a.seconds, a.idle) == pytest.approx((14e-6, 4e-6))
+    assert (b.seconds, b.idle) == pytest.approx((7e-6, 1e-6))
+    assert (c.seconds, c.idle) == pytest.approx((2e-6, 0.0))
+    assert found[0].record()["idle_seconds"] == pytest.approx(5e-6)
 
 
 def test_a_call_that_waits_for_the_host_is_found_without_a_notice(monkeypatch):

@@ -1,5 +1,7 @@
 """Steps that run before the one before was read give what steps give that are read one by one, and leave its state."""
 
+from weakref import ref
+
 import pytest
 
 from dsv4cli.engine.parallel.world import World
@@ -9,6 +11,7 @@ from dsv4cli.engine.runtime.drawing import Drawing
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.gate import Gate
+from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
@@ -255,3 +258,26 @@ def test_a_request_that_comes_waits_for_one_step(launched):
     one.add(other)
     assert [result.request.number for result in one.step()] == [0]
     assert other in [result.request for result in one.step()]
+
+
+def test_no_rank_holds_a_captured_step_when_it_has_ended(monkeypatch):
+    """NCCL's process group waits for the graphs that hold its launches."""
+    steps, prepared = [], GraphRunner._prepared
+
+    def noted(graphs, *key):
+        step = prepared(graphs, *key)
+        steps.append(ref(step))
+        return step
+
+    monkeypatch.setattr(GraphRunner, "_prepared", noted)
+    meeting = Meeting()
+    monkeypatch.setattr(World, "broadcast_from_leader", lambda world, x: meeting.broadcast(x))
+    with Engine(model_of("mtp"), Capacity(3, 300), "cpu", meeting, Drafting(3)) as one:
+        other = Follower(model_of("mtp"), "cpu")
+        one.add(asked(0))
+        while one.busy:
+            one.step()
+            meeting.follow(other)
+    other.close()
+    assert len(steps) > 1
+    assert [step() for step in steps] == [None] * len(steps)

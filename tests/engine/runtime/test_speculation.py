@@ -528,6 +528,18 @@ def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
     assert max(tokens) == 10
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_one_token_of_a_prompt_alone_drafts_nothing(drafter, captured, monkeypatch):
+    """A conversation keeps the state before its first question, one token after the beginning: a step that decodes, of
+    which nobody is ready."""
+    open_gate(monkeypatch)
+    answers = []
+    for most in (0, 3):
+        request = Request(text(12, 1), GREEDY, Limits(6), keep=(1, 12), stop_ids=())
+        answers.append(play(engine(drafter, most, longest=600), [request]).ids)
+    assert answers[0] == answers[1]
+
+
 def test_drafts_behind_those_considered_are_not_accepted():
     """Though they are what was drawn: a constraint leaves their row to the next step, or they only fill a row."""
     numbers = torch.tensor([0, 0]), torch.tensor([9, 9]), torch.tensor([0, 3]), torch.tensor([1, 0])

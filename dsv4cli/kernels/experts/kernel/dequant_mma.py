@@ -5,7 +5,8 @@ columns are taken in another order. Of each word of 2H codes (8 of FP4, 4 of FP8
 bf16. `prepare.arranged` puts the inputs in the same order: of the 8H columns of 4 words, place [j, v, u, h] holds
 column [u, v, h, j] (H x 2 x 2 x 2, the last counted fastest; word 2u + v, code j or j + H).
 
-Each warp of a program takes a part of the columns; their sums are added at the end. Weights go from memory to the
+Each warp of a program takes rows of its own, or where these are few a part of the columns, whose sums are added at the
+end. Weights go from memory to the
 registers that decode them, those of further steps while these are multiplied; `first_steps` begins, even before the
 inputs are there. (The compiler loads ahead within a pass of the loop, hardly from one pass to the next.) The order of
 a tensor's dimensions decides which thread loads what: the last one first, then from the left, lanes before warps.
@@ -18,6 +19,8 @@ import triton.language as tl
 
 # the fewest tokens that a product takes: the eight columns of the tensor core, four of which a token fills with FP4
 FP4_TOKENS, FP8_TOKENS = 2, 8
+# the fewest rows that a warp takes for itself, those of the tensor core's operand
+FEWEST_ROWS = tl.constexpr(16)
 # codes become bf16 numbers with the exponent's bits as they are, far too small; inputs are as much larger
 INPUT_FACTOR = 2.0**64
 _FP4_FACTOR = tl.constexpr(2.0 ** (126 - 64))  # e2m1 has an exponent bias of 1, bf16 of 127
@@ -54,15 +57,31 @@ def _operand(words, J: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def row_numbers(ROWS: tl.constexpr):
-    """0 .. ROWS - 1 in the order of pointers to rows: [8, 1, ROWS / 8]."""
-    return tl.arange(0, 8)[:, None, None] + tl.arange(0, ROWS // 8)[None, None] * 8
+def row_numbers(ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """0 .. ROWS - 1 in the order of pointers to rows: [8, 1, ROWS / 8]; [8, WARPS, ..] where warps have their own."""
+    OWN: tl.constexpr = ROWS // WARPS if ROWS // WARPS >= FEWEST_ROWS else ROWS
+    rows = tl.arange(0, 8)[:, None, None] + tl.arange(0, OWN // 8)[None, None] * 8
+    if OWN < ROWS:
+        rows += tl.arange(0, WARPS)[None, :, None] * OWN
+    return rows
 
 
 @triton.jit
-def parts_of(K: tl.constexpr, SPLITS: tl.constexpr):
-    """Where each split's part of K columns begins: [1, SPLITS, 1]."""
-    return tl.arange(0, SPLITS)[None, :, None] * (K // SPLITS)
+def parts_of(K: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Where each warp's part of K columns begins, [1, WARPS, 1]: at 0 where warps have rows of their own."""
+    return tl.arange(0, WARPS)[None, :, None] * (0 if WARPS > 1 and ROWS // WARPS >= FEWEST_ROWS else K // WARPS)
+
+
+@triton.jit
+def columns_of(K: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """How many of K columns a warp takes."""
+    return K if ROWS // WARPS >= FEWEST_ROWS else K // WARPS
+
+
+@triton.jit
+def of_program(sums, ROWS: tl.constexpr):
+    """Sums [WARPS, rows, TOKENS] of each warp's rows, or of its columns -> [ROWS, TOKENS]."""
+    return tl.sum(sums, 0) if sums.shape[1] == ROWS else tl.reshape(sums, (ROWS, sums.shape[2]))
 
 
 @triton.jit
@@ -78,13 +97,13 @@ def fp4_rows(w, scale, row, part, K: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def fp8_rows(w, scale, first, K: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+def fp8_rows(w, scale, first, part, K: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
     """The same of rows first .. first + ROWS - 1 of a single matrix, within one block of 128, for steps of 64 columns.
 
     Its scales (uint8): [S].
     """
-    words = w + (first + row_numbers(ROWS)).to(tl.int64) * (K // 4) + parts_of(K // 4, SPLITS)
-    scales = scale + first // 128 * (K // 128) + tl.arange(0, SPLITS) * (K // 128 // SPLITS)
+    words = w + (first + row_numbers(ROWS, WARPS)).to(tl.int64) * (K // 4) + part // 4
+    scales = scale + first // 128 * (K // 128) + tl.reshape(part, (WARPS,)) // 128
     return words[:, :, :, None] + tl.arange(0, 16)[None, None, None], scales
 
 
@@ -133,12 +152,25 @@ def first_steps(words, scales, AHEAD: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def _inputs(place, inside, J: tl.constexpr):
-    """place: pointers [4 * N, S, 8] to the inputs of a step, four threads a column -> bf16 [S, 32, N]."""
-    N: tl.constexpr = place.shape[0] // 4
+    """place: pointers [32, S, N / 8, 8] to the inputs of a step, as `input_threads` has them -> bf16 [S, 32, N]."""
     S: tl.constexpr = place.shape[1]
+    EIGHTS: tl.constexpr = place.shape[2]
     loaded = tl.load(place + 8 * J, inside, other=0.0)
-    # [N, thread, S, word of 2, half of the words, 2]
-    return tl.reshape(tl.permute(tl.reshape(loaded, (N, 4, S, 2, 2, 2)), (2, 4, 1, 3, 5, 0)), (S, 32, N))
+    # [column of eight, thread, S, eight, word of 2, half of the words, 2]
+    by_word = tl.reshape(loaded, (8, 4, S, EIGHTS, 2, 2, 2))
+    return tl.reshape(tl.permute(by_word, (2, 5, 1, 4, 6, 3, 0)), (S, 32, EIGHTS * 8))
+
+
+@triton.jit
+def input_threads(N: tl.constexpr):
+    """Numbers of four threads for each of N columns of inputs: [32, 1, N / 8, 1]. A lane has some of every eight."""
+    return tl.arange(0, 32)[:, None, None, None] + tl.arange(0, N // 8)[None, None, :, None] * 32
+
+
+@triton.jit
+def _inputs_of(inputs, offset, part):
+    """Pointers for `_inputs`; offset [32, 1, N / 8, 1], part [1, S, 1]."""
+    return inputs + offset + part[:, :, :, None] + tl.arange(0, 8)[None, None, None]
 
 
 @triton.jit
@@ -197,7 +229,7 @@ def _products(
     AHEAD: tl.constexpr = len(tiles) // len(words)
     sums = ()
     for m in tl.static_range(MATRICES):
-        sums += (tl.zeros((place.shape[1], words[m].shape[2] * 8, place.shape[0] // 4), tl.float32),)
+        sums += (tl.zeros((place.shape[1], words[m].shape[2] * 8, place.shape[2] * 8), tl.float32),)
     for start in tl.range(0, STEPS, EACH, num_stages=1):
         next_pass = start + EACH < STEPS
         next_factors = _load_scales(scales, start + EACH, next_pass, EACH, H)
@@ -224,19 +256,19 @@ def fp4_products(
     tiles,  # what first_steps has loaded
     factors,
     inputs,  # arranged, * INPUT_FACTOR
-    offset,  # int64 [16 * TOKENS] where each token's row of inputs begins, for four threads of four columns
-    part,  # [1, SPLITS, 1] where those of each split begin
-    real,  # bool [16 * TOKENS] whether there is such a token
-    K: tl.constexpr,  # columns of a split
+    offset,  # int64, of input_threads(4 * TOKENS): where each token's row of inputs begins, a token in four columns
+    part,  # [1, SPLITS, 1] where those of each warp begin
+    real,  # bool, whether there is such a token
+    K: tl.constexpr,  # columns of a warp
     TOKENS: tl.constexpr,  # a multiple of FP4_TOKENS
     EACH: tl.constexpr,
 ):
     """Tuple of fp32 [SPLITS, ROWS, TOKENS]: the product of each matrix's rows with each token."""
     SPLITS: tl.constexpr = words[0].shape[1]
-    number = tl.arange(0, 16 * TOKENS)
-    place = inputs + (offset + number % 4 * 32)[:, None, None] + part + tl.arange(0, 8)[None, None]
+    number = input_threads(4 * TOKENS)
+    place = _inputs_of(inputs, offset + number % 4 * 32, part)
     # of the four columns, each thread's inputs stand in its own
-    inside = tl.broadcast_to((real & (number // 4 % 4 == number % 4))[:, None, None], (16 * TOKENS, SPLITS, 8))
+    inside = tl.broadcast_to(real & (number // 4 % 4 == number % 4), place.shape)
     sums = _products(words, scales, tiles, factors, place, inside, K // 128, EACH, 4)
     results = ()
     for m in tl.static_range(len(words)):
@@ -252,19 +284,18 @@ def fp8_products(
     tiles,
     factors,
     inputs,
-    offset,  # int64 [4 * TOKENS] for four threads of one column
-    real,  # bool [4 * TOKENS]
-    K: tl.constexpr,
+    offset,  # int64, of input_threads(TOKENS), a token in one column
+    part,
+    real,
+    K: tl.constexpr,  # columns of a warp
     TOKENS: tl.constexpr,  # a multiple of FP8_TOKENS
     EACH: tl.constexpr,
 ):
-    """As fp4_products, of FP8 rows in equal parts: fp32 [ROWS, TOKENS]."""
-    SPLITS: tl.constexpr = words[0].shape[1]
-    thread = tl.arange(0, 4 * TOKENS) % 4
-    place = inputs + (offset + 16 * thread)[:, None, None] + parts_of(K, SPLITS) + tl.arange(0, 8)[None, None]
-    inside = tl.broadcast_to(real[:, None, None], (4 * TOKENS, SPLITS, 8))
-    sums = _products(words, scales, tiles, factors, place, inside, K // 64 // SPLITS, EACH, 2)
+    """As fp4_products, of FP8 rows."""
+    place = _inputs_of(inputs, offset + input_threads(TOKENS) % 4 * 16, part)
+    inside = tl.broadcast_to(real, place.shape)
+    sums = _products(words, scales, tiles, factors, place, inside, K // 64, EACH, 2)
     results = ()
     for m in tl.static_range(len(words)):
-        results += (tl.sum(sums[m], 0) * _FP8_FACTOR,)
+        results += (sums[m] * _FP8_FACTOR,)
     return results

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dsv4cli.kernels.experts.kernel import few_tokens_gemm, few_tokens_prepare, one_token_gemm
-from dsv4cli.kernels.experts.kernel.dequant_mma import FP4_TOKENS, FP8_TOKENS
+from dsv4cli.kernels.experts.kernel.dequant_mma import FEWEST_ROWS, FP4_TOKENS, FP8_TOKENS
 from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.pdl import overlap
 from dsv4cli.kernels.rows import planned_rows
@@ -60,6 +60,9 @@ ONE_TOKEN_DOWN = OneTokenDown(16, 4, 4, 4, 4)
 NARROW = 512
 # up to this one, half of an expert, programs of w2 of two to four tokens take fewer rows each
 HALF = 1024
+# up to so many tokens, chunks are not listed one behind the other, which takes 1.8 us: few programs find none
+SPARSE = 32
+FEWEST_BINS = 32
 # in a pass of routed experts alone: registers are left, 34.0 us instead of 35.4 on an H200
 ALONE_EACH = 8
 
@@ -114,6 +117,10 @@ class _Call:
         """Hidden, inner, the shared expert's inner."""
         return self.x.shape[1], self.weights.w1.shape[-2], self.shared.w1.shape[-2] if self.shared else 0
 
+    @property
+    def experts_in_all(self) -> int:
+        return len(self.weights.w1 if self.weights.rows is None else self.weights.rows)
+
     def new(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
 
@@ -141,13 +148,17 @@ def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[t
     """Inputs, the shared expert's, counters; the first so many pairs sorted."""
     (width, inner, shared_inner), tokens = call.widths, call.tokens
     counts = call.experts.numel() * (inner // 128) + shared_chunks * (shared_inner // 128)
-    order, place, chunks, counters = (call.new(n, dtype=torch.int32) for n in (pairs, pairs, pairs, counts))
+    order, place, counters = (call.new(n, dtype=torch.int32) for n in (pairs, pairs, counts))
+    chunks = call.new(pairs, dtype=torch.int64)
+    bins = max(next_power_of_2(call.experts_in_all), FEWEST_BINS) if call.tokens > SPARSE else 0
+    small = FP4_TOKENS if chunk > FP4_TOKENS else 0
     inputs, shared_inputs = call.new(tokens, width), call.new(tokens if call.shared else 0, width)
     others = max(cdiv(counts, few_tokens_prepare.COUNTERS), cdiv(pairs, few_tokens_prepare.PAIRS))
     few_tokens_prepare.prepare[(tokens * cdiv(width, few_tokens_prepare.COLUMNS) + others,)](
         call.x, call.experts, call.weights.rows, inputs, shared_inputs, order, place, chunks, counters, tokens, pairs,
         counts, call.x.stride(0), width, chunk, call.shared is not None, call.round_inputs, few_tokens_prepare.COLUMNS,
-        few_tokens_prepare.PAIRS, few_tokens_prepare.OTHERS, few_tokens_prepare.COUNTERS, **overlap(call.x),
+        few_tokens_prepare.PAIRS, few_tokens_prepare.OTHERS, few_tokens_prepare.COUNTERS, small, bins,
+        **overlap(call.x),
     )  # fmt: skip
     return inputs, shared_inputs, counters, order, place, chunks
 
@@ -217,8 +228,11 @@ def few_tokens_tiles(tokens: int, inner: int) -> FewTokensTiles:
         # of whole experts 111.6 us of four tokens with the narrow ones, 108.1 with the others
         down = ProductTiles(16, 1, 2, 4) if inner <= HALF else ProductTiles(32, 1, 2, 2)
         return FewTokensTiles(FP4_TOKENS, FP8_TOKENS, up, down)
-    shared_chunk = FP8_TOKENS if tokens <= 8 else 2 * FP8_TOKENS
-    return FewTokensTiles(2 * FP4_TOKENS, shared_chunk, up, ProductTiles(32, 1, 2, 2))
+    if tokens <= 8:
+        return FewTokensTiles(2 * FP4_TOKENS, FP8_TOKENS, up, ProductTiles(32, 1, 2, 2))
+    # four warps that share the inputs of their rows: w1 and w3 of 64 tokens 510.7 us without, 476.5 with
+    up = up if warps == 2 else ProductTiles(64, 4, 2, 2)
+    return FewTokensTiles(2 * FP4_TOKENS, 2 * FP8_TOKENS, up, ProductTiles(128, 4, 2, 2))
 
 
 def _registers(x: torch.Tensor, chunk: int) -> dict[str, int]:
@@ -231,8 +245,11 @@ def _registers(x: torch.Tensor, chunk: int) -> dict[str, int]:
 
 def _fitting(tiles: ProductTiles, columns: int) -> ProductTiles:
     """Warps and steps that divide so many columns."""
-    warps = math.gcd(tiles.warps, columns // 128)
-    steps = columns // 128 // warps
+    if tiles.rows // tiles.warps >= FEWEST_ROWS.value:  # warps have rows of their own
+        warps, steps = tiles.warps, columns // 128
+    else:
+        warps = math.gcd(tiles.warps, columns // 128)
+        steps = columns // 128 // warps
     return ProductTiles(tiles.rows, warps, min(tiles.ahead, steps), math.gcd(tiles.each, steps))
 
 

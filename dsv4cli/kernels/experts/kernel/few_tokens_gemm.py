@@ -1,6 +1,7 @@
 """The products of few tokens, sorted by expert: a program computes some rows of a matrix for a chunk of them.
 
-A chunk of up to two tokens, as most are, takes the narrowest product of the tensor core, a larger one twice that.
+A chunk of up to two tokens, as most are, takes the narrowest product of the tensor core, a larger one twice that. The
+warps of a program have the same inputs: where each has rows of its own, these come from L2 once for all of them.
 
 128 inner values are rounded by the last of the programs that compute them, which a counter tells; a token's experts are
 added in a launch of its own. So nothing depends on the order of programs.
@@ -11,15 +12,18 @@ import triton.language as tl
 
 from dsv4cli.kernels.experts.kernel.dequant_mma import (
     FP4_TOKENS,
+    columns_of,
     first_steps,
     fp4_products,
     fp4_rows,
     fp8_products,
     fp8_rows,
+    input_threads,
+    of_program,
     parts_of,
     row_numbers,
 )
-from dsv4cli.kernels.experts.kernel.few_tokens_prepare import store_inner
+from dsv4cli.kernels.experts.kernel.few_tokens_prepare import chunk_parts, store_inner
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
@@ -33,18 +37,18 @@ def _up_routed(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """A program of `up` for the chunk that begins at a position: its expert and size."""
-    row, part = expert.to(tl.int64) * INNER + first + row_numbers(ROWS), parts_of(D, SPLITS)
+    row, part = expert.to(tl.int64) * INNER + first + row_numbers(ROWS, SPLITS), parts_of(D, ROWS, SPLITS)
     words, scales = fp4_rows(w1, w1_scale, row, part, D, EACH)
     more_words, more_scales = fp4_rows(w3, w3_scale, row, part, D, EACH)
     words, scales = (words, more_words), (scales, more_scales)
     tiles, factors = first_steps(words, scales, AHEAD, EACH)
-    owner = tl.arange(0, 16 * CHUNK) // 16
+    owner = input_threads(4 * CHUNK) // 16
     pair = tl.load(order + begin + owner, owner < size, other=0)
     gate, up = fp4_products(
-        words, scales, tiles, factors, inputs, (pair // PER_TOKEN).to(tl.int64) * D, part, owner < size, D // SPLITS,
-        CHUNK, EACH,
+        words, scales, tiles, factors, inputs, (pair // PER_TOKEN).to(tl.int64) * D, part, owner < size,
+        columns_of(D, ROWS, SPLITS), CHUNK, EACH,
     )  # fmt: skip
-    gate, up = tl.sum(gate, 0), tl.sum(up, 0)
+    gate, up = of_program(gate, ROWS), of_program(up, ROWS)
     token = tl.arange(0, CHUNK)
     pair = tl.load(order + begin + token, token < size, other=0)
     factor = tl.load(routing + pair, token < size, other=0.0)
@@ -74,34 +78,36 @@ def up(
     if program >= ahead:
         number, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
         wait_for_inputs(OVERLAP)
-        chunk = tl.load(chunks + number)
-        if chunk % 16 > _SMALL:
+        expert, begin, size = chunk_parts(tl.load(chunks + number))
+        if size > _SMALL:
             _up_routed(
-                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, chunk // 16, number, chunk % 16,
-                pairs, first, limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
+                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, expert, begin, size, pairs, first,
+                limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
             )  # fmt: skip
-        elif chunk % 16 > 0:
+        elif size > 0:
             _up_routed(
-                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, chunk // 16, number, chunk % 16,
-                pairs, first, limit, D, INNER, PER_TOKEN, _SMALL, ROUND, ROWS, SPLITS, AHEAD, EACH,
+                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, expert, begin, size, pairs, first,
+                limit, D, INNER, PER_TOKEN, _SMALL, ROUND, ROWS, SPLITS, AHEAD, EACH,
             )  # fmt: skip
     elif SHARED_INNER > 0:
         number, first = program // (SHARED_INNER // ROWS), program % (SHARED_INNER // ROWS) * ROWS
-        words, scales = fp8_rows(shared_w1, shared_w1_scale, first, D, ROWS, SPLITS)
-        more_words, more_scales = fp8_rows(shared_w3, shared_w3_scale, first, D, ROWS, SPLITS)
+        part = parts_of(D, ROWS, SPLITS)
+        words, scales = fp8_rows(shared_w1, shared_w1_scale, first, part, D, ROWS, SPLITS)
+        more_words, more_scales = fp8_rows(shared_w3, shared_w3_scale, first, part, D, ROWS, SPLITS)
         words, scales = (words, more_words), (scales, more_scales)
         tiles, factors = first_steps(words, scales, AHEAD, EACH)
         wait_for_inputs(OVERLAP)
-        owner = number * SHARED_CHUNK + tl.arange(0, 4 * SHARED_CHUNK) // 4
+        owner = number * SHARED_CHUNK + input_threads(SHARED_CHUNK) // 4
         gate, up = fp8_products(
-            words, scales, tiles, factors, shared_inputs, owner.to(tl.int64) * D, owner < tokens, D, SHARED_CHUNK, EACH
-        )
+            words, scales, tiles, factors, shared_inputs, owner.to(tl.int64) * D, part, owner < tokens,
+            columns_of(D, ROWS, SPLITS), SHARED_CHUNK, EACH,
+        )  # fmt: skip
         user = number * SHARED_CHUNK + tl.arange(0, SHARED_CHUNK)
         counter = pairs * (INNER // 128) + number * (SHARED_INNER // 128) + first // 128
         store_inner(
-            gate, up, tl.full((SHARED_CHUNK,), 1.0, tl.float32), user.to(tl.int64), user < tokens, shared_inner,
-            shared_inner + tokens.to(tl.int64) * SHARED_INNER, counters + counter, first, limit, SHARED_INNER,
-            ROUND, 2,
+            of_program(gate, ROWS), of_program(up, ROWS), tl.full((SHARED_CHUNK,), 1.0, tl.float32),
+            user.to(tl.int64), user < tokens, shared_inner, shared_inner + tokens.to(tl.int64) * SHARED_INNER,
+            counters + counter, first, limit, SHARED_INNER, ROUND, 2,
         )  # fmt: skip
 
 
@@ -111,14 +117,15 @@ def _down_routed(
     D: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """A program of `down` for the chunk of `size` pairs that begins at a position."""
-    owner = tl.arange(0, 16 * CHUNK) // 16
+    ROWS: tl.constexpr = row.shape[0]
+    owner = input_threads(4 * CHUNK) // 16
     (sums,) = fp4_products(
-        (rows,), (scales,), tiles, factors, inner, (begin + owner).to(tl.int64) * INNER, parts_of(INNER, SPLITS),
-        owner < size, INNER // SPLITS, CHUNK, EACH,
+        (rows,), (scales,), tiles, factors, inner, (begin + owner).to(tl.int64) * INNER, parts_of(INNER, ROWS, SPLITS),
+        owner < size, columns_of(INNER, ROWS, SPLITS), CHUNK, EACH,
     )  # fmt: skip
     token = tl.arange(0, CHUNK)
     to = parts + (begin + token).to(tl.int64)[None] * D + row[:, None]
-    tl.store(to, tl.sum(sums, 0).to(tl.bfloat16), (token < size)[None])
+    tl.store(to, of_program(sums, ROWS).to(tl.bfloat16), (token < size)[None])
 
 
 @launched(do_not_specialize=["tokens", "shared_chunks"])
@@ -135,14 +142,12 @@ def down(
 ):  # fmt: skip
     first, number = tl.program_id(0) * ROWS, tl.program_id(1)
     row = first + tl.arange(0, ROWS)
-    begin = number - shared_chunks
-    if begin >= 0:
+    if number >= shared_chunks:
         # `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
-        chunk = tl.load(chunks + begin, cache_modifier=".cg")
-        size = chunk % 16
-        # of a chunk of no pairs any expert's
-        expert_row = (chunk // 16).to(tl.int64) * D + first + row_numbers(ROWS)
-        rows, row_scales = fp4_rows(w2, w2_scale, expert_row, parts_of(INNER, SPLITS), INNER, EACH)
+        expert, begin, size = chunk_parts(tl.load(chunks + number - shared_chunks, cache_modifier=".cg"))
+        # of no chunk any expert's
+        expert_row = expert * D + first + row_numbers(ROWS, SPLITS)
+        rows, row_scales = fp4_rows(w2, w2_scale, expert_row, parts_of(INNER, ROWS, SPLITS), INNER, EACH)
         if size > 0:
             tiles, factors = first_steps((rows,), (row_scales,), AHEAD, EACH)
             wait_for_inputs(OVERLAP)
@@ -157,17 +162,18 @@ def down(
         else:
             wait_for_inputs(OVERLAP)
     elif SHARED_INNER > 0:
-        words, scales = fp8_rows(shared_w2, shared_w2_scale, first, SHARED_INNER, ROWS, SPLITS)
+        part = parts_of(SHARED_INNER, ROWS, SPLITS)
+        words, scales = fp8_rows(shared_w2, shared_w2_scale, first, part, SHARED_INNER, ROWS, SPLITS)
         first_tiles, first_factors = first_steps((words,), (scales,), AHEAD, EACH)
         wait_for_inputs(OVERLAP)
-        owner = number * SHARED_CHUNK + tl.arange(0, 4 * SHARED_CHUNK) // 4
+        owner = number * SHARED_CHUNK + input_threads(SHARED_CHUNK) // 4
         (sums,) = fp8_products(
             (words,), (scales,), first_tiles, first_factors, shared_inner, owner.to(tl.int64) * SHARED_INNER,
-            owner < tokens, SHARED_INNER, SHARED_CHUNK, EACH,
+            part, owner < tokens, columns_of(SHARED_INNER, ROWS, SPLITS), SHARED_CHUNK, EACH,
         )  # fmt: skip
         token = number * SHARED_CHUNK + tl.arange(0, SHARED_CHUNK)
         to = shared_part + token.to(tl.int64)[None] * D + row[:, None]
-        tl.store(to, sums.to(tl.bfloat16), (token < tokens)[None])
+        tl.store(to, of_program(sums, ROWS).to(tl.bfloat16), (token < tokens)[None])
 
 
 @launched

@@ -75,7 +75,10 @@ def _place_pairs(
     first, experts, rows, order, place, chunks, pairs,
     SIZE: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Ranks pairs first .. first + NUMBER - 1 by expert and cuts each expert's into chunks of up to CHUNK."""
+    """Ranks pairs first .. first + NUMBER - 1 by expert and cuts each expert's into chunks of up to CHUNK.
+
+    A chunk stands at the position where it begins, nothing at the others.
+    """
     pair = first + tl.arange(0, NUMBER)[:, None]
     expert = tl.load(experts + pair, pair < pairs, other=0)
     rank = tl.zeros((NUMBER,), tl.int32)
@@ -99,7 +102,61 @@ def _place_pairs(
     row = tl.sum(expert, 1)
     if rows is not None:
         row = tl.load(rows + row)
-    tl.store(chunks + rank, row.to(tl.int32) * 16 + size, inside)
+    tl.store(chunks + rank, _chunk(row, rank, size), inside)
+
+
+@triton.jit
+def _of_expert(values, mine):
+    """Of values [BINS], one an expert, that of each pair; mine: bool [NUMBER, BINS]."""
+    return tl.sum(tl.where(mine, values[None], 0), 1)
+
+
+@triton.jit
+def _list_chunks(
+    first, experts, rows, order, place, chunks, pairs,
+    SIZE: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr, SMALL: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """The same, chunks listed one behind the other, those of more than SMALL pairs first, and nothing behind them."""
+    pair = first + tl.arange(0, NUMBER)[:, None]
+    expert = tl.load(experts + pair, pair < pairs, other=0).to(tl.int32)
+    mine = expert == tl.arange(0, BINS)[None]
+    counts = tl.zeros((BINS,), tl.int32)
+    before = tl.zeros((NUMBER,), tl.int32)
+    for start in range(0, pairs, SIZE):
+        other = start + tl.arange(0, SIZE)
+        others = tl.load(experts + other, other < pairs, other=0).to(tl.int32)
+        counts += tl.histogram(others, BINS, mask=other < pairs)
+        before += tl.sum(((others[None] == expert) & (other[None] < pair)).to(tl.int32), 1)
+    large = (counts + CHUNK - SMALL - 1) // CHUNK
+    small = (counts + CHUNK - 1) // CHUNK - large
+    rank = _of_expert(tl.cumsum(counts, 0) - counts, mine) + before
+    size = tl.minimum(_of_expert(counts, mine) - before, CHUNK)
+    # of an expert only the last chunk is a small one
+    among_large = _of_expert(tl.cumsum(large, 0) - large, mine) + before // CHUNK
+    among_small = _of_expert(tl.cumsum(small, 0) - small, mine) + tl.sum(large, 0)
+    number = first + tl.arange(0, NUMBER)
+    inside = number < pairs
+    tl.store(order + rank, number, inside)
+    tl.store(place + number, rank, inside)
+    row = tl.sum(expert, 1)
+    if rows is not None:
+        row = tl.load(rows + row)
+    listed = tl.where(size > SMALL, among_large, among_small)
+    tl.store(chunks + listed, _chunk(row, rank, size), inside & (before % CHUNK == 0))
+    nothing = tl.zeros((NUMBER,), tl.int64)
+    tl.store(chunks + number, nothing, inside & (number >= tl.sum(large + small, 0)))
+
+
+@triton.jit
+def _chunk(row, begin, size):
+    """A chunk of `size` pairs from the position `begin` on, of the expert in a row of the stacks, in one word."""
+    return row.to(tl.int64) << 32 | begin.to(tl.int64) << 8 | size
+
+
+@triton.jit
+def chunk_parts(chunk):
+    """The row, the position and the size of a chunk; size 0: there is none."""
+    return chunk >> 32, ((chunk & 0xFFFFFFFF) >> 8).to(tl.int32), (chunk & 255).to(tl.int32)
 
 
 @launched(do_not_specialize=["tokens", "pairs", "counts"])
@@ -111,7 +168,7 @@ def prepare(
     shared_inputs,  # the same in that of FP8 products, if SHARED
     order,  # int32 [pairs] the pair at each position, sorted by expert
     place,  # int32 [pairs] the position of each pair
-    chunks,  # int32 [pairs] for each position 16 * its row + number of pairs of the chunk that begins there, or 0
+    chunks,  # int64 [pairs] chunks, as chunk_parts reads them, and nothing
     counters,  # int32 [counts], set to zero
     tokens,
     pairs,
@@ -125,6 +182,8 @@ def prepare(
     PAIRS: tl.constexpr,
     OTHERS: tl.constexpr,
     COUNTERS: tl.constexpr,
+    SMALL: tl.constexpr,
+    BINS: tl.constexpr,  # of experts where chunks are listed one behind the other, else 0
     OVERLAP: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -145,5 +204,7 @@ def prepare(
         if number * COUNTERS < counts:
             counter = number * COUNTERS + tl.arange(0, COUNTERS)
             tl.store(counters + counter, tl.zeros((COUNTERS,), tl.int32), counter < counts)
-        if number * PAIRS < pairs:
+        if BINS > 0 and number * PAIRS < pairs:
+            _list_chunks(number * PAIRS, experts, rows, order, place, chunks, pairs, OTHERS, PAIRS, CHUNK, SMALL, BINS)
+        elif number * PAIRS < pairs:
             _place_pairs(number * PAIRS, experts, rows, order, place, chunks, pairs, OTHERS, PAIRS, CHUNK)

@@ -10,11 +10,14 @@ import triton.language as tl
 from dsv4cli.kernels.experts.kernel.dequant_mma import (
     FP4_TOKENS,
     FP8_TOKENS,
+    columns_of,
     first_steps,
     fp4_products,
     fp4_rows,
     fp8_products,
     fp8_rows,
+    input_threads,
+    of_program,
     parts_of,
     row_numbers,
 )
@@ -59,39 +62,39 @@ def up(
         pair, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
         # what precedes `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
         expert = _row_of(tl.load(experts + pair, cache_modifier=".cg"), rows)
-        row, part = expert * INNER + first + row_numbers(ROWS), parts_of(D, SPLITS)
+        row, part = expert * INNER + first + row_numbers(ROWS, SPLITS), parts_of(D, ROWS, SPLITS)
         words, scales = fp4_rows(w1, w1_scale, row, part, D, EACH)
         more_words, more_scales = fp4_rows(w3, w3_scale, row, part, D, EACH)
         words, scales = (words, more_words), (scales, more_scales)
         tiles, factors = first_steps(words, scales, AHEAD, EACH)
         wait_for_inputs(OVERLAP)
-        real = tl.arange(0, 16 * _TOKENS) < 16
+        real = input_threads(4 * _TOKENS) < 16
         gates, ups = fp4_products(
-            words, scales, tiles, factors, inputs, tl.zeros((16 * _TOKENS,), tl.int64), part, real, D // SPLITS,
+            words, scales, tiles, factors, inputs, real.to(tl.int64) * 0, part, real, columns_of(D, ROWS, SPLITS),
             _TOKENS, EACH,
         )  # fmt: skip
         token = tl.arange(0, _TOKENS)
         store_inner(
-            tl.sum(gates, 0), tl.sum(ups, 0), tl.load(routing + pair + token * 0), (pair + token).to(tl.int64),
-            token < 1, inner, inner + PAIRS * INNER, counters + pair * (INNER // 128) + first // 128, first, limit,
-            INNER, ROUND, 4,
+            of_program(gates, ROWS), of_program(ups, ROWS), tl.load(routing + pair + token * 0),
+            (pair + token).to(tl.int64), token < 1, inner, inner + PAIRS * INNER,
+            counters + pair * (INNER // 128) + first // 128, first, limit, INNER, ROUND, 4,
         )  # fmt: skip
     elif SHARED_INNER > 0:
-        first = program * ROWS
-        gate_words, gate_scales = fp8_rows(shared_w1, shared_w1_scale, first, D, ROWS, SPLITS)
-        up_words, up_scales = fp8_rows(shared_w3, shared_w3_scale, first, D, ROWS, SPLITS)
+        first, part = program * ROWS, parts_of(D, ROWS, SPLITS)
+        gate_words, gate_scales = fp8_rows(shared_w1, shared_w1_scale, first, part, D, ROWS, SPLITS)
+        up_words, up_scales = fp8_rows(shared_w3, shared_w3_scale, first, part, D, ROWS, SPLITS)
         own_tiles, own_factors = first_steps((gate_words, up_words), (gate_scales, up_scales), AHEAD, EACH)
         wait_for_inputs(OVERLAP)
-        column = tl.arange(0, 4 * _SHARED_TOKENS)
+        column = input_threads(_SHARED_TOKENS)
         own_gates, own_ups = fp8_products(
             (gate_words, up_words), (gate_scales, up_scales), own_tiles, own_factors, shared_inputs,
-            column.to(tl.int64) * 0, column < 4, D, _SHARED_TOKENS, EACH,
+            column.to(tl.int64) * 0, part, column < 4, columns_of(D, ROWS, SPLITS), _SHARED_TOKENS, EACH,
         )  # fmt: skip
         place = tl.arange(0, _SHARED_TOKENS)
         store_inner(
-            own_gates, own_ups, tl.full((_SHARED_TOKENS,), 1.0, tl.float32), place.to(tl.int64), place < 1,
-            shared_inner, shared_inner + SHARED_INNER, counters + PAIRS * (INNER // 128) + first // 128, first, limit,
-            SHARED_INNER, ROUND, 2,
+            of_program(own_gates, ROWS), of_program(own_ups, ROWS), tl.full((_SHARED_TOKENS,), 1.0, tl.float32),
+            place.to(tl.int64), place < 1, shared_inner, shared_inner + SHARED_INNER,
+            counters + PAIRS * (INNER // 128) + first // 128, first, limit, SHARED_INNER, ROUND, 2,
         )  # fmt: skip
 
 
@@ -139,28 +142,30 @@ def down(
     first, token = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64)
     experts += token * PAIRS
     if SHARED_INNER > 0:
-        own_words, own_scales = fp8_rows(shared_w2, shared_w2_scale, first, SHARED_INNER, ROWS, SPLITS)
+        part = parts_of(SHARED_INNER, ROWS, SPLITS)
+        own_words, own_scales = fp8_rows(shared_w2, shared_w2_scale, first, part, SHARED_INNER, ROWS, SPLITS)
         own_tiles, own_factors = first_steps((own_words,), (own_scales,), SHARED_AHEAD, SHARED_EACH)
     pair, expert = _sorted(experts, PAIRS, PLACES)
     if place is not None:
         # `prepare` has ended
         pair = tl.load(place + token * PAIRS + pair, cache_modifier=".cg")
-    row = _row_of(expert, rows)[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS)
+    row = _row_of(expert, rows)[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS, 1)
     words, scales = fp4_rows(w2, w2_scale, row, tl.zeros((1, PLACES, 1), tl.int32), INNER, EACH)
     tiles, factors = first_steps((words,), (scales,), AHEAD, EACH)
     wait_for_inputs(OVERLAP)
     to = first + tl.arange(0, ROWS)
     if SHARED_INNER > 0:
-        column = tl.arange(0, 4 * _SHARED_TOKENS)
+        column = input_threads(_SHARED_TOKENS)
         (sums,) = fp8_products(
             (own_words,), (own_scales,), own_tiles, own_factors, shared_inner + token * SHARED_INNER,
-            column.to(tl.int64) * 0, column < 4,
-            SHARED_INNER, _SHARED_TOKENS, SHARED_EACH,
+            column.to(tl.int64) * 0, part, column < 4, columns_of(SHARED_INNER, ROWS, SPLITS), _SHARED_TOKENS,
+            SHARED_EACH,
         )  # fmt: skip
+        sums = of_program(sums, ROWS)
         own = tl.sum(tl.where(tl.arange(0, _SHARED_TOKENS)[None] == 0, sums, 0.0), 1).to(tl.bfloat16)
-    real = tl.arange(0, 16 * _TOKENS) < 16
+    real = input_threads(4 * _TOKENS) < 16
     (parts,) = fp4_products(
-        (words,), (scales,), tiles, factors, inner, tl.zeros((16 * _TOKENS,), tl.int64), pair[None, :, None] * INNER,
+        (words,), (scales,), tiles, factors, inner, real.to(tl.int64) * 0, pair[None, :, None] * INNER,
         real, INNER, _TOKENS, EACH,
     )  # fmt: skip
     total = _ascending_sum(_only(parts).to(tl.bfloat16).to(tl.float32), PAIRS, PLACES.bit_length() - 1)

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from dsv4cli.kernels.gemm.kernel import gemv, swap_ab, tiled
+from dsv4cli.kernels.gemm.kernel import few_rows, gemv, swap_ab, tiled
 from dsv4cli.kernels.gemm.kernel.dequant import Norm
 from dsv4cli.kernels.norm import kernel as norm
 from dsv4cli.kernels.rows import planned_rows
@@ -60,7 +60,13 @@ def normed_linears(
     rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    # of more tokens each program would norm too much again (H200, wq_b of 16: 35 us, instead of 13 and a norm's launch)
-    if planned_rows(x.shape[0]) == 1 and all(_way(x, weight) is gemv for weight, _ in (*rounded, *plain)):
+    weights = (*rounded, *plain)
+    # elsewhere each program would norm too much again (H200, wq_b of 16: 35 us, instead of 13 and a norm's launch)
+    rows = planned_rows(x.shape[0])
+    if rows == 1:
+        once = all(_way(x, weight) is gemv for weight, _ in weights)
+    else:
+        once = rows > 1 and all(few_rows.takes(x[:, None], *matrix) for matrix in weights)
+    if once:
         return gemv.linears(x, rounded, plain, (), Norm(norm_weight.contiguous(), eps))[:2]
     return linears(norm.rms_norm(x, norm_weight, eps), rounded, plain, ())[:2]

@@ -1,7 +1,8 @@
 """Linears of few rows in Triton: each weight is read once, and reading it is the time that they take.
 
 The functions of ref.py. For one token, and for what tensor cores do not take, a program multiplies some rows of a
-weight, all their columns at once, by fused multiply-adds; more tokens multiply in swap_ab.py.
+weight, all their columns at once, by fused multiply-adds; two to eight tokens multiply in few_rows.py, which one also
+does where its bits shall be those that it has beside others, and more in swap_ab.py.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import triton.language as tl
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.gemm.kernel import swap_ab
+from dsv4cli.kernels.gemm.kernel import few_rows, swap_ab
 from dsv4cli.kernels.gemm.kernel.dequant import (
     Norm,
     Product,
@@ -63,7 +64,7 @@ def linears(
     fp32: Sequence[torch.Tensor],
     norm: Norm | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """As in ref.py, of x normed where there is a norm, which is for one token."""
+    """As in ref.py, of x normed where there is a norm, which is for one token and for what few_rows.py takes."""
     products = [Product(weight, scale, True, x.dtype) for weight, scale in rounded]
     products += [Product(weight, scale, False, x.dtype) for weight, scale in plain]
     products += [Product(weight, None, False, torch.float32) for weight in fp32]
@@ -89,7 +90,9 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
     ]
     if not tokens or not products:
         return results
-    if planned_rows(tokens) > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
+    if planned_rows(tokens) > 1 and all(few_rows.takes(x, p.weight, p.scale) for p in products):
+        few_rows.multiply(x, norm, products, results, few_rows.few_rows_tiles(x, products))
+    elif planned_rows(tokens) > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
         swap_ab.multiply(x, products, results, swap_ab.swap_tiles(x, products))
     else:
         _launch(x, norm, products, results, gemv_tiles(x, products))

@@ -20,17 +20,25 @@ from dsv4cli.kernels.sampling.kernel.top_p import (
     key_of,
     least_of,
     limit_at,
+    load_part,
     race_of_nucleus,
 )
 
 # of a program that adds chances up: with others the last bits of a row's sums were to depend on the number of rows
 SUMMING = {"num_warps": 8}
+# each program first finds out where the search stands, which takes longer than a part of a row
+PROGRAMS = 1024
 
 
 def warps(rows: int) -> dict[str, int]:
     """Of a program that works on a part and adds up whole numbers, or none."""
     # H200, a nucleus: one row 24.6 us with eight and 32.6 with four, 16 rows 143 and 136
     return {"num_warps": 8 if rows <= 4 else 4}
+
+
+def together(rows: int, parts: int) -> int:
+    """How many parts of a row a program of the nucleus takes: some PROGRAMS are enough to keep a GPU busy."""
+    return max(1, (rows * parts + PROGRAMS // 2) // PROGRAMS)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -77,7 +85,8 @@ def draw_nucleus(
     check_numbers(limits, torch.int64)
     rows, width = logits.shape
     device, (part, parts) = logits.device, divided(width)
-    grid, overlapped = (parts, rows), overlap(logits)
+    each, overlapped = together(rows, parts), overlap(logits)
+    grid = cdiv(parts, each), rows
     best, columns = partial(rows, parts, device)
     if not rows:
         return first_of_best(best, columns)
@@ -86,23 +95,12 @@ def draw_nucleus(
     found = torch.empty(LEVELS.value + 1, rows, 2, dtype=torch.int64, device=device)
     tops, sums = sums_of(logits, temperatures, mass)
     chances = torch.empty(rows, width, dtype=torch.float32, device=device)
-    numbers = temperatures, limits
+    numbers, shape = (temperatures, limits), (each, width, part)
     _chances[grid](
-        logits,
-        *numbers,
-        chances,
-        tops,
-        sums,
-        mass,
-        logits.stride(0),
-        width,
-        part,
-        padding(parts),
-        **SUMMING,
-        **overlapped,
+        logits, *numbers, chances, tops, sums, mass, logits.stride(0), *shape, padding(parts), **SUMMING, **overlapped
     )
     for level in range(1, LEVELS.value):
-        find_smallest[grid](chances, *numbers, mass, found, rows, width, part, level, **warps(rows), **overlapped)
+        find_smallest[grid](chances, *numbers, mass, found, rows, *shape, level, **warps(rows), **overlapped)
     race_of_nucleus[grid](
         chances,
         noise,
@@ -113,8 +111,7 @@ def draw_nucleus(
         columns,
         noise.stride(0),
         rows,
-        width,
-        part,
+        *shape,
         **warps(rows),
         **overlapped,
     )
@@ -296,7 +293,7 @@ def _race(
     tl.store(columns + row * tl.num_programs(0) + part, best_column)
 
 
-@launched(do_not_specialize_on_alignment=["temperatures", "limits"])
+@launched(do_not_specialize=["together"], do_not_specialize_on_alignment=["temperatures", "limits"])
 def _chances(
     logits,
     temperatures,
@@ -306,6 +303,7 @@ def _chances(
     sums,
     mass,
     stride,
+    together,  # parts that a program takes
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PADDED: tl.constexpr,
@@ -316,14 +314,16 @@ def _chances(
     temperature, limit = tl.load(temperatures + row), limit_at(temperatures, limits, row)
     top, share = scale_of(tops, sums, row, tl.cdiv(WIDTH, PART), PADDED)
     least = least_of(limit, WIDTH)
-    for chunk in tl.static_range(PART // CHUNK):
-        column = tl.program_id(0) * PART + chunk * CHUNK + tl.arange(0, CHUNK)
-        values = tl.load(logits + row * stride + column, column < WIDTH, other=float("-inf"))
-        chance = tl.exp(scaled(values, temperature) - top) * share
-        tl.store(chances + row * WIDTH + column, tl.where(temperature == 0, values, chance), column < WIDTH)
-        if limit < EVERYTHING:
-            known = (column < WIDTH) & (chance > least)
-            add_mass(mass + row * MASS, key_of(chance), known, 0, 1)
+    first = tl.program_id(0) * together
+    for part in tl.range(first, first + together):
+        given = load_part(logits + row * stride, part * PART, WIDTH, PART, CHUNK, float("-inf"))
+        for chunk in tl.static_range(PART // CHUNK):
+            column = part * PART + chunk * CHUNK + tl.arange(0, CHUNK)
+            values, inside = given[chunk], column < WIDTH
+            chance = tl.exp(scaled(values, temperature) - top) * share
+            tl.store(chances + row * WIDTH + column, tl.where(temperature == 0, values, chance), inside)
+            if limit < EVERYTHING:
+                add_mass(mass + row * MASS, key_of(chance), inside & (chance > least), 0, 1)
 
 
 @launched(do_not_specialize_on_alignment=["tokens"])

@@ -38,6 +38,16 @@ def least_of(limit, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def load_part(row, first, WIDTH: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, OTHER: tl.constexpr):
+    """The values of a part of a row, OTHER beyond its end: a tuple of so many of size SIZE, all asked for at once."""
+    values = ()
+    for chunk in tl.static_range(PART // SIZE):
+        column = first + chunk * SIZE + tl.arange(0, SIZE)
+        values += (tl.load(row + column, column < WIDTH, other=OTHER),)
+    return values
+
+
+@triton.jit
 def key_of(chance):
     """A number of five digits of six bits that grows with the chance, int32: first its exponent, 0 below the unit."""
     bits = chance.to(tl.int32, bitcast=True)
@@ -59,7 +69,7 @@ def mantissa_of(key):
 
 @triton.jit
 def add_mass(bins, key, known, first, LEVEL: tl.constexpr):
-    """Adds the chances of these keys (int32 [CHUNK]) to a level's bins.
+    """Adds the chances of these keys (int32 [n], up to CROWDED of CHUNK) to a level's bins.
 
     first: the first digit that all known keys have, unless the level is that of this digit.
     """
@@ -74,7 +84,7 @@ def add_mass(bins, key, known, first, LEVEL: tl.constexpr):
         tl.atomic_add(bins + tl.program_id(0) % COPIES * BINS + number, units, sums > 0, sem="relaxed")
     else:
         each = in_units(mantissa.to(tl.int64), key >> (LEVELS - 1) * 6)
-        tl.atomic_add(bins + tl.arange(0, CHUNK) % COPIES * BINS + digit, each, known, sem="relaxed")
+        tl.atomic_add(bins + tl.arange(0, key.shape[0]) % COPIES * BINS + digit, each, known, sem="relaxed")
 
 
 @triton.jit
@@ -98,7 +108,7 @@ def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
     return prefix, above
 
 
-@launched(do_not_specialize=["count"], do_not_specialize_on_alignment=["temperatures", "limits"])
+@launched(do_not_specialize=["count", "together"], do_not_specialize_on_alignment=["temperatures", "limits"])
 def find_smallest(
     chances,
     temperatures,
@@ -106,26 +116,28 @@ def find_smallest(
     mass,  # int64 [count, LEVELS, COPIES, BINS]
     found,  # int64 [LEVELS + 1, count, 2]: digits known of the smallest chance of the nucleus, sum of all above these
     count,
+    together,  # parts that a program takes
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     LEVEL: tl.constexpr,  # those that are complete
     OVERLAP: tl.constexpr,
 ):
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * together
+    SIZE: tl.constexpr = CHUNK if LEVEL < CROWDED else PART
     wait_for_inputs(OVERLAP)
     limit = limit_at(temperatures, limits, row)
-    prefix, _ = lowest_bin(mass, found, row, count, limit, part == 0, LEVEL)
+    prefix, _ = lowest_bin(mass, found, row, count, limit, first == 0, LEVEL)
     least = least_of(limit, WIDTH)
     if limit < EVERYTHING:
-        for chunk in tl.static_range(PART // CHUNK):
-            column = part * PART + chunk * CHUNK + tl.arange(0, CHUNK)
-            chance = tl.load(chances + row * WIDTH + column, column < WIDTH, other=0.0)
-            key = key_of(chance)
-            same = ((key >> (LEVELS - LEVEL) * 6) == prefix) & (chance > least)
-            add_mass(mass + row * MASS + LEVEL * COPIES * BINS, key, same, prefix >> (LEVEL - 1) * 6, LEVEL + 1)
+        for part in tl.range(first, first + together):
+            values = load_part(chances + row * WIDTH, part * PART, WIDTH, PART, SIZE, 0.0)
+            for chunk in tl.static_range(PART // SIZE):
+                key = key_of(values[chunk])
+                same = ((key >> (LEVELS - LEVEL) * 6) == prefix) & (values[chunk] > least)
+                add_mass(mass + row * MASS + LEVEL * COPIES * BINS, key, same, prefix >> (LEVEL - 1) * 6, LEVEL + 1)
 
 
-@launched(do_not_specialize=["count"], do_not_specialize_on_alignment=["temperatures", "limits"])
+@launched(do_not_specialize=["count", "together"], do_not_specialize_on_alignment=["temperatures", "limits"])
 def race_of_nucleus(
     chances,
     noise,
@@ -137,20 +149,22 @@ def race_of_nucleus(
     columns,
     stride,  # of noise
     count,
+    together,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    column = part * PART + tl.arange(0, PART)
-    inside = column < WIDTH
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * together
     wait_for_inputs(OVERLAP)
-    chance = tl.load(chances + row * WIDTH + column, inside, other=0.0)
-    race = chance / tl.load(noise + row * stride + column, inside, other=1.0)
     smallest, _ = lowest_bin(mass, found, row, count, limit_at(temperatures, limits, row), False, LEVELS)
-    race = tl.where(tl.load(temperatures + row) == 0, chance, race)
-    # the key of a logit below 0 is 0 or more, as the smallest of a greedy row is 0
-    top, best_column = best_of(race, column, inside & (key_of(chance) >= smallest))
-    slot = row * tl.num_programs(0) + part
-    tl.store(best + slot, top)
-    tl.store(columns + slot, best_column)
+    greedy = tl.load(temperatures + row) == 0
+    for part in tl.range(first, tl.minimum(first + together, tl.cdiv(WIDTH, PART))):
+        column = part * PART + tl.arange(0, PART)
+        inside = column < WIDTH
+        chance = tl.load(chances + row * WIDTH + column, inside, other=0.0)
+        race = chance / tl.load(noise + row * stride + column, inside, other=1.0)
+        # the key of a logit below 0 is 0 or more, as the smallest of a greedy row is 0
+        top, best_column = best_of(tl.where(greedy, chance, race), column, inside & (key_of(chance) >= smallest))
+        slot = row * tl.cdiv(WIDTH, PART) + part
+        tl.store(best + slot, top)
+        tl.store(columns + slot, best_column)

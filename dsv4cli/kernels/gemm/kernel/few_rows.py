@@ -1,0 +1,282 @@
+"""Linears of one to eight rows in Triton: each weight is read once, straight into the operand of tensor cores.
+
+A program multiplies 16 rows of a weight at a time, each of its warps a part of the columns; their sums are added at the
+end. A thread of the tensor core's operand holds a few columns of a row in each block of 8 or 16; so that these are the
+16 bytes that it loads at once, columns are taken in another order, those of the inputs in the same (`_left`,
+`_operand`). Eight tokens fill the other operand; where there are fewer, the last stands there again. So the order in
+which a row is summed here depends on the weights' shapes alone: the same in a step of one row and of eight.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_two_ceil
+from dsv4cli.kernels.card import has_fp8
+from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, e8m0_values
+from dsv4cli.kernels.launch import cdiv, launched
+from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+
+# the most rows: the columns of the tensor core
+MOST = 8
+# rows of a weight at a time: those of the tensor core
+ROWS = 16
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    """Whether x [T, G, K] times the matrices of `weight` is multiplied here: bf16 with bf16 or FP8, whole blocks."""
+    tokens, groups, width = x.shape
+    if tokens > MOST or x.dtype != torch.bfloat16 or x.stride(-1) != 1 or width % FP8_BLOCK:
+        return False
+    plain = weight.dtype == torch.bfloat16 and scale is None
+    coded = weight.dtype == torch.float8_e4m3fn and scale is not None and has_fp8(x)
+    # all rows of a program lie in one block of 128
+    return (plain or coded) and (groups == 1 or weight.shape[0] // groups % FP8_BLOCK == 0)
+
+
+def multiply(
+    x: torch.Tensor,
+    norm: Norm | None,
+    products: Sequence[Product],
+    results: list[torch.Tensor],
+    tiles: "FewRowsTiles",
+) -> None:
+    """x bf16 [T, G, K], normed where there is a norm, times each weight FP8 or bf16 [G * N, K] into its result."""
+    tokens, groups, width = x.shape
+    warps, ahead, times, registers = tiles
+    numbers = tuple(y.shape[-1] for y in results)
+    starts = [0]
+    for n in numbers:
+        starts.append(starts[-1] + cdiv(n, ROWS * times))
+    _few_rows[(starts[-1], groups)](
+        x, norm and norm.weight,
+        tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results),
+        tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), numbers, width,
+        tuple(p.rounded for p in products), warps, ahead, times, num_warps=warps, **overlap(x),
+        **({"maxnreg": registers} if registers else {}),
+    )  # fmt: skip
+
+
+class FewRowsTiles(NamedTuple):
+    """Warps of a program; how many blocks of 16 rows and 128 columns each asks for ahead; how often a program takes 16
+    rows; registers of a thread, 0 for as many as the compiler likes."""
+
+    warps: int
+    ahead: int
+    times: int
+    registers: int
+
+
+def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles:
+    """The fastest of those measured on an H200; the same for any number of rows."""
+    steps = x.shape[2] // FP8_BLOCK
+    tiles = sum(cdiv(p.weight.shape[0], ROWS) for p in products)
+    times = 1
+    if steps <= 16:
+        # what is done to the inputs serves many rows
+        while times < 8 and tiles >= 512 * times:
+            times *= 2
+    most = 8 if tiles < 512 else 4
+    warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
+    ahead, registers = (4, 128 if times == 1 else 0) if all(p.scale is not None for p in products) else (2, 0)
+    return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers)
+
+
+@launched(do_not_specialize=["tokens", "eps"])
+def _few_rows(
+    x,  # [tokens, G, K]
+    norm,  # [K], weight of the norm of x, if there is one
+    weights,  # of each product [G * N, K]
+    scales,
+    ys,  # [tokens, G, N]
+    tokens,
+    x_row,
+    x_group,
+    eps,
+    STARTS: tl.constexpr,  # the first program of each product, and of none
+    NS: tl.constexpr,
+    K: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    SPLITS: tl.constexpr,  # parts of the columns, one for a warp
+    AHEAD: tl.constexpr,
+    TIMES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    program, group = tl.program_id(0), tl.program_id(1)
+    for i in tl.static_range(len(NS)):
+        if (program >= STARTS[i]) & (program < STARTS[i + 1]):
+            _product(
+                x + group * x_group, norm, weights[i], scales[i], ys[i] + group * NS[i], group * NS[i],
+                (program - STARTS[i]) * (16 * TIMES), tokens, x_row, eps, NS[i], K, ROUNDED[i], SPLITS,
+                AHEAD, TIMES, OVERLAP,
+            )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x,
+    norm,
+    weight,
+    scale,
+    y,
+    before,  # rows of the groups before this
+    first,
+    tokens,
+    x_row,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROUND: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TIMES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """TIMES times 16 rows of the product of one weight and all tokens, into y."""
+    STEPS: tl.constexpr = K // 128 // SPLITS
+    BYTES: tl.constexpr = 2 if scale is None else 1
+    tiles = _first_tiles(weight, before, first, N, K, SPLITS, BYTES, AHEAD)
+    factors = _factors(scale, before + first, K, SPLITS)
+    wait_for_inputs(OVERLAP)
+    given = x + _places(tokens, x_row, K, SPLITS, BYTES)
+    root = _root(given, eps, K, SPLITS) if norm is not None else None
+    rights, powers = (), ()
+    for time in tl.static_range(TIMES):
+        total = tl.zeros([SPLITS, 16, 8], tl.float32)
+        for j in tl.static_range(STEPS):
+            if time == 0:
+                right, power = _operand(given, norm, root, j, K, ROUND, SPLITS, BYTES)
+                rights += (right,)
+                powers += (power,)
+            left = _left(tiles[0], scale is not None, ROUND, SPLITS, BYTES)
+            if scale is None:
+                total = tl.dot(left, rights[j], total)
+            elif ROUND:
+                total += tl.dot(left, rights[j]) * (factors[j][:, None, None] * powers[j])
+            else:
+                total += tl.dot(left, rights[j]) * factors[j][:, None, None]
+            waiting = ()
+            for k in tl.static_range(len(tiles) - 1):
+                waiting += (tiles[k + 1],)
+            if time * STEPS + j + AHEAD < STEPS * TIMES:
+                at = first + (time * STEPS + j + AHEAD) // STEPS * 16
+                waiting += (_tile(weight, before, at, (j + AHEAD) % STEPS, N, K, SPLITS, BYTES),)
+            tiles = waiting
+        row, token = first + time * 16 + tl.arange(0, 16)[:, None], tl.arange(0, 8)[None]
+        sums = tl.sum(total, 0).to(y.dtype.element_ty)
+        place = y + token.to(tl.int64) * (tl.num_programs(1) * N) + row
+        tl.store(place, sums, (token < tokens) & (row < N))
+
+
+@triton.jit
+def _first_tiles(
+    weight,
+    before,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    STEPS: tl.constexpr = K // 128 // SPLITS
+    tiles = ()
+    for j in tl.static_range(AHEAD):
+        tiles += (_tile(weight, before, first + j // STEPS * 16, j % STEPS, N, K, SPLITS, BYTES),)
+    return tiles
+
+
+@triton.jit
+def _factors(scale, row, K: tl.constexpr, SPLITS: tl.constexpr):
+    """The scales of each step [SPLITS], if there are any; all rows of a program lie in one block of 128."""
+    STEPS: tl.constexpr = K // 128 // SPLITS
+    factors = ()
+    if scale is not None:
+        block = scale + row // 128 * (K // 128) + tl.arange(0, SPLITS) * STEPS
+        for j in tl.static_range(STEPS):
+            factors += (e8m0_values(tl.load(block + j)),)
+    return factors
+
+
+@triton.jit
+def _root(given, eps, K: tl.constexpr, SPLITS: tl.constexpr):
+    """What the norm multiplies each token by: [8, 1, 1]."""
+    squares = tl.zeros([SPLITS, 8], tl.float32)
+    for j in tl.static_range(K // 128 // SPLITS):
+        values = tl.load(given + j * 128).to(tl.float32)
+        squares += tl.sum(_by_token(values * values, SPLITS), 2)
+    return tl.rsqrt(tl.sum(squares, 0) * (1.0 / K) + eps)[None, :, None]
+
+
+@triton.jit
+def _operand(
+    given, norm, root, step, K: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
+    """The tokens of a step as the other operand [SPLITS, 128, 8], normed if there is a norm; ROUND: in FP8 codes, with
+    their scales [SPLITS, 1, 8]."""
+    values = _by_token(tl.load(given + step * 128), SPLITS)
+    power = 1.0
+    if norm is not None:
+        weights = _by_token(tl.load(norm + _places(1, 0, K, SPLITS, BYTES) + step * 128), SPLITS).to(tl.float32)
+        values = (weights * (values.to(tl.float32) * root)).to(tl.bfloat16)
+    if ROUND:
+        values = values.to(tl.float32)
+        scale = power_of_two_ceil(tl.maximum(tl.max(tl.abs(values), 2), FP8_FLOOR) * (1.0 / FP8_LARGEST))
+        inverse = ((254 << 23) - scale).to(tl.float32, bitcast=True)
+        values = (values * inverse[:, :, None]).to(tl.float8e4nv).to(tl.float16)
+        power = scale.to(tl.float32, bitcast=True)[:, None]
+    # [split, token, thread, piece, pair of blocks, block, columns of a thread in a block]
+    by_thread = tl.reshape(values, (SPLITS, 8, 4, 2 * BYTES, 2, 2, 4 // BYTES))
+    return tl.reshape(tl.permute(by_thread, (0, 3, 4, 5, 2, 6, 1)), (SPLITS, 128, 8)), power
+
+
+@triton.jit
+def _places(tokens, x_row, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr):
+    """Where a step of eight tokens lies, from the first token's on, for the threads that multiply it.
+
+    [4 pieces * SPLITS * 8 tokens * 4 threads, 8 columns]
+    """
+    number = tl.arange(0, 4 * SPLITS * 32)
+    piece, thread = number // (32 * SPLITS), number % 4
+    column = thread * 16 + piece // 2 * 64 + piece % 2 * 8 if BYTES == 1 else thread * 8 + piece * 32
+    # instead of a token that is not there the last one
+    token = tl.minimum(number // 4 % 8, tokens - 1)
+    return (token * x_row + column + number // 32 % SPLITS * (K // SPLITS))[:, None] + tl.arange(0, 8)[None]
+
+
+@triton.jit
+def _by_token(values, SPLITS: tl.constexpr):
+    """What was loaded from `_places` as [SPLITS, 8, 128], thread by thread."""
+    shaped = tl.permute(tl.reshape(values, (4, SPLITS, 8, 4, 8)), (1, 2, 3, 0, 4))
+    return tl.reshape(shaped, (SPLITS, 8, 128))
+
+
+@triton.jit
+def _tile(
+    weight, before, first, step, N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
+    """What is stored of a step: 16 rows in two halves, pieces of 64 bytes of each: [2, 2 * BYTES, SPLITS, 8; piece]."""
+    PIECE: tl.constexpr = 64 // BYTES
+    number = tl.arange(0, 2 * 2 * BYTES * SPLITS * 8)
+    # beyond the last row that one again
+    row = before + tl.minimum(first + number // (8 * SPLITS * 2 * BYTES) * 8 + number % 8, N - 1)
+    column = number // 8 % SPLITS * (K // SPLITS) + number // (8 * SPLITS) % (2 * BYTES) * PIECE + step * 128
+    place = weight + row.to(tl.int64) * K + column
+    return tl.load(place[:, None] + tl.arange(0, PIECE)[None], eviction_policy="evict_first")
+
+
+@triton.jit
+def _left(stored, CODED: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr):
+    """The values of a tile: [SPLITS, 16, 128] fp16, which has all of e4m3, where the inputs are rounded, else bf16."""
+    values = stored
+    if CODED:
+        # to bf16 through fp32, for which there are fast instructions
+        values = stored.to(tl.float16) if ROUND else stored.to(tl.float32).to(tl.bfloat16)
+    # [half, piece, split, row, thread, pair of blocks, block, columns of a thread in a block]
+    by_thread = tl.reshape(values, (2, 2 * BYTES, SPLITS, 8, 4, 2, 2, 4 // BYTES))
+    return tl.reshape(tl.permute(by_thread, (2, 0, 3, 1, 5, 6, 4, 7)), (SPLITS, 16, 128))
