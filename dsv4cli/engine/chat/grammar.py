@@ -16,7 +16,7 @@ from dsv4cli.engine.text.reply_grammar import (
     parameter_schemas,
     reply_grammar,
 )
-from dsv4cli.engine.text.tokenizer import Tokenizer
+from dsv4cli.engine.text.tokenizer import Tokenizer, check_unicode
 from dsv4cli.errors import UsageError
 
 # where a schema holds others: by name, in a list, or one
@@ -49,11 +49,11 @@ class Grammars:
             raise UsageError(
                 "a grammar needs llguidance, which is not installed", "install it: pip install 'dsv4[grammar]'"
             )
-        dsml, think_end = self._tokenizer.token_id(tokens.DSML), self._tokenizer.token_id(tokens.THINK_END)
-        assert dsml is not None
-        matcher = self._matcher(reply_grammar(form, tools, choice, dsml))
-        if matcher.is_error():
-            raise self._refusal(matcher.get_error(), form, tools)
+        think_end = self._tokenizer.token_id(tokens.THINK_END)
+        try:
+            matcher = self._compiled(form, tools, choice)
+        except RecursionError:
+            raise UsageError("the grammar is nested too deeply", "make it flatter") from None
         if not _without(matcher.compute_bitmask(), self._eos):
             raise UsageError("the grammar allows no answer", "let it match a text")
         return Grammar(matcher, self._eos, think_end if thinking else None)
@@ -63,6 +63,16 @@ class Grammars:
         library = import_module("llguidance")
         own = library.TokenizerWrapper(_Vocabulary(self._tokenizer, self._size))
         return library.LLTokenizer(own, n_vocab=self._size, eos_token=self._eos)
+
+    def _compiled(self, form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Any:
+        dsml = self._tokenizer.token_id(tokens.DSML)
+        assert dsml is not None
+        grammar = reply_grammar(form, tools, choice, dsml)
+        check_unicode(grammar, "the grammar")
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            raise self._refusal(matcher.get_error(), form, tools)
+        return matcher
 
     def _matcher(self, grammar: str) -> Any:
         return import_module("llguidance").LLMatcher(self._vocabulary, grammar, log_level=0)
@@ -81,7 +91,7 @@ class Grammars:
                 return self._matcher(json_grammar(part, lenient)).get_error()
 
             if refused(schema):
-                definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+                definitions = {key: schema[key] for key in DEFINITIONS if isinstance(schema.get(key), dict)}
                 place, why = _place(schema, "#", definitions, refused)
                 return UsageError(f"{what} at {place}: {_line(why)}", "correct it, or leave that out")
         return UsageError(f"the grammar cannot be read: {_line(reason)}", "correct it")
