@@ -212,7 +212,7 @@ def test_a_grammar_begins_behind_the_thinking(small):
 def test_masks_behind_drafts_are_those_that_come_then(small):
     """For random drafts, some of them not allowed; looking ahead changes nothing."""
     rng, grammar = Random(0), small.reply(thinking=False, form=SHAPE, tools=TOOLS)
-    for _ in range(40):
+    for _ in range(12):
         other, path, drafts = small.reply(thinking=False, form=SHAPE, tools=TOOLS), [], []
         grammar = small.reply(thinking=False, form=SHAPE, tools=TOOLS)
         for _ in range(rng.randrange(30)):
