@@ -80,7 +80,7 @@ class Grammars:
     def _refusal(self, reason: str, form: AnswerForm | None, tools: Sequence[Mapping[str, Any]]) -> UsageError:
         """What to raise about a grammar that was refused."""
         schemas: list[tuple[str, Schema, bool]] = []
-        if form is not None and form.kind == "json":
+        if form is not None and isinstance(form.value, Mapping):
             schemas.append(("the schema", form.value, False))
         for function in (tool["function"] for tool in tools):
             parameters = parameter_schemas(function).items()
@@ -99,10 +99,7 @@ class Grammars:
 
 class Grammar:
     """Follows the tokens of an answer, as a `Constraint`: what its grammar does not allow does not come, and when it is
-    at its end only the end does.
-
-    failure: why the rest cannot be followed, in words, "" where it can: then the answer ends.
-    """
+    at its end only the end does."""
 
     def __init__(self, matcher: Any, eos: Sequence[int], begin: int | None) -> None:
         """matcher: of llguidance. begin: the token behind which the grammar holds, None for everywhere."""
@@ -110,6 +107,7 @@ class Grammar:
 
     @property
     def failure(self) -> str:
+        """Why the rest cannot be followed, so that the answer ends; "" where it can."""
         return _line(self._matcher.get_error())
 
     def forced(self) -> int | None:

@@ -132,6 +132,7 @@ def test_nothing_is_whole_that_was_cut_off():
         (LAST.replace('"p"', f'"p{DSML}"'), False, "", "", ["h"]),
         (LAST.replace('"p"', f'"p{DSML}"') + " and more", False, "", "", ["h"]),
         (LAST.replace('"h"', f'"h{DSML}"'), False, "", "", []),
+        (LAST.replace('"h"', '"h "x""'), False, "", "", ['h "x"']),
         (LAST.replace("</</", "</<\n/"), False, "", "", ["h"]),
         (
             BLOCK.replace('\n</｜DSML｜invoke>\n<｜DSML｜invoke name="h', '<｜DSML｜invoke name="h'),  # not closed

@@ -333,6 +333,13 @@ def test_a_schema_may_be_nested_too_deeply(small):
         small.reply(thinking=False, form=AnswerForm("json", {"anyOf": [schema]}))
 
 
+def test_of_a_form_and_tools_the_wrong_one_is_named(small):
+    given = [tool("f", {"a": {"type": "intege"}})]
+    for form in (SHAPE, AnswerForm("json", True), AnswerForm("regex", "a+")):
+        with pytest.raises(UsageError, match="f's a at #: Invalid type: intege"):
+            small.reply(thinking=False, form=form, tools=given)
+
+
 def test_what_no_grammar_holds_is_left_to_the_tool(small):
     """Keywords that llguidance does not know, beside those that it does."""
     given = tool("f", {"a": {"type": "array", "contains": {"const": 1}, "items": {"type": "integer"}}}, 3)
