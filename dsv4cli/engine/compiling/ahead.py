@@ -134,6 +134,7 @@ def prepare() -> None:
         torch.cat([torch.empty(1, device="cuda")])
     for found in walk_packages(kernels.__path__, f"{kernels.__name__}."):
         import_module(found.name)
+    import_module("triton.runtime.cache").triton_key()  # a hash of Triton's files, 1 to 2 s: forks have it then
 
 
 def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None], ready: Callable[[Launch], None]) -> None:

@@ -153,3 +153,10 @@ def test_a_card_and_a_model_have_their_own(says):
     for one, card in ((demand(5), CARDS["a100"]), (replace(demand(5), exact=True), CARD)):
         with Compilation(one, card, 0) as ahead:
             assert ahead.wait(lambda counts: None).found == 1
+
+
+@pytest.mark.slow
+def test_the_real_process_gets_ready_and_ends_where_nothing_is_asked():
+    process = start()
+    assert process.communicate("", timeout=60)[0] == ""
+    assert process.returncode == 0
