@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from dsv4cli.errors import ServerError, UsageError
 
-# seconds for a connection to be there; an answer may take any time
-CONNECTING = 10
+# seconds for a connection to be there, and for a document that takes no work; an answer may take any time
+LONGEST_WAIT = 10
 # bytes of a document, or of a line of a stream
 LONGEST = 1 << 24
 DATA, DONE = b"data:", b"[DONE]"
@@ -65,7 +65,7 @@ class ApiClient:
     @contextmanager
     def _response(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECTING)
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=LONGEST_WAIT)
         with closing(connection), closing(self._answered(connection, method, path, body)) as response:
             if response.status != 200:
                 raise self._refusal(response, path)
@@ -83,7 +83,7 @@ class ApiClient:
             content = json.dumps(body).encode()
         try:
             connection.connect()
-            connection.sock.settimeout(None)
+            connection.sock.settimeout(LONGEST_WAIT if body is None else None)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that has gone is noticed
             self._socket = connection.sock
             connection.request(method, f"{self._parts.path}{path}", content, headers)

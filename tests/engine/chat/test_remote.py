@@ -1,10 +1,12 @@
 """A conversation with a server: what its events make, how it is stopped, and when it is asked to count."""
 
+import socket
 import threading
 import time
 
 import pytest
 
+from dsv4cli.engine.chat import api_client
 from dsv4cli.engine.chat.api_client import ApiClient
 from dsv4cli.engine.chat.remote import RemoteAnswer, RemoteConversation, RemoteSampling
 from dsv4cli.engine.settings import Limits, Sampling
@@ -108,6 +110,14 @@ def test_a_server_that_names_no_model(server, models):
     server.models = models
     with pytest.raises(ServerError, match="does not answer as OpenAI's API does"):
         conversation(server)
+
+
+def test_who_listens_and_says_nothing_is_no_server(monkeypatch):
+    monkeypatch.setattr(api_client, "LONGEST_WAIT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = ApiClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ServerError, match=r"no server answers at .*: timed out"):
+            client.get("/v1/models")
 
 
 ODD = (
