@@ -1,7 +1,8 @@
 """The body of a request, read within its bounds and in time."""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -14,6 +15,9 @@ from dsv4cli.errors import UsageError
 MOST_BODY = 32 << 20
 # how long a body may take to come
 READ_SECONDS = 60
+# one of more bytes is read and encoded in a thread, while other answers go on
+LARGE_BODY = 64 << 10
+T = TypeVar("T")
 
 
 def service_of(http: Request) -> Service:
@@ -22,8 +26,8 @@ def service_of(http: Request) -> Service:
     return service
 
 
-async def body_of(http: Request) -> dict[str, Any]:
-    """The JSON object in a body. Raises `Refusal` for what is none, too large or too slow."""
+async def asked_of(http: Request, read: Callable[[dict[str, Any], Service], T]) -> T:
+    """What `read` makes of the JSON object in a body. Raises `Refusal` for what is none, too large or too slow."""
     if http.headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "the body is compressed: send it as it is")
     try:
@@ -31,6 +35,14 @@ async def body_of(http: Request) -> dict[str, Any]:
             content = await _read(http)
     except TimeoutError:
         raise Refusal(408, f"the body did not come in {READ_SECONDS} s") from None
+    service = service_of(http)
+    if len(content) < LARGE_BODY:
+        return read(_object(content), service)
+    return await asyncio.to_thread(lambda: read(_object(content), service))
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises `Refusal`."""
     try:
         value = parse_json(content.decode(), "")
     except UnicodeDecodeError as error:

@@ -44,12 +44,15 @@ def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
     return request
 
 
-def message_ids(fields: Fields, effort: Effort, service: Service) -> list[int]:
-    """The prompt of `system`, `messages` and `tools`. Raises `Refusal`."""
+def message_ids(body: dict[str, Any], service: Service) -> list[int]:
+    """The prompt of a body that asks for no answer. Raises `Refusal`."""
+    fields = Fields(body)
+    effort = effort_of(fields, service.dialogue.release, service.usual.think)
     return _prompt(fields, anthropic_shape(fields, _tools(fields)), effort, service)
 
 
 def _prompt(fields: Fields, shape: Shape, effort: Effort, service: Service) -> list[int]:
+    """That of `system`, `messages` and `tools`."""
     given = fields.items("messages")
     if not given:
         raise bad_field("messages", "expected a list of messages")
