@@ -78,6 +78,14 @@ class Served:
         """Whether nothing runs or waits."""
         return not self.engine.busy and not self.asked._calls
 
+    def tasks(self) -> int:
+        """How many tasks the event loop has, this one not among them."""
+
+        async def count() -> int:
+            return len(asyncio.all_tasks()) - 1
+
+        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(60)
+
     def held(self) -> Usage:
         """What the engine holds."""
         return asyncio.run_coroutine_threadsafe(self.asked.report(), self.loop).result(60)[0]

@@ -75,9 +75,11 @@ def test_a_body_must_come_in_time(small, monkeypatch):
 
 
 def test_a_client_that_goes_ends_its_request(small):
+    assert comes(lambda: small.tasks() == 1)  # the server's own
     with endless(small):
         assert comes(lambda: small.engine.busy)
     assert comes(small.at_rest)
+    assert comes(lambda: small.tasks() == 1)
 
 
 @pytest.mark.slow
