@@ -83,8 +83,8 @@ class Request:
     number: int = -1
     end: int = 0
     done: int = 0
-    sequence: "Sequence | None" = None
     cached: int = 0
+    sequence: "Sequence | None" = None
     drafts: list[int] = field(default_factory=list)
     borders: list[int] = field(default_factory=list)
     ids: list[int] = field(init=False)
@@ -99,8 +99,8 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next chunk is its newest token."""
-        return self.done == len(self.ids) - 1 and not self.scored
+        """Whether its next chunk is its newest token, or a step that runs already has that."""
+        return self.done >= len(self.ids) - 1 and not self.scored
 
 
 @dataclass(frozen=True)
