@@ -45,7 +45,7 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def connect(self) -> HTTPConnection:
-        return HTTPConnection("127.0.0.1", self.port, timeout=60)
+        return HTTPConnection("127.0.0.1", self.port, timeout=300)
 
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> HTTPResponse:
         """A response, of which the body has not been read."""

@@ -31,9 +31,11 @@ MaxQueueOpt = Annotated[
     int, typer.Option(min=0, help="Requests that may wait beside the 64 that run; more are refused for now.")
 ]
 StepMsOpt = Annotated[
-    float,
+    float | None,
     typer.Option(
-        min=0, help="Milliseconds between two tokens of an answer while prompts of others are read; 0 reads them whole."
+        min=0,
+        help="Milliseconds between two tokens of an answer while prompts of others are read; 0 reads them whole. If "
+        "absent, 50 on a GPU and 0 elsewhere.",
     ),
 ]
 CacheMemoryOpt = Annotated[
@@ -65,7 +67,7 @@ def serve(
     torchrun: TorchrunOpt = None,
     api_key_file: ApiKeyFileOpt = None,
     max_queue: MaxQueueOpt = 256,
-    step_ms: StepMsOpt = 50.0,
+    step_ms: StepMsOpt = None,
     cache_memory: CacheMemoryOpt = None,
     grace: GraceOpt = 30.0,
     reasoning_field: ReasoningFieldOpt = "both",
@@ -89,7 +91,7 @@ def serve(
         out.warning(f"whoever reaches {host} can use this server: --api-key-file asks for a key")
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
-    share = Sharing(memory, step_ms or None)
+    share = Sharing(memory, step_ms)
     policy = Policy(Guard(keys, host), share, tuple(alias or ()), max_queue, grace, options.seed, fields, log_prompts)
     code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy)
     raise typer.Exit(code)

@@ -16,7 +16,7 @@ from dsv4cli.engine.text.reply_grammar import (
     parameter_schemas,
     reply_grammar,
 )
-from dsv4cli.engine.text.tokenizer import Tokenizer
+from dsv4cli.engine.text.tokenizer import Tokenizer, check_unicode
 from dsv4cli.errors import UsageError
 
 # where a schema holds others: by name, in a list, or one
@@ -49,11 +49,11 @@ class Grammars:
             raise UsageError(
                 "a grammar needs llguidance, which is not installed", "install it: pip install 'dsv4[grammar]'"
             )
-        dsml, think_end = self._tokenizer.token_id(tokens.DSML), self._tokenizer.token_id(tokens.THINK_END)
-        assert dsml is not None
-        matcher = self._matcher(reply_grammar(form, tools, choice, dsml))
-        if matcher.is_error():
-            raise self._refusal(matcher.get_error(), form, tools)
+        think_end = self._tokenizer.token_id(tokens.THINK_END)
+        try:
+            matcher = self._compiled(form, tools, choice)
+        except RecursionError:
+            raise UsageError("the grammar is nested too deeply", "make it flatter") from None
         if not _without(matcher.compute_bitmask(), self._eos):
             raise UsageError("the grammar allows no answer", "let it match a text")
         return Grammar(matcher, self._eos, think_end if thinking else None)
@@ -64,13 +64,23 @@ class Grammars:
         own = library.TokenizerWrapper(_Vocabulary(self._tokenizer, self._size))
         return library.LLTokenizer(own, n_vocab=self._size, eos_token=self._eos)
 
+    def _compiled(self, form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Any:
+        dsml = self._tokenizer.token_id(tokens.DSML)
+        assert dsml is not None
+        grammar = reply_grammar(form, tools, choice, dsml)
+        check_unicode(grammar, "the grammar")
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            raise self._refusal(matcher.get_error(), form, tools)
+        return matcher
+
     def _matcher(self, grammar: str) -> Any:
         return import_module("llguidance").LLMatcher(self._vocabulary, grammar, log_level=0)
 
     def _refusal(self, reason: str, form: AnswerForm | None, tools: Sequence[Mapping[str, Any]]) -> UsageError:
         """What to raise about a grammar that was refused."""
         schemas: list[tuple[str, Schema, bool]] = []
-        if form is not None and form.kind == "json":
+        if form is not None and isinstance(form.value, Mapping):
             schemas.append(("the schema", form.value, False))
         for function in (tool["function"] for tool in tools):
             parameters = parameter_schemas(function).items()
@@ -81,7 +91,7 @@ class Grammars:
                 return self._matcher(json_grammar(part, lenient)).get_error()
 
             if refused(schema):
-                definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+                definitions = {key: schema[key] for key in DEFINITIONS if isinstance(schema.get(key), dict)}
                 place, why = _place(schema, "#", definitions, refused)
                 return UsageError(f"{what} at {place}: {_line(why)}", "correct it, or leave that out")
         return UsageError(f"the grammar cannot be read: {_line(reason)}", "correct it")
@@ -89,10 +99,7 @@ class Grammars:
 
 class Grammar:
     """Follows the tokens of an answer, as a `Constraint`: what its grammar does not allow does not come, and when it is
-    at its end only the end does.
-
-    failure: why the rest cannot be followed, in words, "" where it can: then the answer ends.
-    """
+    at its end only the end does."""
 
     def __init__(self, matcher: Any, eos: Sequence[int], begin: int | None) -> None:
         """matcher: of llguidance. begin: the token behind which the grammar holds, None for everywhere."""
@@ -100,6 +107,7 @@ class Grammar:
 
     @property
     def failure(self) -> str:
+        """Why the rest cannot be followed, so that the answer ends; "" where it can."""
         return _line(self._matcher.get_error())
 
     def forced(self) -> int | None:

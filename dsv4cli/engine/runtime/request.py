@@ -39,7 +39,8 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True)
 class Token:
-    """A drawn token, its log-probability at temperature 1, the `logprobs` likeliest tokens there.
+    """A drawn token, its log-probability at temperature 1, the `logprobs` likeliest tokens there: as the model has it,
+    without biases and constraints.
 
     finish: why the request ends with it, "stop" at an end token, "length" at its limit. prepared: the step took time to
     compile kernels or to capture a graph, which others do not.

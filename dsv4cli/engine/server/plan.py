@@ -50,7 +50,7 @@ class Plan:
                 limits,
                 constraint,
                 stop_ids=() if self.ignore_eos else None,
-                keep=(len(self.ids) if self.count > 1 else _last_question(self.ids, service),),
+                keep=_boundaries(self.ids, service),
             )
             for number, constraint in enumerate(constraints)
         ]
@@ -113,10 +113,12 @@ def limits_of(fields: Fields, service: Service, most: int | None, stops: tuple[s
     return replace(usual, max_tokens=most or usual.max_tokens, stops=usual.stops + stops, logprobs=logprobs)
 
 
-def _last_question(ids: list[int], service: Service) -> int:
-    """Where it begins, which another may replace."""
+def _boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
+    """Where to keep the state: before the last question, which another may replace, and at the end, for the same prompt
+    again and for what follows an answer that lacks its thinking then."""
     user = service.dialogue.tokenizer.token_id(tokens.USER)
-    return next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
+    question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
+    return (question, len(ids))
 
 
 def prompt_of(dialogue: Dialogue, messages: list[Message], service: Service) -> list[int]:

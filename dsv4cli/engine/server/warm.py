@@ -21,15 +21,20 @@ PROMPT, ANSWER = 8, 8
 DEVICE_PART = 2
 # of that of the host, for what a GPU has no room for, or for the cache where a CPU computes
 HOST_PART = 8
+# a step of a CPU takes longer by itself
+GPU_STEP_MS = 50.0
 # the most that a CPU's cache takes by itself
 CPU_BYTES = 10**9
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What clients share. cache_memory: bytes of the device for prompts and answers, of those that run and kept for
-    those that begin alike; as much of the host's keeps more. step_ms: how much time prompts of others may take between
-    two tokens of an answer. None: half of what is free; no bound."""
+    """What clients share.
+
+    cache_memory: bytes of the device for prompts and answers, of those that run and kept for those that begin alike; as
+    much of the host's keeps more. None: half of what is free. step_ms: how much time there may be between two tokens of
+    an answer while prompts of others are read, 0 for as much as these take. None: `GPU_STEP_MS`, on a CPU 0.
+    """
 
     cache_memory: int | None = None
     step_ms: float | None = None
@@ -48,7 +53,9 @@ def ready_engine(
     context = context_of(model.config, limits)
     own, host = _memory(share, torch.device(device))
     capacity = Capacity(MAX_SLOTS, min(FEWEST_TOKENS, context), cache_memory=own, host_memory=host)
-    engine = Engine(model, capacity, device, followers, drafting, share.step_ms)
+    usual = GPU_STEP_MS if torch.device(device).type == "cuda" else 0
+    step_ms = usual if share.step_ms is None else share.step_ms
+    engine = Engine(model, capacity, device, followers, drafting, step_ms or None)
     engine.report_preparing(on_preparing)
     prompt = list(range(min(PROMPT, context - 1)))
     engine.add(Request(prompt, Sampling(0.0), Limits(ANSWER, limits.max_context), stop_ids=()))

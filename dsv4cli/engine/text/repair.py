@@ -12,7 +12,7 @@ _MARKUP = re.compile(rf"</?{tokens.DSML}|{tokens.DSML}")
 _TAG = re.compile(rf"<?(/?){tokens.DSML} ?(tool_calls|invoke|parameter)\b([^<>]*)>?")
 _CALLS_BEGIN = f"\n\n<{tokens.DSML}"
 _NAME = re.compile(rf'name="((?:(?!{tokens.DSML})[^"])*)"')
-_SOUND_NAME = re.compile(rf'(?:(?!{tokens.DSML})[^"<>\n])+')
+_SOUND_NAME = re.compile(rf"(?:(?!{tokens.DSML})[^<>\n])+")
 _TYPE = re.compile(r'string="(true|false)"')
 
 

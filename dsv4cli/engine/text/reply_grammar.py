@@ -229,7 +229,9 @@ def _forms(schema: Schema, definitions: Schema) -> _Forms:
     if "type" not in schema and isinstance(branches, list):
         return _either([_forms(branch, definitions) for branch in branches if isinstance(branch, Mapping)])
     types = schema.get("type", _TYPES)
-    types = [types] if isinstance(types, str) else list(types)
+    if not isinstance(types, str | list | tuple):
+        return _Forms(None, schema)  # which is refused
+    types = [types] if isinstance(types, str) else types
     others = [one for one in types if one != "string"]
     return _Forms("any" if "string" in types else None, {**schema, "type": others} if others else None)
 

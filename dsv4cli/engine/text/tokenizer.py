@@ -83,11 +83,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, special tokens where their text stands; UsageError if it is not valid Unicode."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            where = f"character {error.start + 1} (U+{ord(text[error.start]):04X})"
-            raise UsageError(f"the text is not valid Unicode at {where}", "save it as UTF-8") from error
+        check_unicode(text, "the text")
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
@@ -174,6 +170,15 @@ class StreamDecoder:
     def flush(self) -> str:
         """What is still open, as U+FFFD; afterwards a new text may begin."""
         return self._utf8.decode(b"", final=True)
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises UsageError for a text that is not valid Unicode; what: how to call it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f"character {error.start + 1} (U+{ord(text[error.start]):04X})"
+        raise UsageError(f"{what} is not valid Unicode at {where}", "save it as UTF-8") from error
 
 
 def _is_given(part: str) -> bool:

@@ -27,9 +27,11 @@ def may_wrap(declared: Declared, function: str, parameter: str) -> bool:
 def unwrapped(call: ToolCall, declared: Declared) -> ToolCall:
     """A call, its arguments JSON, with the arguments that its only one holds, if they are all the function's."""
     function = call["function"]
-    arguments = json.loads(function["arguments"])
-    wrapper = next(iter(arguments), "")
-    if len(arguments) != 1 or not may_wrap(declared, function["name"], wrapper):
+    arguments = _parsed(function["arguments"])
+    if not isinstance(arguments, dict) or len(arguments) != 1:
+        return call
+    [wrapper] = arguments
+    if not may_wrap(declared, function["name"], wrapper):
         return call
     inner = _parsed(arguments[wrapper])
     if not isinstance(inner, dict) or not inner.keys() <= declared[function["name"]]:

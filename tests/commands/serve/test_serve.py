@@ -79,6 +79,7 @@ def test_it_serves_until_ctrl_c_and_lets_answers_finish(tmp_path):
     assert not any(KEY in line or "go on" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once():
     with running("--log-prompts") as (process, url):
         stream = ask(f"{url}/v1/chat/completions", ENDLESS)
@@ -91,6 +92,7 @@ def test_a_second_signal_ends_it_at_once():
         stream.close()
 
 
+@pytest.mark.slow
 def test_after_its_grace_it_ends_what_runs():
     with running("--grace", "0") as (process, url):
         stream = ask(f"{url}/v1/chat/completions", ENDLESS)

@@ -98,7 +98,7 @@ def test_what_each_token_adds():
 def test_nothing_is_whole_that_was_cut_off():
     """Cut everywhere, at its limit or by the end token: the calls that were closed, and one that may be open."""
     ids = BYTES.encode(f"why{THINK_END}Hi{BLOCK}")
-    for length in range(0, len(ids), 2):
+    for length in range(0, len(ids), 5):
         for last in ("stop", "length", None):
             stream, added = checked(ids[:length], thinking=True, last=last)
             calls = stream.message()["tool_calls"]
@@ -132,6 +132,7 @@ def test_nothing_is_whole_that_was_cut_off():
         (LAST.replace('"p"', f'"p{DSML}"'), False, "", "", ["h"]),
         (LAST.replace('"p"', f'"p{DSML}"') + " and more", False, "", "", ["h"]),
         (LAST.replace('"h"', f'"h{DSML}"'), False, "", "", []),
+        (LAST.replace('"h"', '"h "x""'), False, "", "", ['h "x"']),
         (LAST.replace("</</", "</<\n/"), False, "", "", ["h"]),
         (
             BLOCK.replace('\n</｜DSML｜invoke>\n<｜DSML｜invoke name="h', '<｜DSML｜invoke name="h'),  # not closed
@@ -246,7 +247,7 @@ def damaged(rng: Random) -> str:
     return text[: rng.randrange(len(text) + 1)] if rng.random() < 0.2 else text
 
 
-@pytest.mark.parametrize(("seed", "count"), [(0, 150), pytest.param(1, 10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seed", "count"), [(0, 70), pytest.param(1, 10_000, marks=pytest.mark.slow)])
 def test_whatever_a_model_writes(seed, count):
     rng = Random(seed)
     for _ in range(count):

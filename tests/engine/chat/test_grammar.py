@@ -212,7 +212,7 @@ def test_a_grammar_begins_behind_the_thinking(small):
 def test_masks_behind_drafts_are_those_that_come_then(small):
     """For random drafts, some of them not allowed; looking ahead changes nothing."""
     rng, grammar = Random(0), small.reply(thinking=False, form=SHAPE, tools=TOOLS)
-    for _ in range(40):
+    for _ in range(12):
         other, path, drafts = small.reply(thinking=False, form=SHAPE, tools=TOOLS), [], []
         grammar = small.reply(thinking=False, form=SHAPE, tools=TOOLS)
         for _ in range(rng.randrange(30)):
@@ -274,6 +274,8 @@ LOOKING = {"type": "string", "pattern": "(?=x)a"}
         ({"required": "a"}, "at #: Expected array for 'required', got \"a\""),
         ({"enum": []}, "at #: Unsatisfiable schema"),
         ("x", "the schema is not a JSON schema: it must be an object"),
+        ({"enum": ["\ud800"]}, "the grammar is not valid Unicode at character"),
+        ({"$defs": 5, "items": {"$ref": "#/$defs/x"}}, "at #/items: Pointer '/$defs/x' does not exist"),
         ({"$ref": "#"}, "the grammar allows no answer"),
     ],
 )  # fmt: skip
@@ -311,6 +313,7 @@ def test_a_grammar_that_cannot_be(form, message, small):
         ),
         ([tool("f", {"a": 3})], REQUIRED, "the schema of f's a is not a JSON schema: it must be an object"),
         ([tool("f", {"a": {"enum": []}})], REQUIRED, "the schema of f's a allows no value"),
+        ([tool("f", {"a": {"type": 5}})], REQUIRED, "f's a at #: type must be a string"),
         ([tool("f", [1])], REQUIRED, "what f has as properties is not"),
         ([{"function": {"name": "f", "parameters": [1]}}], REQUIRED, "the schema of f is not a JSON schema"),
         ([tool("f")], ToolChoice("required", "g"), "tool_choice names the tool g, which is not among the tools"),
@@ -320,6 +323,21 @@ def test_a_grammar_that_cannot_be(form, message, small):
 def test_tools_that_cannot_be_called(given, choice, message, small):
     with pytest.raises(UsageError, match=re.escape(message)):
         small.reply(thinking=False, tools=given, choice=choice)
+
+
+def test_a_schema_may_be_nested_too_deeply(small):
+    schema = {"type": "strin"}
+    for _ in range(950):
+        schema = {"items": schema}
+    with pytest.raises(UsageError, match=r"the grammar is nested too deeply|the schema at #/items/items/"):
+        small.reply(thinking=False, form=AnswerForm("json", {"anyOf": [schema]}))
+
+
+def test_of_a_form_and_tools_the_wrong_one_is_named(small):
+    given = [tool("f", {"a": {"type": "intege"}})]
+    for form in (SHAPE, AnswerForm("json", True), AnswerForm("regex", "a+")):
+        with pytest.raises(UsageError, match="f's a at #: Invalid type: intege"):
+            small.reply(thinking=False, form=form, tools=given)
 
 
 def test_what_no_grammar_holds_is_left_to_the_tool(small):

@@ -76,6 +76,7 @@ def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
     assert "DSML" not in json.dumps(events)
 
 
+@pytest.mark.slow
 def test_a_result_is_answered(nano):
     message = nano.chat(WEATHER, tools=TOOLS)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": '{"temperature": 21}'}
@@ -86,6 +87,7 @@ def test_a_result_is_answered(nano):
     assert "21" in document["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_reasoning_is_read_under_both_names(nano, field):
     body = asking(SUM, tools=TOOLS, reasoning_effort="high", max_tokens=1)
@@ -98,32 +100,12 @@ def test_reasoning_is_read_under_both_names(nano, field):
     assert lengths[0] < lengths[1]
 
 
-@pytest.mark.parametrize(
-    ("fields", "thinks"),
-    [
-        ({}, False),
-        ({"reasoning_effort": "low"}, True),
-        ({"reasoning_effort": "max"}, True),
-        ({"reasoning_effort": "none"}, False),
-        ({"thinking": {"type": "enabled"}}, True),
-        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False),
-        ({"chat_template_kwargs": {"thinking": True}}, True),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
-        ({"reasoning": {"effort": "medium"}}, True),
-        ({"reasoning": {"enabled": True}}, True),
-    ],
-    ids=str,
-)
-def test_effort_is_understood_in_every_dialect(nano, fields, thinks):
-    message = nano.chat("What is 2 + 3?", max_tokens=3, **fields)["choices"][0]["message"]
-    assert ("reasoning_content" in message) == thinks
-
-
 def test_a_budget_ends_the_thinking(nano):
     document = nano.chat(SUM, thinking={"type": "enabled", "budget_tokens": 3})
     assert document["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_several_answers_have_their_own_seeds(nano):
     document = nano.chat("Hello!", n=3, temperature=1.0, seed=5, max_tokens=8)
     choices = document["choices"]
@@ -152,6 +134,7 @@ def test_a_limit_cuts_the_answer(nano):
     assert (choice["message"]["content"], choice["finish_reason"]) == ("17 +", "length")
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_of_every_token(nano):
     content = nano.chat(SUM, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     assert "".join(one["token"] for one in content) == ANSWER
@@ -171,6 +154,7 @@ def test_a_bias_keeps_a_token_away(nano):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
 def test_a_call_can_be_required(nano, choice):
     [one] = nano.chat(SUM, tools=TOOLS, tool_choice=choice)["choices"]
@@ -178,12 +162,14 @@ def test_a_call_can_be_required(nano, choice):
     assert {call["function"]["name"] for call in one["message"]["tool_calls"]} == {"get_weather"}
 
 
+@pytest.mark.slow
 def test_no_call_comes_where_none_may(nano):
     [one] = nano.chat(WEATHER, tools=TOOLS, tool_choice="none", max_tokens=12)["choices"]
     assert "tool_calls" not in one["message"]
     assert one["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["none", "high"])
 def test_an_answer_follows_a_schema_after_its_thinking(nano, effort):
     form = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"enum": ["forty", "two"]}}}
@@ -210,6 +196,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(nano):
     assert document["choices"][0]["message"]["content"] == " 42."
 
 
+@pytest.mark.slow
 def test_a_developer_who_speaks_first_is_the_system(nano):
     def asked(role):
         body = asking("What is the capital of Italy?")
@@ -217,6 +204,18 @@ def test_a_developer_who_speaks_first_is_the_system(nano):
         return nano.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
 
     assert asked("developer") == asked("system") == "The capital of Italy is Rome. over"
+
+
+def test_what_was_read_before_is_not_read_again(nano):
+    body = asking("What is the capital of Italy? " * 20, max_tokens=2)
+    usages = []
+    for _ in range(2):
+        status, document = nano.post("/v1/chat/completions", body)
+        assert status == 200
+        usages.append(document["usage"])
+        body["messages"] += [document["choices"][0]["message"], {"role": "user", "content": "And of France?"}]
+    first, second = usages
+    assert second["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"] > 100
 
 
 def test_an_unknown_field_is_ignored_and_logged_once(nano):

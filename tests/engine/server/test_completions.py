@@ -40,6 +40,7 @@ def test_a_text_is_gone_on_with(nano):
     assert document["usage"]["prompt_tokens"] == len(ids_of(nano, PROMPT))
 
 
+@pytest.mark.slow
 def test_prompts_of_every_kind_are_told_apart_by_their_index(nano):
     ids = ids_of(nano, PROMPT)
     for prompt in (ids, [PROMPT, PROMPT], [ids, ids], PROMPT.removeprefix(BOS)):
@@ -49,6 +50,7 @@ def test_prompts_of_every_kind_are_told_apart_by_their_index(nano):
         assert {choice["finish_reason"] for choice in document["choices"]} == {"length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"echo": True}, {"echo": True, "logprobs": 1}, {"logprobs": 2, "stop": "= 4"}])
 def test_a_stream_joins_to_the_document(nano, fields):
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "stream_options": {"include_usage": True}, **fields}
@@ -97,6 +99,7 @@ def test_the_token_that_scoring_finds_is_the_one_that_is_drawn(nano):
     assert found["token_logprobs"][-1] == pytest.approx(drawn["token_logprobs"][0], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_nothing_need_follow_an_echo(nano, score):
     prompt = ids_of(nano, PROMPT)
     [choice] = completed(nano, prompt=prompt, max_tokens=0, logprobs=0, echo=True)["choices"]

@@ -80,6 +80,7 @@ def test_a_client_that_goes_ends_its_request(small):
     assert comes(small.at_rest)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_ends_its_request(small):
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -45,6 +45,7 @@ def test_an_answer_is_a_message(nano):
     }
 
 
+@pytest.mark.slow
 def test_thinking_is_a_block_of_its_own_where_it_was_asked_for(nano):
     thinking, text = answered(nano, SUM, **THINKING)["content"]
     assert (thinking["type"], text) == ("thinking", {"type": "text", "text": ANSWER})
@@ -71,6 +72,7 @@ def test_events_come_in_anthropics_order(nano):
     assert events[-2][1]["usage"]["output_tokens"] == document["usage"]["output_tokens"]
 
 
+@pytest.mark.slow
 def test_a_call_and_its_result(nano):
     document = answered(nano, WEATHER, tools=TOOLS)
     call = document["content"][-1]
@@ -93,6 +95,7 @@ def test_a_call_and_its_result(nano):
     assert "21" in document["content"][0]["text"]
 
 
+@pytest.mark.slow
 def test_which_tools_may_be_called(nano):
     required = answered(nano, SUM, tools=TOOLS, tool_choice={"type": "any"})
     assert [block["type"] for block in required["content"]] == ["tool_use"]
@@ -102,12 +105,14 @@ def test_which_tools_may_be_called(nano):
     assert [block["type"] for block in none["content"]] == ["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["Always end with 'over'.", [{"type": "text", "text": "Always end with 'over'."}]])
 def test_a_system_prompt(nano, system):
     [block] = answered(nano, "What is the capital of Italy?", system=system)["content"]
     assert block["text"] == "The capital of Italy is Rome. over"
 
 
+@pytest.mark.slow
 def test_why_an_answer_has_ended(nano):
     stopped = answered(nano, SUM, stop_sequences=["xyz", " = 4"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " = 4")
