@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import select
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = Path("/usr/bin/chromium")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # no display, no sandbox (as root it has none), and nothing that it would ask other hosts for
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"),
@@ -25,12 +26,13 @@ ALT, CONTROL, SHIFT = 1, 2, 8
 
 @contextmanager
 def browser(folder: Path) -> Iterator["Page"]:
-    """A browser with one page, and nothing of any other profile."""
+    """A browser with one page, and nothing of any other profile; there must be `CHROMIUM`."""
+    assert CHROMIUM
     from_us, to_us = os.pipe(), os.pipe()
     command = f'exec "$0" "$@" 3<&{from_us[0]} 4>&{to_us[1]}'  # the descriptors that it talks on
     options = [*OPTIONS, f"--user-data-dir={folder}", "about:blank"]
     process = subprocess.Popen(
-        ["bash", "-c", command, str(CHROMIUM), *options],
+        ["bash", "-c", command, CHROMIUM, *options],
         pass_fds=(from_us[0], to_us[1]),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -59,7 +59,7 @@ def test_what_the_server_refuses_is_said_and_the_conversation_goes_on(chat):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM.exists(), reason="needs chromium")
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 def test_the_page_talks_with_the_server(nano, tmp_path):
     with browser(tmp_path) as tab:
         tab.open(nano.url)

@@ -14,7 +14,7 @@ from dsv4cli.engine.text.inputs import read_messages
 from tests.support.browser import CHROMIUM, SHIFT, browser
 from tests.support.chat_server import ChatServer, Says
 
-in_browser = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM.exists(), reason="needs chromium")]
+in_browser = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
 STILL = "!document.body.hasAttribute('data-answering')"
 MARKDOWN = """\
 # Head *one*
