@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,8 +64,10 @@ class Policy:
 
 def serve_model(job: Job, ranks: int, address: Address, policy: Policy) -> int:
     """Serves until a signal ends it; the exit code. Raises Dsv4Error."""
+    from dsv4cli.engine.config.capacity import MAX_SLOTS
     from dsv4cli.engine.server.http import bound_socket
 
+    job = replace(job, clients=MAX_SLOTS)
     _ = job.dialogue  # refused before the model is loaded, as is an address that is taken
     engine_of = partial(_engine_of, policy.share)
     with bound_socket(*address) as bound, opened_in_ranks(job, ranks, LOST_RANK, engine_of) as engine:

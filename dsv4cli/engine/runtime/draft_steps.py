@@ -111,11 +111,9 @@ class DraftSteps:
             prepared[count, kind] = CapturedDraft(self.drafter, self._graphs, step, count, kind)
         places = [row // step.rows for row in ran.newest()]
         made = prepared[count, kind].run(next_ids, places, considered, _samplings(ran.ready))
-        return (
-            made
-            if places == list(range(len(made)))
-            else made[upload(torch.tensor(places, dtype=torch.int64), self._device)]
-        )
+        if places == list(range(len(made))):
+            return made
+        return made[upload(torch.tensor(places, dtype=torch.int64), self._device)]
 
 
 class CapturedDraft:
