@@ -27,16 +27,22 @@ Item = dict[str, Any]
 
 def main() -> None:
     """Writes the set."""
-    groups: dict[str, list[Item]] = {}
-    for item in load():
-        groups.setdefault("retrieval front" if item["task"] == "retrieval front" else kind(item), []).append(item)
-    lines = [*_asked(groups), *_choices(groups["facts"]), *_continued(groups)]
+    found = groups()
+    lines = [*_asked(found), *_choices(found["facts"]), *_continued(found)]
     NANO_FILE.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
-def _asked(groups: dict[str, list[Item]]) -> Iterator[Item]:
+def groups() -> dict[str, list[Item]]:
+    """The held-out items of each task; of those that put the question first, all are one."""
+    found: dict[str, list[Item]] = {}
+    for item in load():
+        found.setdefault("retrieval front" if item["task"] == "retrieval front" else kind(item), []).append(item)
+    return found
+
+
+def _asked(found: dict[str, list[Item]]) -> Iterator[Item]:
     for task, count in ASKED.items():
-        for number, item in enumerate(groups[task][:count], 1):
+        for number, item in enumerate(found[task][:count], 1):
             line = {"id": f"{task} {number}", "task": task, "messages": item["messages"]}
             line |= {"tools": item["tools"]} if item["tools"] else {}
             line |= {"think": True} if item["thinking"] else {}
@@ -48,17 +54,17 @@ def _choices(facts: list[Item]) -> Iterator[Item]:
     known = {item["expected"]: item for item in facts if CAPITAL.fullmatch(item["expected"])}
     capitals = [found[2] for expected in known if (found := CAPITAL.fullmatch(expected))]
     for number, (expected, item) in enumerate([*known.items()][-CHOICES:], 1):
-        found = CAPITAL.fullmatch(expected)
-        assert found is not None
-        others = rng.sample([city for city in capitals if city != found[2]], 3)
-        choices = [f"The capital of {found[1]} is {city}." for city in sorted([found[2], *others])]
+        names = CAPITAL.fullmatch(expected)
+        assert names is not None
+        others = rng.sample([city for city in capitals if city != names[2]], 3)
+        choices = [f"The capital of {names[1]} is {city}." for city in sorted([names[2], *others])]
         line = {"id": f"choice {number}", "task": "choice", "messages": item["messages"]}
         yield line | {"score": "choice", "choices": choices, "answer": expected}
 
 
-def _continued(groups: dict[str, list[Item]]) -> Iterator[Item]:
+def _continued(found: dict[str, list[Item]]) -> Iterator[Item]:
     for task, count in CONTINUED.items():
-        for number, item in enumerate(groups[task][-count:], 1):
+        for number, item in enumerate(found[task][-count:], 1):
             line = {"id": f"continuation {task} {number}", "task": "continuation", "messages": item["messages"]}
             yield line | {"score": "continuation", "answer": item["expected"]}
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dsv4cli.commands.eval.asking import Given, Results, ask_all, beside, results_in
+from dsv4cli.commands.eval.asking import EvalOptions, ModelResults, ask_all, beside, results_in
 from dsv4cli.commands.eval.report import report
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.run.ranks import in_ranks
@@ -71,7 +71,7 @@ def evaluate(
     options = replace(options, seed=options.seed or 0)  # so that the same command draws the same answers
     job = open_job(Output(context.obj, as_json, quiet), options)
     by_answer = (options.think != "off") if choices is None else choices == "answer"
-    own = Given(file, limit, by_answer, out)
+    own = EvalOptions(file, limit, by_answer, out)
     other = None
     if against is not None and not is_results(Path(against)):
         if torchrun is not None:
@@ -96,11 +96,11 @@ def _as(job: Job, options: ModelOptions) -> Job:
     return replace(open_job(job.out, options), sampling=job.sampling)
 
 
-def _results(job: Job, given: Given, tp: int | None, started: bool, against: str | None) -> Results | None:
+def _results(job: Job, given: EvalOptions, tp: int | None, started: bool, against: str | None) -> ModelResults | None:
     """What the model's answers come to, beside those of a file; None in a rank that only follows."""
     from dsv4cli.engine.system.device import free_unused
 
-    found: list[Results] = []
+    found: list[ModelResults] = []
     in_ranks(job, tp, started, lambda: (ask_all, results_in(job, given, against, found)))
     free_unused()  # another model may come
     return found[0] if found else None

@@ -25,7 +25,7 @@ TOKENS_BETWEEN = 50
 
 
 @dataclass(frozen=True)
-class Given:
+class EvalOptions:
     """What the command was given: the questions, how many of them, whether choices are answered in a text, and where
     results are stored."""
 
@@ -36,7 +36,7 @@ class Given:
 
 
 @dataclass
-class Results:
+class ModelResults:
     """The results of one model in the order of the items. asked: how many were asked now, in how many seconds.
     others: of the model or the file that these stand against; its name and settings are in its `header`."""
 
@@ -45,7 +45,7 @@ class Results:
     outcomes: "list[Outcome]" = field(default_factory=list)
     asked: int = 0
     seconds: float = 0.0
-    others: "Results | None" = None
+    others: "ModelResults | None" = None
 
 
 class Asking(NamedTuple):
@@ -53,8 +53,8 @@ class Asking(NamedTuple):
 
     posed: "list[Posed]"
     out: Path | None
-    results: Results
-    into: list[Results]
+    results: ModelResults
+    into: list[ModelResults]
 
 
 def beside(out: Path | None) -> Path | None:
@@ -62,7 +62,7 @@ def beside(out: Path | None) -> Path | None:
     return None if out is None else out.with_name(f"{out.stem}.against{out.suffix}")
 
 
-def results_in(job: Job, given: Given, against: str | None, into: list[Results]) -> Asking:
+def results_in(job: Job, given: EvalOptions, against: str | None, into: list[ModelResults]) -> Asking:
     """What is to be asked, read and checked. against: a file of results of the same questions. Raises UsageError that
     names every bad question."""
     from dsv4cli.engine.evaluation.forms import read_set
@@ -70,7 +70,7 @@ def results_in(job: Job, given: Given, against: str | None, into: list[Results])
 
     asked = read_set(given.file, given.by_answer).first(given.limit)
     job.out.status(f"{asked.name}: {counted(len(asked.items), 'question')}, read as {asked.form}")
-    results = Results(asked, header_of(job.source, asked, _settings(job, given)))
+    results = ModelResults(asked, header_of(job.source, asked, _settings(job, given)))
     if against is not None:
         results.others = _other_results(Path(against), asked)
     posed = _posed(job, asked, given.by_answer)
@@ -78,7 +78,7 @@ def results_in(job: Job, given: Given, against: str | None, into: list[Results])
     return Asking(posed, given.out, results, into)
 
 
-def _settings(job: Job, given: Given) -> dict[str, Any]:
+def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
     """What decides the answers beside the model and the questions."""
     sampling, limits = job.sampling, job.limits
     return {
@@ -97,7 +97,7 @@ def _settings(job: Job, given: Given) -> dict[str, Any]:
     }
 
 
-def _other_results(path: Path, asked: "EvalSet") -> Results:
+def _other_results(path: Path, asked: "EvalSet") -> ModelResults:
     from dsv4cli.engine.evaluation.results import read_results
 
     header, outcomes = read_results(path)
@@ -111,7 +111,7 @@ def _other_results(path: Path, asked: "EvalSet") -> Results:
             f"{path} has {len(outcomes):,} of {counted(len(asked.items), 'result')}",
             f"let the command that writes it go on: it asks {header['model']}",
         )
-    return Results(asked, header, [outcomes[index] for index in sorted(outcomes)])
+    return ModelResults(asked, header, [outcomes[index] for index in sorted(outcomes)])
 
 
 def _posed(job: Job, asked: "EvalSet", by_answer: bool) -> "list[Posed]":

@@ -3,21 +3,21 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from dsv4cli.commands.eval.asking import Results
+from dsv4cli.commands.eval.asking import ModelResults
 from dsv4cli.commands.job import Job
 from dsv4cli.output import counted, duration_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.evaluation.pairing import Pairing, PairingVerdict
     from dsv4cli.engine.evaluation.statistics import Mean
-    from dsv4cli.engine.evaluation.summary import Summary
+    from dsv4cli.engine.evaluation.summary import ScoreSummary
 
 HEADER = ["task", "items", "correct", "wrong", "cut", "score"]
 # changed answers and failures that are listed for people; --json and --out have all
 MOST_LISTED = 20
 
 
-def report(job: Job, results: Results) -> "PairingVerdict | None":
+def report(job: Job, results: ModelResults) -> "PairingVerdict | None":
     """Shows what the results come to; how they stand against others, if they do."""
     from dsv4cli.engine.evaluation.pairing import pair
     from dsv4cli.engine.evaluation.summary import by_task, summary_of
@@ -37,7 +37,7 @@ def report(job: Job, results: Results) -> "PairingVerdict | None":
     return None if pairing is None else pairing.verdict
 
 
-def _row(name: str, one: "Summary") -> list[str]:
+def _row(name: str, one: "ScoreSummary") -> list[str]:
     counts = [one.items, *(one.rulings[ruling] for ruling in ("correct", "wrong", "cut"))]
     return [name, *(f"{count:,}" for count in counts), _percent(one.score)]
 
@@ -50,7 +50,7 @@ def _percent(mean: "Mean") -> str:
     return f"{100 * mean.value:.1f}{error} %"
 
 
-def _remarks(one: "Summary") -> Iterator[str]:
+def _remarks(one: "ScoreSummary") -> Iterator[str]:
     cut = one.rulings["cut"]
     if cut:
         least = 100 * one.rulings["correct"] / (one.judged + cut)
@@ -72,7 +72,7 @@ def _plus_minus(mean: "Mean", sign: str = "") -> str:
     return digits if mean.stderr is None else f"{digits} ± {mean.stderr:.2g}"
 
 
-def _against(results: Results, others: Results, found: "Pairing") -> Iterator[str]:
+def _against(results: ModelResults, others: ModelResults, found: "Pairing") -> Iterator[str]:
     from dsv4cli.engine.evaluation.pairing import ROUNDING
     from dsv4cli.engine.evaluation.results import differing_settings
 
@@ -110,7 +110,7 @@ def _sentence(own: str, other: str, verdict: "PairingVerdict") -> str:
     }[verdict]
 
 
-def _tell(job: Job, results: Results, whole: "Summary") -> None:
+def _tell(job: Job, results: ModelResults, whole: "ScoreSummary") -> None:
     notes = [one for one in results.outcomes if one.note]
     for one in notes[:MOST_LISTED]:
         job.out.warning(f"{one.id}: {one.note}")
@@ -124,7 +124,7 @@ def _tell(job: Job, results: Results, whole: "Summary") -> None:
 
 
 def _record(
-    job: Job, results: Results, whole: "Summary", tasks: "dict[str, Summary]", pairing: "Pairing | None"
+    job: Job, results: ModelResults, whole: "ScoreSummary", tasks: "dict[str, ScoreSummary]", pairing: "Pairing | None"
 ) -> dict[str, Any]:
     named = {key: results.header[key] for key in ("model", "questions", "form", "settings")}
     cost = {"asked": results.asked, "seconds": results.seconds}

@@ -11,7 +11,7 @@ from dsv4cli.engine.evaluation.statistics import Mean, mean_of
 
 
 @dataclass(frozen=True)
-class Summary:
+class ScoreSummary:
     """Of some results. score: the share of those that are judged and complete. nll: of the continuations, a token of
     each. first_token: how many continuations begin with the model's own token; common_prefix: how many of their tokens
     it writes itself; continuation_tokens: how many they have."""
@@ -52,11 +52,11 @@ class Summary:
         return found
 
 
-def summary_of(outcomes: Iterable[Outcome]) -> Summary:
+def summary_of(outcomes: Iterable[Outcome]) -> ScoreSummary:
     """What these results come to."""
     found = list(outcomes)
     continued = [one for one in found if one.score == "continuation"]
-    return Summary(
+    return ScoreSummary(
         items=len(found),
         rulings=Counter(one.ruling for one in found),
         score=mean_of([float(one.ruling == "correct") for one in found if one.ruling in ("correct", "wrong")]),
@@ -70,7 +70,7 @@ def summary_of(outcomes: Iterable[Outcome]) -> Summary:
     )
 
 
-def by_task(outcomes: Iterable[Outcome]) -> dict[str, Summary]:
+def by_task(outcomes: Iterable[Outcome]) -> dict[str, ScoreSummary]:
     """The same of each task, in the order in which they first come; nothing where no item names one."""
     groups: dict[str, list[Outcome]] = {}
     for one in outcomes:
