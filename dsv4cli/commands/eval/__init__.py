@@ -1,18 +1,27 @@
 """`dsv4 eval`: how many questions of a file a model has right, and whether it is as good as another."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from dsv4cli.commands.eval.asking import EvalOptions, ModelResults, ask_all, beside, results_in
+from dsv4cli.commands.eval.asking import (
+    Asking,
+    EvalOptions,
+    ModelResults,
+    ask_all,
+    asked_of,
+    beside,
+    stored_results,
+)
 from dsv4cli.commands.eval.report import report
-from dsv4cli.commands.job import Job, open_job
-from dsv4cli.commands.run.ranks import in_ranks
+from dsv4cli.commands.job import Job, open_job, report_lookalikes
+from dsv4cli.commands.run.ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
 from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, TorchrunOpt, TpOpt, takes_model_options
-from dsv4cli.output import Output
+from dsv4cli.output import Output, counted
 
 FileArg = Annotated[
     str,
@@ -71,36 +80,53 @@ def evaluate(
     options = replace(options, seed=options.seed or 0)  # so that the same command draws the same answers
     job = open_job(Output(context.obj, as_json, quiet), options)
     by_answer = (options.think != "off") if choices is None else choices == "answer"
-    own = EvalOptions(file, limit, by_answer, out)
-    other = None
-    if against is not None and not is_results(Path(against)):
-        if torchrun is not None:
-            raise UsageError(
-                "torchrun shares one model among its ranks, and --against names a second",
-                "use --tp; or store the results of each with --out, and compare with --against FILE.jsonl",
-            )
-        other = _as(job, replace(options, model=against))
-    found = _results(job, own, tp, torchrun is not None, against if other is None else None)
+    given, stored, second = EvalOptions(file, limit, by_answer, out), None, None
+    if against is not None and is_results(Path(against)):
+        stored = Path(against)
+    elif against is not None:
+        second = _second(job, replace(options, model=against), given, torchrun is not None)
+    found = _results(job, tp, torchrun is not None, lambda: _first(job, given, stored))
     if found is None:  # a rank of torchrun's that follows
         return
-    if other is not None:
-        others = _results(other, replace(own, out=beside(out)), tp, False, None)
-        assert others is not None
-        found = replace(found, others=others)
+    if second is not None:
+        other, asking = second
+        found = replace(found, others=_results(other, tp, False, lambda: asking))
     if report(job, found) == "worse":
         raise typer.Exit(3)
 
 
-def _as(job: Job, options: ModelOptions) -> Job:
-    """The same with another model, which is asked in the same way, also where it would ask for another."""
-    return replace(open_job(job.out, options), sampling=job.sampling)
+def _first(job: Job, given: EvalOptions, stored: Path | None) -> Asking:
+    """What the model is asked; its results stand against those that are `stored`, if any."""
+    asking = asked_of(job, given)
+    questions = asking.results.questions
+    job.out.status(f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}")
+    report_lookalikes(job.out, list(dict.fromkeys(text for one in asking.posed for text in one.lookalikes)))
+    if stored is not None:
+        asking.results.others = stored_results(stored, questions)
+    return asking
 
 
-def _results(job: Job, given: EvalOptions, tp: int | None, started: bool, against: str | None) -> ModelResults | None:
-    """What the model's answers come to, beside those of a file; None in a rank that only follows."""
+def _second(job: Job, options: ModelOptions, given: EvalOptions, started: bool) -> tuple[Job, Asking]:
+    """The other model and what it is asked, in the same way, also where it would ask for another; read before the
+    first is asked, so that what is wrong is said at once."""
+    if started:
+        raise UsageError(
+            "torchrun shares one model among its ranks, and --against names a second",
+            "use --tp; or store the results of each with --out, and compare with --against FILE.jsonl",
+        )
+    other = replace(open_job(job.out, options), sampling=job.sampling)
+    return other, asked_of(other, replace(given, out=beside(given.out)))
+
+
+def _results(job: Job, tp: int | None, started: bool, read: Callable[[], Asking]) -> ModelResults | None:
+    """What the model's answers come to; None in a rank that only follows."""
     from dsv4cli.engine.system.device import free_unused
 
     found: list[ModelResults] = []
-    in_ranks(job, tp, started, lambda: (ask_all, results_in(job, given, against, found)))
+
+    def work() -> Work:
+        return ask_all, read()._replace(into=found)
+
+    in_ranks(job, tp, started, work)
     free_unused()  # another model may come
     return found[0] if found else None

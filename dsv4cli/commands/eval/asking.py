@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.draft_report import report_drafts
-from dsv4cli.commands.job import Job, report_lookalikes
+from dsv4cli.commands.job import Job
 from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
@@ -40,7 +40,7 @@ class ModelResults:
     """The results of one model in the order of the items. asked: how many were asked now, in how many seconds.
     others: of the model or the file that these stand against; its name and settings are in its `header`."""
 
-    asked_of: "EvalSet"
+    questions: "EvalSet"
     header: dict[str, Any]
     outcomes: "list[Outcome]" = field(default_factory=list)
     asked: int = 0
@@ -49,7 +49,7 @@ class ModelResults:
 
 
 class Asking(NamedTuple):
-    """What is to be asked, where results go, and the list that takes them all in the end."""
+    """What is to be asked, where results go, what they become, and the list that takes these in the end."""
 
     posed: "list[Posed]"
     out: Path | None
@@ -62,20 +62,18 @@ def beside(out: Path | None) -> Path | None:
     return None if out is None else out.with_name(f"{out.stem}.against{out.suffix}")
 
 
-def results_in(job: Job, given: EvalOptions, against: str | None, into: list[ModelResults]) -> Asking:
-    """What is to be asked, read and checked. against: a file of results of the same questions. Raises UsageError that
-    names every bad question."""
+def asked_of(job: Job, given: EvalOptions) -> Asking:
+    """What a model is asked, read and checked. Raises UsageError that names every bad question, and for a file that has
+    results of something else."""
     from dsv4cli.engine.evaluation.forms import read_set
-    from dsv4cli.engine.evaluation.results import header_of
+    from dsv4cli.engine.evaluation.results import ResultsFile, header_of
 
-    asked = read_set(given.file, given.by_answer).first(given.limit)
-    job.out.status(f"{asked.name}: {counted(len(asked.items), 'question')}, read as {asked.form}")
-    results = ModelResults(asked, header_of(job.source, asked, _settings(job, given)))
-    if against is not None:
-        results.others = _other_results(Path(against), asked)
-    posed = _posed(job, asked, given.by_answer)
-    report_lookalikes(job.out, list(dict.fromkeys(text for one in posed for text in one.lookalikes)))
-    return Asking(posed, given.out, results, into)
+    questions = read_set(given.file, given.by_answer).first(given.limit)
+    header = header_of(job.source, questions, _settings(job, given))
+    posed = _posed(job, questions, given.by_answer)
+    if given.out is not None:
+        ResultsFile(given.out, header).close()
+    return Asking(posed, given.out, ModelResults(questions, header), [])
 
 
 def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
@@ -97,7 +95,8 @@ def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
     }
 
 
-def _other_results(path: Path, asked: "EvalSet") -> ModelResults:
+def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
+    """The results of a file. Raises UsageError where it has others, or not all."""
     from dsv4cli.engine.evaluation.results import read_results
 
     header, outcomes = read_results(path)

@@ -25,7 +25,7 @@ def report(job: Job, results: ModelResults) -> "PairingVerdict | None":
     whole, tasks = summary_of(results.outcomes), by_task(results.outcomes)
     pairing = None if results.others is None else pair(results.outcomes, results.others.outcomes)
     rows = [_row(name or "other", one) for name, one in tasks.items()] if len(tasks) > 1 else []
-    job.out.table([HEADER, *rows, _row("all" if rows else results.asked_of.name, whole)], numbers=True)
+    job.out.table([HEADER, *rows, _row("all" if rows else results.questions.name, whole)], numbers=True)
     for line in _remarks(whole):
         job.out.line(line)
     if pairing is not None and results.others is not None:

@@ -25,28 +25,31 @@ from dsv4cli.errors import UsageError
 
 @dataclass(eq=False)
 class Posed:
-    """An item as requests: one that is answered, or one for each text that is scored behind the prompt."""
+    """An item as requests: one that is answered, or one for each text that is scored behind the prompt.
+
+    rows: of each scored request the log-probability and the likeliest token, from the last row of the prompt on;
+    seen: how many of its rows there were so far.
+    """
 
     index: int
     item: EvalItem
     dialogue: Dialogue
     prompt: list[int]
     lookalikes: list[str]
+    drawn: bool
     requests: list[Request]
-    answer: Answer | None
+    answer: Answer = field(init=False)
     rows: dict[Request, list[tuple[float, Alternatives]]] = field(default_factory=dict)
+    seen: dict[Request, int] = field(default_factory=dict)
 
-    @property
-    def drawn(self) -> bool:
-        """Whether the model answers, rather than judges texts that are given."""
-        return self.answer is not None
+    def begin(self) -> None:
+        """Before the first step of its requests."""
+        self.answer = Answer(self.dialogue.tokenizer, self.dialogue.thinking, self.requests[0].limits.stops)
 
     def take(self, engine: Engine, result: Result, on_token: Callable[[Token, bool], None]) -> bool:
         """Takes what a request got in a step; whether the item has its outcome now."""
-        if self.answer is None:
-            assert result.scores is not None
-            rows = self.rows.setdefault(result.request, [])
-            rows += zip(result.scores.logprobs, result.scores.top, strict=True)
+        if not self.drawn:
+            self._score(result)
             return len(self.rows) == len(self.requests) and all(request.caught_up for request in self.requests)
         for token in result.tokens:
             self.answer.push(token)
@@ -56,9 +59,21 @@ class Posed:
                 return True
         return False
 
+    def _score(self, result: Result) -> None:
+        assert result.scores is not None
+        request, rows = result.request, list(zip(result.scores.logprobs, result.scores.top, strict=True))
+        # row i tells of token i + 1
+        behind = max(len(self.prompt) - 1 - self.seen.get(request, 0), 0)
+        self.seen[request] = self.seen.get(request, 0) + len(rows)
+        self.rows.setdefault(request, []).extend(rows[behind:])
+
     def outcome(self) -> Outcome:
-        """What it came to, once all is there."""
-        return _answered(self, self.answer) if self.answer is not None else _scored(self)
+        """What it came to, once all is there; what led to it is let go."""
+        found = _answered(self) if self.drawn else _scored(self)
+        del self.answer
+        self.rows.clear()
+        self.requests.clear()
+        return found
 
 
 def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool) -> Posed:
@@ -67,7 +82,7 @@ def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits
     dialogue = _dialogue(item, usual)
     prompt = dialogue.prompt(item.messages)
     scored = item.score == "continuation" or (item.score == "choice" and not by_answer)
-    posed = Posed(index, item, dialogue, prompt.ids, prompt.lookalikes, [], None)
+    posed = Posed(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
     if scored:
         limits = replace(limits, logprobs=1)
         for text in _texts(item, dialogue):
@@ -77,7 +92,6 @@ def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits
         return posed
     max_new_tokens(prompt.ids, dialogue.config, limits)
     posed.requests.append(Request(prompt.ids, sampling.plus(index), limits))
-    posed.answer = Answer(dialogue.tokenizer, dialogue.thinking, limits.stops)
     return posed
 
 
@@ -131,22 +145,26 @@ def carry_out(
     capacity = Capacity(len(owners), max(lengths, default=None))
     with Engine(model, capacity, device, followers, drafting if lengths else NO_DRAFTS) as engine:
         engine.report_preparing(on_preparing)
-        for request in owners:
+        for one in ordered:
+            one.begin()
+        for request in list(owners):
             engine.add(request)
         while engine.busy:
             for result in engine.step():
                 one = owners[result.request]
                 if one.take(engine, result, on_token):
+                    for request in one.requests:
+                        del owners[request]
                     yield one.outcome()
         on_end(engine)
 
 
-def _answered(posed: Posed, answer: Answer) -> Outcome:
-    reply, item = answer.record(), posed.item
+def _answered(posed: Posed) -> Outcome:
+    reply, item = posed.answer.record(), posed.item
     judged = judge(item, reply)
     return Outcome(
         *(posed.index, item.id, item.task, item.score, judged.ruling, judged.given),
-        *(len(posed.prompt), len(answer.tokens)),
+        *(len(posed.prompt), len(posed.answer.tokens)),
         content=reply["content"],
         reasoning_content=reply["reasoning_content"],
         finish_reason=reply["finish_reason"],
@@ -157,8 +175,7 @@ def _answered(posed: Posed, answer: Answer) -> Outcome:
 
 def _scored(posed: Posed) -> Outcome:
     item, start = posed.item, len(posed.prompt)
-    # row i tells of token i + 1
-    known = [posed.rows[request][start - 1 : len(request.prompt) - 1] for request in posed.requests]
+    known = [posed.rows[request][:-1] for request in posed.requests]  # nothing follows the last token
     totals = [sum(logprob for logprob, _ in rows) for rows in known]
     count = sum(map(len, known))
     if item.score == "choice":

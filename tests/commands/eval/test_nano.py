@@ -119,13 +119,15 @@ def test_one_row_of_swapped_nibbles_is_found(some, tmp_path, layer, expert, matr
 
 
 @pytest.mark.slow
-def test_an_expert_of_swapped_nibbles_makes_it_worse(some, tmp_path):
+def test_a_layer_of_swapped_nibbles_makes_it_worse(some, tmp_path):
     folder = tmp_path / "nano"
     shutil.copytree(ROOT / "dsv4cli" / "nano", folder)
-    for matrix in (1, 2, 3):
-        swap_nibbles(folder, f"layers.1.ffn.experts.3.w{matrix}.weight", range(256))
+    for expert in range(8):
+        swap_nibbles(folder, f"layers.1.ffn.experts.{expert}.w2.weight", range(256))
     code, found = against(some, folder)
-    assert (code, found["verdict"]) == (3, "worse")
+    assert (code, found["verdict"], found["gained"]) == (3, "worse", 0)
+    assert found["lost"] > 20
+    assert found["nll"]["p"] < 0.001
 
 
 @pytest.mark.slow
