@@ -107,7 +107,7 @@ def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[in
             outcome = outcome_of(record)
         except ValueError:
             raise _no_results(path, number) from None
-        outcomes.setdefault(outcome.index, outcome)
+        outcomes[outcome.index] = outcome
     return header, outcomes
 
 
