@@ -14,6 +14,7 @@ from dsv4cli.commands.eval.asking import (
     ask_all,
     asked_of,
     beside,
+    questions_of,
     stored_results,
 )
 from dsv4cli.commands.eval.report import report
@@ -80,42 +81,55 @@ def evaluate(
     options = replace(options, seed=options.seed or 0)  # so that the same command draws the same answers
     job = open_job(Output(context.obj, as_json, quiet), options)
     by_answer = (options.think != "off") if choices is None else choices == "answer"
-    given, stored, second = EvalOptions(file, limit, by_answer, out), None, None
-    if against is not None and is_results(Path(against)):
-        stored = Path(against)
-    elif against is not None:
-        second = _second(job, replace(options, model=against), given, torchrun is not None)
-    found = _results(job, tp, torchrun is not None, lambda: _first(job, given, stored))
-    if found is None:  # a rank of torchrun's that follows
-        return
-    if second is not None:
-        other, asking = second
-        found = replace(found, others=_results(other, tp, False, lambda: asking))
-    if report(job, found) == "worse":
+    given = EvalOptions(file, limit, by_answer, out)
+    if against is None or is_results(Path(against)):
+        found = _one(job, given, against, tp, torchrun is not None)
+    else:
+        found = _both(job, replace(options, model=against), given, tp, torchrun is not None)
+    # None in a rank of torchrun's that follows
+    if found is not None and report(job, *found) == "worse":
         raise typer.Exit(3)
 
 
-def _first(job: Job, given: EvalOptions, stored: Path | None) -> Asking:
-    """What the model is asked; its results stand against those that are `stored`, if any."""
-    asking = asked_of(job, given)
-    questions = asking.results.questions
-    job.out.status(f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}")
-    report_lookalikes(job.out, list(dict.fromkeys(text for one in asking.posed for text in one.lookalikes)))
-    if stored is not None:
-        asking.results.others = stored_results(stored, questions)
-    return asking
+def _one(
+    job: Job, given: EvalOptions, stored: str | None, tp: int | None, started: bool
+) -> tuple[ModelResults, ModelResults | None] | None:
+    """The results of the model, and those of a file that it stands against, if any."""
+    others: list[ModelResults | None] = []
+
+    def read() -> Asking:
+        asking = asked_of(job, given, questions_of(given))
+        others.append(None if stored is None else stored_results(Path(stored), asking.results.questions))
+        _tell(job, asking)
+        return asking
+
+    found = _results(job, tp, started, read)
+    return None if found is None else (found, others[0])
 
 
-def _second(job: Job, options: ModelOptions, given: EvalOptions, started: bool) -> tuple[Job, Asking]:
-    """The other model and what it is asked, in the same way, also where it would ask for another; read before the
-    first is asked, so that what is wrong is said at once."""
+def _both(
+    job: Job, options: ModelOptions, given: EvalOptions, tp: int | None, started: bool
+) -> tuple[ModelResults, ModelResults | None] | None:
+    """The results of the model and of the one that the options name, which is asked in the same way, also where it
+    would ask for another. What is wrong with either is said before the first is asked."""
     if started:
         raise UsageError(
             "torchrun shares one model among its ranks, and --against names a second",
             "use --tp; or store the results of each with --out, and compare with --against FILE.jsonl",
         )
-    other = replace(open_job(job.out, options), sampling=job.sampling)
-    return other, asked_of(other, replace(given, out=beside(given.out)))
+    other, questions = replace(open_job(job.out, options), sampling=job.sampling), questions_of(given)
+    first = asked_of(job, given, questions)
+    second = asked_of(other, replace(given, out=beside(given.out)), questions)
+    _tell(job, first)
+    found = _results(job, tp, False, lambda: first)
+    return None if found is None else (found, _results(other, tp, False, lambda: second))
+
+
+def _tell(job: Job, asking: Asking) -> None:
+    """Says what was read, and what in it could be misread."""
+    questions = asking.results.questions
+    job.out.status(f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}")
+    report_lookalikes(job.out, list(dict.fromkeys(text for one in asking.posed for text in one.lookalikes)))
 
 
 def _results(job: Job, tp: int | None, started: bool, read: Callable[[], Asking]) -> ModelResults | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,14 +38,13 @@ class EvalOptions:
 @dataclass
 class ModelResults:
     """The results of one model in the order of the items. asked: how many were asked now, in how many seconds.
-    others: of the model or the file that these stand against; its name and settings are in its `header`."""
+    header: of which model, how asked, as the first line of a file has it."""
 
     questions: "EvalSet"
     header: dict[str, Any]
     outcomes: "list[Outcome]" = field(default_factory=list)
     asked: int = 0
     seconds: float = 0.0
-    others: "ModelResults | None" = None
 
 
 class Asking(NamedTuple):
@@ -62,13 +61,18 @@ def beside(out: Path | None) -> Path | None:
     return None if out is None else out.with_name(f"{out.stem}.against{out.suffix}")
 
 
-def asked_of(job: Job, given: EvalOptions) -> Asking:
-    """What a model is asked, read and checked. Raises UsageError that names every bad question, and for a file that has
-    results of something else."""
+def questions_of(given: EvalOptions) -> "EvalSet":
+    """The questions that are asked. Raises UsageError that names every bad one."""
     from dsv4cli.engine.evaluation.forms import read_set
+
+    return read_set(given.file, given.by_answer).first(given.limit)
+
+
+def asked_of(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
+    """What a model is asked, checked. Raises UsageError that names every question that it cannot take, and for a file
+    that has results of something else."""
     from dsv4cli.engine.evaluation.results import ResultsFile, header_of
 
-    questions = read_set(given.file, given.by_answer).first(given.limit)
     header = header_of(job.source, questions, _settings(job, given))
     posed = _posed(job, questions, given.by_answer)
     if given.out is not None:
@@ -105,7 +109,7 @@ def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
             f"{path} has results of other questions than {asked.name}",
             "ask both models the same questions, with the same --limit and --choices",
         )
-    if len(outcomes) < len(asked.items):
+    if set(outcomes) != set(range(len(asked.items))):
         raise UsageError(
             f"{path} has {len(outcomes):,} of {counted(len(asked.items), 'result')}",
             f"let the command that writes it go on: it asks {header['model']}",
@@ -135,11 +139,10 @@ def ask_all(job: Job, asking: Asking) -> None:
         missing = [one for one in asking.posed if one.index not in known]
         results.asked = len(missing)
         if missing:
-            start = perf_counter()
             for outcome in _outcomes(job, missing, len(asking.posed), clock):
                 known[outcome.index] = outcome
                 take(outcome)
-            results.seconds = perf_counter() - start
+            results.seconds = perf_counter() - clock.start
     results.outcomes = [known[one.index] for one in asking.posed]
     before = len(asking.posed) - len(missing)
     if before:
@@ -151,11 +154,8 @@ def ask_all(job: Job, asking: Asking) -> None:
 
 
 def _outcomes(job: Job, missing: "list[Posed]", total: int, clock: Clock) -> "Iterator[Outcome]":
-    from dsv4cli.engine.settings import NO_DRAFTS
-
     done, drawn = total - len(missing), any(one.drawn for one in missing)
     lengths = [len(request.prompt) for one in missing for request in one.requests]
-    job = job if drawn else replace(job, drafting=NO_DRAFTS)
     with job.model(lengths, drawn=drawn) as model, job.out.counting("questions") as show:
         from dsv4cli.engine.evaluation.asking import carry_out
         from dsv4cli.engine.weights.offload import offload_of

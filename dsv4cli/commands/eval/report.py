@@ -17,23 +17,26 @@ HEADER = ["task", "items", "correct", "wrong", "cut", "score"]
 MOST_LISTED = 20
 
 
-def report(job: Job, results: ModelResults) -> "PairingVerdict | None":
-    """Shows what the results come to; how they stand against others, if they do."""
+def report(job: Job, results: ModelResults, others: ModelResults | None) -> "PairingVerdict | None":
+    """Shows what the results come to, and how they stand against others, if there are any."""
     from dsv4cli.engine.evaluation.pairing import pair
     from dsv4cli.engine.evaluation.summary import by_task, summary_of
 
     whole, tasks = summary_of(results.outcomes), by_task(results.outcomes)
-    pairing = None if results.others is None else pair(results.outcomes, results.others.outcomes)
+    pairing = None if others is None else pair(results.outcomes, others.outcomes)
     rows = [_row(name or "other", one) for name, one in tasks.items()] if len(tasks) > 1 else []
     job.out.table([HEADER, *rows, _row("all" if rows else results.questions.name, whole)], numbers=True)
     for line in _remarks(whole):
         job.out.line(line)
-    if pairing is not None and results.others is not None:
+    if pairing is not None and others is not None:
         job.out.line()
-        for line in _against(results, results.others, pairing):
+        for line in _against(results, others, pairing):
             job.out.line(line)
     _tell(job, results, whole)
-    job.out.document(_record(job, results, whole, tasks, pairing))
+    found = _record(results, whole, tasks)
+    if pairing is not None and others is not None:
+        found |= {"against": {"model": others.header["model"]} | pairing.record()}
+    job.out.document(found)
     return None if pairing is None else pairing.verdict
 
 
@@ -123,14 +126,14 @@ def _tell(job: Job, results: ModelResults, whole: "ScoreSummary") -> None:
         )
 
 
-def _record(
-    job: Job, results: ModelResults, whole: "ScoreSummary", tasks: "dict[str, ScoreSummary]", pairing: "Pairing | None"
-) -> dict[str, Any]:
+def _record(results: ModelResults, whole: "ScoreSummary", tasks: "dict[str, ScoreSummary]") -> dict[str, Any]:
     named = {key: results.header[key] for key in ("model", "questions", "form", "settings")}
     cost = {"asked": results.asked, "seconds": results.seconds}
     cost |= {"tokens": whole.tokens, "prompt_tokens": whole.prompt_tokens}
-    found = {"schema": "dsv4.eval/1"} | named | whole.record() | cost
-    found |= {"tasks": {name: one.record() for name, one in tasks.items()}}
-    if pairing is not None and results.others is not None:
-        found |= {"against": {"model": results.others.header["model"]} | pairing.record()}
-    return found
+    return (
+        {"schema": "dsv4.eval/1"}
+        | named
+        | whole.record()
+        | cost
+        | {"tasks": {name: one.record() for name, one in tasks.items()}}
+    )

@@ -77,11 +77,14 @@ class Posed:
 
 
 def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool) -> Posed:
-    """The item as requests. usual: the format of prompts where the item does not say whether to think. by_answer:
-    whether choices are answered in a text. Raises UsageError for what the model cannot take."""
-    dialogue = _dialogue(item, usual)
-    prompt = dialogue.prompt(item.messages)
+    """The item as requests. usual: the format of prompts where the item does not say whether to think; texts are scored
+    without thinking. by_answer: whether choices are answered in a text. Raises UsageError for what the model cannot
+    take."""
     scored = item.score == "continuation" or (item.score == "choice" and not by_answer)
+    if scored and item.think:
+        raise UsageError(f'"think" is true, and a {item.score} is scored', "leave out one, or use --choices answer")
+    dialogue = _dialogue(usual, False if scored else item.think)
+    prompt = dialogue.prompt(item.messages)
     posed = Posed(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
     if scored:
         limits = replace(limits, logprobs=1)
@@ -95,11 +98,12 @@ def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits
     return posed
 
 
-def _dialogue(item: EvalItem, usual: Dialogue) -> Dialogue:
-    """The format of an item's prompt; where it alone is to be thought about, with the least effort."""
-    if item.think is None or item.think == usual.thinking:
+def _dialogue(usual: Dialogue, think: bool | None) -> Dialogue:
+    """The usual format, or that with or without thinking; where one item alone is thought about, with the least
+    effort."""
+    if think is None or think == usual.thinking:
         return usual
-    thinking, effort = think_options(usual.release, EFFORTS[usual.release][0] if item.think else "off")
+    thinking, effort = think_options(usual.release, EFFORTS[usual.release][0] if think else "off")
     return replace(usual, thinking=thinking, effort=effort)
 
 
@@ -169,7 +173,7 @@ def _answered(posed: Posed) -> Outcome:
         reasoning_content=reply["reasoning_content"],
         finish_reason=reply["finish_reason"],
         seed=posed.requests[0].sampling.seed,
-        note=judged.note or None,
+        note=judged.note or posed.answer.complaint or None,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -180,6 +181,18 @@ def test_bad_questions_are_named_before_a_model_is_loaded(dsv4, file, tmp_path):
     assert dsv4("eval", str(tmp_path / "none.jsonl")).code == 2
     assert dsv4("eval", file, "--against", str(tmp_path / "none")).code == 1
     assert dsv4("eval", file, "--think", "low").code == 2
+
+
+def test_questions_may_be_piped_in_for_two_models(dsv4, file):
+    done = dsv4("eval", "-", *FAST, "--against", SMALL, stdin=Path(file).read_bytes())
+    assert (done.code, "stdin: 6 questions" in done.err) == (0, True)
+
+
+def test_what_is_wrong_with_the_second_model_is_said_before_the_first_is_asked(dsv4, file, out):
+    dsv4("eval", file, *FAST, "--out", str(out.with_name("r.against.jsonl")))
+    done = dsv4("eval", file, *FAST, "--out", str(out), "--against", OTHER)
+    assert (done.code, "r.against.jsonl has results of another model" in done.err) == (2, True)
+    assert " on cpu: " not in done.err
 
 
 def test_torchrun_takes_one_model(dsv4, file, monkeypatch):

@@ -1,6 +1,7 @@
 """Items of every kind through one engine: as each would be answered or scored alone."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,3 +130,15 @@ def test_each_item_draws_with_its_own_seed(nano):
     _, dialogue = nano
     posed = [pose(n, ITEMS[0], dialogue, Sampling(1.0, 1.0, 7), LIMITS, False) for n in range(3)]
     assert [one.requests[0].sampling.seed for one in posed] == [7, 8, 9]
+
+
+def test_texts_are_scored_without_thinking(nano):
+    _, dialogue = nano
+    thinking = replace(dialogue, thinking=True, effort="high")
+    for one in (ITEMS[1], ITEMS[3]):
+        posed = pose(0, one, thinking, GREEDY, LIMITS, False)
+        assert posed.prompt == dialogue.prompt(one.messages).ids
+        with pytest.raises(UsageError, match='"think" is true'):
+            pose(0, replace(one, think=True), dialogue, GREEDY, LIMITS, False)
+    answered = pose(0, ITEMS[3], thinking, GREEDY, LIMITS, True)
+    assert answered.prompt == thinking.prompt(ITEMS[3].messages).ids
