@@ -113,7 +113,8 @@ def test_one_row_of_swapped_nibbles_is_found(some, tmp_path, layer, expert, matr
     shutil.copytree(ROOT / "dsv4cli" / "nano", folder)
     swap_nibbles(folder, f"layers.{layer}.ffn.experts.{expert}.w{matrix}.weight", [37])
     _, found = against(some, folder)
-    assert found["verdict"] != "same"
+    # its numbers are others; that it is worse cannot be seen in so few answers
+    assert found["verdict"] == "different"
     assert found["nll"]["changed"] >= 5
     assert found["nll"]["largest"] > 1e-4  # a hundred times what rounding makes
 
