@@ -50,7 +50,7 @@ class Posed:
         """Takes what a request got in a step; whether the item has its outcome now."""
         if not self.drawn:
             self._score(result)
-            return len(self.rows) == len(self.requests) and all(request.caught_up for request in self.requests)
+            return all(self.seen.get(request) == len(request.prompt) for request in self.requests)
         for token in result.tokens:
             self.answer.push(token)
             on_token(token, len(self.answer.tokens) > 1)

@@ -101,6 +101,16 @@ def test_choices_can_be_answered(nano):
     assert (found.ruling, found.content, found.logprobs) == ("correct", CAPITALS[1], None)
 
 
+def test_prompts_may_come_in_pieces(nano):
+    whole, pieces = (
+        asked(nano, [ITEMS[1], ITEMS[3]], limits=Limits(max_tokens=60, prefill_chunk=chunk)) for chunk in (4096, 5)
+    )
+    assert whole.keys() == pieces.keys() == {"continued", "choice"}
+    for id_, one in whole.items():
+        assert pieces[id_].nll == pytest.approx(one.nll, rel=1e-5)
+        assert pieces[id_].common_prefix == one.common_prefix
+
+
 def test_an_answer_without_an_end_is_cut(nano):
     [found] = asked(nano, [ITEMS[0]], limits=Limits(max_tokens=3)).values()
     assert (found.ruling, found.tokens, found.finish_reason) == ("cut", 3, "length")
