@@ -5,6 +5,7 @@ the last "answer is" or "answer:" up to the end of the line; of an equation its 
 """
 
 import re
+import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -19,6 +20,13 @@ _SILENT = re.compile(r"\\left|\\right|\\[!,;: ]|\$|\^\{?\\circ\}?|\\?%|(?<!\d)\s
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\frac(?:\{(\w)\}|(\w))(?:\{(\w)\}|(\w))")
 _NAMED = re.compile(r"[a-zA-Z]=(?=.)")
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of a file, of which Python's warnings say nothing to a user. Raises re.error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return re.compile(pattern)
 
 
 def boxed(text: str) -> str | None:

@@ -85,6 +85,8 @@ def _json_form(first: str, name: str) -> tuple[str, Callable[[str, str], _Lines]
 
 def _with_keys(needed: set[str], convert: Callable[[dict[str, Any]], EvalItem]) -> Callable[[dict[str, Any]], EvalItem]:
     def checked(value: dict[str, Any]) -> EvalItem:
+        numbers = {key: str(item) for key, item in value.items() if isinstance(item, int | float) and key in needed}
+        value = value | numbers
         for key in sorted(needed):
             if not isinstance(value.get(key), str) or not value[key].strip():
                 raise UsageError(f'"{key}" is not a text, or is empty', _AS_PUBLISHED)
@@ -117,7 +119,10 @@ _JSON_FORMS: Mapping[str, tuple[set[str], Callable[[dict[str, Any]], EvalItem]]]
 
 
 def _cells(line: str) -> list[str]:
-    return next(csv.reader([line]), [])
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:  # a cell of 131,073 characters
+        return []
 
 
 def _rows(text: str) -> Iterator[tuple[int, list[str]]]:

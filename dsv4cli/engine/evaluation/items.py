@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from dsv4cli.engine.evaluation.extract import number_of
+from dsv4cli.engine.evaluation.extract import compiled, number_of
 from dsv4cli.engine.text.inputs import BadLine, asked_in, parse_lines
 from dsv4cli.engine.text.prompt import Message
 from dsv4cli.errors import UsageError
@@ -122,7 +122,7 @@ def _numeric(item: EvalItem, value: dict[str, Any]) -> EvalItem:
 def _regex(item: EvalItem, value: dict[str, Any]) -> EvalItem:
     answer = _text(value["answer"])
     try:
-        re.compile(answer)
+        compiled(answer)
     except (re.error, RecursionError, OverflowError) as error:
         raise UsageError(f'"answer" is not a pattern: {error}', "write it as for Python's re module") from None
     return replace(item, score="regex", answer=answer)

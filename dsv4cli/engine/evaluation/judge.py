@@ -1,7 +1,6 @@
 """Is an answer right, by the rule that its item names? No torch."""
 
 import json
-import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
-from dsv4cli.engine.evaluation.extract import boxed, choice_in, number_in, number_of, same_formula
+from dsv4cli.engine.evaluation.extract import boxed, choice_in, compiled, number_in, number_of, same_formula
 from dsv4cli.engine.evaluation.items import EvalItem
 
 # wrong, cut: an answer that was cut off at its limit of tokens is neither right nor wrong
@@ -73,7 +72,7 @@ def _numeric(item: EvalItem, expected: str, content: str) -> _Found:
 def _regex(item: EvalItem, expected: str, content: str) -> _Found:
     try:
         with _at_most(PATTERN_SECONDS):
-            found = re.search(expected, content)
+            found = compiled(expected).search(content)
     except TimeoutError:
         return False, "", TOO_LONG
     return found is not None, found[0] if found else "", ""

@@ -22,7 +22,7 @@ Found = tuple[list[tuple[int, EvalItem]], list[BadLine]]
 
 def is_vectors(text: str) -> bool:
     """Whether a text is a .vec file: its first line that is no comment begins a case."""
-    return re.match(r"(?:\s*(?:#[^\n]*)?\n)*case \S+ \d+ \d+ \S", text) is not None
+    return re.match(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*case \S+ \d+ \d+ \S", text) is not None
 
 
 def is_manifest(first: str) -> bool:

@@ -10,7 +10,7 @@ from dsv4cli.errors import UsageError
 GOOD = [
     {"id": 70, "prompt": "a", "score": "exact", "answer": "b", "task": "t"},
     {"messages": [{"role": "user", "content": "a"}], "score": "numeric", "answer": 4.5, "think": True},
-    {"prompt": "a", "score": "regex", "answer": "^a+$"},
+    {"prompt": "a", "score": "regex", "answer": "^[[a]+$"},
     {"prompt": "a", "score": "choice", "choices": ["x", "y"], "answer": 1},
     {"prompt": "a", "score": "choice", "choices": ["x", "y"], "answer": "x"},
     {"prompt": "a", "score": "continuation", "answer": " b"},
@@ -36,7 +36,7 @@ def test_our_own_lines(read):
     assert [one.score for one in found.items] == [
         "exact", "numeric", "regex", "choice", "choice", "continuation", None, "exact",
     ]  # fmt: skip
-    assert [one.answer for one in found.items[:6]] == ["b", "4.5", "^a+$", "y", "x", " b"]
+    assert [one.answer for one in found.items[:6]] == ["b", "4.5", "^[[a]+$", "y", "x", " b"]
     assert (found.items[0].task, found.items[1].think, found.items[0].think) == ("t", True, None)
     assert len(found.first(3).items) == 3
     assert found.digest == read(GOOD).digest != found.first(3).digest
@@ -118,6 +118,7 @@ def test_gsm8k(read):
 def test_math500_and_humaneval(read):
     [item] = read([MATH]).items
     assert (item.id, item.task, item.score, item.answer) == ("a/1.json", "Algebra", "exact", "\\frac{1}{2}")
+    assert read([{**MATH, "answer": 204}]).items[0].answer == "204"  # as AIME has it
     found = read([HUMANEVAL])
     assert (found.form, found.items[0].id, found.items[0].score) == ("humaneval", "HumanEval/0", None)
     assert "def f():" in asked(found.items[0])
@@ -153,7 +154,7 @@ def test_gpqa_has_the_right_answer_anywhere_but_always_there(read):
         read(GPQA.splitlines()[0] + "\nrec1,Which?,right,right,wrong 2,wrong 3,P\n", "gpqa.csv")
 
 
-@pytest.mark.parametrize("content", ["hello\nworld\n", "a,b\n1,2\n", "[1, 2]\n"])
+@pytest.mark.parametrize("content", ["hello\nworld\n", "a,b\n1,2\n", "[1, 2]\n", "\n" * 300 + "x", "x" * 200_000])
 def test_what_has_no_known_form_is_told_the_forms(read, content):
     with pytest.raises(UsageError) as error:
         read(content)

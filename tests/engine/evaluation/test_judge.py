@@ -35,6 +35,7 @@ def judged(score, answer, content, **more):
         ("numeric", "18", "I do not know", ("wrong", "")),
         ("regex", r"\b4[0-9]\b", "It is 42.", ("correct", "42")),
         ("regex", "^no$", "yes", ("wrong", "")),
+        ("regex", "[[a]b", "ab", ("correct", "ab")),  # of which Python warns
         ("choice", "B", "Answer: B", ("correct", "B")),
         ("choice", "B", "Answer: A", ("wrong", "A")),
         ("choice", "B", "neither", ("wrong", "")),
