@@ -72,7 +72,7 @@ def _case(lines: list[str], path: Path) -> EvalItem:
     if len(tokens) != int(head["steps"]) or not tokens:
         raise UsageError(f"case {head['id']} has {len(tokens)} tokens, not {head['steps']}", _REPAIR)
     prompt = from_prompt(_beside(path, head["file"]), None)
-    return EvalItem(head["id"], prompt, "continuation", tokens=tuple(tokens), think=False)
+    return EvalItem(head["id"], prompt, "continuation", tokens=tuple(tokens))
 
 
 def read_manifest(text: str, path: Path) -> Found:
@@ -92,7 +92,7 @@ def read_manifest(text: str, path: Path) -> Found:
         except UsageError as error:
             bad.append(BadLine(number, error))
             continue
-        item = EvalItem(cells[0], from_prompt(prompt, None), "continuation", continuation, think=False)
+        item = EvalItem(cells[0], from_prompt(prompt, None), "continuation", continuation)
         good.append((number, item))
     return good, bad
 

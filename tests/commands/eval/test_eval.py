@@ -195,6 +195,28 @@ def test_what_is_wrong_with_the_second_model_is_said_before_the_first_is_asked(d
     assert " on cpu: " not in done.err
 
 
+def test_the_second_model_is_asked_as_the_first(dsv4, file, out):
+    command = ("eval", file, "--limit", "1", "--max-tokens", "1", "--draft", "off", "--out", str(out))
+    assert dsv4(*command, "--model", SMALL, "--against", "nano").code == 0
+    own, other = (read_results(path)[0] for path in (out, out.with_name("r.against.jsonl")))
+    assert own["settings"] == other["settings"]
+    assert own["settings"]["temperature"] == 1.0  # nano alone would take the likeliest token
+
+
+@pytest.mark.parametrize(
+    ("more", "choices"),
+    [
+        ((), "likelihood"),
+        (("--think", "high"), "answer"),
+        (("--think", "high", "--choices", "likelihood"), "likelihood"),
+    ],
+)
+def test_who_thinks_answers_choices(dsv4, file, more, choices):
+    found = document(dsv4("eval", file, *FAST, *more, "--json"))
+    assert found["settings"]["choices"] == choices
+    assert found["cut"] == (5 if choices == "answer" else 3)
+
+
 def test_torchrun_takes_one_model(dsv4, file, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     done = dsv4("eval", file, *FAST, "--against", OTHER)
