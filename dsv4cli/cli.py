@@ -19,6 +19,7 @@ from dsv4cli.commands.chat import chat
 from dsv4cli.commands.compiling import compile_ahead
 from dsv4cli.commands.convert import convert
 from dsv4cli.commands.download import download
+from dsv4cli.commands.eval import evaluate
 from dsv4cli.commands.inspect import inspect
 from dsv4cli.commands.profile import profile
 from dsv4cli.commands.ranks import follow
@@ -108,6 +109,15 @@ app.command(
         "dsv4 download deepseek-ai/DeepSeek-V4-Pro --only config,tokenizer,index",
     )
 )(download)
+app.command(
+    name="eval",
+    epilog=epilog(
+        "dsv4 eval",
+        "dsv4 eval gsm8k_test.jsonl --model flash --out gsm8k.jsonl",
+        "dsv4 eval gsm8k_test.jsonl --model OUT --against gsm8k.jsonl",
+        "dsv4 eval flash/manifest.tsv --model OUT --against flash-0731",
+    ),
+)(evaluate)
 app.command(
     epilog=epilog(
         "dsv4 inspect ~/models/DeepSeek-V4-Flash",

@@ -63,7 +63,9 @@ TopPOpt = Annotated[
         help="Draw from the likeliest tokens with this total probability. If absent, the model's own value, or 1."
     ),
 ]
-SeedOpt = Annotated[int | None, typer.Option(help="Makes the draws repeatable; without it each run differs.")]
+SeedOpt = Annotated[
+    int | None, typer.Option(help="Makes the draws repeatable. If absent, each run differs; eval takes 0.")
+]
 StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
 PrefillChunkOpt = Annotated[
     int,

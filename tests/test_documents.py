@@ -166,6 +166,7 @@ def test_a_path_that_leads_nowhere_is_found(tmp_path):
     [
         ("run", "Hi", "--max-tokens", "1", "--logprobs", "1", "--json"),
         ("run", "--show-prompt", "Hi", "--json"),
+        ("eval", "--limit", "1", "--against", "nano", "--json"),
         ("inspect", "nano", "--fit", "--json"),
         ("convert", "nano", "OUT", "--to", "bf16", "--dry-run", "--json"),
         ("convert", "nano", "OUT", "--to", "bf16", "--json"),

@@ -1,10 +1,10 @@
-"""The file of `run --out`: each answer is in it as soon as it ends, whatever happens then; no torch."""
+"""Files of answers: each answer is in it as soon as it ends, whatever happens then; no torch."""
 
 import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,14 @@ AnswerKey = tuple[int, int]
 
 
 class CannotWrite(Dsv4Error):
-    """The file of answers cannot be written."""
+    """A file of results cannot be written."""
 
 
-def key_of(record: Mapping[str, Any]) -> AnswerKey:
-    """Where an answer belongs."""
-    return record["index"], record.get("sample", 0)
-
-
-class AnswerFile:
-    """A file of JSON lines, one an answer, held by this process until it is closed.
-
-    request: of a line, what tells that it answers the same prompt in the same way.
-    """
+class LineFile:
+    """A file of JSON lines, held by this process until it is closed. lines: those that were there, whole ones only."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError for a path that is not a file of answers, or that another process holds."""
+        """Raises UsageError for a path that is not a file, or that another process holds."""
         self.path = path.resolve()  # a link stays a link
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
@@ -42,24 +34,82 @@ class AnswerFile:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise UsageError(f"--out {path} is not a file", "leave out --out, and answers go to stdout")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.records = self._read()
         except BlockingIOError:
             os.close(self._file)
             raise UsageError(f"another process writes to {path}", "wait for it, or name another file") from None
         except UsageError:
             os.close(self._file)
             raise
+        *self.lines, self._rest = self.path.read_bytes().split(b"\n")
 
     def close(self) -> None:
         """Lets others have the file."""
         os.close(self._file)
 
+    def remove_rest(self, beginning: bytes) -> bool:
+        """Removes a last line that a kill has cut off; whether it was one of ours, which begin so."""
+        ours = bool(self.lines) or self._rest.startswith(beginning) or beginning.startswith(self._rest)
+        if ours:
+            whole = sum(len(line) + 1 for line in self.lines)
+            os.ftruncate(self._file, whole)
+        return ours
+
+    def add(self, record: dict[str, Any], kept: int) -> None:
+        """Adds a line; once this returns, it is on the disk. kept: how many answers are there. Raises CannotWrite."""
+        with self._writing(kept):
+            append(self._file, _line(record))
+
+    def rewrite(self, records: Sequence[dict[str, Any]]) -> None:
+        """Gives the file these lines: it has the old ones or the new ones, whatever happens. Raises CannotWrite."""
+        lines = b"".join(map(_line, records))
+        if lines != self.path.read_bytes():
+            beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            try:
+                with self._writing(len(records)):
+                    write_file(self.path, lines, beside, stat.S_IMODE(os.fstat(self._file).st_mode))
+            finally:
+                beside.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self, kept: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CannotWrite(
+                f"{self.path} cannot be written: {error.strerror}; the answers before are in it: {kept:,}",
+                "the same command goes on",
+            ) from None
+
+
+def key_of(record: Mapping[str, Any]) -> AnswerKey:
+    """Where an answer belongs."""
+    return record["index"], record.get("sample", 0)
+
+
+class AnswerFile:
+    """The file of `run --out`, one line an answer, held by this process until it is closed.
+
+    request: of a line, what tells that it answers the same prompt in the same way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError for a path that is not a file of answers, or that another process holds."""
+        self._file = LineFile(path)
+        self.path = self._file.path
+        try:
+            self.records = self._read()
+        except UsageError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets others have the file."""
+        self._file.close()
+
     def _read(self) -> dict[AnswerKey, dict[str, Any]]:
         """The answers that are there; a last line that a kill has cut off is removed."""
-        content = self.path.read_bytes()
-        whole = content.rfind(b"\n") + 1
         found: dict[AnswerKey, dict[str, Any]] = {}
-        for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
+        for number, line in enumerate(self._file.lines, 1):
             try:
                 record = json.loads(line)
                 found.setdefault((int(record["index"]), int(record.get("sample", 0))), record)
@@ -68,37 +118,18 @@ class AnswerFile:
                 raise UsageError(
                     f"{self.path}, line {number}: not an answer that --out has written", "name another file"
                 ) from None
-        if content[whole:] and not found and not content[whole:].startswith(b'{"index": '):
+        if not self._file.remove_rest(b'{"index": '):
             raise UsageError(f"{self.path} is not a file of answers", "name another file")
-        os.ftruncate(self._file, whole)
         return found
 
     def add(self, record: dict[str, Any]) -> None:
         """Takes an answer; once this returns, it is on the disk. Raises CannotWrite."""
-        with self._writing():
-            append(self._file, _line(record))
+        self._file.add(record, len(self.records))
         self.records[key_of(record)] = record
 
     def order(self) -> None:
         """Gives the file the order of the prompts: it has the old one or the new one, whatever happens."""
-        lines = b"".join(_line(self.records[key]) for key in sorted(self.records))
-        if lines != self.path.read_bytes():
-            beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            try:
-                with self._writing():
-                    write_file(self.path, lines, beside, stat.S_IMODE(os.fstat(self._file).st_mode))
-            finally:
-                beside.unlink(missing_ok=True)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            kept = f"the answers before are in it: {len(self.records):,}"
-            raise CannotWrite(
-                f"{self.path} cannot be written: {error.strerror}; {kept}", "the same command goes on"
-            ) from None
+        self._file.rewrite([self.records[key] for key in sorted(self.records)])
 
 
 def _line(record: dict[str, Any]) -> bytes:

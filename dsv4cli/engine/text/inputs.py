@@ -133,17 +133,24 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> tuple[list
 
     Raises UsageError without any line.
     """
+    return parse_lines(read_text(path), name_of(path), convert)
+
+
+def parse_lines(
+    text: str, name: str, convert: Callable[[dict[str, Any]], T]
+) -> tuple[list[tuple[int, T]], list[BadLine]]:
+    """The same of a text that has been read, from the file or stdin of this name."""
     good: list[tuple[int, T]] = []
     bad: list[BadLine] = []
     # not splitlines: a text inside a line may have U+2028 and its like
-    for number, line in enumerate(read_text(path).removeprefix(BOM).split("\n"), 1):
+    for number, line in enumerate(text.removeprefix(BOM).split("\n"), 1):
         if line.strip():
             try:
                 good.append((number, convert(_object(line))))
             except UsageError as error:
                 bad.append(BadLine(number, error))
     if not good and not bad:
-        raise UsageError(f"{name_of(path)} has no lines", _LINES)
+        raise UsageError(f"{name} has no lines", _LINES)
     return good, bad
 
 

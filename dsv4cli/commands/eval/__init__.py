@@ -1,0 +1,146 @@
+"""`dsv4 eval`: how many questions of a file a model has right, and whether it is as good as another."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dsv4cli.commands.eval.asking import (
+    Asking,
+    EvalOptions,
+    ModelResults,
+    ask_all,
+    asked_of,
+    beside,
+    questions_of,
+    stored_results,
+)
+from dsv4cli.commands.eval.report import report
+from dsv4cli.commands.job import Job, open_job, report_lookalikes
+from dsv4cli.commands.run.ranks import Work, in_ranks
+from dsv4cli.errors import UsageError
+from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, TorchrunOpt, TpOpt, takes_model_options
+from dsv4cli.output import Output, counted
+
+FileArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="The questions: our JSON lines, gsm8k, math500, humaneval, mmlu, gpqa or official continuations as they "
+        "were published; nano: 200 that come with the program.",
+    ),
+]
+AgainstOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OTHER", help="Another model, or its file of results: which answers differ, by chance or not?"
+    ),
+]
+OutOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help="Write each result to this file as it is there; the same command continues with the others.",
+    ),
+]
+LimitOpt = Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions only.")]
+ChoicesOpt = Annotated[
+    Literal["likelihood", "answer"] | None,
+    typer.Option(
+        help="Judge choices by how likely each is, or by the letter in an answer. If absent, by likelihood without "
+        "thinking and by the answer with it."
+    ),
+]
+
+
+@takes_model_options(file="model", choices="think", tp="backend")
+def evaluate(
+    context: typer.Context,
+    options: ModelOptions,
+    file: FileArg = "nano",
+    against: AgainstOpt = None,
+    out: OutOpt = None,
+    limit: LimitOpt = None,
+    choices: ChoicesOpt = None,
+    tp: TpOpt = None,
+    torchrun: TorchrunOpt = None,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """Ask a model questions whose answers are known.
+
+    The score goes to stdout. With --against the same questions are asked of two models, and the answer is no (exit
+    code 3) when the first is significantly worse. Without FILE nano answers 200 questions.
+    """
+    from dsv4cli.engine.evaluation.results import is_results
+    from dsv4cli.engine.settings import check_device
+
+    check_device(options.device)
+    options = replace(options, seed=options.seed or 0)  # so that the same command draws the same answers
+    job = open_job(Output(context.obj, as_json, quiet), options)
+    by_answer = (options.think != "off") if choices is None else choices == "answer"
+    given = EvalOptions(file, limit, by_answer, out)
+    if against is None or is_results(Path(against)):
+        found = _one(job, given, against, tp, torchrun is not None)
+    else:
+        found = _both(job, replace(options, model=against), given, tp, torchrun is not None)
+    # None in a rank of torchrun's that follows
+    if found is not None and report(job, *found) == "worse":
+        raise typer.Exit(3)
+
+
+def _one(
+    job: Job, given: EvalOptions, stored: str | None, tp: int | None, started: bool
+) -> tuple[ModelResults, ModelResults | None] | None:
+    """The results of the model, and those of a file that it stands against, if any."""
+    others: list[ModelResults | None] = []
+
+    def read() -> Asking:
+        asking = asked_of(job, given, questions_of(given))
+        others.append(None if stored is None else stored_results(Path(stored), asking.results.questions))
+        _tell(job, asking)
+        return asking
+
+    found = _results(job, tp, started, read)
+    return None if found is None else (found, others[0])
+
+
+def _both(
+    job: Job, options: ModelOptions, given: EvalOptions, tp: int | None, started: bool
+) -> tuple[ModelResults, ModelResults | None] | None:
+    """The results of the model and of the one that the options name, which is asked in the same way, also where it
+    would ask for another. What is wrong with either is said before the first is asked."""
+    if started:
+        raise UsageError(
+            "torchrun shares one model among its ranks, and --against names a second",
+            "use --tp; or store the results of each with --out, and compare with --against FILE.jsonl",
+        )
+    other, questions = replace(open_job(job.out, options), sampling=job.sampling), questions_of(given)
+    first = asked_of(job, given, questions)
+    second = asked_of(other, replace(given, out=beside(given.out)), questions)
+    _tell(job, first)
+    found = _results(job, tp, False, lambda: first)
+    return None if found is None else (found, _results(other, tp, False, lambda: second))
+
+
+def _tell(job: Job, asking: Asking) -> None:
+    """Says what was read, and what in it could be misread."""
+    questions = asking.results.questions
+    job.out.status(f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}")
+    report_lookalikes(job.out, list(dict.fromkeys(text for one in asking.posed for text in one.lookalikes)))
+
+
+def _results(job: Job, tp: int | None, started: bool, read: Callable[[], Asking]) -> ModelResults | None:
+    """What the model's answers come to; None in a rank that only follows."""
+    from dsv4cli.engine.system.device import free_unused
+
+    found: list[ModelResults] = []
+
+    def work() -> Work:
+        return ask_all, read()._replace(into=found)
+
+    in_ranks(job, tp, started, work)
+    free_unused()  # another model may come
+    return found[0] if found else None

@@ -1,0 +1,200 @@
+"""How `dsv4 eval` asks a model: what the file of results lacks, with progress."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.draft_report import report_drafts
+from dsv4cli.commands.job import Job
+from dsv4cli.commands.offload_report import report_traffic
+from dsv4cli.errors import UsageError
+from dsv4cli.output import counted
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.evaluation.asking import Posed
+    from dsv4cli.engine.evaluation.items import EvalSet
+    from dsv4cli.engine.evaluation.outcome import Outcome
+    from dsv4cli.engine.runtime.request import Token
+
+# how often the rate is shown
+TOKENS_BETWEEN = 50
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What the command was given: the questions, how many of them, whether choices are answered in a text, and where
+    results are stored."""
+
+    file: str
+    limit: int | None
+    by_answer: bool
+    out: Path | None
+
+
+@dataclass
+class ModelResults:
+    """The results of one model in the order of the items. asked: how many were asked now, in how many seconds.
+    header: of which model, how asked, as the first line of a file has it."""
+
+    questions: "EvalSet"
+    header: dict[str, Any]
+    outcomes: "list[Outcome]" = field(default_factory=list)
+    asked: int = 0
+    seconds: float = 0.0
+
+
+class Asking(NamedTuple):
+    """What is to be asked, where results go, what they become, and the list that takes these in the end."""
+
+    posed: "list[Posed]"
+    out: Path | None
+    results: ModelResults
+    into: list[ModelResults]
+
+
+def beside(out: Path | None) -> Path | None:
+    """Where the results of the other model go."""
+    return None if out is None else out.with_name(f"{out.stem}.against{out.suffix}")
+
+
+def questions_of(given: EvalOptions) -> "EvalSet":
+    """The questions that are asked. Raises UsageError that names every bad one."""
+    from dsv4cli.engine.evaluation.forms import read_set
+
+    return read_set(given.file, given.by_answer).first(given.limit)
+
+
+def asked_of(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
+    """What a model is asked, checked. Raises UsageError that names every question that it cannot take, and for a file
+    that has results of something else."""
+    from dsv4cli.engine.evaluation.results import ResultsFile, header_of
+
+    header = header_of(job.source, questions, _settings(job, given))
+    posed = _posed(job, questions, given.by_answer)
+    if given.out is not None:
+        ResultsFile(given.out, header).close()
+    return Asking(posed, given.out, ModelResults(questions, header), [])
+
+
+def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
+    """What decides the answers beside the model and the questions."""
+    sampling, limits = job.sampling, job.limits
+    return {
+        "think": job.think,
+        "choices": "answer" if given.by_answer else "likelihood",
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "max_tokens": limits.max_tokens,
+        "max_context": limits.max_context,
+        "stop": list(limits.stops),
+        "special_tokens": job.special_tokens,
+        "dtype": job.dtype,
+        "exact": job.exact,
+        "backend": job.kernels,
+    }
+
+
+def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
+    """The results of a file. Raises UsageError where it has others, or not all."""
+    from dsv4cli.engine.evaluation.results import read_results
+
+    header, outcomes = read_results(path)
+    if header["digest"] != asked.digest:
+        raise UsageError(
+            f"{path} has results of other questions than {asked.name}",
+            "ask both models the same questions, with the same --limit and --choices",
+        )
+    if set(outcomes) != set(range(len(asked.items))):
+        raise UsageError(
+            f"{path} has {len(outcomes):,} of {counted(len(asked.items), 'result')}",
+            f"let the command that writes it go on: it asks {header['model']}",
+        )
+    return ModelResults(asked, header, [outcomes[index] for index in sorted(outcomes)])
+
+
+def _posed(job: Job, asked: "EvalSet", by_answer: bool) -> "list[Posed]":
+    from dsv4cli.engine.evaluation.asking import pose
+
+    posed, bad = [], []
+    for index, item in enumerate(asked.items):
+        try:
+            posed.append(pose(index, item, job.dialogue, job.sampling, job.limits, by_answer))
+        except UsageError as error:
+            bad.append((item.id, error))
+    if bad:
+        details = [f"{id_}: {error.message}" for id_, error in bad]
+        raise UsageError(f"{counted(len(bad), 'question')} of {asked.name} cannot be asked", bad[0][1].remedy, details)
+    return posed
+
+
+def ask_all(job: Job, asking: Asking) -> None:
+    """Asks what has no result yet, and hands all results on."""
+    results, clock = asking.results, Clock()
+    with _sink(job, asking) as (known, take):
+        missing = [one for one in asking.posed if one.index not in known]
+        results.asked = len(missing)
+        if missing:
+            for outcome in _outcomes(job, missing, len(asking.posed), clock):
+                known[outcome.index] = outcome
+                take(outcome)
+            results.seconds = perf_counter() - clock.start
+    results.outcomes = [known[one.index] for one in asking.posed]
+    before = len(asking.posed) - len(missing)
+    if before:
+        job.out.status(f"{asking.out} already had {counted(before, 'result')}")
+    if missing:
+        report_traffic(job.out, clock.experts)
+        report_drafts(job.out, clock.drafts)
+    asking.into.append(results)
+
+
+def _outcomes(job: Job, missing: "list[Posed]", total: int, clock: Clock) -> "Iterator[Outcome]":
+    done, drawn = total - len(missing), any(one.drawn for one in missing)
+    lengths = [len(request.prompt) for one in missing for request in one.requests]
+    with job.model(lengths, drawn=drawn) as model, job.out.counting("questions") as show:
+        from dsv4cli.engine.evaluation.asking import carry_out
+        from dsv4cli.engine.weights.offload import offload_of
+
+        def tell(waiting: bool = False) -> None:
+            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else ""
+            show(done, total, "compiling kernels …" if waiting else rate)
+
+        def note(token: "Token", later: bool) -> None:
+            clock.tick(token.prepared, later=later)
+            if clock.tokens % TOKENS_BETWEEN == 0:
+                tell()
+
+        clock.start, clock.experts = perf_counter(), offload_of(model)
+        tell()
+        for outcome in carry_out(
+            model, missing, job.device, on_token=note, on_preparing=tell, followers=job.followers,
+            drafting=job.drafting, on_end=clock.note_end,
+        ):  # fmt: skip
+            done += 1
+            yield outcome
+            tell()
+
+
+@contextmanager
+def _sink(job: Job, asking: Asking) -> "Iterator[tuple[dict[int, Outcome], Callable[[Outcome], None]]]":
+    """The results that are there, and what takes a further one."""
+    if asking.out is None:
+        yield {}, lambda outcome: None
+        return
+    from dsv4cli.engine.evaluation.results import ResultsFile
+
+    file = ResultsFile(asking.out, asking.results.header)
+    try:
+        yield dict(file.outcomes), file.add
+        file.order()
+    except BaseException:
+        total = counted(len(asking.posed), "result")
+        job.out.status(f"{len(file.outcomes):,} of {total} are in {asking.out}; the same command continues")
+        raise
+    finally:
+        file.close()

@@ -1,0 +1,139 @@
+"""What `dsv4 eval` shows: the score of each task, and where two models part."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dsv4cli.commands.eval.asking import ModelResults
+from dsv4cli.commands.job import Job
+from dsv4cli.output import counted, duration_text
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.evaluation.pairing import Pairing, PairingVerdict
+    from dsv4cli.engine.evaluation.statistics import Mean
+    from dsv4cli.engine.evaluation.summary import ScoreSummary
+
+HEADER = ["task", "items", "correct", "wrong", "cut", "score"]
+# changed answers and failures that are listed for people; --json and --out have all
+MOST_LISTED = 20
+
+
+def report(job: Job, results: ModelResults, others: ModelResults | None) -> "PairingVerdict | None":
+    """Shows what the results come to, and how they stand against others, if there are any."""
+    from dsv4cli.engine.evaluation.pairing import pair
+    from dsv4cli.engine.evaluation.summary import by_task, summary_of
+
+    whole, tasks = summary_of(results.outcomes), by_task(results.outcomes)
+    pairing = None if others is None else pair(results.outcomes, others.outcomes)
+    rows = [_row(name or "other", one) for name, one in tasks.items()] if len(tasks) > 1 else []
+    job.out.table([HEADER, *rows, _row("all" if rows else results.questions.name, whole)], numbers=True)
+    for line in _remarks(whole):
+        job.out.line(line)
+    if pairing is not None and others is not None:
+        job.out.line()
+        for line in _against(results, others, pairing):
+            job.out.line(line)
+    _tell(job, results, whole)
+    found = _record(results, whole, tasks)
+    if pairing is not None and others is not None:
+        found |= {"against": {"model": others.header["model"]} | pairing.record()}
+    job.out.document(found)
+    return None if pairing is None else pairing.verdict
+
+
+def _row(name: str, one: "ScoreSummary") -> list[str]:
+    counts = [one.items, *(one.rulings[ruling] for ruling in ("correct", "wrong", "cut"))]
+    return [name, *(f"{count:,}" for count in counts), _percent(one.score)]
+
+
+def _percent(mean: "Mean") -> str:
+    if mean.value is None:
+        return "–"
+    # all right or all wrong: nothing to tell an error from
+    error = f" ± {100 * mean.stderr:.1f}" if mean.stderr else ""
+    return f"{100 * mean.value:.1f}{error} %"
+
+
+def _remarks(one: "ScoreSummary") -> Iterator[str]:
+    cut = one.rulings["cut"]
+    if cut:
+        least = 100 * one.rulings["correct"] / (one.judged + cut)
+        yield f"the score leaves out {counted(cut, 'answer')} cut at the limit; it is at least {least:.1f} %"
+    if one.rulings["unjudged"]:
+        yield f"{counted(one.rulings['unjudged'], 'answer')} without a rule to judge by"
+    if one.continuations:
+        own = f"{one.common_prefix / one.continuations:.1f} of {one.continuation_tokens / one.continuations:.1f}"
+        yield (
+            f"continuations: NLL {_plus_minus(one.nll)} nats a token; {one.first_token:,} of {one.continuations:,} "
+            f"begin as the model would; it writes {own} tokens itself"
+        )
+
+
+def _plus_minus(mean: "Mean", sign: str = "") -> str:
+    if mean.value is None:
+        return "–"
+    digits = f"{mean.value:{sign}.4g}"
+    return digits if mean.stderr is None else f"{digits} ± {mean.stderr:.2g}"
+
+
+def _against(results: ModelResults, others: ModelResults, found: "Pairing") -> Iterator[str]:
+    from dsv4cli.engine.evaluation.pairing import ROUNDING
+    from dsv4cli.engine.evaluation.results import differing_settings
+
+    own, other = results.header["model"], others.header["model"]
+    yield f"{own} against {other}{differing_settings(others.header, results.header)}"
+    if found.compared:
+        yield (
+            f"answers: {found.gained:,} right here only, {found.lost:,} right there only, of {found.compared:,}; "
+            f"{_points(found.difference)}, p = {found.answers_p:.2g}"
+        )
+    if found.nll_items:
+        yield (
+            f"NLL: {_plus_minus(found.nll_difference, '+')} nats a token, p = {found.nll_p:.2g}; {found.numbers:,} of "
+            f"{found.nll_items:,} differ by more than {ROUNDING:g}, at most by {found.largest:.2g}"
+        )
+    for one, before in found.changed[:MOST_LISTED]:
+        yield f"  {one.id}: {before.ruling} {before.given[:60]!r} → {one.ruling} {one.given[:60]!r}"
+    if len(found.changed) > MOST_LISTED:
+        yield f"  and {counted(len(found.changed) - MOST_LISTED, 'more changed answer')}; --json lists all"
+    yield _sentence(own, other, found.verdict)
+
+
+def _points(mean: "Mean") -> str:
+    if mean.value is None or mean.stderr is None:
+        return "–"
+    return f"{100 * mean.value:+.1f} ± {100 * mean.stderr:.1f} points"
+
+
+def _sentence(own: str, other: str, verdict: "PairingVerdict") -> str:
+    return {
+        "same": f"{own} and {other} give the same answers and the same numbers",
+        "different": f"{own} and {other} are not the same, and neither is significantly better",
+        "worse": f"{own} is significantly worse than {other}",
+        "better": f"{own} is significantly better than {other}",
+    }[verdict]
+
+
+def _tell(job: Job, results: ModelResults, whole: "ScoreSummary") -> None:
+    notes = [one for one in results.outcomes if one.note]
+    for one in notes[:MOST_LISTED]:
+        job.out.warning(f"{one.id}: {one.note}")
+    if whole.rulings["cut"]:
+        job.out.hint("answers were cut off at their limit; raise --max-tokens or --max-context")
+    if results.asked:
+        job.out.status(
+            f"{counted(results.asked, 'question')} in {duration_text(results.seconds)}; "
+            f"{counted(whole.tokens, 'token')} of answers and texts, {whole.prompt_tokens:,} of prompts"
+        )
+
+
+def _record(results: ModelResults, whole: "ScoreSummary", tasks: "dict[str, ScoreSummary]") -> dict[str, Any]:
+    named = {key: results.header[key] for key in ("model", "questions", "form", "settings")}
+    cost = {"asked": results.asked, "seconds": results.seconds}
+    cost |= {"tokens": whole.tokens, "prompt_tokens": whole.prompt_tokens}
+    return (
+        {"schema": "dsv4.eval/1"}
+        | named
+        | whole.record()
+        | cost
+        | {"tasks": {name: one.record() for name, one in tasks.items()}}
+    )

@@ -1,0 +1,1 @@
+"""How good is a model, and is it as good as another?"""

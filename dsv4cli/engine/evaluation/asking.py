@@ -1,0 +1,201 @@
+"""Items asked of a model: each as requests of one engine, and what came back as an outcome."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dsv4cli.engine.chat.answer import Answer
+from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.evaluation.items import EvalItem
+from dsv4cli.engine.evaluation.judge import judge
+from dsv4cli.engine.evaluation.outcome import Outcome
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.engine import Engine, Followers, end_of
+from dsv4cli.engine.runtime.limits import check_text, max_new_tokens
+from dsv4cli.engine.runtime.preparing import OnPreparing
+from dsv4cli.engine.runtime.request import Alternatives, Request, Result, Token
+from dsv4cli.engine.runtime.runner import Capacity
+from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt import EFFORTS, think_options
+from dsv4cli.engine.text.tokenizer import BYTE_CHARACTERS, Tokenizer
+from dsv4cli.errors import UsageError
+
+
+@dataclass(eq=False)
+class Posed:
+    """An item as requests: one that is answered, or one for each text that is scored behind the prompt.
+
+    rows: of each scored request the log-probability and the likeliest token, from the last row of the prompt on;
+    seen: how many of its rows there were so far.
+    """
+
+    index: int
+    item: EvalItem
+    dialogue: Dialogue
+    prompt: list[int]
+    lookalikes: list[str]
+    drawn: bool
+    requests: list[Request]
+    answer: Answer = field(init=False)
+    rows: dict[Request, list[tuple[float, Alternatives]]] = field(default_factory=dict)
+    seen: dict[Request, int] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Before the first step of its requests."""
+        self.answer = Answer(self.dialogue.tokenizer, self.dialogue.thinking, self.requests[0].limits.stops)
+
+    def take(self, engine: Engine, result: Result, on_token: Callable[[Token, bool], None]) -> bool:
+        """Takes what a request got in a step; whether the item has its outcome now."""
+        if not self.drawn:
+            self._score(result)
+            return all(self.seen.get(request) == len(request.prompt) for request in self.requests)
+        for token in result.tokens:
+            self.answer.push(token)
+            on_token(token, len(self.answer.tokens) > 1)
+            if self.answer.finish:
+                engine.cancel(result.request)
+                return True
+        return False
+
+    def _score(self, result: Result) -> None:
+        assert result.scores is not None
+        request, rows = result.request, list(zip(result.scores.logprobs, result.scores.top, strict=True))
+        # row i tells of token i + 1
+        behind = max(len(self.prompt) - 1 - self.seen.get(request, 0), 0)
+        self.seen[request] = self.seen.get(request, 0) + len(rows)
+        self.rows.setdefault(request, []).extend(rows[behind:])
+
+    def outcome(self) -> Outcome:
+        """What it came to, once all is there; what led to it is let go."""
+        found = _answered(self) if self.drawn else _scored(self)
+        del self.answer
+        self.rows.clear()
+        self.requests.clear()
+        return found
+
+
+def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool) -> Posed:
+    """The item as requests. usual: the format of prompts where the item does not say whether to think; texts are scored
+    without thinking. by_answer: whether choices are answered in a text. Raises UsageError for what the model cannot
+    take."""
+    scored = item.score == "continuation" or (item.score == "choice" and not by_answer)
+    if scored and item.think:
+        raise UsageError(f'"think" is true, and a {item.score} is scored', "leave out one, or use --choices answer")
+    dialogue = _dialogue(usual, False if scored else item.think)
+    prompt = dialogue.prompt(item.messages)
+    posed = Posed(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
+    if scored:
+        limits = replace(limits, logprobs=1)
+        for text in _texts(item, dialogue):
+            ids = prompt.ids + text
+            check_text(ids, dialogue.config, limits, "the prompt with what is scored")
+            posed.requests.append(Request(ids, Sampling(), limits, scored=True))
+        return posed
+    max_new_tokens(prompt.ids, dialogue.config, limits)
+    posed.requests.append(Request(prompt.ids, sampling.plus(index), limits))
+    return posed
+
+
+def _dialogue(usual: Dialogue, think: bool | None) -> Dialogue:
+    """The usual format, or that with or without thinking; where one item alone is thought about, with the least
+    effort."""
+    if think is None or think == usual.thinking:
+        return usual
+    thinking, effort = think_options(usual.release, EFFORTS[usual.release][0] if think else "off")
+    return replace(usual, thinking=thinking, effort=effort)
+
+
+def _texts(item: EvalItem, dialogue: Dialogue) -> list[list[int]]:
+    """The tokens that are scored behind the prompt: of each choice, or of the continuation."""
+    if item.score == "choice":
+        return [dialogue.text_ids(choice) for choice in item.choices]
+    if item.tokens:
+        return [[_token_id(dialogue.tokenizer, one) for one in item.tokens]]
+    assert isinstance(item.answer, str)
+    return [dialogue.text_ids(item.answer)]
+
+
+def _token_id(tokenizer: Tokenizer, spelt: bytes) -> int:
+    """The token of these bytes, which may be a part of a character, or a special token's text. Raises UsageError."""
+    found, text = tokenizer.token_id("".join(BYTE_CHARACTERS[byte] for byte in spelt)), spelt.decode(errors="replace")
+    if found is None and text in tokens.SPECIAL:
+        found = tokenizer.token_id(text)
+    if found is None:
+        raise UsageError(f"the model has no token {spelt!r}", "these continuations are of a model with other tokens")
+    return found
+
+
+def carry_out(
+    model: Transformer,
+    posed: Sequence[Posed],
+    device: torch.device | str,
+    *,
+    on_token: Callable[[Token, bool], None],
+    on_preparing: OnPreparing,
+    followers: Followers | None = None,
+    drafting: Drafting = NO_DRAFTS,
+    on_end: Callable[[Engine], None],
+) -> Iterator[Outcome]:
+    """Asks all and yields what each came to, as soon as it is there. First come those that are answered.
+
+    on_token: called with each token that is drawn, and whether another of its answer came before. The others are as in
+    `generate_answers`. Raises UnsoundResult for logits that are not finite, NotEnoughMemory.
+    """
+    ordered = sorted(posed, key=lambda one: not one.drawn)
+    owners = {request: one for one in ordered for request in one.requests}
+    lengths = [end_of(model, request) for request, one in owners.items() if one.drawn]
+    capacity = Capacity(len(owners), max(lengths, default=None))
+    with Engine(model, capacity, device, followers, drafting if lengths else NO_DRAFTS) as engine:
+        engine.report_preparing(on_preparing)
+        for one in ordered:
+            one.begin()
+        for request in list(owners):
+            engine.add(request)
+        while engine.busy:
+            for result in engine.step():
+                one = owners[result.request]
+                if one.take(engine, result, on_token):
+                    for request in one.requests:
+                        del owners[request]
+                    yield one.outcome()
+        on_end(engine)
+
+
+def _answered(posed: Posed) -> Outcome:
+    reply, item = posed.answer.record(), posed.item
+    judged = judge(item, reply)
+    return Outcome(
+        *(posed.index, item.id, item.task, item.score, judged.ruling, judged.given),
+        *(len(posed.prompt), len(posed.answer.tokens)),
+        content=reply["content"],
+        reasoning_content=reply["reasoning_content"],
+        finish_reason=reply["finish_reason"],
+        seed=posed.requests[0].sampling.seed,
+        note=judged.note or posed.answer.complaint or None,
+    )
+
+
+def _scored(posed: Posed) -> Outcome:
+    item, start = posed.item, len(posed.prompt)
+    known = [posed.rows[request][:-1] for request in posed.requests]  # nothing follows the last token
+    totals = [sum(logprob for logprob, _ in rows) for rows in known]
+    count = sum(map(len, known))
+    if item.score == "choice":
+        best, right = max(range(len(totals)), key=totals.__getitem__), item.choices.index(str(item.answer))
+        ruling, given, nll = best == right, item.choices[best], -totals[right] / len(known[right])
+        return Outcome(
+            *(posed.index, item.id, item.task, item.score, "correct" if ruling else "wrong", given, start, count),
+            logprobs=totals,
+            nll=nll,
+        )
+    ids = posed.requests[0].prompt[start:]
+    agrees = [top[0][0] == id_ for (_, top), id_ in zip(known[0], ids, strict=True)]
+    prefix = next((number for number, same in enumerate(agrees) if not same), len(agrees))
+    given = posed.dialogue.tokenizer.decode(ids[:prefix])
+    return Outcome(
+        *(posed.index, item.id, item.task, item.score, "correct" if prefix else "wrong", given, start, count),
+        nll=-totals[0] / len(ids),
+        common_prefix=prefix,
+    )

@@ -1,0 +1,177 @@
+"""What a model is asked in an evaluation, and what counts as right: lines of our own form; no torch."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from dsv4cli.engine.evaluation.extract import compiled, number_of
+from dsv4cli.engine.text.inputs import BadLine, asked_in, parse_lines
+from dsv4cli.engine.text.prompt import Message
+from dsv4cli.errors import UsageError
+
+Scoring = Literal["exact", "numeric", "regex", "choice", "continuation"]
+SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
+_KEYS = {"id", "task", "prompt", "messages", "tools", "think", "score", "answer", "choices"}
+
+
+@dataclass(frozen=True)
+class EvalItem:
+    """One thing that is asked. score: how the answer is judged, None where it is only recorded.
+
+    answer: the right one: a text, the text of one of the `choices`, a pattern, a continuation; of tool calls a list of
+    {"name", "arguments"}. tokens: of a continuation that is given in tokens, their bytes. think: whether the model is
+    to think about it, None for as the command says. task: what its results are summed under.
+    """
+
+    id: str
+    messages: list[Message]
+    score: Scoring | None = None
+    answer: str | list[dict[str, Any]] = ""
+    choices: tuple[str, ...] = ()
+    tokens: tuple[bytes, ...] = ()
+    think: bool | None = None
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """The items of a file, called `name`, that has this `form`."""
+
+    name: str
+    form: str
+    items: list[EvalItem]
+
+    def first(self, count: int | None) -> "EvalSet":
+        """The first so many of them, or all."""
+        return self if count is None else replace(self, items=self.items[:count])
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells these items from others."""
+        content = json.dumps([asdict(one) for one in self.items], sort_keys=True, default=bytes.hex)
+        return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def read_own(text: str, name: str) -> tuple[list[tuple[int, EvalItem]], list[BadLine]]:
+    """The items of JSON lines {"id", "prompt" or "messages", "answer", "score", "choices", "think", "task"}, with the
+    numbers of their lines; and the lines that are none."""
+    return parse_lines(text, name, _item)
+
+
+def numbered(lines: list[tuple[int, EvalItem]], bad: list[BadLine]) -> list[EvalItem]:
+    """The items, each with an id: without one the number of its line. A second one of the same id joins the bad
+    lines."""
+    seen: dict[str, int] = {}
+    items = []
+    for number, item in lines:
+        id_ = item.id or str(number)
+        if id_ in seen:
+            error = UsageError(f"the id {id_!r} is also that of line {seen[id_]}", "give each item an id of its own")
+            bad.append(BadLine(number, error))
+        seen.setdefault(id_, number)
+        items.append(replace(item, id=id_))
+    return items
+
+
+def _item(value: dict[str, Any]) -> EvalItem:
+    unknown = set(value) - _KEYS
+    if unknown:
+        raise UsageError(f"unknown key {min(unknown)!r}", f"use {', '.join(sorted(_KEYS))}")
+    asked = {key: value[key] for key in ("prompt", "messages", "tools") if value.get(key) is not None}
+    messages = asked_in(asked, None)
+    think, score = value.get("think"), value.get("score")
+    if think is not None and not isinstance(think, bool):
+        raise UsageError('"think" is neither true nor false', "give one, or leave it out")
+    common = EvalItem(_word(value, "id"), messages, think=think, task=_word(value, "task"))
+    if score is None:
+        for key in ("answer", "choices"):
+            if value.get(key) is not None:
+                raise UsageError(f'"{key}" without "score"', f"say how to judge: one of {', '.join(SCORINGS)}")
+        return common
+    if score not in SCORINGS:
+        raise UsageError(f'"score" cannot be {score!r}', f"use one of {', '.join(SCORINGS)}")
+    if value.get("answer") is None:
+        raise UsageError(f'"{score}" needs an "answer"', "give the right one")
+    if score != "choice" and value.get("choices") is not None:
+        raise UsageError(f'"choices" with the score "{score}"', 'use the score "choice", or leave them out')
+    return _READERS[score](common, value)
+
+
+def _exact(item: EvalItem, value: dict[str, Any]) -> EvalItem:
+    answer = value["answer"]
+    if isinstance(answer, list):
+        for call in answer:
+            if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["name"], str):
+                raise UsageError('"answer" is not a list of calls', 'write [{"name": …, "arguments": {…}}]')
+        return replace(item, score="exact", answer=answer)
+    return replace(item, score="exact", answer=_text(answer))
+
+
+def _numeric(item: EvalItem, value: dict[str, Any]) -> EvalItem:
+    answer = value["answer"]
+    text = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else _text(answer)
+    if number_of(text) is None:
+        raise UsageError(f'"answer" has no number: {text[:40]!r}', "give the number")
+    return replace(item, score="numeric", answer=text)
+
+
+def _regex(item: EvalItem, value: dict[str, Any]) -> EvalItem:
+    answer = _text(value["answer"])
+    try:
+        compiled(answer)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f'"answer" is not a pattern: {error}', "write it as for Python's re module") from None
+    return replace(item, score="regex", answer=answer)
+
+
+def _choice(item: EvalItem, value: dict[str, Any]) -> EvalItem:
+    choices, answer = value.get("choices"), value["answer"]
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
+        raise UsageError('"choices" is not a list of at least two texts', "give the texts to choose from")
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+        answer = choices[answer]
+    if answer not in choices:
+        raise UsageError(
+            '"answer" is neither one of the choices nor the place of one', "count from 0, or give the text"
+        )
+    return choose(item, tuple(choices), answer)
+
+
+def choose(item: EvalItem, choices: tuple[str, ...], answer: str) -> EvalItem:
+    """The item with these choices. Raises UsageError where one begins with another: it is never the likelier one."""
+    for one in choices:
+        if sum(other.startswith(one) for other in choices) > 1:
+            raise UsageError(f"a choice begins with another one, {one[:40]!r}", "end each, or use letters")
+    return replace(item, score="choice", choices=choices, answer=answer)
+
+
+def _continuation(item: EvalItem, value: dict[str, Any]) -> EvalItem:
+    return replace(item, score="continuation", answer=_text(value["answer"]))
+
+
+_READERS: Mapping[Scoring, Callable[[EvalItem, dict[str, Any]], EvalItem]] = {
+    "exact": _exact,
+    "numeric": _numeric,
+    "regex": _regex,
+    "choice": _choice,
+    "continuation": _continuation,
+}
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise UsageError('"answer" is not a text, or is empty', "give the right answer as a text")
+    return value
+
+
+def _word(value: dict[str, Any], key: str) -> str:
+    word = value.get(key)
+    if word is None:
+        return ""
+    if isinstance(word, bool) or not isinstance(word, str | int | float) or word == "":
+        raise UsageError(f'"{key}" is neither a text nor a number', "give one, or leave it out")
+    return str(word)

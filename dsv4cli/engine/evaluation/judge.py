@@ -1,0 +1,103 @@
+"""Is an answer right, by the rule that its item names? No torch."""
+
+import json
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal
+
+from dsv4cli.engine.evaluation.extract import boxed, choice_in, compiled, number_in, number_of, same_formula
+from dsv4cli.engine.evaluation.items import EvalItem
+
+# wrong, cut: an answer that was cut off at its limit of tokens is neither right nor wrong
+Ruling = Literal["correct", "wrong", "cut", "unjudged"]
+# of a pattern on one answer, in seconds; patterns can take longer than the universe
+PATTERN_SECONDS = 1.0
+TOO_LONG = f"the pattern took longer than {PATTERN_SECONDS:g} s and was given up"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """given: what was taken for the answer, "" where nothing was. note: what went wrong in judging."""
+
+    ruling: Ruling
+    given: str
+    note: str = ""
+
+
+def judge(item: EvalItem, reply: Mapping[str, Any]) -> Judged:
+    """What a reply is worth; it has `content`, `tool_calls` and `finish_reason` as `Answer.record` gives them. The
+    reasoning is not looked at. In the main thread only: a pattern that takes too long is ended by a signal."""
+    content: str = reply["content"] or ""
+    if reply["finish_reason"] == "length":
+        return Judged("cut", "")
+    if item.score is None:
+        return Judged("unjudged", "")
+    if isinstance(item.answer, list):
+        return _judge_calls(item.answer, content, reply["tool_calls"])
+    right, given, note = _RULES[item.score](item, item.answer, content)
+    return Judged("correct" if right and not reply["tool_calls"] else "wrong", given, note)
+
+
+def _judge_calls(expected: list[dict[str, Any]], content: str, calls: Sequence[Mapping[str, Any]]) -> Judged:
+    """Calls are right where names and arguments are, as JSON values, and no text stands beside them."""
+    given = "\n".join(f"{call['function']['name']}({call['function']['arguments']})" for call in calls)
+    try:
+        made = [
+            {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])} for call in calls
+        ]
+    except ValueError:
+        return Judged("wrong", given, "the arguments are not JSON")
+    return Judged("correct" if made == expected and not content.strip() else "wrong", given or content.strip())
+
+
+# whether it is right, what was given, a note
+_Found = tuple[bool, str, str]
+
+
+def _exact(item: EvalItem, expected: str, content: str) -> _Found:
+    box = boxed(content)
+    if box is not None:
+        return same_formula(box, boxed(expected) or expected), box, ""
+    return content.strip() == expected.strip(), content.strip(), ""
+
+
+def _numeric(item: EvalItem, expected: str, content: str) -> _Found:
+    number = number_in(content)
+    return number is not None and number == number_of(expected), "" if number is None else str(number), ""
+
+
+def _regex(item: EvalItem, expected: str, content: str) -> _Found:
+    try:
+        with _at_most(PATTERN_SECONDS):
+            found = compiled(expected).search(content)
+    except TimeoutError:
+        return False, "", TOO_LONG
+    return found is not None, found[0] if found else "", ""
+
+
+def _choice(item: EvalItem, expected: str, content: str) -> _Found:
+    named = choice_in(content, item.choices)
+    return named is not None and item.choices[named] == expected, "" if named is None else item.choices[named], ""
+
+
+# a continuation is never asked for as an answer
+_RULES = {"exact": _exact, "numeric": _numeric, "regex": _regex, "choice": _choice}
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer: re looks for signals while it searches."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

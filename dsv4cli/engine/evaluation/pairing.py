@@ -1,0 +1,102 @@
+"""Is a model as good as another? Their results on the same items, paired; no torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dsv4cli.engine.evaluation.outcome import Outcome
+from dsv4cli.engine.evaluation.statistics import LEVEL, Mean, chance_of, mcnemar, mean_of
+
+# of a token, in nats: what the sum of a logarithm in fp32 rounds; equal weights differ by no more
+ROUNDING = 1e-6
+# same: every answer and every number; different: numbers differ by more than rounding; worse, better: significantly
+PairingVerdict = Literal["same", "different", "worse", "better"]
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The results of a model beside another's, item by item.
+
+    compared: those that both answered whole. gained, lost: which this model alone, or the other one alone, has right.
+    changed: the pairs whose answers differ. difference: of the scores. nll_difference: of a token, in nats, over the
+    items that have one; numbers: how many of these differ by more than rounding; largest: the largest difference.
+    """
+
+    compared: int
+    gained: int
+    lost: int
+    changed: list[tuple[Outcome, Outcome]]
+    difference: Mean
+    nll_items: int
+    nll_difference: Mean
+    numbers: int
+    largest: float
+
+    @property
+    def answers_p(self) -> float:
+        """The probability of such a difference of scores between equal models."""
+        return mcnemar(self.gained, self.lost)
+
+    @property
+    def nll_p(self) -> float:
+        """The same of the mean difference of NLL."""
+        return chance_of(self.nll_difference) if self.numbers else 1.0
+
+    @property
+    def verdict(self) -> PairingVerdict:
+        """What it all says of this model."""
+        signs: list[float] = []
+        if self.answers_p < LEVEL:
+            signs.append(self.gained - self.lost)
+        if self.nll_p < LEVEL and self.nll_difference.value is not None:
+            signs.append(-self.nll_difference.value)
+        if signs:
+            return "worse" if min(signs) < 0 else "better"
+        return "different" if self.changed or self.numbers else "same"
+
+    def record(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "verdict": self.verdict,
+            "compared": self.compared,
+            "gained": self.gained,
+            "lost": self.lost,
+            "difference": self.difference.value,
+            "stderr": self.difference.stderr,
+            "p": self.answers_p,
+            "nll": {
+                "items": self.nll_items,
+                "difference": self.nll_difference.value,
+                "stderr": self.nll_difference.stderr,
+                "p": self.nll_p,
+                "changed": self.numbers,
+                "largest": self.largest,
+            },
+            "changed": [
+                {"id": one.id, "ruling": [one.ruling, other.ruling], "given": [one.given, other.given]}
+                for one, other in self.changed
+            ],
+        }
+
+
+def pair(own: Sequence[Outcome], others: Sequence[Outcome]) -> Pairing:
+    """Results of the same items in the same order."""
+    pairs = list(zip(own, others, strict=True))
+    judged = [
+        (one.ruling == "correct") - (other.ruling == "correct")
+        for one, other in pairs
+        if {one.ruling, other.ruling} <= {"correct", "wrong"}
+    ]
+    nlls = [one.nll - other.nll for one, other in pairs if one.nll is not None and other.nll is not None]
+    return Pairing(
+        compared=len(judged),
+        gained=judged.count(1),
+        lost=judged.count(-1),
+        changed=[(one, other) for one, other in pairs if not one.same_answer(other)],
+        difference=mean_of(judged),
+        nll_items=len(nlls),
+        nll_difference=mean_of(nlls),
+        numbers=sum(abs(one) > ROUNDING for one in nlls),
+        largest=max(map(math.fabs, nlls), default=0.0),
+    )

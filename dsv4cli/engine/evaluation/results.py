@@ -1,0 +1,136 @@
+"""The file of results: its first line says of which model and how asked, each further one what an item came to; no
+torch."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsv4cli.engine.chat.answer_file import LineFile
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+from dsv4cli.engine.evaluation.items import EvalSet
+from dsv4cli.engine.evaluation.outcome import Outcome, outcome_of
+from dsv4cli.engine.system.regular_files import read_bytes
+from dsv4cli.errors import UsageError
+
+SCHEMA = "dsv4.eval-results/1"
+# the small files that decide what a model reads
+_TEXTS = ("config.json", "tokenizer.json")
+# of the first line, what must be the same where results are added, and what to call it
+_DECIDES = {"weights": "model", "digest": "questions", "settings": "settings"}
+
+
+def weights_of(source: FolderSource | RandomSource) -> str:
+    """Tells a model from others, and from itself before its files were changed."""
+    if isinstance(source, RandomSource):
+        return source.name
+    files = [[path.name, stamp[:2]] for path, stamp in source.identity.checkpoint.stamps.items()]
+    texts = [read_bytes(path).hex() for name in _TEXTS if (path := source.folder / name).exists()]
+    return hashlib.sha256(json.dumps([files, texts]).encode()).hexdigest()[:16]
+
+
+def header_of(source: FolderSource | RandomSource, asked: EvalSet, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The first line of a file of results."""
+    questions = {"questions": asked.name, "form": asked.form, "items": len(asked.items), "digest": asked.digest}
+    model = {"model": source.name, "weights": weights_of(source)}
+    return {"schema": SCHEMA} | model | questions | {"settings": dict(settings)}
+
+
+class ResultsFile:
+    """A file of results, held by this process until it is closed. outcomes: by the index of their items."""
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        """Raises UsageError for a path that has something else, or results of another model, other questions or
+        settings, or that another process holds."""
+        self._file, self.header = LineFile(path), header
+        self.path, self.outcomes = self._file.path, dict[int, Outcome]()
+        try:
+            if self._file.lines:
+                before, self.outcomes = _parsed(self._file.lines, self.path)
+                _check_same(before, header, self.path)
+            if not self._file.remove_rest(f'{{"schema": "{SCHEMA}"'.encode()):
+                raise _no_results(self.path, 1)
+        except UsageError:
+            self.close()
+            raise
+        if not self._file.lines:
+            self._file.add(header, 0)
+
+    def close(self) -> None:
+        """Lets others have the file."""
+        self._file.close()
+
+    def add(self, outcome: Outcome) -> None:
+        """Takes a result; once this returns, it is on the disk. Raises CannotWrite."""
+        self._file.add(outcome.record(), len(self.outcomes))
+        self.outcomes[outcome.index] = outcome
+
+    def order(self) -> None:
+        """Gives the file the order of the items: it has the old one or the new one, whatever happens."""
+        self._file.rewrite([self.header, *(self.outcomes[index].record() for index in sorted(self.outcomes))])
+
+
+def read_results(path: Path) -> tuple[dict[str, Any], dict[int, Outcome]]:
+    """The first line of a file of results, and the results by the index of their items. Raises UsageError."""
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", "give the path of a readable file") from None
+    return _parsed(lines, path)
+
+
+def is_results(path: Path) -> bool:
+    """Whether a path leads to a file of results, not to a model."""
+    if not os.path.isfile(path):  # answers False where Path raises: a name too long
+        return False
+    with path.open("rb") as file:
+        return file.read(256).startswith(f'{{"schema": "{SCHEMA}"'.encode())
+
+
+def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[int, Outcome]]:
+    if not lines:
+        raise _no_results(path, 1)
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise _no_results(path, number) from None
+        records.append(record)
+    header = records[0]
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA or not {*_DECIDES, "items"} <= set(header):
+        raise _no_results(path, 1)
+    outcomes: dict[int, Outcome] = {}
+    for number, record in enumerate(records[1:], 2):
+        try:
+            outcome = outcome_of(record)
+        except ValueError:
+            raise _no_results(path, number) from None
+        outcomes[outcome.index] = outcome
+    return header, outcomes
+
+
+def _no_results(path: Path, number: int) -> UsageError:
+    return UsageError(f"{path}, line {number}: not a result that eval has written", "name another file")
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+    """Raises UsageError where a file has results of something else."""
+    for key, called in _DECIDES.items():
+        if before[key] != now[key]:
+            what = differing_settings(before, now) if key == "settings" else ""
+            raise UsageError(
+                f"{path} has results of another {called}"
+                if key == "weights"
+                else f"{path} has results of other {called}{what}",
+                "name another file for --out, or remove this one",
+            )
+
+
+def differing_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Which settings differ, as ": temperature 0.0, now 1.0"; "" where none does."""
+    old, new = before["settings"], now["settings"]
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return ": " + "; ".join(f"{key} {old.get(key)}, now {new.get(key)}" for key in keys) if keys else ""
