@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import socket
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.ranks import left_by, opened_in_ranks
+from dsv4cli.errors import Dsv4Error
 from dsv4cli.output import ReaderGone
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Running:
         from dsv4cli.engine.server.serving import serving
 
         asked, server = serving(
-            engine, self._policy.offer(self._job), self._say, self._say, lambda: self._say_ready(bound)
+            engine, self._policy.offer(self._job), self._say, self._confess, lambda: self._say_ready(bound)
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number, server)
@@ -115,6 +116,12 @@ class Running:
             self._out.status(text)
         except ReaderGone:
             self._out.silent = True  # who does not listen is not the one who asks
+
+    def _confess(self, traceback: str) -> None:
+        """Shows an error that is ours; the server goes on."""
+        with suppress(ReaderGone):
+            what, remedy = "a request has met a fault of this program", "report it, with the lines above"
+            self._out.error(Dsv4Error(what, remedy, traceback.splitlines()))
 
     def _say_ready(self, bound: socket.socket) -> None:
         from dsv4cli.engine.server.http import url_of

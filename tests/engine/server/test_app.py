@@ -6,6 +6,7 @@ import re
 import pytest
 from starlette.datastructures import Headers
 
+from dsv4cli.engine.server import metrics
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.refusals import Refusal
@@ -72,6 +73,14 @@ def test_metrics_count_what_has_happened(nano):
     assert grown("dsv4_time_between_tokens_seconds_count") >= 1
     assert after["dsv4_requests_running"] == after["dsv4_requests_waiting"] == 0
     assert after["dsv4_drafts_total"] >= after["dsv4_drafts_accepted_total"] > 0
+
+
+def test_a_fault_of_ours_is_a_500_that_does_not_tell_it(nano, monkeypatch):
+    monkeypatch.setattr(metrics, "generate_latest", lambda _: 1 / 0)
+    status, document = nano.get("/metrics")
+    assert (status, document["error"]["type"]) == (500, "server_error")
+    assert "Zero" not in document["error"]["message"]
+    assert "ZeroDivisionError" in nano.bugs.pop()
 
 
 def test_the_log_has_a_line_a_request_and_no_prompt(nano):
