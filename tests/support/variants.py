@@ -41,6 +41,9 @@ def recoded(name: str, old: str, raw: Arrays, new: str) -> Arrays:
         scale = ((exponent + 7) << 3).astype(np.uint8).repeat(2, axis=1)
         second, one = np.array(2.0 ** (top - 127 - 8), np.float32), np.array(1, np.float32)
         return {"weight": raw["weight"], "weight_scale": scale, "weight_scale_2": second, "input_scale": one}
+    if new == "fp8_f32":
+        coded = recoded(name, old, raw, "fp8")
+        return {**coded, "scale": np.ldexp(1.0, coded["scale"].astype(int) - 127).astype(np.float32)}
     assert new == "fp8", new
     rows, columns = values.shape
     blocks = np.abs(values).reshape(rows // 128, 128, columns // 128, 128).max((1, 3))

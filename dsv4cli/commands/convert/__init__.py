@@ -25,7 +25,7 @@ SOURCE_HELP = "The checkpoint: a folder in any of the layouts, or flash, pro, or
 SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP)]
 OutputArg = Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write: new, empty or unfinished.")]
 ToOpt = Annotated[
-    Literal["official", "bf16", "fp8", "nvfp4", "mp", "transformers"] | None,
+    Literal["official", "bf16", "fp8", "base", "nvfp4", "mp", "transformers"] | None,
     typer.Option("--to", help="The layout to make; see above."),
 ]
 RanksOpt = Annotated[int | None, typer.Option(min=1, help="For --to mp: cut for this many GPUs.")]

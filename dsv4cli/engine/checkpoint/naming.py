@@ -10,9 +10,9 @@ from math import prod
 from typing import Protocol
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.errors import UsageError
-from dsv4cli.kernels.formats import FP8_BLOCK
 
 # pattern of an official name -> transformers' name, applied in this order
 TRANSFORMERS_NAMES = {
@@ -168,7 +168,7 @@ class MpNaming:
         dim = MP_CUTS.get(spec.matrix.removesuffix(".weight").rpartition(".")[2])
         if dim is None:
             return tuple(Location(self._key(rank, spec), dtype, shape) for rank in range(self.ranks))
-        self._check(spec, shape[dim], FP8_BLOCK if dtype == "F8_E4M3" else 1)
+        self._check(spec, shape[dim], STORAGE[spec.form].rows if spec.form and not spec.is_scale else 1)
         cut_shape = (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return tuple(
             Location(self._key(rank, spec), dtype, cut_shape, cut=Cut(dim, rank, self.ranks))

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from dsv4cli.engine.checkpoint.files import Files
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS, TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.checkpoint.remedies import look
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.errors import CheckpointError
 
 # dtype name in a header -> how its bytes are held; what numpy has no type for stays as bytes or bit patterns

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
+from dsv4cli.engine.checkpoint.values import words_of
 from dsv4cli.engine.profiling.bounds import EXPERTS, FP32
-from dsv4cli.engine.profiling.case import FORMATS, Case, Operation, Work
+from dsv4cli.engine.profiling.case import Case, Operation, Work
 from dsv4cli.engine.profiling.inputs import DTYPE, BenchmarkInputs
 from dsv4cli.kernels import experts, routing
 from dsv4cli.kernels.experts import ExpertWeights
@@ -97,7 +98,7 @@ def _routed(bench: BenchmarkInputs) -> Case:
         run, reference = through(experts.routed_experts), through(experts_ref.routed_experts)
         return Work((x, chosen, weights, *matrices), run, reference, flops, read)
 
-    form = FORMATS[bench.shapes.spec(parts[0][0]).dtype]
+    form = words_of(bench.shapes.spec(parts[0][0]))
     words = f"{k} of {config.n_routed_experts}, {config.hidden_size}-{inner} {form}"
     needs = config.n_routed_experts * one
     return Case("routed_experts", "experts", words, needs, flops, EXPERTS, build, quantised, exact=True)
@@ -118,7 +119,7 @@ def _shared(bench: BenchmarkInputs) -> Case:
         inputs = (bench.randn(tokens, config.hidden_size), *matrices)
         return Work(inputs, through(experts.shared_expert), through(experts_ref.shared_expert), flops)
 
-    words = f"{config.hidden_size}-{inner} {FORMATS[spec.dtype]}"
+    words = f"{config.hidden_size}-{inner} {words_of(spec)}"
     needs = bench.shapes.nbytes(name for pair in parts for name in pair if name)
     return Case("shared_expert", "experts", words, needs, flops, EXPERTS, build, quantised, exact=True)
 
