@@ -82,8 +82,12 @@ def is_cut_for_no_process(folder: Path) -> None:
 
 
 def is_compressed_tensors(folder: Path) -> None:
+    """W4A16."""
+
     def export(name: str, stored: Stored) -> dict[str, Stored]:
-        return {name.replace(".weight", ".weight_packed") if stored.dtype == "I8" else name: stored}
+        if stored.dtype != "I8":
+            return {name: stored}
+        return {name.replace(".weight", ".weight_packed"): stored, f"{name}_shape": Stored("I64", [2], bytes(16))}
 
     rewrite(folder, export)
 
@@ -113,7 +117,7 @@ FOREIGN: dict[Damage, tuple[str, ...]] = {
     has_inverse_scales: ("another quantisation tool", "weight_scale_inv"),
     has_wo_a_in_fp4: ("wo_a weights are stored as U8", "fp8"),
     is_cut_for_no_process: ("for an impossible number of GPUs", "model0-mp0"),
-    is_compressed_tensors: ("compressed-tensors export", "weight_packed"),
-    says_compressed_tensors: ("compressed-tensors export", "quant_method"),
+    is_compressed_tensors: ("compressed-tensors export in another format", "weight_shape"),
+    says_compressed_tensors: ("compressed-tensors export in another format", "'pack-quantized'"),
     is_gguf: ("GGUF", ".gguf"),
 }

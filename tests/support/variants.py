@@ -86,7 +86,7 @@ def lay_out(folder: Path, naming: Naming, specs: Collection[TensorSpec], tensors
     stored: dict[str, tuple[Location, np.ndarray]] = {}
     for spec in specs:
         for location in naming.locations(spec):
-            part = tensors[spec.name]
+            part = 1 / tensors[spec.name] if location.reciprocal else tensors[spec.name]
             if location.cut:
                 part = np.take(part, range(part.shape[location.cut.dim])[location.cut.of(part.shape)], location.cut.dim)
             shape = (*location.shape[:-1], location.shape[-1] // 2) if location.dtype == "F4" else location.shape

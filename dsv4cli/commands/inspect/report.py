@@ -26,6 +26,7 @@ LAYOUTS = {
     "nvfp4": "ModelOpt's, with NVFP4 experts",
     "base": "official names, all matrices in FP8 with FP32 scales",
     "transformers": "transformers' names, experts stacked",
+    "compressed-tensors": "compressed-tensors' names, packed experts",
     "mixed": "official names, formats mixed",
 }
 # columns right of the labels in a terminal of 80

@@ -1,6 +1,10 @@
 """What is like a checkpoint of this model and is not: other models, other tools' exports, and their signs; no torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4cli.errors import UnsupportedCheckpoint
+from dsv4cli.harmless import shell_word
 
 OFFICIAL = "use the official checkpoint: `dsv4 download flash`"
 OTHER_MODELS = {
@@ -24,7 +28,13 @@ GGUF = Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL)
 FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
     r"(^|\.)engram|\.bias_vl$": Foreign("a DeepSeek-V4.1 or vision model", "run it with vLLM or SGLang"),
-    r"\.weight_packed$": Foreign("a compressed-tensors export"),
+    r"\.weight_(shape|zero_point|g_idx)$": Foreign("a compressed-tensors export in another format than NVFP4 or MXFP4"),
     r"^model\d+-mp(0|\d{5,})/": Foreign("a checkpoint cut by the official convert.py for an impossible number of GPUs"),
     r"\.weight_scale_inv$": Foreign("a checkpoint of another quantisation tool"),
 }
+
+
+def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
+    """The refusal of what a folder holds by its name. sign: what tells it."""
+    remedy = foreign.remedy.format(folder=shell_word(folder))
+    return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)

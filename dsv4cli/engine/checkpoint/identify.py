@@ -8,11 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.checkpoint.foreign import FOREIGN_TENSORS, GGUF, OTHER_MODELS, Foreign
+from dsv4cli.engine.checkpoint.census import stored_formats
+from dsv4cli.engine.checkpoint.foreign import FOREIGN_TENSORS, GGUF, OTHER_MODELS, Foreign, refusal
 from dsv4cli.engine.checkpoint.headers import UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
 from dsv4cli.engine.checkpoint.naming import (
     SAVED_SIGN,
+    CompressedNaming,
     MpNaming,
     Naming,
     OfficialNaming,
@@ -21,7 +23,7 @@ from dsv4cli.engine.checkpoint.naming import (
     stored_table,
 )
 from dsv4cli.engine.config.checks import check_blocks
-from dsv4cli.engine.config.formats import STORAGE, FormatName
+from dsv4cli.engine.config.formats import FormatName
 from dsv4cli.engine.config.model_config import (
     Drafter,
     ModelConfig,
@@ -31,22 +33,12 @@ from dsv4cli.engine.config.model_config import (
 )
 from dsv4cli.engine.config.presets import PRESETS, Release
 from dsv4cli.engine.config.storage import Formats, contradictions
-from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
-from dsv4cli.harmless import shell_word
+from dsv4cli.errors import CheckpointError
 
 # the tensor that tells a drafter
 DRAFTER_SIGNS: dict[str, Drafter] = {"mtp.0.e_proj.weight": "mtp", "mtp.0.main_proj.weight": "dspark"}
-# patterns of the weights that tell a storage format, one for each field of Formats
-FORMAT_SIGNS = {
-    "linear": r"\.attn\.(wq_a|wq_b|wkv|wo_b)\.weight$|\.self_attn\.(q_a|q_b|kv|o_b)_proj\.weight$",
-    "experts": r"layers\.\d+\.ffn\.experts\.\d+\.w[123]\.weight$|\.mlp\.experts\.(gate_up|down)_proj$",
-    "dense": r"norm\.weight$",
-    "wo_a": r"\.attn\.wo_a\.weight$|\.self_attn\.o_a_proj\.weight$",
-    "draft_experts": r"mtp\.\d+\.ffn\.experts\.\d+\.w[123]\.weight$",
-}
-ALLOWED_FORMATS = {"experts": tuple(STORAGE), "draft_experts": tuple(STORAGE), "dense": ("bf16", "f32")}
-ALLOWED_FORMATS |= {"wo_a": ("fp8", "fp8_f32", "bf16", "f32")}
-MATRIX_FORMATS: tuple[FormatName, ...] = ("fp8", "fp8_f32", "nvfp4", "bf16", "f32")
+# what compressed-tensors calls what is known of it; with the last, groups have formats of their own
+COMPRESSED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
 # linear and experts -> a word for the layout
 LAYOUTS: Mapping[tuple[FormatName, FormatName], str] = {
     ("fp8", "fp4"): "official",
@@ -86,7 +78,7 @@ class FolderIdentity(Identity):
         has saved has each plain tensor in the width that it has there: its bf16 models keep the norms in fp32, its
         earlier versions made bf16 of what the releases have in fp32."""
         specs = expected_tensors(self.config, self.formats)
-        if not any(name.endswith(".input_scale") for name in self.checkpoint.tensors):
+        if not any(name.endswith((".input_scale", ".input_global_scale")) for name in self.checkpoint.tensors):
             specs = {name: spec for name, spec in specs.items() if spec.role != "input_scale"}
         if isinstance(self.naming, TransformersNaming):
             for name, spec in specs.items():
@@ -103,11 +95,13 @@ class FolderIdentity(Identity):
 
     @property
     def layout(self) -> str:
-        """The layout in a word: official, bf16, fp8, nvfp4, base, transformers, mp4, or mixed."""
+        """The layout in a word: official, bf16, fp8, nvfp4, base, transformers, compressed-tensors, mp4, or mixed."""
         if isinstance(self.naming, MpNaming):
             return f"mp{self.naming.ranks}"
         if isinstance(self.naming, TransformersNaming):
             return "transformers"
+        if isinstance(self.naming, CompressedNaming):
+            return "compressed-tensors"
         return LAYOUTS.get((self.formats.linear, self.formats.experts), "mixed")
 
 
@@ -143,7 +137,7 @@ def identity_of(checkpoint: Checkpoint, config: ModelConfig, given: Mapping[str,
     """What headers and a configuration that belong together are; given: what config.json says. Raises what `recognise`
     raises of the two."""
     _check_drafter(checkpoint, config)
-    formats, naming = _formats(checkpoint), _naming(checkpoint, config)
+    formats, naming = stored_formats(checkpoint), _naming(checkpoint, config)
     notes = tuple(contradictions(given, formats))
     return FolderIdentity(_size(config), config, formats, checkpoint, naming, notes)
 
@@ -158,13 +152,21 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
         return SavedNaming(config)
     if any(name.startswith("model.") for name in names):
         return TransformersNaming(config)
+    if any(name.endswith(".weight_packed") for name in checkpoint.tensors):
+        return _compressed(checkpoint)
     return OfficialNaming()
 
 
-def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
-    """The refusal of what a folder holds by its name. sign: what tells it."""
-    remedy = foreign.remedy.format(folder=shell_word(folder))
-    return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)
+def _compressed(checkpoint: Checkpoint) -> CompressedNaming:
+    """As most of its scales are stored."""
+    shapes, dtypes = Counter[tuple[int, ...]](), Counter[str]()
+    for name, info in checkpoint.tensors.items():
+        if name.endswith(".weight_global_scale"):
+            shapes[info.shape] += 1
+        elif name.endswith(".weight_scale"):
+            dtypes[info.dtype] += 1
+    whole = (1,) if shapes[(1,)] > shapes[()] else ()
+    return CompressedNaming(whole, "F8_E8M0" if dtypes["F8_E8M0"] > dtypes["U8"] else "U8")
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -187,10 +189,14 @@ def _refuse_foreign(folder: Path) -> None:
         what = OTHER_MODELS.get(kind, "another model") if isinstance(kind, str) else "another model"
         remedy = "run it with vLLM or SGLang, or name a DeepSeek-V4 checkpoint"
         raise refusal(folder, Foreign(what, remedy), f"model_type {kind!r}")
-    named = {"compressed-tensors": "a compressed-tensors export", "quark": "a Quark export"}
-    for key, value in _quantization(values).items():
-        if str(value) in named:
-            raise refusal(folder, Foreign(named[str(value)]), f"quantization_config.{key} {value!r}"[:80])
+    quantization = _quantization(values)
+    for key, value in quantization.items():
+        if value == "quark":
+            raise refusal(folder, Foreign("a Quark export"), f"quantization_config.{key} {value!r}")
+    given = quantization.get("format")
+    if quantization.get("quant_method") == "compressed-tensors" and given not in COMPRESSED_FORMATS:
+        sign = f"quantization_config.format {given!r}"[:80]
+        raise refusal(folder, Foreign("a compressed-tensors export in another format than NVFP4 or MXFP4"), sign)
 
 
 def _root_config(folder: Path) -> dict[str, Any]:
@@ -231,44 +237,6 @@ def _check_drafter(checkpoint: Checkpoint, config: ModelConfig) -> None:
                 f"{checkpoint.folder}: drafter is {drafter} by its tensors and {config.drafter} by its config.json",
                 "download config.json and the weights from one revision",
             )
-
-
-def _formats(checkpoint: Checkpoint) -> Formats:
-    """The storage format of most weights of each kind; the others count as mistyped (see coverage)."""
-    found: dict[str, Any] = {}
-    for field, pattern in FORMAT_SIGNS.items():
-        sign = re.compile(pattern)
-        weights = [name for name in checkpoint.tensors if sign.search(name)]
-        if weights:
-            found[field] = _format(checkpoint, field, weights)
-    for field, usual in (("wo_a", "linear"), ("draft_experts", "experts")):
-        if found.get(field) == found.get(usual):
-            found.pop(field, None)
-    return Formats(**found)
-
-
-def _format(checkpoint: Checkpoint, field: str, weights: list[str]) -> FormatName:
-    """The storage format of most of these weights: by their dtype and, where several have it, that of their scales."""
-    dtype = Counter(checkpoint.tensors[name].dtype for name in weights).most_common(1)[0][0]
-    allowed = ALLOWED_FORMATS.get(field, MATRIX_FORMATS)
-    forms = [form for form in allowed if STORAGE[form].dtype == ("I8" if dtype == "F4" else dtype)]
-    if not forms:
-        known = ", ".join(STORAGE[form].words for form in allowed)
-        what = f"a checkpoint whose {field} weights are stored as {dtype}"
-        raise refusal(checkpoint.folder, Foreign(what), f"known are {known}")
-    if len(forms) == 1:
-        return forms[0]
-    scales = (checkpoint.tensors.get(name.removesuffix("weight") + "scale") for name in weights)
-    census = Counter(info.dtype for info in scales if info is not None)
-    if not census:
-        return forms[0]
-    scale = census.most_common(1)[0][0]
-    fitting = [form for form in forms if STORAGE[form].scale("scale").dtype == scale]
-    if not fitting:
-        what = f"a checkpoint whose {field} weights are {dtype} with block scales stored as {scale}"
-        known = " or ".join(STORAGE[form].scale("scale").dtype for form in forms)
-        raise refusal(checkpoint.folder, Foreign(what), f"known are {known}")
-    return fitting[0]
 
 
 def _size(config: ModelConfig) -> str:

@@ -71,6 +71,9 @@ class StoredModel:
         wanted = np.empty((stop - start, *shape[1:]) if shape else (), kind)
         begin = location.begin * DTYPE_BITS[location.dtype] // 8 + start * row * kind.itemsize
         self._files.read(info, begin, wanted.reshape(-1).view(np.uint8).data)
+        if location.reciprocal:
+            with np.errstate(divide="ignore"):  # what is no scale shows as one
+                np.divide(1, wanted, out=wanted)
         return wanted
 
     def _info(self, location: Location) -> TensorInfo:

@@ -44,7 +44,8 @@ def check_storage(values: Mapping[str, Any], where: str) -> None:
     experts, CheckpointError for an expert_dtype that does not exist."""
     quantization = _quantization(values, where)
     nvfp4 = quantization.get("moe_quant_algo") is not None
-    _check(quantization, {**FP8_QUANTIZATION, **(NVFP4_QUANTIZATION if nvfp4 else {"quant_algo": None})}, where)
+    if quantization.get("quant_method") != "compressed-tensors":
+        _check(quantization, {**FP8_QUANTIZATION, **(NVFP4_QUANTIZATION if nvfp4 else {"quant_algo": None})}, where)
     for key, value in _expert_dtypes(values, quantization).items():
         if not isinstance(value, str) or value not in EXPERT_DTYPES:
             known = ", ".join(EXPERT_DTYPES)

@@ -8,10 +8,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from dsv4cli.engine.checkpoint.compare import Comparison
 from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
-from dsv4cli.engine.checkpoint.values import Form, form_of, scale_rows
+from dsv4cli.engine.checkpoint.values import Form, decode, form_of, scale_rows
 from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.errors import CheckpointError
@@ -84,13 +85,21 @@ class Recipe:
         first = begin - begin % FP8_BLOCK
         arrays = self._read(slice(first, end))
         if self.form == self.target:
-            found = ({"input_scale": np.array(INPUT_SCALE, np.float32)} if "input_scale" in self.roles else {}) | arrays
+            found = arrays
+            if "input_scale" in self.roles:
+                found.setdefault("input_scale", np.array(INPUT_SCALE, np.float32))
         else:
             found = {role: numpy_bits(tensor) for role, tensor in self._recode(self._tensors(arrays), first).items()}
         if begin == first:
             return found
         # only formats with a scale for each row are cut inside a block
         return {role: array[begin - first :] if array.ndim else array for role, array in found.items()}
+
+    def compared(self, begin: int, end: int) -> Comparison:
+        """How rows of the target, from a multiple of 128 on, differ from those of the source. Raises as `rows`."""
+        result = Comparison()
+        result.add(decode(self.form, self._read(slice(begin, end))), decode(self.target, self.rows(begin, end)), begin)
+        return result
 
     def _read(self, rows: slice) -> dict[Role, Raw]:
         source, form = self.recoder.source, self.form

@@ -78,13 +78,18 @@ def verify(
     return result
 
 
+def is_exact(form: str, target: str) -> bool:
+    """Whether a conversion between these formats loses nothing or is refused."""
+    return form == target or (form, target) in EXACT_PAIRS
+
+
 def _enter(result: Verification, name: str, comparison: Comparison, pair: tuple[str, str]) -> None:
     result.compared += comparison.values
     if comparison.exact:
         result.exact.append(name)
         return
     result.errors[name] = comparison.relative_error
-    if pair[0] == pair[1] or pair in EXACT_PAIRS:
+    if is_exact(*pair):
         result.wrong.append(name)
 
 

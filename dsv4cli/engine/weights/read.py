@@ -41,6 +41,7 @@ class TensorRows:
 
     first, count: rows of the part. inside: bytes of such a row before the piece, row: of it in all. width: bytes of the
     piece in each row. stride: bytes of a row in the file. begin: byte of the stored tensor where the piece begins.
+    reciprocal: whether fp32 numbers are stored as 1 / x.
     """
 
     spec: TensorSpec
@@ -52,6 +53,7 @@ class TensorRows:
     width: int
     stride: int
     begin: int
+    reciprocal: bool
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +71,9 @@ class TensorRows:
             files.read(self.info, self.begin, into.reshape(-1).data)
         else:
             self._read_columns(files, into)
+        if self.reciprocal:
+            with np.errstate(divide="ignore"):  # what is no scale is refused below
+                np.divide(1, numbers := into.view(np.float32), out=numbers)
         if self.spec.is_scale and no_scales(self.spec.dtype, into).any():
             raise damaged_scale(self.spec)
 
@@ -213,6 +218,7 @@ def _pieces(checkpoint: Checkpoint, naming: Naming, spec: TensorSpec, world: Wor
                 width=width,
                 stride=stride,
                 begin=begin + (row - held.rows.start) * stride,
+                reciprocal=location.reciprocal,
             )
 
 

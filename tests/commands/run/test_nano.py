@@ -36,7 +36,9 @@ FEW = {
 SURE = ("sums", "tables", "products", "long sums", "facts", "units", "multi turn", "tools")
 # it knows more than 97 % of all; another order of sums may turn one doubtful answer
 MOST_WRONG = 2
-SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in ("mp --ranks 2", "transformers", "bf16", "fp8")]
+SLOW = [
+    pytest.param(target, marks=pytest.mark.slow) for target in ("mp --ranks 2", "transformers", "bf16", "fp8", "base")
+]
 TARGETS = ("nvfp4", *SLOW)
 
 

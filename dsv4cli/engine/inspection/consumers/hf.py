@@ -49,7 +49,7 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """FineGrainedFP8Config.expert_dtype: of quantization_config, else of the top level, else fp8."""
     form = checkpoint.formats.experts
     if form == "nvfp4":
-        yield Finding("no", "the experts are NVFP4 in ModelOpt's layout, which it does not read for this model")
+        yield Finding("no", "the experts are NVFP4, which it does not read for this model")
         return
     if checkpoint.quantization is None or not checkpoint.quantised:
         return
