@@ -1,6 +1,7 @@
 """The router, the routed experts and the shared expert, as cases to measure."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -87,13 +88,14 @@ def _routed(bench: BenchmarkInputs) -> Case:
 
     def through(mix: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
-            return mix(x, ExpertWeights(*matrices), chosen, weights, config.swiglu_limit, quantised)
+            return mix(x, _every(matrices), chosen, weights, config.swiglu_limit, quantised)
 
         return call
 
     def build(bench: BenchmarkInputs) -> Work:
         x, (chosen, weights) = bench.randn(tokens, config.hidden_size), bench.routes()
         matrices = [tensor for name in MATRICES for tensor in bench.experts(prefix + name)]
+        matrices += bench.second_scales(prefix + name for name in MATRICES)
         read = x.nbytes + chosen.nbytes + weights.nbytes + chosen.unique().numel() * one
         run, reference = through(experts.routed_experts), through(experts_ref.routed_experts)
         return Work((x, chosen, weights, *matrices), run, reference, flops, read)
@@ -102,6 +104,12 @@ def _routed(bench: BenchmarkInputs) -> Case:
     words = f"{k} of {config.n_routed_experts}, {config.hidden_size}-{inner} {form}"
     needs = config.n_routed_experts * one
     return Case("routed_experts", "experts", words, needs, flops, EXPERTS, build, quantised, exact=True)
+
+
+def _every(matrices: tuple[torch.Tensor, ...]) -> ExpertWeights:
+    """All experts, of three matrices with their scales; behind them, of NVFP4, their scale_2."""
+    second = dict(zip((f"{name}_scale_2" for name in MATRICES), matrices[6:], strict=len(matrices) > 6))
+    return replace(ExpertWeights(*matrices[:6]), **second)
 
 
 def _shared(bench: BenchmarkInputs) -> Case:
@@ -130,7 +138,7 @@ def _both(bench: BenchmarkInputs, routed: Case, shared: Case) -> Case:
 
     def through(mixture: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
-            every, own = ExpertWeights(*matrices[:6]), ExpertWeights(*matrices[6:])
+            every, own = _every(matrices[:-6]), ExpertWeights(*matrices[-6:])
             return mixture(x, every, own, chosen, weights, limit, True, dtype)
 
         return call

@@ -6,6 +6,7 @@ from types import ModuleType
 import torch
 
 from dsv4cli.kernels.block_scale.kernel import fp8_round
+from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel import few_rows, gemv, swap_ab, tiled
 from dsv4cli.kernels.gemm.kernel.dequant import Norm
@@ -18,6 +19,8 @@ FEW, FEW_FP4 = 16, 2
 
 def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
     """Of x [T, K] or [T, G, K]."""
+    if weight.dtype == torch.uint8:
+        raise KernelUnsupported("the Triton linears take NVFP4 weights one by one, with their scale_2")
     if swap_ab.takes(x[:, None] if x.ndim == 2 else x, weight):
         return gemv
     return gemv if planned_rows(x.shape[0], 1) <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
