@@ -64,7 +64,7 @@ def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[st
     for key, given in _expert_dtypes(values, found).items():
         if given != STORAGE[formats.experts].expert_dtype:
             yield f"config.json says {key} {given!r}, and the experts are {STORAGE[formats.experts].words}"
-    if not found:
+    if not found or found.get("quant_method") == "compressed-tensors":
         return
     matrices = {formats.linear, formats.output}
     if not any(map(is_quantised, (*matrices, formats.experts))):
@@ -94,7 +94,7 @@ def _quantization(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def _check(quantization: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
     for key, value in expected.items():
-        if quantization.get(key, value) != value:
+        if quantization.get(key) not in (value, None):
             raise UnsupportedCheckpoint(
                 f"{where}: quantization_config.{key} is {quantization[key]!r}, the official layout has {value!r}",
                 "use the official checkpoint (FP4 experts, FP8 linears)",

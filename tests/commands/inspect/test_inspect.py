@@ -211,6 +211,8 @@ def test_a_configuration_that_contradicts_the_tensors_is_told(tmp_path, config, 
         (Formats("fp8", "nvfp4"), {"quantization_config": {"moe_quant_algo": "NVFP4"}, "expert_dtype": "fp4"}, ""),
         (Formats(), {"quantization_config": {"moe_quant_algo": "NVFP4"}}, "says moe_quant_algo 'NVFP4', and the"),
         (Formats(), {"quantization_config": {}}, ""),
+        (Formats("fp8", "nvfp4"), {"quantization_config": {"quant_method": "compressed-tensors"}}, ""),
+        (Formats("fp8_f32", "fp8_f32"), {"quantization_config": {}, "expert_dtype": "fp8"}, ""),
     ],
     ids=str,
 )

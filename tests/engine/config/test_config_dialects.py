@@ -195,6 +195,8 @@ NVFP4 = FP8 | {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "grou
         {"quantization_config": NVFP4 | {"expert_dtype": "fp4"}, "expert_dtype": "fp4"},
         {"quantization_config": {key: value for key, value in NVFP4.items() if key != "quant_algo"}},
         {"quantization_config": None, "expert_dtype": "bf16"},
+        {"quantization_config": FP8 | {"scale_fmt": None}, "expert_dtype": "fp8"},
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
         {"expert_dtype": None},
         {},
     ],
