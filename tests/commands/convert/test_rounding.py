@@ -22,7 +22,7 @@ def odd(name: str, old: str, raw: Arrays, new: str) -> Arrays:
     return made
 
 
-@pytest.fixture(scope="module", params=["nvfp4", "fp8_f32"])
+@pytest.fixture(scope="module", params=["nvfp4", pytest.param("fp8_f32", marks=pytest.mark.slow)])
 def source(request, tmp_path_factory):
     """Every expert is FP4 in disguise but one."""
     formats = Formats(experts="nvfp4") if request.param == "nvfp4" else Formats("fp8_f32", "fp8_f32")

@@ -31,10 +31,10 @@ def any_nvfp4(name: str, old: str, raw: Arrays, new: str) -> Arrays:
 @pytest.mark.parametrize(
     ("formats", "naming"),
     [
-        (NVFP4, CompressedNaming((), "U8")),
+        pytest.param(NVFP4, CompressedNaming((), "U8"), marks=pytest.mark.slow),
         (NVFP4, CompressedNaming((1,), "U8")),
         (Formats(), CompressedNaming((), "U8")),
-        (Formats(), CompressedNaming((), "F8_E8M0")),
+        pytest.param(Formats(), CompressedNaming((), "F8_E8M0"), marks=pytest.mark.slow),
     ],
     ids=["nvfp4", "nvfp4, scales of one", "mxfp4", "mxfp4 with typed scales"],
 )

@@ -73,8 +73,10 @@ def folders(tmp_path_factory) -> Callable[[str, Formats, Naming | None], Path]:
     return cache(lambda name, formats, naming: write_variant(root / name, formats, naming, source=NANO))
 
 
-@pytest.mark.parametrize("way", ["direct", "staged"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", ["direct", pytest.param("staged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["mp2", "transformers", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mp1", "saved"))]
+)
 def test_each_rank_gets_what_the_official_layout_gives_it(folders, monkeypatch, layout, way):
     if way == "staged":
         monkeypatch.setattr(read, "needs_staging", lambda destination: True)
@@ -92,11 +94,12 @@ def official() -> torch.Tensor:
     return logits(load(GOLDEN))
 
 
-@pytest.mark.parametrize("formats", [NVFP4, BASE, Formats(draft_experts="fp8", experts="nvfp4")], ids=str)
+@pytest.mark.parametrize("formats", [NVFP4, BASE], ids=str)
 def test_what_has_the_official_values_has_the_official_logits(tmp_path, official, formats):
     assert torch.equal(logits(load(write_variant(tmp_path, formats))), official)
 
 
+@pytest.mark.slow
 def test_linears_in_nvfp4(tmp_path):
     """As in FP8, of values that both have."""
 
