@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from dsv4cli.engine.conversion.write import FileDone
 
 SCHEMA = "dsv4.convert/1"
+# tensors that are rounded, which a person reads at once
+SHOWN = 8
 SOURCE_HELP = "The checkpoint: a folder in any of the layouts, or flash, pro, org/name in the Hugging Face cache."
 SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP)]
 OutputArg = Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write: new, empty or unfinished.")]
 ToOpt = Annotated[
-    Literal["official", "bf16", "fp8", "nvfp4", "mp", "transformers"] | None,
+    Literal["official", "bf16", "fp8", "base", "nvfp4", "mp", "transformers"] | None,
     typer.Option("--to", help="The layout to make; see above."),
 ]
 RanksOpt = Annotated[int | None, typer.Option(min=1, help="For --to mp: cut for this many GPUs.")]
@@ -85,6 +88,7 @@ def convert(
       official      as published: experts FP4, other matrices FP8, official names
       bf16          everything dequantised, official names; for fine-tuning
       fp8           experts FP8 in blocks of 128 x 128, refused where not exact
+      base          all matrices FP8 with FP32 scales, refused where not exact
       nvfp4         experts NVFP4 in ModelOpt's layout, refused where not exact
       mp            model{i}-mp{N}.safetensors of the official scripts; --ranks N
       transformers  names and stacked experts of Hugging Face transformers, bf16
@@ -189,6 +193,7 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
         "bytes_per_second": round(rate) if isfinite(rate) else None,
         "seconds": round(missing / rate, 1) if missing else 0.0,
         "fits": missing <= free,
+        "rounded": _rounding(out, conversion, device, workers),
     }
     out.document({"schema": SCHEMA, "event": "plan", "source": conversion.source.layout, **facts})
     rows = [
@@ -230,6 +235,9 @@ def _convert(
 
     started, files = time.monotonic(), []
     with _resumable(out), begun(conversion) as journal:
+        rounded = _rounding(out, conversion, device, workers)
+        if out.as_json and rounded:
+            out.record({"schema": SCHEMA, "event": "rounding", "tensors": rounded})
         with out.progress(f"to {conversion.target.name}") as progress:
             for file in write_files(conversion, journal, device, workers, progress):
                 files.append(file)
@@ -242,6 +250,22 @@ def _convert(
         if conversion.part.count == 1:
             finish_alone(conversion, journal)
     _summary(out, conversion, files, seconds, found)
+
+
+def _rounding(out: Output, conversion: "Conversion", device: Any, workers: int) -> dict[str, float]:
+    """Tells what will be rounded, and by how much: the worst tensors to a person, all of them in the document."""
+    from dsv4cli.engine.conversion.rounding import rounded_matrices
+
+    with out.counting("looking for what will be rounded") as progress:
+        found = rounded_matrices(conversion, device, workers, lambda done, total: progress(done, total, ""))
+    if found:
+        what = f"--to {conversion.target.name} does not have the values of {counted(len(found), 'tensor')}"
+        out.warning(f"{what}; relative errors of the rounding, in a sample:")
+    for name, error in islice(found.items(), SHOWN):
+        out.status(f"  {name}  {error:.2g}")
+    if len(found) > SHOWN:
+        out.status(f"  and {len(found) - SHOWN:,} more, none larger; --json lists them")
+    return found
 
 
 def _file(out: Output, conversion: "Conversion", file: "FileDone", number: int) -> None:

@@ -24,7 +24,9 @@ LAYOUTS = {
     "fp8": "official names, all matrices in FP8",
     "bf16": "official names, all in BF16",
     "nvfp4": "ModelOpt's, with NVFP4 experts",
+    "base": "official names, all matrices in FP8 with FP32 scales",
     "transformers": "transformers' names, experts stacked",
+    "compressed-tensors": "compressed-tensors' names, packed experts",
     "mixed": "official names, formats mixed",
 }
 # columns right of the labels in a terminal of 80
@@ -78,6 +80,7 @@ def show_report(out: Output, result: "Inspection") -> None:
 
 
 def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str, str]]":
+    from dsv4cli.engine.config.formats import STORAGE
     from dsv4cli.engine.inspection.report import schedule
 
     config, formats = identity.config, identity.formats
@@ -95,9 +98,11 @@ def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str
         first = "layer 0" if config.num_hash_layers == 1 else f"layers 0 to {config.num_hash_layers - 1}"
         yield "", f"chosen by token id in {first}, by score in the others"
     yield "context", f"{config.max_position_embeddings:,} tokens"
-    yield "formats", f"experts {formats.experts}, other matrices {formats.linear}, embedding and norms {formats.dense}"
+    named = {form: storage.words for form, storage in STORAGE.items()}
+    experts, linear, dense = named[formats.experts], named[formats.linear], named[formats.dense]
+    yield "formats", f"experts {experts}, other matrices {linear}, embedding and norms {dense}"
     others = {"wo_a": (formats.output, formats.linear), "experts of the drafter": (formats.drafter, formats.experts)}
-    odd = [f"{name} {form}" for name, (form, usual) in others.items() if form != usual]
+    odd = [f"{name} {named[form]}" for name, (form, usual) in others.items() if form != usual]
     if odd:
         yield "", ", ".join(odd)
 

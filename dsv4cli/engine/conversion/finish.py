@@ -13,7 +13,7 @@ from dsv4cli.engine.checkpoint.headers import INDEX, MAX_HEADER, UNFINISHED, sca
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, identity_of
 from dsv4cli.engine.checkpoint.layout import expected_tensors, matrices
 from dsv4cli.engine.checkpoint.stored import StoredModel
-from dsv4cli.engine.config.model_config import parse_any_config
+from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.conversion.job import job_of, whole_copies
 from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
 from dsv4cli.engine.conversion.manifest import (
@@ -133,7 +133,7 @@ def _known(journals: Sequence[Journal]) -> dict[str, str]:
 def _judge(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal], against: Against) -> Verification:
     """Compares the files of all parts with a source; the verdict is that of each part."""
     values = json.loads(plan["metadata"][CONFIG])
-    identity = identity_of(scan_checkpoint(output), parse_any_config(values, str(output / CONFIG)), values)
+    identity = identity_of(scan_checkpoint(output), parse_config(values, str(output / CONFIG)), values)
     bad = any(journal.verdict and not journal.verdict.sound for journal in journals)
     check: Literal["sample", "full"] = "full" if bad else against.check
     found = compare(identity, plan["layer"], against, full=check == "full")

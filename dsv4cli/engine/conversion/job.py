@@ -15,8 +15,9 @@ from dsv4cli.engine.checkpoint.coverage import check_coverage
 from dsv4cli.engine.checkpoint.files import check_unchanged
 from dsv4cli.engine.checkpoint.headers import UNFINISHED, Checkpoint
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, TransformersNaming, stored_table
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.conversion.copies import Copy
 from dsv4cli.engine.conversion.journal import Part, Times

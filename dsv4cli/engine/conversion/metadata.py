@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.checkpoint.layout import DTYPES, expected_tensors
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.config.formats import STORAGE, is_quantised
 from dsv4cli.engine.config.keys import (
     ATTENTION_FACTOR,
     COMPRESS_RATES,
@@ -33,8 +34,6 @@ from dsv4cli.engine.conversion.target import TargetName
 
 CONFIG, INFERENCE, NVFP4_MANIFEST = "config.json", "inference/config.json", "hf_quant_config.json"
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
-# expert_dtype: NVFP4 is e2m1 as FP4 is, and vLLM and transformers know "fp4" and "fp8" only
-EXPERT_DTYPE = {"fp4": "fp4", "nvfp4": "fp4", "fp8": "fp8", "bf16": "bf16", "f32": "f32"}
 TORCH_DTYPE = {"bf16": "bfloat16", "f32": "float32"}
 # as in nvidia/DeepSeek-V4-Flash-NVFP4, whose layout this is; readers look for the name
 PRODUCER = {"name": "modelopt", "version": "dsv4-nvfp4-experts"}
@@ -48,7 +47,7 @@ def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: 
     """Path below the output folder and text of every metadata file of a conversion.
 
     folder: the source, of whose root config.json the keys survive that describe neither the model nor its storage.
-    config, formats: of the output. Each file is read back by read_any_config to the same `config`.
+    config, formats: of the output. Each file is read back by read_config to the same `config`.
     """
     # random weights have no folder
     root = next(config_values(folder))[1] if folder.is_dir() else {}
@@ -80,7 +79,7 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
     values = {key: value for key, value in source.items() if key in harmless}
     values |= {key: FIXED[key] for key in RELEASED} | _model(config)
     values |= {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
-    values |= {"torch_dtype": TORCH_DTYPE[formats.dense], "expert_dtype": EXPERT_DTYPE[formats.experts]}
+    values |= {"torch_dtype": TORCH_DTYPE[formats.dense], "expert_dtype": STORAGE[formats.experts].expert_dtype}
     if transformers:
         values |= _transformers(config) | {"dtype": values["torch_dtype"]}
     quantization = _quantization(config, formats)
@@ -132,8 +131,8 @@ def _inference(config: ModelConfig, formats: Formats) -> dict[str, Any]:
     values = {names.get(key, key): value for key, value in model.items() if key not in NOT_OFFICIAL_ARGS} | rope
     values |= {"n_mtp_layers": config.draft_stages, "n_shared_experts": FIXED["n_shared_experts"]}
     values |= {"score_func": FIXED["scoring_func"], "scale_fmt": FP8_QUANTIZATION["scale_fmt"]}
-    values["dtype"] = "fp8" if formats.linear == "fp8" else "bf16"
-    values["expert_dtype"] = "fp4" if EXPERT_DTYPE[formats.experts] == "fp4" else None
+    values["dtype"] = "fp8" if is_quantised(formats.linear) else "bf16"
+    values["expert_dtype"] = "fp4" if STORAGE[formats.experts].expert_dtype == "fp4" else None
     return values
 
 
@@ -148,9 +147,11 @@ def _quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
     vLLM and transformers refuse an expert_dtype other than fp4 and fp8 where there is a quantization_config: bf16
     experts beside fp8 matrices load in neither, rather than in a wrong way.
     """
-    if not {"fp4", "fp8", "nvfp4"} & {formats.linear, formats.experts}:
+    if not (is_quantised(formats.linear) or is_quantised(formats.experts)):
         return {}
-    values = FP8_QUANTIZATION | {"activation_scheme": "dynamic"} | {"expert_dtype": EXPERT_DTYPE[formats.experts]}
+    values = (
+        FP8_QUANTIZATION | {"activation_scheme": "dynamic"} | {"expert_dtype": STORAGE[formats.experts].expert_dtype}
+    )
     wide = [name for name, form in _modules(config, formats).items() if form in TORCH_DTYPE]
     if formats.experts == "nvfp4":
         values |= NVFP4_QUANTIZATION | {"producer": PRODUCER, "ignored_layers": ["head", *wide]}
@@ -174,11 +175,10 @@ def _nvfp4_layers(config: ModelConfig, formats: Formats) -> dict[str, Any]:
 
 def _modules(config: ModelConfig, formats: Formats) -> dict[str, str]:
     """Every matrix that has a storage format, the routed experts of a layer as one, with that format."""
-    forms = {dtype: form for form, dtype in DTYPES.items()}
     # one expert stands for all
     specs = expected_tensors(replace(config, n_routed_experts=1, num_experts_per_tok=1), formats).values()
     return {
-        spec.matrix.split(".experts.")[0] + ".experts" * (spec.expert is not None): forms[spec.dtype]
+        spec.matrix.split(".experts.")[0] + ".experts" * (spec.expert is not None): spec.form
         for spec in specs
-        if spec.columns and spec.role == "weight"
+        if spec.form and not spec.is_scale
     }

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from dsv4cli.engine.checkpoint.source import RandomSource, resolve_model
-from dsv4cli.engine.config.storage import ExpertFormat, LinearFormat
+from dsv4cli.engine.config.formats import FormatName
 from dsv4cli.engine.conversion.finish import Against, Progress
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Part
@@ -33,8 +33,8 @@ class ConversionOptions:
     ranks: int | None
     layers: str | None
     drafter: bool
-    experts: ExpertFormat | None
-    attention: LinearFormat | None
+    experts: FormatName | None
+    attention: FormatName | None
     max_shard_size: str
     shard: str | None
     workers: int | None

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.naming import Location, MpNaming, Naming, stored_table
+from dsv4cli.engine.config.formats import STORAGE, Role
 from dsv4cli.kernels.formats import FP8_BLOCK
 
 # output bytes between two lines of the journal, which are synced while the next are written: what an interruption costs
@@ -140,8 +141,8 @@ class _Writer:
                         + self.offsets[location.name]
                         + location.begin * DTYPE_BITS[location.dtype] // 8
                     )
-                    blocks = role == "scale" and roles["weight"].dtype == "F8_E4M3"
-                    slots.append(Slot(role, location, begin, FP8_BLOCK if blocks else 1))
+                    each = STORAGE[spec.form].rows if spec.form and spec.is_scale and spec.shape else 1
+                    slots.append(Slot(role, location, begin, each))
                     shape = location.shape if location.cut else spec.shape
                     bits = DTYPE_BITS[location.dtype if location.cut else spec.dtype]
                     nbytes += prod(shape) * bits // 8

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, OfficialNaming, TransformersNaming
+from dsv4cli.engine.config.formats import FormatName
 from dsv4cli.engine.config.model_config import ModelConfig
-from dsv4cli.engine.config.storage import ExpertFormat, Formats, LinearFormat
+from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UsageError
 
-TargetName = Literal["official", "bf16", "fp8", "nvfp4", "mp", "transformers"]
+TargetName = Literal["official", "bf16", "fp8", "base", "nvfp4", "mp", "transformers"]
 TARGETS: tuple[TargetName, ...] = get_args(TargetName)
 # the official convert.py widens wo_a, whose grouped product its kernels take in bf16; NVIDIA's NVFP4 exports, and
 # SGLang, have the drafter as it was
@@ -17,15 +18,17 @@ FORMATS: Mapping[TargetName, Formats] = {
     "official": Formats("fp8", "fp4", "bf16"),
     "bf16": Formats("bf16", "bf16", "bf16"),
     "fp8": Formats("fp8", "fp8", "bf16"),
+    "base": Formats("fp8_f32", "fp8_f32", "bf16"),
     "nvfp4": Formats("fp8", "nvfp4", "bf16", draft_experts="fp4"),
     "mp": Formats("fp8", "fp4", "bf16", wo_a="bf16"),
     "transformers": Formats("bf16", "bf16", "bf16"),
 }
 # what --experts may say for a target; the first is its own
-EXPERTS: Mapping[TargetName, tuple[ExpertFormat, ...]] = {
+EXPERTS: Mapping[TargetName, tuple[FormatName, ...]] = {
     "official": ("fp4", "fp8", "bf16"),
     "bf16": ("bf16", "fp4", "fp8"),
     "fp8": ("fp8",),
+    "base": ("fp8_f32",),
     "nvfp4": ("nvfp4",),
     "mp": ("fp4", "fp8", "bf16"),
     "transformers": ("bf16",),
@@ -45,8 +48,8 @@ def choose_target(
     name: TargetName,
     config: ModelConfig,
     *,
-    experts: ExpertFormat | None = None,
-    attention: LinearFormat | None = None,
+    experts: FormatName | None = None,
+    attention: FormatName | None = None,
     ranks: int | None = None,
 ) -> Target:
     """The target for a model of this configuration.

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from dsv4cli.engine.checkpoint.headers import UNFINISHED
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.values import Raw
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.conversion.hashed_file import HashedFile, Room
 from dsv4cli.engine.conversion.journal import Journal
 from dsv4cli.engine.conversion.manifest import changed, hash_file

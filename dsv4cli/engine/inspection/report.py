@@ -8,7 +8,6 @@ from dsv4cli.engine.checkpoint.contents import Contents, add_up
 from dsv4cli.engine.checkpoint.coverage import Coverage, check_coverage
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.checkpoint.naming import OfficialNaming, stored_table
 from dsv4cli.engine.checkpoint.sizes import Sizes, measure
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.storage import Formats
@@ -79,7 +78,7 @@ def inspect_model(source: Inspectable) -> Inspection:
     specs = found.specs
     sizes = measure(found.config, specs.values())
     try:
-        coverage = check_coverage(found.checkpoint, _table(found, specs))
+        coverage = check_coverage(found.checkpoint, found.stored_table)
     except UsageError as error:
         # files for a number of ranks that the configuration cannot be cut for
         return Inspection(source, found, sizes, problem=refusal or error, refused=True)
@@ -88,17 +87,13 @@ def inspect_model(source: Inspectable) -> Inspection:
     return Inspection(source, found, sizes, coverage, None, files, problem, refused=refusal is not None)
 
 
-def _table(found: FolderIdentity, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-    return specs if found.naming == OfficialNaming() else stored_table(found.naming, specs.values())
-
-
 def _inspect_file(source: FileSource) -> Inspection:
     """The header of a file; its tensors against those of the model where there is a configuration beside it."""
     try:
         infos = source.checkpoint.tensors
         has_config = any((source.file.parent / name).is_file() for name in CONFIGS)
         found = source.identity if has_config else None
-        table = _table(found, found.specs) if found else {}
+        table = found.stored_table if found else {}
     except (CheckpointError, UnsupportedCheckpoint, UsageError) as error:
         return Inspection(source, problem=error, refused=True)
     contents = add_up(infos.values(), table)

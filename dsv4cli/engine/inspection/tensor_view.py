@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.matrix import MatrixReader, stored_matrices
 from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFinding, judge
 from dsv4cli.engine.inspection.checks.measure import Measurement, whole_rows
 from dsv4cli.engine.inspection.checks.statistics import Statistics, of_values

@@ -96,7 +96,7 @@ def test_a_revision_is_asked_for_by_name(hub):
         resolve_inspectable(f"{NAME}@v3").identity  # noqa: B018 - the question raises
 
 
-@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.is_nvfp4, foreign.is_cut_for_gpus])
+@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_cut_for_no_process])
 def test_a_foreign_model_is_refused_by_name(hub, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dsv4cli.engine.config.dialects import translate_inference
-from dsv4cli.engine.config.model_config import parse_any_config, parse_config, read_any_config, read_config
+from dsv4cli.engine.config.model_config import parse_config, read_config
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
@@ -54,11 +54,11 @@ def test_every_file_is_read_back_to_the_same_model(tmp_path, name, target):
         for formats in (FORMATS[target], *PARTIAL):
             files = metadata_files(source, config, formats, target)
             out = saved(tmp_path / f"{number}-{formats.linear}-{formats.experts}", files)
-            assert read_any_config(out) == config
-            assert parse_any_config(json.loads(files["config.json"]), "root") == config
+            assert read_config(out) == config
+            assert parse_config(json.loads(files["config.json"]), "root") == config
             if "inference/config.json" in files:
                 values = json.loads(files["inference/config.json"])
-                assert parse_any_config(translate_inference(values), "inference") == config
+                assert parse_config(translate_inference(values), "inference") == config
 
 
 @pytest.mark.parametrize("target", ["official", "bf16", "fp8", "mp"])

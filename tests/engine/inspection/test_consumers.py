@@ -34,9 +34,10 @@ LOADS: dict[TargetName, tuple[bool | None, ...]] = {
     "official": (True, True, True, False, True),
     "bf16": (True, None, True, False, True),
     "fp8": (False, True, True, False, True),
-    "nvfp4": (True, True, False, False, False),
-    "mp": (False, False, False, True, False),
-    "transformers": (False, False, True, False, False),
+    "base": (True, None, None, False, True),
+    "nvfp4": (True, True, False, False, True),
+    "mp": (False, False, False, True, True),
+    "transformers": (False, False, True, False, True),
 }
 
 
@@ -415,7 +416,7 @@ def test_transformers_needs_a_whole_index(tmp_path, harm, reason, remedy):
     assert verdict(folder, "vllm").loads is True
 
 
-@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.is_base, foreign.is_compressed_tensors])
+@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_compressed_tensors])
 def test_of_foreign_models_nothing_is_known(tmp_path, harm):
     folder = official_copy(tmp_path)
     harm(folder)
