@@ -4,6 +4,7 @@ FOREIGN lists them with words that the refusal must contain, for every command t
 """
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,7 +100,10 @@ def says_compressed_tensors(folder: Path) -> None:
 def is_gguf(folder: Path) -> None:
     folder_empty(folder)
     (folder / "config.json").unlink()
-    (folder / "DeepSeek-V4-Flash-Q4.gguf").write_bytes(b"GGUF")
+    # version 3, no tensors, one key
+    key, value = b"general.architecture", b"llama"
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, len(value)) + value
+    (folder / "llama-Q4_K_M.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
 
 
 # known layouts of which something is not there

@@ -26,9 +26,15 @@ LAYOUTS = {
     "nvfp4": "ModelOpt's, with NVFP4 experts",
     "base": "official names, all matrices in FP8 with FP32 scales",
     "transformers": "transformers' names, experts stacked",
+    "gguf": "llama.cpp's GGUF, experts stacked",
     "compressed-tensors": "compressed-tensors' names, packed experts",
     "mixed": "official names, formats mixed",
 }
+# tensors of a GGUF model that stand for others
+GGUF_EXAMPLES = {
+    "experts": "blk.0.ffn_gate_exps.weight", "attention": "blk.0.attn_q_a.weight", "embedding": "token_embd.weight",
+    "norms": "output_norm.weight",
+}  # fmt: skip
 # columns right of the labels in a terminal of 80
 VALUE_WIDTH = 66
 # problems that a person reads at once; --json has all
@@ -99,12 +105,34 @@ def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str
         yield "", f"chosen by token id in {first}, by score in the others"
     yield "context", f"{config.max_position_embeddings:,} tokens"
     named = {form: storage.words for form, storage in STORAGE.items()}
+    if getattr(identity, "layout", "") == "gguf":
+        yield from _gguf(identity)
+        return
     experts, linear, dense = named[formats.experts], named[formats.linear], named[formats.dense]
     yield "formats", f"experts {experts}, other matrices {linear}, embedding and norms {dense}"
     others = {"wo_a": (formats.output, formats.linear), "experts of the drafter": (formats.drafter, formats.experts)}
     odd = [f"{name} {named[form]}" for name, (form, usual) in others.items() if form != usual]
     if odd:
         yield "", ", ".join(odd)
+
+
+def _gguf(identity: "Identity") -> "Iterator[tuple[str, str]]":
+    """The types of the tensors and the vocabulary; --json has the rest of the metadata."""
+    from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+
+    assert isinstance(identity, GgufIdentity)
+    types = {
+        label: info.dtype
+        for label, name in GGUF_EXAMPLES.items()
+        if (info := identity.checkpoint.tensors.get(name)) is not None
+    }
+    yield "formats", ", ".join(f"{label} {kind}" for label, kind in types.items())
+    metadata = identity.metadata
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    cut = metadata.get("tokenizer.ggml.pre", "unnamed")
+    words = f"{len(tokens):,} tokens, text cut as {cut}" if isinstance(tokens, list) else "none"
+    yield "vocabulary", brief_line(words + (", a chat template" if "tokenizer.chat_template" in metadata else ""))
+    yield "metadata", f"{len(metadata)} keys; --json has them"
 
 
 def _layout(result: "Inspection") -> "Iterator[tuple[str, str]]":

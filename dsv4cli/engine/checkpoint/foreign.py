@@ -7,6 +7,7 @@ from dsv4cli.errors import UnsupportedCheckpoint
 from dsv4cli.harmless import shell_word
 
 OFFICIAL = "use the official checkpoint: `dsv4 download flash`"
+CONVERT = "convert it back with `dsv4 convert {folder} OUT --to official`"
 OTHER_MODELS = {
     "deepseek_v41": "DeepSeek-V4.1, another architecture",
     "deepseek_v32": "DeepSeek-V3.2",
@@ -23,7 +24,7 @@ class Foreign:
     remedy: str = OFFICIAL
 
 
-GGUF = Foreign("a GGUF model", "run it with llama.cpp or ds4, or " + OFFICIAL)
+GGUF = Foreign("a GGUF model", "see who loads it with `dsv4 inspect {folder} --for llama.cpp`, or " + CONVERT)
 # what only the weights of a foreign model or of another tool have, by a pattern of tensor names; the first match counts
 FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.checkpoint.census import stored_formats
-from dsv4cli.engine.checkpoint.foreign import FOREIGN_TENSORS, GGUF, OTHER_MODELS, Foreign, refusal
+from dsv4cli.engine.checkpoint.foreign import CONVERT, FOREIGN_TENSORS, GGUF, OTHER_MODELS, Foreign, refusal
 from dsv4cli.engine.checkpoint.headers import UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
 from dsv4cli.engine.checkpoint.naming import (
@@ -171,6 +171,8 @@ def _compressed(checkpoint: Checkpoint) -> CompressedNaming:
 
 def _refuse_foreign(folder: Path) -> None:
     """Refuses other models and other tools' exports by file names and the root config.json."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise refusal(folder, GGUF, "by its name")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder", "name the folder that holds config.json and the weights")
     try:
@@ -196,7 +198,9 @@ def _refuse_foreign(folder: Path) -> None:
     given = quantization.get("format")
     if quantization.get("quant_method") == "compressed-tensors" and given not in COMPRESSED_FORMATS:
         sign = f"quantization_config.format {given!r}"[:80]
-        raise refusal(folder, Foreign("a compressed-tensors export in another format than NVFP4 or MXFP4"), sign)
+        raise refusal(
+            folder, Foreign("a compressed-tensors export in another format than NVFP4 or MXFP4", CONVERT), sign
+        )
 
 
 def _root_config(folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from dsv4cli.engine.config.model_config import ModelConfig, config_values
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.manifest import MANIFEST
 from dsv4cli.engine.conversion.target import TargetName
+from dsv4cli.kernels.formats import FP4_BLOCK, NVFP4_BLOCK
 
 CONFIG, INFERENCE, NVFP4_MANIFEST = "config.json", "inference/config.json", "hf_quant_config.json"
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
@@ -39,6 +40,10 @@ TORCH_DTYPE = {"bf16": "bfloat16", "f32": "float32"}
 PRODUCER = {"name": "modelopt", "version": "dsv4-nvfp4-experts"}
 # ModelOpt's patterns of what is not in NVFP4
 NOT_NVFP4 = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
+# targets that the official scripts do not read
+PLAIN = ("transformers", "gguf", "compressed-tensors")
+# the routed experts, by the names in the files and by those of vLLM's modules
+PACKED_TARGETS = [r"re:.*experts\.\d+\.w[123]$", r"re:.*experts\.\d+\.(gate|up|down)_proj$"]
 # root keys that official ModelArgs does not have
 NOT_OFFICIAL_ARGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "rope_scaling"}
 
@@ -49,12 +54,13 @@ def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: 
     folder: the source, of whose root config.json the keys survive that describe neither the model nor its storage.
     config, formats: of the output. Each file is read back by read_config to the same `config`.
     """
-    # random weights have no folder
-    root = next(config_values(folder))[1] if folder.is_dir() else {}
+    # random weights and GGUF have none
+    has_config = any((folder / name).is_file() for name in (CONFIG, INFERENCE))
+    root = next(config_values(folder))[1] if has_config else {}
     files = {CONFIG: _root(root, config, formats, target)}
-    if target == "mp" or (target != "transformers" and (folder / INFERENCE).is_file()):
+    if target == "mp" or (target not in PLAIN and (folder / INFERENCE).is_file()):
         files[INFERENCE] = _inference(config, formats)
-    if formats.experts == "nvfp4":
+    if formats.experts == "nvfp4" and target != "compressed-tensors":
         files[NVFP4_MANIFEST] = _nvfp4_manifest(config, formats)
     return {path: json.dumps(values, indent=2, sort_keys=True) + "\n" for path, values in files.items()}
 
@@ -82,6 +88,11 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
     values |= {"torch_dtype": TORCH_DTYPE[formats.dense], "expert_dtype": STORAGE[formats.experts].expert_dtype}
     if transformers:
         values |= _transformers(config) | {"dtype": values["torch_dtype"]}
+    if target == "gguf":
+        # the files say themselves how they are stored
+        return {key: value for key, value in values.items() if key != "expert_dtype"}
+    if target == "compressed-tensors":
+        return values | {"quantization_config": _packed_quantization(config, formats)}
     quantization = _quantization(config, formats)
     return values | ({"quantization_config": quantization} if quantization else {})
 
@@ -159,6 +170,32 @@ def _quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
     elif wide:
         values["ignored_layers"] = ["head", *wide]
     return values
+
+
+def _packed_quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors: the routed experts, weights alone; all else is in bf16.
+
+    vLLM asks by its own names for the projections, and by these for the files.
+    """
+    nvfp4 = formats.experts == "nvfp4"
+    form = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group" if nvfp4 else "group",
+        "group_size": NVFP4_BLOCK if nvfp4 else FP4_BLOCK,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
+    }
+    group = {"targets": PACKED_TARGETS, "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"format": form}},
+        "ignore": ["head", *(name for name, kind in _modules(config, formats).items() if kind in TORCH_DTYPE)],
+    }
 
 
 def _nvfp4_manifest(config: ModelConfig, formats: Formats) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from dsv4cli.engine.checkpoint.compare import Comparison, row_chunks
 from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.sizes import stored_bytes
 from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.checkpoint.values import Values, decode, form_of, scale_rows
 from dsv4cli.engine.config.formats import Role
-from dsv4cli.engine.conversion.plan import stored_bytes
 
 # of the row pieces of a matrix, one in this many is compared when a sample is enough
 SAMPLE = 16

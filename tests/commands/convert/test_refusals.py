@@ -124,7 +124,7 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
         ("", 2, ["'' is neither a folder nor a known model"]),
         ("{tmp}/full", 1, ["{tmp}/full holds no safetensors file"]),
         ("{tmp}/file", 2, ["{tmp}/file is a file; a model is a folder", "name the folder"]),
-        ("{tmp}/m.gguf", 4, ["{tmp}/m.gguf is a GGUF model"]),
+        ("{tmp}/m.gguf", 1, ["{tmp}/m.gguf is truncated", "download m.gguf again"]),
         ("flash", 1, ["DeepSeek-V4-Flash is not in the Hugging Face cache", "`dsv4 download flash`"]),
         ("some/repo", 1, ["some/repo is not in the Hugging Face cache", "`dsv4 download some/repo`"]),
         ("https://huggingface.co/some/repo", 1, ["there is no folder https://huggingface.co/some/repo"]),
@@ -215,6 +215,7 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
         ("--to nvfp4 --experts bf16", ["--to nvfp4 has no experts in bf16", "allowed with it: nvfp4"]),
         ("--to transformers --experts fp4", ["--to transformers has no experts in fp4", "allowed with it: bf16"]),
         ("--to transformers --attention fp8", ["--to transformers has no attention in fp8", "allowed with it: bf16"]),
+        ("--to bf16 --experts nvfp4", ["--to bf16 has no experts in nvfp4", "allowed with it: bf16, fp4, fp8"]),
         ("--to bf16 --shard 3/2", ["--shard '3/2' is not a part of a job", "I from 1 to N"]),
         ("--to bf16 --shard 0/2", ["--shard '0/2' is not a part of a job"]),
         ("--to bf16 --shard 2", ["--shard '2' is not a part of a job"]),
@@ -231,7 +232,7 @@ def test_options_that_make_no_sense(small, tmp_path, options, words):
     assert files(tmp_path) == {}
 
 
-@pytest.mark.parametrize("option", ["--experts nvfp4", "--attention fp4", "--verify some", "--ranks 0", "--workers 0"])
+@pytest.mark.parametrize("option", ["--experts int4", "--attention fp4", "--verify some", "--ranks 0", "--workers 0"])
 def test_values_that_an_option_does_not_have(small, tmp_path, option):
     name, value = option.split()
     code, out, err = run("convert", small, tmp_path / "out", *BF16, name, value)

@@ -53,7 +53,7 @@ def test_the_document_of_a_sound_checkpoint():
     assert (done.returncode, done.stderr) == (0, "")
     document = json.loads(done.stdout)
     sections = ["contents", "values", "tensor", "layer", "tree", "verdict", "fit", "diff"]
-    known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "coverage", "sizes"]
+    known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "gguf", "coverage", "sizes"]
     assert list(document) == known + sections
     assert (document["schema"], document["loads"], document["problem"]) == ("dsv4.inspect/1", True, None)
     identity = document["identity"]

@@ -144,7 +144,8 @@ def test_gguf_files_are_named(hub, dsv4, name):
     done = dsv4("inspect", NAME)
     assert done.code == 3
     assert done.out.startswith(
-        f"{NAME} would not load\n  {NAME} is a GGUF model ({name}), which this engine does not run\n→ run it with llama"
+        f"{NAME} would not load\n  {NAME} is a GGUF model ({name}), which this engine does not run\n"
+        f"→ see who loads it with `dsv4 inspect {NAME} --for llama.cpp`, or convert it back"
     )
     assert json.loads(dsv4("inspect", NAME, "--json").out)["problem"]["kind"] == "unsupported"
 

@@ -37,7 +37,8 @@ def test_transformers_reads_ours_as_the_official_file(tmp_path, name):
     assert {key: values[key] for key in keys} == {key: theirs[key] for key in keys}
 
 
-@pytest.mark.parametrize("target", FORMATS)
+# compressed-tensors has a reader of its own: see checkpoint/test_packed.py
+@pytest.mark.parametrize("target", [target for target in FORMATS if target != "compressed-tensors"])
 @pytest.mark.parametrize("name", ["tiny-flash", "tiny-pro", "flash", "pro", "flash-0731"])
 def test_every_file_is_read_back_to_the_same_model(tmp_path, name, target):
     source = GOLDEN / name if name.startswith("tiny") else with_inference(tmp_path / "source")
