@@ -1,0 +1,148 @@
+"""How far two recordings lie apart, stage by stage: cosine, relative L2, the largest difference, other choices."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import hypot, prod
+
+import torch
+
+from dsv4cli.engine.tracing.feed import sum_rounding
+from dsv4cli.engine.tracing.recording import Recording, common
+from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, STREAMS
+
+# values that are compared at once, in double precision
+AT_ONCE = 1 << 22
+# half a step, relative, of the formats that are coarser than a sum's own rounding; evenly spread errors of up to so much
+# have a root mean square of 1/√3 of it
+ROUNDINGS = {torch.bfloat16: 2**-9 / 3**0.5, torch.float16: 2**-12 / 3**0.5}
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest difference, and where: text, position, and the index in its row."""
+
+    difference: float
+    text: int
+    position: int
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one stage: cosine and relative L2 over all rows, in double precision; of choices the share that differs in
+    place of the latter.
+
+    rounding: how far, relative, one rounding of the coarser of both formats moves a value. rows: fp32 [R], the same as
+    relative of each row; infinite where it is not a number. alike: bool [R], whether what was chosen
+    before on the way to a row is the same: another expert gives another sum, which rounding may explain.
+    """
+
+    layer: int
+    stage: str
+    cosine: float
+    relative: float
+    largest: Largest | None
+    rounding: float
+    rows: torch.Tensor
+    alike: torch.Tensor
+
+    @property
+    def others(self) -> int:
+        """Rows of choices that are not the same."""
+        return int((self.rows > 0).sum())
+
+
+def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[Difference]:
+    """Each stage that both have, in order. fed: whether each half of a block of `other` was fed with `one`'s streams,
+    so that no difference goes from one half to the next."""
+    every = torch.ones(one.manifest.rows("token", 0), dtype=torch.bool)
+    tokens = every
+    for layer, stage in common(one, other):
+        found = _difference(one, other, layer, stage, _alike(tokens, stage, one, layer))
+        yield found
+        if BY_NAME[stage].choices:
+            tokens = tokens & (found.rows == 0)
+        elif fed and stage in (STREAMS, AFTER_ATTENTION):
+            tokens = every
+
+
+def _alike(tokens: torch.Tensor, stage: str, one: Recording, layer: int) -> torch.Tensor:
+    """Which rows of a stage no other choice has led to; tokens: for which it is so, bool [T]."""
+    per = BY_NAME[stage].per
+    if per == "token":
+        return tokens
+    rows = one.manifest.rows(per, layer)
+    if per == "entry":
+        return torch.ones(rows, dtype=torch.bool)
+    return tokens[[_token(one, row, layer) for row in range(rows)]]
+
+
+def _token(one: Recording, row: int, layer: int) -> int:
+    """The row of the token of a row of logits."""
+    text, position = one.manifest.place(row, "logits", layer)
+    return position + sum(len(before.ids) for before in one.manifest.texts[:text])
+
+
+def _difference(one: Recording, other: Recording, layer: int, stage: str, alike: torch.Tensor) -> Difference:
+    total = _Sums()
+    rows = one.manifest.rows(BY_NAME[stage].per, layer)
+    width = prod(one.rows(layer, stage, 0, 1).shape[1:]) if rows else 1
+    step = max(1, AT_ONCE // max(1, width))
+    for first in range(0, rows, step):
+        a, b = (side.rows(layer, stage, first, min(first + step, rows)) for side in (one, other))
+        total.add(a, b, first, choices=BY_NAME[stage].choices)
+    return total.difference(one, layer, stage, alike)
+
+
+class _Sums:
+    """What has been compared of a stage."""
+
+    def __init__(self) -> None:
+        self.dot = self.one = self.other = self.between = 0.0
+        self.rows: list[torch.Tensor] = []
+        self.largest: tuple[float, int, tuple[int, ...]] = (-1.0, 0, ())
+        self.rounding = 0.0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor, first: int, *, choices: bool) -> None:
+        """Rows of both, from row `first` on."""
+        if choices:
+            self.rows.append(_others(a, b))
+            return
+        self.rounding = max(ROUNDINGS.get(x.dtype, 0.0) for x in (a, b))
+        shape, a, b = a.shape, a.flatten(1).double(), b.flatten(1).double()
+        gap = (a - b).nan_to_num(float("inf"), float("inf"), float("inf")).abs()
+        self.dot += float((a * b).sum())
+        self.one += float(a.square().sum())
+        self.other += float(b.square().sum())
+        self.between += float(gap.square().sum())
+        norm = a.norm(dim=1)
+        relative = gap.norm(dim=1) / torch.where(norm > 0, norm, torch.ones_like(norm))
+        self.rows.append(relative.float())
+        if gap.numel() and float(gap.max()) > self.largest[0]:
+            place = torch.unravel_index(gap.argmax(), shape)
+            row, *index = (int(number) for number in place)
+            self.largest = (float(gap.max()), first + row, tuple(index))
+
+    def difference(self, one: Recording, layer: int, stage: str, alike: torch.Tensor) -> Difference:
+        """Of all rows."""
+        rows, per = torch.cat(self.rows) if self.rows else torch.zeros(0), BY_NAME[stage].per
+        if BY_NAME[stage].choices:
+            mean = float(rows.mean()) if len(rows) else 0.0
+            return Difference(layer, stage, 1.0 - mean, mean, None, 0.0, rows, alike)
+        gap, row, index = self.largest
+        largest = Largest(gap, *one.manifest.place(row, per, layer), index) if gap > 0 else None
+        scale = (self.one * self.other) ** 0.5
+        cosine = self.dot / scale if scale else float(self.one == self.other)
+        relative = (self.between / self.one) ** 0.5 if self.one else float(self.between > 0)
+        rounding = hypot(self.rounding, sum_rounding(one.manifest))
+        return Difference(layer, stage, cosine, relative, largest, rounding, rows, alike)
+
+
+def _others(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of each row the share of a's choices that b does not have; -1 stands for none."""
+    width = max(a.shape[1], b.shape[1])
+    wide = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in (a, b)]
+    a, b = wide
+    missing = ((a[:, :, None] != b[:, None]).all(2) & (a >= 0)).sum(1)
+    added = ((b[:, :, None] != a[:, None]).all(2) & (b >= 0)).sum(1)
+    return torch.maximum(missing, added).float() / (a >= 0).sum(1).clamp_min(1)
