@@ -7,14 +7,14 @@ from math import hypot, prod
 import torch
 
 from dsv4cli.engine.tracing.feed import sum_rounding
+from dsv4cli.engine.tracing.manifest import Manifest
 from dsv4cli.engine.tracing.recording import Recording, common
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, STREAMS
 
 # values that are compared at once, in double precision
 AT_ONCE = 1 << 22
-# half a step, relative, of the formats that are coarser than a sum's own rounding; evenly spread errors of up to so much
-# have a root mean square of 1/√3 of it
-ROUNDINGS = {torch.bfloat16: 2**-9 / 3**0.5, torch.float16: 2**-12 / 3**0.5}
+# half a step, relative, of formats that are coarser than a sum's own rounding
+HALF_STEPS = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Largest:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one stage: cosine and relative L2 over all rows, in double precision; of choices the share that differs in
-    place of the latter.
+    """Of one stage: cosine and relative L2 over all rows, in double precision; of choices the share of rows with
+    another one.
 
     rounding: how far, relative, one rounding of the coarser of both formats moves a value. rows: fp32 [R], the same as
     relative of each row; infinite where it is not a number. alike: bool [R], whether what was chosen
@@ -46,11 +46,6 @@ class Difference:
     rows: torch.Tensor
     alike: torch.Tensor
 
-    @property
-    def others(self) -> int:
-        """Rows of choices that are not the same."""
-        return int((self.rows > 0).sum())
-
 
 def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[Difference]:
     """Each stage that both have, in order. fed: whether each half of a block of `other` was fed with `one`'s streams,
@@ -64,6 +59,19 @@ def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[Diff
             tokens = tokens & (found.rows == 0)
         elif fed and stage in (STREAMS, AFTER_ATTENTION):
             tokens = every
+
+
+def rounding_of(manifest: Manifest, stage: str, half_step: float) -> float:
+    """How far one more rounding moves a stage's rows, relative; half_step: of its format, 0 where that is fp32.
+
+    Errors of up to half a step have a root mean square of 1/√3 of it. What stays fp32 behind values that were rounded
+    moves by what one of these, rounded the other way, is of the `hidden` that are summed up; or as sums do.
+    """
+    sums = sum_rounding(manifest)
+    if half_step:
+        return hypot(half_step / 3**0.5, sums)
+    own = 0.0 if BY_NAME[stage].direct else HALF_STEPS.get(getattr(torch, manifest.dtype), 0.0)
+    return hypot(2 * own / manifest.hidden**0.5, sums)
 
 
 def _alike(tokens: torch.Tensor, stage: str, one: Recording, layer: int) -> torch.Tensor:
@@ -101,14 +109,14 @@ class _Sums:
         self.dot = self.one = self.other = self.between = 0.0
         self.rows: list[torch.Tensor] = []
         self.largest: tuple[float, int, tuple[int, ...]] = (-1.0, 0, ())
-        self.rounding = 0.0
+        self.half_step = 0.0
 
     def add(self, a: torch.Tensor, b: torch.Tensor, first: int, *, choices: bool) -> None:
         """Rows of both, from row `first` on."""
         if choices:
             self.rows.append(_others(a, b))
             return
-        self.rounding = max(ROUNDINGS.get(x.dtype, 0.0) for x in (a, b))
+        self.half_step = max(HALF_STEPS.get(x.dtype, 0.0) for x in (a, b))
         shape, a, b = a.shape, a.flatten(1).double(), b.flatten(1).double()
         gap = (a - b).nan_to_num(float("inf"), float("inf"), float("inf")).abs()
         self.dot += float((a * b).sum())
@@ -127,22 +135,23 @@ class _Sums:
         """Of all rows."""
         rows, per = torch.cat(self.rows) if self.rows else torch.zeros(0), BY_NAME[stage].per
         if BY_NAME[stage].choices:
-            mean = float(rows.mean()) if len(rows) else 0.0
+            mean = float((rows > 0).float().mean()) if len(rows) else 0.0
             return Difference(layer, stage, 1.0 - mean, mean, None, 0.0, rows, alike)
         gap, row, index = self.largest
         largest = Largest(gap, *one.manifest.place(row, per, layer), index) if gap > 0 else None
         scale = (self.one * self.other) ** 0.5
         cosine = self.dot / scale if scale else float(self.one == self.other)
         relative = (self.between / self.one) ** 0.5 if self.one else float(self.between > 0)
-        rounding = hypot(self.rounding, sum_rounding(one.manifest))
+        rounding = rounding_of(one.manifest, stage, self.half_step)
         return Difference(layer, stage, cosine, relative, largest, rounding, rows, alike)
 
 
 def _others(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of each row the share of a's choices that b does not have; -1 stands for none."""
+    """Of each row the share of a's choices that b does not have, infinite where b has more or fewer; -1 stands for
+    none."""
     width = max(a.shape[1], b.shape[1])
     wide = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in (a, b)]
     a, b = wide
     missing = ((a[:, :, None] != b[:, None]).all(2) & (a >= 0)).sum(1)
-    added = ((b[:, :, None] != a[:, None]).all(2) & (b >= 0)).sum(1)
-    return torch.maximum(missing, added).float() / (a >= 0).sum(1).clamp_min(1)
+    counts = [(x >= 0).sum(1) for x in (a, b)]
+    return torch.where(counts[0] == counts[1], missing / counts[0].clamp_min(1), float("inf")).float()

@@ -66,7 +66,7 @@ class MovedStreams:
 def sum_rounding(manifest: Manifest) -> float:
     """How far, relative, fp32 sums over a block's longest row lie apart when they are taken in another order: each of
     its K additions rounds by up to 2^-24, and their errors add up as √K."""
-    return float(manifest.width**0.5 * 2**-24)
+    return float((manifest.streams * manifest.hidden) ** 0.5 * 2**-24)
 
 
 def rounding_between(one: Manifest, other: Manifest) -> float:

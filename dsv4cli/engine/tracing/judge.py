@@ -1,36 +1,59 @@
-"""Which differences rounding alone explains: those that are not far above what one rounding more makes of the stage.
+"""Which differences rounding alone explains: those that are not far above what rounding makes of the stage.
 
-The rule has no constant of a stage. A stage's noise is measured: the same model computes the same tokens once more,
-with the streams that go into each block, or each half of it, moved as far as sums move them that are taken in another
-order (feed.Jitter). What a stage then differs by in the median row, in nine of ten rows and in the worst row, together
-with one rounding of its own format, is what rounding explains; up to FACTOR times as much is noise. Between two streams
-a row is rounded at about a dozen places, whose errors add up as √12 = 3.5: FACTOR is the next whole number.
+No stage has a constant of its own: its noise is measured. The same model computes the same tokens once more, with the
+streams that go into each block, or each half of it, moved as far as fp32 sums lie apart that are taken in another order
+(feed.Jitter). How far this twin lies apart at a stage, together with one rounding of the stage's own format
+(compare.rounding_of), is its noise, of these rows:
+
+- the median row, beside the twin's upper quartile, and the row that nine of ten are below, beside the one that 19 of 20
+  are below: a twin is one sample of many;
+- the worst row, beside the twin's worst row of that stage in any layer: a code of FP8 or FP4 that is rounded the other
+  way is rare, and one layer may have none.
+
+What lies up to FACTOR times as far apart is explained: between two streams a row is rounded at about a dozen places,
+and their errors add up as √12 = 3.5. Of choices so many rows may be others, FACTOR for each that the twin has and for
+one more; how many are chosen does not hang on rounding.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import hypot, inf
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4cli.engine.tracing.compare import Difference
-from dsv4cli.engine.tracing.manifest import Manifest
 from dsv4cli.engine.tracing.stages import BY_NAME, placed
 
 FACTOR = 4.0
-# which rows are looked at
-SHARES = (0.5, 0.9, 1.0)
+# of the rows of a stage, and of those of its twin
+SHARES = ((0.5, 0.75), (0.9, 0.95))
 NOISE = "noise.safetensors"
-# by (layer, stage): of each row how far it moves, and whether all that was chosen before is the same
-Noise = Mapping[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Moved(NamedTuple):
+    """How far each row of a stage moves: fp32 [R], and whether all that was chosen before is the same: bool [R]."""
+
+    rows: torch.Tensor
+    alike: torch.Tensor
+
+    def explained(self) -> torch.Tensor:
+        """Of rows whose choices are the same; of all where there is none."""
+        rows = self.rows[self.alike & self.rows.isfinite()]
+        return rows if len(rows) else self.rows[self.rows.isfinite()]
+
+
+# by layer and stage
+Noise = Mapping[tuple[int, str], Moved]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A stage's difference beside its noise. excess: how many times as far apart as noise allows, in the worst of the
-    rows that are looked at; above 1 rounding does not explain it."""
+    """A stage's difference beside its noise, the twin's relative L2. excess: how many times as far apart as is
+    explained; above 1 there is more than rounding."""
 
     difference: Difference
     noise: float
@@ -41,65 +64,70 @@ class Verdict:
         """Whether more than rounding is there."""
         return self.excess > 1
 
-    def place(self, manifest: Manifest) -> str:
+    @property
+    def place(self) -> str:
         """Where it is, in words."""
-        return placed(self.difference.layer, self.difference.stage, manifest.layers_of_model)
+        return placed(self.difference.layer, self.difference.stage)
 
 
 def noise_of(found: Iterable[Difference]) -> Noise:
-    """What a comparison with the moved twin gives."""
-    return {(one.layer, one.stage): (one.rows, one.alike) for one in found}
+    """What a comparison with the twin gives."""
+    return {(one.layer, one.stage): Moved(one.rows, one.alike) for one in found}
 
 
 def save_noise(noise: Noise, folder: Path) -> None:
     """Puts it into a recording's folder. Raises OSError."""
-    tensors = {}
-    for (layer, stage), (rows, alike) in noise.items():
-        tensors |= {f"{layer}/{stage}/rows": rows, f"{layer}/{stage}/alike": alike}
+    tensors: dict[str, torch.Tensor] = {}
+    for (layer, stage), moved in noise.items():
+        tensors |= {f"{layer}/{stage}/{name}": rows for name, rows in moved._asdict().items()}
     save_file(tensors, folder / NOISE)
 
 
 def load_noise(folder: Path) -> Noise | None:
     """What a recording's folder has of it."""
-    if not (folder / NOISE).exists():
+    if not (folder / NOISE).is_file():
         return None
-    tensors = load_file(folder / NOISE)
-    places = {tuple(name.split("/")[:2]) for name in tensors}
-    return {
-        (int(layer), stage): (tensors[f"{layer}/{stage}/rows"], tensors[f"{layer}/{stage}/alike"])
-        for layer, stage in places
-    }
+    parts: dict[tuple[int, str], dict[str, torch.Tensor]] = defaultdict(dict)
+    for key, rows in load_file(folder / NOISE).items():
+        layer, stage, name = key.split("/")
+        parts[int(layer), stage][name] = rows
+    return {place: Moved(**moved) for place, moved in parts.items()}
 
 
 def judged(found: Iterable[Difference], noise: Noise) -> Iterator[Verdict]:
     """Each stage beside its noise; one whose noise is not known is left out."""
+    worst: dict[str, float] = defaultdict(float)
+    for (_, stage), moved in noise.items():
+        rows = moved.explained()
+        worst[stage] = max(worst[stage], float(rows.max()) if len(rows) else 0.0)
     for one in found:
         if (one.layer, one.stage) in noise:
-            rows, alike = noise[one.layer, one.stage]
+            moved = noise[one.layer, one.stage]
             choices = BY_NAME[one.stage].choices
-            excess = _of_choices(one, rows) if choices else _of_values(one, rows[alike])
-            yield Verdict(one, float(rows.double().square().mean() ** 0.5) if len(rows) else 0.0, excess)
+            excess = _of_choices(one, moved) if choices else _of_values(one, moved.explained(), worst[one.stage])
+            yield Verdict(one, _mean(moved.rows), excess)
 
 
-def _of_choices(found: Difference, noise: torch.Tensor) -> float:
-    """As many other rows as the twin has, and one."""
-    return found.others / (FACTOR * (int((noise > 0).sum()) + 1))
+def _mean(rows: torch.Tensor) -> float:
+    return float(rows.double().square().mean() ** 0.5) if len(rows) else 0.0
 
 
-def _of_values(found: Difference, noise: torch.Tensor) -> float:
-    rows = found.rows[found.alike]
-    if not len(rows):
-        return 0.0
-    if not bool(rows.isfinite().all()):
+def _of_choices(found: Difference, twin: Moved) -> float:
+    if not bool(found.rows.isfinite().all()):
         return inf
-    noise = noise[noise.isfinite()]
-    worst = 0.0
-    for share in SHARES:
-        own = hypot(_level(noise, share) if len(noise) else 0.0, found.rounding)
-        worst = max(worst, _level(rows, share) / (FACTOR * own))
-    return worst
+    return int((found.rows > 0).sum()) / (FACTOR * (int((twin.rows > 0).sum()) + 1))
+
+
+def _of_values(found: Difference, twin: torch.Tensor, worst: float) -> float:
+    rows = found.rows[found.alike] if bool(found.alike.any()) else found.rows
+    if not bool(found.rows.isfinite().all()):
+        return inf
+    pairs = [(_level(rows, own), _level(twin, other)) for own, other in SHARES]
+    return max(far / (FACTOR * hypot(near, found.rounding)) for far, near in [*pairs, (_level(rows, 1.0), worst)])
 
 
 def _level(rows: torch.Tensor, share: float) -> float:
-    """What so many of the rows do not exceed."""
-    return float(torch.quantile(rows.double(), share, interpolation="lower"))
+    """What so many of the rows do not exceed; torch.quantile takes 16 million at most."""
+    if not len(rows):
+        return 0.0
+    return float(rows.kthvalue(max(1, int(share * len(rows)))).values)

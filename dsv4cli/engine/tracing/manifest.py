@@ -34,8 +34,9 @@ class Manifest:
 
     model: as the user called it. weights: what identifies them, None where unknown. texts: in the order of the rows.
     layers: the first and the one behind the last; the streams that this one takes are recorded too. layers_of_model:
-    how many it has. ratios: of each of its layers. width: of the longest sum of a block. dtype, simulate: the numerics.
-    fed: whether each half of a block was given another recording's streams. how: backend, device, chunk, drafts, ranks and versions, for people.
+    how many it has. ratios: of each of its layers. hidden, streams: the width of an activation, and of how many streams
+    there are. dtype, simulate: the numerics. what: groups of stages. fed: whether each half of a block was given another
+    recording's streams. how: backend, device, versions and the like, for people.
     """
 
     model: str
@@ -43,7 +44,8 @@ class Manifest:
     layers: tuple[int, int]
     layers_of_model: int
     ratios: tuple[int, ...]
-    width: int
+    hidden: int
+    streams: int
     dtype: str
     simulate: bool
     what: tuple[Group, ...] = GROUPS
@@ -88,7 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
         if given.pop("schema") != SCHEMA:
             raise ValueError(SCHEMA)
         texts = tuple(Text(tuple(map(int, one["ids"])), int(one["prompt"])) for one in given.pop("texts"))
-        tuples = {name: tuple(given.pop(name)) for name in ("layers", "ratios", "what")}
+        tuples: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("layers", "ratios", "what")}
         return Manifest(texts=texts, **tuples, **given)
     except OSError as error:
         raise UsageError(f"{folder} holds no whole recording: {FILE}: {error.strerror}", remedy) from None

@@ -7,7 +7,6 @@ the first step has gone through its layer, with room for all rows: no more than 
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -65,14 +64,15 @@ class Writer:
         path = file_of(self.folder, layer, self.rank)
         if layer not in self._places:
             self._places[layer] = _make_file(
-                path, {name: (self.manifest.rows(BY_NAME[name].per, layer), rows[0][1]) for name, rows in waiting.items()}
+                path,
+                {name: (self.manifest.rows(BY_NAME[name].per, layer), rows[0][1]) for name, rows in waiting.items()},
             )
         with open(path, "r+b", buffering=0) as file:
             for name, parts in waiting.items():
                 offset, size = self._places[layer][name]
                 for first, rows in parts:
                     file.seek(offset + first * size)
-                    left = memoryview(rows.flatten().view(torch.uint8).numpy())
+                    left = memoryview(rows.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's own say less
                     while left:
                         left = left[file.write(left) :]
 
@@ -150,14 +150,12 @@ class RecordedFolder:
 
 
 def common(one: Recording, other: Recording) -> list[tuple[int, str]]:
-    """The layers and stages that two recordings have, in order."""
-    layers = sorted({*one.layers()} & {*other.layers()})
-    return [(layer, stage) for layer in layers for stage in one.stages(layer) if stage in other.stages(layer)]
-
-
-def check_common(pairs: Sequence[tuple[int, str]], names: tuple[str, str]) -> None:
-    """Raises UsageError where two recordings have no stage in common."""
-    if not pairs:
-        raise UsageError(
-            f"{names[0]} and {names[1]} have no stage in common", "record both with the same --layers and --what"
-        )
+    """The layers and stages that two recordings have, in order, as far as they compare."""
+    same = one.manifest.simulate == other.manifest.simulate
+    places = []
+    for layer in sorted({*one.layers()} & {*other.layers()}):
+        there = {*other.stages(layer)}
+        places += [
+            (layer, stage) for stage in one.stages(layer) if stage in there and (same or not BY_NAME[stage].basis)
+        ]
+    return places

@@ -19,7 +19,8 @@ class Stage:
     words: what it is, for people. group: what --what chooses it by. per: what a row is: a token, a compressed entry, or
     a token whose logits are computed. choices: whether a row is a set of numbers that were chosen, else values. split:
     whether ranks hold a part of its heads each, dimension 1. basis: whether official rounding changes the basis of its
-    values (the indexer's Hadamard rotation), so that they compare only with others that round so.
+    values (the indexer's Hadamard rotation), so that they compare only with others that round so. direct: whether it
+    follows from the streams without a rounding to the activations' format.
     """
 
     name: str
@@ -29,12 +30,13 @@ class Stage:
     choices: bool = False
     split: bool = False
     basis: bool = False
+    direct: bool = False
 
 
 STAGES = (
     Stage(STREAMS, "the streams it takes", "block"),
-    Stage("hc_attn.post", "hyper-connection of attention, post weights", "attn"),
-    Stage("hc_attn.comb", "hyper-connection of attention, comb weights", "attn"),
+    Stage("hc_attn.post", "hyper-connection of attention, post weights", "attn", direct=True),
+    Stage("hc_attn.comb", "hyper-connection of attention, comb weights", "attn", direct=True),
     Stage("attn.input", "attention, its normed input", "attn"),
     Stage("attn.wq_a", "attention, latent queries before their norm", "attn"),
     Stage("attn.q", "attention, queries", "attn", split=True),
@@ -47,8 +49,8 @@ STAGES = (
     Stage("attn.o", "attention, after the sink", "attn", split=True),
     Stage("attn.output", "attention, after the output projection", "attn"),
     Stage(AFTER_ATTENTION, "the streams after attention", "block"),
-    Stage("hc_ffn.post", "hyper-connection of the experts, post weights", "ffn"),
-    Stage("hc_ffn.comb", "hyper-connection of the experts, comb weights", "ffn"),
+    Stage("hc_ffn.post", "hyper-connection of the experts, post weights", "ffn", direct=True),
+    Stage("hc_ffn.comb", "hyper-connection of the experts, comb weights", "ffn", direct=True),
     Stage("ffn.input", "experts, their normed input", "ffn"),
     Stage("gate.chosen", "router, chosen experts", "router", choices=True),
     Stage("gate.weights", "router, weights of the chosen experts", "router"),
@@ -70,9 +72,8 @@ def parse_groups(text: str | None) -> tuple[Group, ...]:
     return tuple(group for group in GROUPS if group in names)
 
 
-def placed(layer: int, stage: str, layers: int) -> str:
-    """Where a stage of a layer is, in words; layers: of the model. The streams that a layer takes are what the one
-    before it gives."""
+def placed(layer: int, stage: str) -> str:
+    """Where a stage of a layer is, in words. The streams that a layer takes are what the one before it gives."""
     if stage == LOGITS:
         return BY_NAME[LOGITS].words
     if stage == STREAMS:

@@ -93,4 +93,3 @@ class Walk:
             engine.add(request)
         while engine.busy:
             engine.step()
-
