@@ -153,11 +153,11 @@ def pending(before: PendingResidual, streams: torch.Tensor) -> PendingResidual:
 
 
 def chosen_entries(lists: torch.Tensor, batch: Batch, watched: "Watched", width: int) -> torch.Tensor:
-    """The entries that attention lists of a CSA layer [T, L] name, of the watched rows: int32 [T, width], ascending, -1
-    where there are fewer."""
+    """The entries that attention lists of a CSA layer [T, L] name: int32 [T, width], ascending, -1 where there are
+    fewer. Rows of other sequences than the watched one mean nothing."""
     count = lists.shape[1] - batch.window_index.shape[1]
     columns = batch.window_columns[:, None] + torch.arange(count, device=lists.device)
-    cells = (lists.gather(1, columns) - batch.window_rows)[watched.rows]
+    cells = lists.gather(1, columns) - batch.window_rows
     table = batch.entries[RATIO].table[watched.sequence, : (watched.position + watched.count) // RATIO]
     none = torch.iinfo(torch.int32).max
     # what a cell holds; the last place is of cells below 0, which stand for none, and of other sequences' cells

@@ -31,7 +31,8 @@ from dsv4cli.engine.tracing.stages import BY_NAME, placed
 FACTOR = 4.0
 # of the rows of a stage, and of those of its twin
 SHARES = ((0.5, 0.75), (0.9, 0.95))
-NOISE = "noise.safetensors"
+# of whole forward passes, and of halves of blocks that are fed
+NOISE = {False: "noise.safetensors", True: "noise-fed.safetensors"}
 
 
 class Moved(NamedTuple):
@@ -75,20 +76,21 @@ def noise_of(found: Iterable[Difference]) -> Noise:
     return {(one.layer, one.stage): Moved(one.rows, one.alike) for one in found}
 
 
-def save_noise(noise: Noise, folder: Path) -> None:
-    """Puts it into a recording's folder. Raises OSError."""
+def save_noise(noise: Noise, folder: Path, *, fed: bool) -> None:
+    """Puts it into a recording's folder; fed: as of `differences`. Raises OSError."""
     tensors: dict[str, torch.Tensor] = {}
     for (layer, stage), moved in noise.items():
-        tensors |= {f"{layer}/{stage}/{name}": rows for name, rows in moved._asdict().items()}
-    save_file(tensors, folder / NOISE)
+        # each tensor of a file has memory of its own
+        tensors |= {f"{layer}/{stage}/{name}": rows.clone() for name, rows in moved._asdict().items()}
+    save_file(tensors, folder / NOISE[fed])
 
 
-def load_noise(folder: Path) -> Noise | None:
+def load_noise(folder: Path, *, fed: bool) -> Noise | None:
     """What a recording's folder has of it."""
-    if not (folder / NOISE).is_file():
+    if not (folder / NOISE[fed]).is_file():
         return None
     parts: dict[tuple[int, str], dict[str, torch.Tensor]] = defaultdict(dict)
-    for key, rows in load_file(folder / NOISE).items():
+    for key, rows in load_file(folder / NOISE[fed]).items():
         layer, stage, name = key.split("/")
         parts[int(layer), stage][name] = rows
     return {place: Moved(**moved) for place, moved in parts.items()}

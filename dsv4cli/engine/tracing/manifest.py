@@ -35,8 +35,8 @@ class Manifest:
     model: as the user called it. weights: what identifies them, None where unknown. texts: in the order of the rows.
     layers: the first and the one behind the last; the streams that this one takes are recorded too. layers_of_model:
     how many it has. ratios: of each of its layers. hidden, streams: the width of an activation, and of how many streams
-    there are. dtype, simulate: the numerics. what: groups of stages. fed: whether each half of a block was given another
-    recording's streams. how: backend, device, versions and the like, for people.
+    there are. dtype, simulate: the numerics. what: groups of stages. fed: whether each half of a block was given the
+    streams of another recording. how: backend, device, versions and the like, for people.
     """
 
     model: str

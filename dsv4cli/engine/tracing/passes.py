@@ -9,7 +9,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.tracing.feed import Jitter, MovedStreams, RecordedStreams
 from dsv4cli.engine.tracing.manifest import Manifest
 from dsv4cli.engine.tracing.observe import Feed, Observer
-from dsv4cli.engine.tracing.recording import RecordedFolder, Writer
+from dsv4cli.engine.tracing.recording import RecordedFolder, Writer, open_recording
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Pass:
     moved: float | None = None
 
     def feed(self, manifest: Manifest) -> Feed | None:
-        """What the blocks are given; manifest: of the recording they are fed with."""
+        """What the blocks are given; manifest: of the plan, whose earlier passes have none yet."""
         jitter = None if self.moved is None else Jitter(self.moved)
         if self.fed is not None:
-            return RecordedStreams(RecordedFolder(self.fed, manifest), jitter)
+            return RecordedStreams(open_recording(self.fed, manifest), jitter)
         return None if jitter is None else MovedStreams(jitter)
 
 

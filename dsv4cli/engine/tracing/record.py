@@ -14,7 +14,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.system.regular_files import open_file
 from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.feed import sum_rounding
-from dsv4cli.engine.tracing.judge import noise_of, save_noise
+from dsv4cli.engine.tracing.judge import Noise, noise_of, save_noise
 from dsv4cli.engine.tracing.manifest import Manifest, Text
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.recording import RecordedFolder, make_folder
@@ -24,8 +24,6 @@ from dsv4cli.errors import UsageError
 
 # bytes of a tensor that the weights' identity takes in
 HEAD = 4096
-# inside a recording's folder while it is made
-TWIN = ".twin"
 
 
 def manifest_of(
@@ -74,8 +72,19 @@ def weights_of(identity: Identity) -> str | None:
 
 
 def with_twin(folder: Path, manifest: Manifest) -> Plan:
-    """A recording, and another one whose streams are moved as far as rounding moves them."""
-    return Plan(manifest, (Pass(folder), Pass(folder / TWIN, moved=sum_rounding(manifest))))
+    """A recording, and a twin whose streams are moved as far as rounding moves them."""
+    return Plan(manifest, (Pass(folder), Pass(twin_of(folder), moved=sum_rounding(manifest))))
+
+
+def with_fed_twin(folder: Path, manifest: Manifest, fed: Path | None, moved: float) -> Plan:
+    """The same of halves of blocks, which are fed with the streams of the recording `fed`; None: with its own, and only
+    the twin is fed. moved: how far the twin's are moved."""
+    return Plan(manifest, (Pass(folder, fed), Pass(twin_of(folder), fed or folder, moved)))
+
+
+def twin_of(folder: Path) -> Path:
+    """Where a recording's twin is, until its noise is known."""
+    return folder / ".twin"
 
 
 def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None) -> Manifest:
@@ -94,7 +103,9 @@ def _progress(progress: Progress, before: int, total: int, done: int, _: int) ->
     progress(before + done, total)
 
 
-def keep_noise(recording: RecordedFolder, twin: RecordedFolder) -> None:
+def keep_noise(recording: RecordedFolder, twin: RecordedFolder, *, fed: bool) -> Noise:
     """Keeps of a recording's twin only how far it lies apart. Raises OSError."""
-    save_noise(noise_of(differences(recording, twin, fed=False)), recording.folder)
+    noise = noise_of(differences(recording, twin, fed=fed))
+    save_noise(noise, recording.folder, fed=fed)
     shutil.rmtree(twin.folder)
+    return noise
