@@ -6,15 +6,13 @@ from math import hypot, prod
 
 import torch
 
-from dsv4cli.engine.tracing.feed import sum_rounding
+from dsv4cli.engine.tracing.feed import HALF_STEPS, rounding_between, sum_rounding
 from dsv4cli.engine.tracing.manifest import Manifest
 from dsv4cli.engine.tracing.recording import Recording, common
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, STREAMS
 
 # values that are compared at once, in double precision
 AT_ONCE = 1 << 22
-# half a step, relative, of formats that are coarser than a sum's own rounding
-HALF_STEPS = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
 
 @dataclass(frozen=True)
@@ -61,17 +59,19 @@ def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[Diff
             tokens = every
 
 
-def rounding_of(manifest: Manifest, stage: str, half_step: float) -> float:
-    """How far one more rounding moves a stage's rows, relative; half_step: of its format, 0 where that is fp32.
+def rounding_of(one: Manifest, other: Manifest, stage: str, half_step: float) -> float:
+    """How far one more rounding moves a stage's rows, relative; half_step: of the coarser format, 0 where that is fp32.
 
     Errors of up to half a step have a root mean square of 1/√3 of it. What stays fp32 behind values that were rounded
     moves by what one of these, rounded the other way, is of the `hidden` that are summed up; or as sums do.
     """
-    sums = sum_rounding(manifest)
+    sums, between = sum_rounding(one), rounding_between(one, other)
+    if BY_NAME[stage].direct:
+        return sums
     if half_step:
-        return hypot(half_step / 3**0.5, sums)
-    own = 0.0 if BY_NAME[stage].direct else HALF_STEPS.get(getattr(torch, manifest.dtype), 0.0)
-    return hypot(2 * own / manifest.hidden**0.5, sums)
+        return hypot(max(half_step, between) / 3**0.5, sums)
+    own = max(between, HALF_STEPS.get(one.dtype, 0.0))
+    return hypot(2 * own / one.hidden**0.5, sums)
 
 
 def _alike(tokens: torch.Tensor, stage: str, one: Recording, layer: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _difference(one: Recording, other: Recording, layer: int, stage: str, alike:
     for first in range(0, rows, step):
         a, b = (side.rows(layer, stage, first, min(first + step, rows)) for side in (one, other))
         total.add(a, b, first, choices=BY_NAME[stage].choices)
-    return total.difference(one, layer, stage, alike)
+    return total.difference(one, other, layer, stage, alike)
 
 
 class _Sums:
@@ -116,7 +116,7 @@ class _Sums:
         if choices:
             self.rows.append(_others(a, b))
             return
-        self.half_step = max(HALF_STEPS.get(x.dtype, 0.0) for x in (a, b))
+        self.half_step = max(HALF_STEPS.get(_name(x.dtype), 0.0) for x in (a, b))
         shape, a, b = a.shape, a.flatten(1).double(), b.flatten(1).double()
         gap = (a - b).nan_to_num(float("inf"), float("inf"), float("inf")).abs()
         self.dot += float((a * b).sum())
@@ -131,7 +131,7 @@ class _Sums:
             row, *index = (int(number) for number in place)
             self.largest = (float(gap.max()), first + row, tuple(index))
 
-    def difference(self, one: Recording, layer: int, stage: str, alike: torch.Tensor) -> Difference:
+    def difference(self, one: Recording, other: Recording, layer: int, stage: str, alike: torch.Tensor) -> Difference:
         """Of all rows."""
         rows, per = torch.cat(self.rows) if self.rows else torch.zeros(0), BY_NAME[stage].per
         if BY_NAME[stage].choices:
@@ -142,8 +142,12 @@ class _Sums:
         scale = (self.one * self.other) ** 0.5
         cosine = self.dot / scale if scale else float(self.one == self.other)
         relative = (self.between / self.one) ** 0.5 if self.one else float(self.between > 0)
-        rounding = rounding_of(one.manifest, stage, self.half_step)
+        rounding = rounding_of(one.manifest, other.manifest, stage, self.half_step)
         return Difference(layer, stage, cosine, relative, largest, rounding, rows, alike)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _others(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,15 @@ class MovedStreams:
         return self.jitter(own)
 
 
+# half a step, relative, of formats that are coarser than a sum's own rounding
+HALF_STEPS = {"bfloat16": 2**-9, "float16": 2**-12}
+
+
+def format_rounding(manifest: Manifest) -> float:
+    """How far, relative, one more rounding to the activations' format moves a value."""
+    return max(HALF_STEPS.get(manifest.dtype, 0.0), sum_rounding(manifest))
+
+
 def sum_rounding(manifest: Manifest) -> float:
     """How far, relative, fp32 sums over a block's longest row lie apart when they are taken in another order: each of
     its K additions rounds by up to 2^-24, and their errors add up as √K."""
@@ -74,5 +83,5 @@ def rounding_between(one: Manifest, other: Manifest) -> float:
     if one.simulate != other.simulate:
         return 2**-4  # e4m3: three bits behind the first
     if one.dtype != other.dtype:
-        return 2**-9  # bfloat16: seven
+        return HALF_STEPS["bfloat16"]
     return sum_rounding(one)

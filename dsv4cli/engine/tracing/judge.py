@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4cli.engine.tracing.compare import Difference
-from dsv4cli.engine.tracing.stages import BY_NAME, placed
+from dsv4cli.engine.tracing.stages import BY_NAME, LOGITS, STREAMS, placed
 
 FACTOR = 4.0
 # of the rows of a stage, and of those of its twin
@@ -100,13 +100,16 @@ def judged(found: Iterable[Difference], noise: Noise) -> Iterator[Verdict]:
     """Each stage beside its noise; one whose noise is not known is left out."""
     worst: dict[str, float] = defaultdict(float)
     for (_, stage), moved in noise.items():
-        rows = moved.explained()
-        worst[stage] = max(worst[stage], float(rows.max()) if len(rows) else 0.0)
+        worst[stage] = max(worst[stage], _level(moved.explained(), 1.0))
     for one in found:
         if (one.layer, one.stage) in noise:
             moved = noise[one.layer, one.stage]
+            twin, last = moved.explained(), noise.get((one.layer, STREAMS))
+            if one.stage == LOGITS and last is not None:
+                # logits of a few tokens say little: they move as the streams that they follow from
+                twin, worst[LOGITS] = torch.cat((twin, last.explained())), max(worst[LOGITS], worst[STREAMS])
             choices = BY_NAME[one.stage].choices
-            excess = _of_choices(one, moved) if choices else _of_values(one, moved.explained(), worst[one.stage])
+            excess = _of_choices(one, moved) if choices else _of_values(one, twin, worst[one.stage])
             yield Verdict(one, _mean(moved.rows), excess)
 
 

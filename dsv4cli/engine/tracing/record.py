@@ -13,7 +13,7 @@ from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.system.regular_files import open_file
 from dsv4cli.engine.tracing.compare import differences
-from dsv4cli.engine.tracing.feed import sum_rounding
+from dsv4cli.engine.tracing.feed import format_rounding
 from dsv4cli.engine.tracing.judge import Noise, noise_of, save_noise
 from dsv4cli.engine.tracing.manifest import Manifest, Text
 from dsv4cli.engine.tracing.passes import Pass, Plan
@@ -72,8 +72,8 @@ def weights_of(identity: Identity) -> str | None:
 
 
 def with_twin(folder: Path, manifest: Manifest) -> Plan:
-    """A recording, and a twin whose streams are moved as far as rounding moves them."""
-    return Plan(manifest, (Pass(folder), Pass(twin_of(folder), moved=sum_rounding(manifest))))
+    """A recording, and a twin whose streams are rounded once more in front of each half of a block."""
+    return Plan(manifest, (Pass(folder), Pass(twin_of(folder), moved=format_rounding(manifest))))
 
 
 def with_fed_twin(folder: Path, manifest: Manifest, fed: Path | None, moved: float) -> Plan:
@@ -89,13 +89,13 @@ def twin_of(folder: Path) -> Path:
 
 def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None) -> Manifest:
     """Makes the recordings of a plan, with several ranks this one's part of them: what they are of, all tokens known.
-    Raises what `Engine.step` raises."""
-    texts, total = plan.manifest.texts, len(plan.passes) * len(plan.manifest.texts)
+    progress: as of `Walk.through`. Raises what `Engine.step` raises."""
+    texts, each = plan.manifest.texts, plan.manifest.rows("token", 0)
     for one in plan.passes:
         make_folder(one.folder)
     with plan.observed(walk.model, slot=walk.slot if walk.followers is None else None):
         for number in range(len(plan.passes)):
-            texts = tuple(walk.through(texts, partial(_progress, progress, number * len(texts), total)))
+            texts = tuple(walk.through(texts, partial(_progress, progress, number * each, len(plan.passes) * each)))
     return replace(plan.manifest, texts=texts)
 
 

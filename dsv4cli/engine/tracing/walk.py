@@ -1,6 +1,6 @@
 """Sends the texts of a recording through a model: the engine's own steps, token by token as they are given."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,17 +68,19 @@ class Walk:
 
     def through(self, texts: Sequence[Text], progress: Progress = lambda done, total: None) -> list[Text]:
         """Each text, one after another, in steps that no graph holds; gives them with the tokens that were drawn.
-        progress: texts done and in all. Raises what `Engine.step` raises."""
-        slots, gone = 1 + len(self.company.beside), []
+        progress: tokens done and in all. Raises what `Engine.step` raises."""
+        slots, gone, done, total = 1 + len(self.company.beside), list[Text](), 0, sum(len(text.ids) for text in texts)
         with Engine(self.model, Capacity(slots), self.device, self.followers, self.drafting) as engine:
             for text in texts:
                 for one in self.company.before:
-                    self._run(engine, [self._request(one)])
-                self.watched = self._request(text)
-                self._run(engine, [*map(self._request, self.company.beside), self.watched])
-                gone.append(Text(tuple(self.watched.ids[: len(text.ids)]), text.prompt))
+                    for _ in self._steps(engine, [self._request(one)]):
+                        pass
+                self.watched = request = self._request(text)
+                for _ in self._steps(engine, [*map(self._request, self.company.beside), request]):
+                    progress(done + min(request.done, len(text.ids)), total)
+                gone.append(Text(tuple(request.ids[: len(text.ids)]), text.prompt))
                 self.watched = None
-                progress(len(gone), len(texts))
+                done += len(text.ids)
         return gone
 
     def _request(self, text: Text) -> Request:
@@ -88,8 +90,9 @@ class Walk:
         return Request(prompt, Sampling(0.0), limits, constraint=given, stop_ids=())
 
     @staticmethod
-    def _run(engine: Engine, requests: Sequence[Request]) -> None:
+    def _steps(engine: Engine, requests: Sequence[Request]) -> Iterator[None]:
         for request in requests:
             engine.add(request)
         while engine.busy:
             engine.step()
+            yield
