@@ -15,11 +15,12 @@ from dsv4cli.engine.tracing.judge import Noise
 from dsv4cli.engine.tracing.manifest import Manifest, Text
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.record import keep_noise, manifest_of, walked, with_fed_twin
-from dsv4cli.engine.tracing.recording import RecordedFolder, Recording
+from dsv4cli.engine.tracing.recording import RecordedFolder, Recording, Writer, make_folder
 from dsv4cli.engine.tracing.report import Comparison, compared
+from dsv4cli.engine.tracing.stages import LOGITS, STREAMS
 from dsv4cli.engine.tracing.walk import Walk
 from dsv4cli.engine.weights.load import load_model
-from tests.support.golden_data import FOLDER
+from tests.support.golden_data import FOLDER, golden
 
 CPU = torch.device("cpu")
 
@@ -59,3 +60,20 @@ def beside(one: Recording, noise: Noise, walk: Walk, folder: Path, fed: Path) ->
     manifest: Manifest = replace(one.manifest, ranks=1, how={})
     [other] = recorded(walk, Plan(manifest, (Pass(folder, fed),)))
     return compared(one, other, noise, fed=True)
+
+
+def official(net: str, prompt: int, folder: Path) -> RecordedFolder:
+    """The official code's recording of a net as one of ours: the streams behind each block, and logits."""
+    recorded = golden(net)
+    count, rows = recorded.model.config.num_hidden_layers, len(recorded.outputs(prompt)[0])
+    known = Text(tuple(recorded.tokens[0, :rows].tolist()), prompt)
+    manifest = manifest_of(source(net), Numerics.reference(), [known])
+    make_folder(folder)
+    writer = Writer(folder, manifest)
+    for layer, streams in enumerate([recorded.inputs(prompt)[0], *recorded.outputs(prompt)]):
+        writer.take(layer, STREAMS, 0, streams)
+        if layer == count:
+            writer.take(layer, LOGITS, 0, recorded.recorded[f"p{prompt}.logits"][0, : known.logits])
+        writer.end_layer(layer)
+    manifest.write(folder)
+    return RecordedFolder(folder)

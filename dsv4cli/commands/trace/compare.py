@@ -43,7 +43,7 @@ def compare(
     which `record` has measured. The first stage that lies further apart is named. The answer is no (exit code 3) when
     there is one.
     """
-    from dsv4cli.engine.tracing.recording import open_recording
+    from dsv4cli.engine.tracing.opened import open_recording
     from dsv4cli.engine.tracing.report import compared
 
     out = Output(context.obj, as_json)

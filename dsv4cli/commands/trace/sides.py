@@ -97,7 +97,9 @@ class Sides:
 
     def compared(self) -> "Comparison":
         """The first side beside the other. Raises Dsv4Error."""
-        if self.change.against is not None and _is_recording(Path(self.change.against)):
+        from dsv4cli.engine.tracing.opened import is_recording
+
+        if self.change.against is not None and is_recording(Path(self.change.against)):
             return self._beside_recording(Path(self.change.against))
         first, second = open_job(self.out, self.options), open_job(self.out, self.change.of(self.options))
         plan = self._manifest(first, read_texts(first, self.given)), self._manifest(second, [])
@@ -182,8 +184,8 @@ class Sides:
     def _beside_recording(self, folder: Path) -> "Comparison":
         """The model, fed with a recording's streams, beside that."""
         from dsv4cli.engine.tracing.feed import rounding_between
+        from dsv4cli.engine.tracing.opened import open_recording
         from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
-        from dsv4cli.engine.tracing.recording import open_recording
         from dsv4cli.engine.tracing.report import compared
 
         change = replace(self.change, against=None)
@@ -198,12 +200,6 @@ class Sides:
         noise = keep_noise(other, twin, fed=True)
         other.name = f"{job.source.name} {change.words}".strip()
         return compared(one, other, noise, fed=True)
-
-
-def _is_recording(folder: Path) -> bool:
-    from dsv4cli.engine.tracing.manifest import FILE
-
-    return (folder / FILE).is_file() or any(folder.glob("layer*_rank*.pt"))
 
 
 def _check_alike(one: "Manifest", other: "Manifest") -> None:

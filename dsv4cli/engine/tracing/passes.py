@@ -9,7 +9,8 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.tracing.feed import Jitter, MovedStreams, RecordedStreams
 from dsv4cli.engine.tracing.manifest import Manifest
 from dsv4cli.engine.tracing.observe import Feed, Observer
-from dsv4cli.engine.tracing.recording import RecordedFolder, Writer, open_recording
+from dsv4cli.engine.tracing.opened import open_recording
+from dsv4cli.engine.tracing.recording import RecordedFolder, Writer
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsv4cli.engine.tracing.manifest import FILE, Manifest, read_manifest
+from dsv4cli.engine.tracing.manifest import Manifest, read_manifest
 from dsv4cli.engine.tracing.stages import BY_NAME, in_order
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
@@ -147,12 +147,6 @@ class RecordedFolder:
             return safe_open(path, "pt")
         except SafetensorError as error:
             raise UsageError(f"{path} is damaged: {error}", f"record {shell_word(self.folder)} again") from None
-
-
-def open_recording(folder: Path, like: Manifest | None = None) -> Recording:
-    """The recording in a folder. like: what it is of where the folder does not say, as of one that is being made.
-    Raises UsageError for a folder without one."""
-    return RecordedFolder(folder, like if like is not None and not (folder / FILE).exists() else None)
 
 
 def common(one: Recording, other: Recording) -> list[tuple[int, str]]:
