@@ -112,7 +112,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # ds4 c9dd949, ATOM's first pull requests
     "entries rotated at g": Mistake(
-        "layer 2, attention, compressed entries", KNOWN["entries rotated at g"], prompt=FEW, always=True
+        "layer 2, attention, compressed entries", KNOWN["entries rotated at g"], prompt=FEW
     ),
     "entries rotated at the last token": Mistake(
         "layer 2, attention, compressed entries", KNOWN["entries rotated at the group's last token"]
@@ -153,7 +153,6 @@ MISTAKES: dict[str, Mistake] = {
         "layer 0, router, weights of the chosen experts",
         Mutation(routing, "weigh", route_scale_twice),
         prompt=FEW,
-        always=True,
     ),
     # ATOM's first pull requests: the table of a hash layer is loaded and not used
     "hash layer by score": Mistake(
