@@ -12,11 +12,11 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.tracing.feed import sum_rounding
 from dsv4cli.engine.tracing.judge import Noise
-from dsv4cli.engine.tracing.manifest import Manifest, Text
+from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.record import keep_noise, manifest_of, walked, with_fed_twin
 from dsv4cli.engine.tracing.recording import RecordedFolder, Recording, Writer, make_folder
-from dsv4cli.engine.tracing.report import Comparison, compared
+from dsv4cli.engine.tracing.report import TraceComparison, compared
 from dsv4cli.engine.tracing.stages import LOGITS, STREAMS
 from dsv4cli.engine.tracing.walk import Walk
 from dsv4cli.engine.weights.load import load_model
@@ -55,9 +55,9 @@ def sound(net: str, texts: Sequence[Text], folder: Path) -> tuple[RecordedFolder
     return recording, keep_noise(recording, twin, fed=True)
 
 
-def beside(one: Recording, noise: Noise, walk: Walk, folder: Path, fed: Path) -> Comparison:
+def beside(one: Recording, noise: Noise, walk: Walk, folder: Path, fed: Path) -> TraceComparison:
     """A walk that is fed with a recording, beside that."""
-    manifest: Manifest = replace(one.manifest, ranks=1, how={})
+    manifest: TraceManifest = replace(one.manifest, ranks=1, how={})
     [other] = recorded(walk, Plan(manifest, (Pass(folder, fed),)))
     return compared(one, other, noise, fed=True)
 

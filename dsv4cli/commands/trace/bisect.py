@@ -9,8 +9,8 @@ from dsv4cli.commands.trace.compare import PlotOpt, StagesOpt, checked
 from dsv4cli.commands.trace.record import ModelArg
 from dsv4cli.commands.trace.report import show_comparison
 from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, parts_of
-from dsv4cli.commands.trace.sides import DRAFTS, Change, Sides, kept
-from dsv4cli.commands.trace.texts import Given, IdsOpt, PromptOpt, PromptsOpt, StepsOpt
+from dsv4cli.commands.trace.sides import DRAFTS, SideOptions, Sides, kept
+from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions
 from dsv4cli.errors import UsageError
 from dsv4cli.options import JsonOpt, QuietOpt
 from dsv4cli.output import Output
@@ -61,13 +61,13 @@ def bisect(
     a block of the other side is given the streams of the first one, so that every layer is judged by itself. The first
     stage that lies further apart than rounding explains is named. The answer is no (exit code 3) when there is one.
     """
-    change = Change(against, backend, numerics, device, tp, chunk, drafts)
-    if slots == (change != Change()):
-        raise UsageError(
-            "--slots goes alone" if slots else "nothing says what is different on the other side",
-            "give --slots, or some of --against, --backend, --numerics, --device, --tp, --chunk and --drafts",
-        )
-    out, given, parts = Output(context.obj, as_json, quiet), Given(prompt, ids, prompts, steps), parts_of(layers, what)
+    change = SideOptions(against, backend, numerics, device, tp, chunk, drafts)
+    _check(change, slots=slots)
+    out, given, parts = (
+        Output(context.obj, as_json, quiet),
+        TextOptions(prompt, ids, prompts, steps),
+        parts_of(layers, what),
+    )
     with kept(keep) as folder, checked(plot) as draw:
         sides = Sides(out, model, change, given, parts, folder)
         comparisons = sides.slots() if slots else [sides.compared()]
@@ -80,3 +80,12 @@ def bisect(
             show_comparison(out, one, every=stages)
     if worst.first is not None:
         raise typer.Exit(3)
+
+
+def _check(change: SideOptions, *, slots: bool) -> None:
+    """Raises UsageError for options that say nothing, or too much."""
+    if slots == (change != SideOptions()):
+        raise UsageError(
+            "--slots goes alone" if slots else "nothing says what is different on the other side",
+            "give --slots, or some of --against, --backend, --numerics, --device, --tp, --chunk and --drafts",
+        )

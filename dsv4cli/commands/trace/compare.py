@@ -16,7 +16,7 @@ from dsv4cli.output import Output
 if TYPE_CHECKING:
     from dsv4cli.engine.tracing.judge import Noise
     from dsv4cli.engine.tracing.recording import Recording
-    from dsv4cli.engine.tracing.report import Comparison
+    from dsv4cli.engine.tracing.report import TraceComparison
 
 OneArg = Annotated[Path, typer.Argument(metavar="A", help="A recording.")]
 OtherArg = Annotated[
@@ -59,7 +59,7 @@ def compare(
 
 
 @contextmanager
-def checked(plot: Path | None) -> "Iterator[Callable[[Comparison], None]]":
+def checked(plot: Path | None) -> "Iterator[Callable[[TraceComparison], None]]":
     """What draws a comparison into a file that can be drawn, or nothing. Raises UsageError."""
     from dsv4cli.engine.profiling.plot import check_plot
     from dsv4cli.engine.tracing.plot import draw_differences

@@ -1,13 +1,13 @@
 """`dsv4 trace record`: writes what the blocks of a model take and give."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4cli.commands.job import open_job
+from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, finished, in_ranks, loaded, parts_of, record_plan, walk_of
-from dsv4cli.commands.trace.texts import Given, IdsOpt, PromptOpt, PromptsOpt, StepsOpt, read_texts
+from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions, read_texts
 from dsv4cli.options import (
     MODEL_HELP,
     BackendOpt,
@@ -22,6 +22,9 @@ from dsv4cli.options import (
     TpOpt,
 )
 from dsv4cli.output import Output, counted, size_text
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.tracing.manifest import Text
 
 ModelArg = Annotated[str, typer.Argument(help=MODEL_HELP)]
 FolderOpt = Annotated[
@@ -62,31 +65,37 @@ def record(
     Streams, queries, keys, compressed entries, chosen entries and experts, outputs and logits, of the prompt and of the
     tokens decoded behind it, as safetensors: a file for each layer, row by row as steps come.
     """
-    from dsv4cli.engine.tracing.manifest import read_manifest
-    from dsv4cli.engine.tracing.passes import Pass, Plan
-    from dsv4cli.engine.tracing.record import keep_noise, manifest_of, with_twin
-
     options = ModelOptions(
         model=model, draft="off", prefill_chunk=chunk, device=device, dtype=dtype, exact=exact, backend=backend,
         gpu_memory=gpu_memory, host_memory=host_memory,
     )  # fmt: skip
     job = open_job(Output(context.obj, as_json, quiet), options)
-    texts = read_texts(job, Given(prompt, ids, prompts, steps)) if like is None else list(read_manifest(like).texts)
-    manifest = manifest_of(job.source, job.numerics, texts, **parts_of(layers, what))
-    plan = Plan(manifest, (Pass(folder),)) if no_noise else with_twin(folder, manifest)
+    given, parts = TextOptions(prompt, ids, prompts, steps), parts_of(layers, what)
+    _record(job, read_texts(job, given) if like is None else _texts_of(like), folder, parts, tp, noise=not no_noise)
+
+
+def _texts_of(like: Path) -> "list[Text]":
+    from dsv4cli.engine.tracing.manifest import read_manifest
+
+    return list(read_manifest(like).texts)
+
+
+def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], tp: int | None, *, noise: bool) -> None:
+    from dsv4cli.engine.tracing.passes import Pass, Plan
+    from dsv4cli.engine.tracing.record import keep_noise, manifest_of, with_twin
+
+    manifest = manifest_of(job.source, job.numerics, texts, **parts)
+    plan = with_twin(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
     with in_ranks(job, tp, plan) as own, loaded(own, texts) as transformer:
         manifest = record_plan(own, walk_of(own, transformer), plan)
     recording, *twin = finished(job, plan, manifest, tp)
     for one in twin:
         keep_noise(recording, one, fed=False)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    tokens, stages = (
-        sum(len(text.ids) for text in manifest.texts),
-        sum(map(len, map(recording.stages, recording.layers()))),
-    )
+    tokens, stages = manifest.rows("token", 0), sum(len(recording.stages(layer)) for layer in recording.layers())
     job.out.line(f"{folder}: {counted(tokens, 'token')}, {counted(stages, 'stage')}, {size_text(size)}")
     job.out.document(
         {"schema": "dsv4.trace.record/1", "folder": str(folder), "model": job.source.name, "tokens": tokens}
         | {"texts": [{"ids": list(text.ids), "prompt": text.prompt} for text in manifest.texts]}
-        | {"stages": stages, "bytes": size, "noise": bool(twin)}
+        | {"stages": stages, "bytes": size, "noise": noise}
     )

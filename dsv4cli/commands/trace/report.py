@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.tracing.judge import Verdict
-    from dsv4cli.engine.tracing.report import Comparison
+    from dsv4cli.engine.tracing.judge import StageVerdict
+    from dsv4cli.engine.tracing.report import TraceComparison
 
 HEADER = ("stage", "cosine", "relative L2", "noise", "of what is explained")
 
 
-def show_comparison(out: Output, comparison: "Comparison", *, every: bool) -> None:
+def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) -> None:
     """The table, the first stage beyond rounding, where its largest difference is, and in which layers it parts."""
     shown = comparison.verdicts if every else _worst(comparison.verdicts)
     out.table([HEADER, *map(_row, shown)], numbers=True)
@@ -36,7 +36,7 @@ def show_comparison(out: Output, comparison: "Comparison", *, every: bool) -> No
         out.line(f"the same stage parts in layers {_listed(layers, manifest.ratios)}")
 
 
-def _worst(verdicts: "Sequence[Verdict]") -> "list[Verdict]":
+def _worst(verdicts: "Sequence[StageVerdict]") -> "list[StageVerdict]":
     """Of each layer the first stage beyond rounding, or the one that is the nearest to it."""
     worst = []
     for _, layer in groupby(verdicts, key=lambda verdict: verdict.difference.layer):
@@ -45,7 +45,7 @@ def _worst(verdicts: "Sequence[Verdict]") -> "list[Verdict]":
     return worst
 
 
-def _row(verdict: "Verdict") -> tuple[str, ...]:
+def _row(verdict: "StageVerdict") -> tuple[str, ...]:
     found = verdict.difference
     return (
         verdict.place,
@@ -62,7 +62,7 @@ def _share(excess: float) -> str:
     return f"{excess:.0%}" if excess < 10 else f"{excess:,.0f}x"
 
 
-def _times(first: "Verdict") -> str:
+def _times(first: "StageVerdict") -> str:
     if isfinite(first.excess):
         return f"{first.excess:,.1f} times as far apart as rounding explains"
     return "rounding explains no such difference"

@@ -13,7 +13,7 @@ from dsv4cli.commands.ranks import leading_ranks, left_by
 if TYPE_CHECKING:
     from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.settings import Drafting
-    from dsv4cli.engine.tracing.manifest import Manifest, Text
+    from dsv4cli.engine.tracing.manifest import Text, TraceManifest
     from dsv4cli.engine.tracing.passes import Plan
     from dsv4cli.engine.tracing.recording import RecordedFolder
     from dsv4cli.engine.tracing.walk import Walk
@@ -61,7 +61,7 @@ def walk_of(job: Job, model: "Transformer", drafting: "Drafting | None" = None) 
     return Walk(model, job.device, job.limits.prefill_chunk, drafts, job.followers)
 
 
-def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "Manifest":
+def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "TraceManifest":
     """Makes the recordings of a plan, with progress on a terminal."""
     from dsv4cli.engine.tracing.record import walked
 
@@ -69,7 +69,7 @@ def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "Manifest":
         return walked(walk, plan, lambda done, total: show(done, total, ""))
 
 
-def finished(job: Job, plan: "Plan", manifest: "Manifest", ranks: int | None) -> "list[RecordedFolder]":
+def finished(job: Job, plan: "Plan", manifest: "TraceManifest", ranks: int | None) -> "list[RecordedFolder]":
     """The recordings of a plan, once every rank has written its part."""
     from dsv4cli.engine.profiling.machine import describe_machine
 

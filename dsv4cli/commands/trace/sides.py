@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.trace.side import finished, in_ranks, loaded, record_plan, walk_of
-from dsv4cli.commands.trace.texts import FIRST, Given, read_texts
+from dsv4cli.commands.trace.texts import FIRST, TextOptions, read_texts
 from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output
@@ -18,9 +18,9 @@ from dsv4cli.output import Output
 if TYPE_CHECKING:
     from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.tracing.judge import Noise
-    from dsv4cli.engine.tracing.manifest import Manifest, Text
+    from dsv4cli.engine.tracing.manifest import Text, TraceManifest
     from dsv4cli.engine.tracing.recording import Recording
-    from dsv4cli.engine.tracing.report import Comparison
+    from dsv4cli.engine.tracing.report import TraceComparison
     from dsv4cli.engine.tracing.walk import Company
 
 # how many drafts a step verifies with --drafts
@@ -30,7 +30,7 @@ BESIDE, LATER = (7, 45, 333), 24
 
 
 @dataclass(frozen=True)
-class Change:
+class SideOptions:
     """What the options say is different on the other side."""
 
     against: str | None = None
@@ -85,8 +85,8 @@ class Sides:
 
     out: Output
     model: str
-    change: Change
-    given: Given
+    change: SideOptions
+    given: TextOptions
     parts: dict[str, Any]
     folder: Path
 
@@ -95,7 +95,7 @@ class Sides:
         """Of the first side."""
         return ModelOptions(model=self.model, draft="off")
 
-    def compared(self) -> "Comparison":
+    def compared(self) -> "TraceComparison":
         """The first side beside the other. Raises Dsv4Error."""
         from dsv4cli.engine.tracing.opened import is_recording
 
@@ -115,7 +115,7 @@ class Sides:
         free_unused()
         return self._beside(one, second)
 
-    def slots(self) -> "list[Comparison]":
+    def slots(self) -> "list[TraceComparison]":
         """The same text in a slot that another has used, and beside others."""
         from dsv4cli.engine.tracing.manifest import Text
         from dsv4cli.engine.tracing.walk import Company
@@ -131,13 +131,13 @@ class Sides:
             after = self._beside(one, job, model, "in a used slot", Company(before=others[-1:]))
             return [after, self._beside(one, job, model, "beside others", Company(beside=others))]
 
-    def _manifest(self, job: Job, texts: "list[Text]") -> "Manifest":
+    def _manifest(self, job: Job, texts: "list[Text]") -> "TraceManifest":
         from dsv4cli.engine.tracing.record import manifest_of
 
         return manifest_of(job.source, job.numerics, texts, **self.parts)
 
     def _first(
-        self, job: Job, model: "Transformer", manifest: "Manifest", other: "Manifest"
+        self, job: Job, model: "Transformer", manifest: "TraceManifest", other: "TraceManifest"
     ) -> "tuple[Recording, Noise]":
         """The first side and what rounding makes of it; other: of the side that it is compared with."""
         from dsv4cli.engine.runtime.backend import use
@@ -160,7 +160,7 @@ class Sides:
         model: "Transformer | None" = None,
         words: str | None = None,
         company: "Company | None" = None,
-    ) -> "Comparison":
+    ) -> "TraceComparison":
         """The other side, fed with the first one's streams; model: where it is loaded."""
         from dsv4cli.engine.runtime.backend import use
         from dsv4cli.engine.tracing.passes import Pass, Plan
@@ -181,7 +181,7 @@ class Sides:
         other.name = f"{job.source.name} {words or self.change.words}".strip()
         return compared(one, other, noise, fed=True)
 
-    def _beside_recording(self, folder: Path) -> "Comparison":
+    def _beside_recording(self, folder: Path) -> "TraceComparison":
         """The model, fed with a recording's streams, beside that."""
         from dsv4cli.engine.tracing.feed import rounding_between
         from dsv4cli.engine.tracing.opened import open_recording
@@ -202,7 +202,7 @@ class Sides:
         return compared(one, other, noise, fed=True)
 
 
-def _check_alike(one: "Manifest", other: "Manifest") -> None:
+def _check_alike(one: "TraceManifest", other: "TraceManifest") -> None:
     """Raises UsageError for models of other shapes."""
     shapes = [(side.layers_of_model, side.hidden, side.streams, side.ratios) for side in (one, other)]
     if shapes[0] != shapes[1]:

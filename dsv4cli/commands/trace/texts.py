@@ -27,7 +27,7 @@ PromptsOpt = Annotated[
 StepsOpt = Annotated[int, typer.Option(min=0, help="How many tokens to decode behind each prompt, one a step.")]
 
 
-class Given(NamedTuple):
+class TextOptions(NamedTuple):
     """What the options say of the texts."""
 
     prompt: str | None
@@ -36,7 +36,7 @@ class Given(NamedTuple):
     steps: int
 
 
-def read_texts(job: Job, given: Given) -> "list[Text]":
+def read_texts(job: Job, given: TextOptions) -> "list[Text]":
     """The texts, those tokens still unknown that are to be drawn. Raises UsageError."""
     from dsv4cli.engine.text.inputs import from_prompt
     from dsv4cli.engine.tracing.manifest import Text

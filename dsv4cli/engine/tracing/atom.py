@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 
 import torch
 
-from dsv4cli.engine.tracing.manifest import Manifest
+from dsv4cli.engine.tracing.manifest import TraceManifest
 from dsv4cli.engine.tracing.stages import BY_NAME, STREAMS, in_order
 from dsv4cli.errors import UsageError
 
@@ -32,7 +32,7 @@ class AtomFolder:
     """A folder of such files as a recording, of the tokens of another one. Rank 0 speaks for all: these outputs are the
     same on each, once they are summed up."""
 
-    def __init__(self, folder: Path, like: Manifest) -> None:
+    def __init__(self, folder: Path, like: TraceManifest) -> None:
         """like: what the files do not say: tokens, layers, numerics. Raises UsageError for files of no known class."""
         self.name, self.folder = str(folder), folder
         self._files: dict[tuple[int, str], list[Path]] = defaultdict(list)

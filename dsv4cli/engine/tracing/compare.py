@@ -7,7 +7,7 @@ from math import hypot, prod
 import torch
 
 from dsv4cli.engine.tracing.feed import HALF_STEPS, rounding_between, sum_rounding
-from dsv4cli.engine.tracing.manifest import Manifest
+from dsv4cli.engine.tracing.manifest import TraceManifest
 from dsv4cli.engine.tracing.recording import Recording, common
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, STREAMS
 
@@ -26,7 +26,7 @@ class Largest:
 
 
 @dataclass(frozen=True)
-class Difference:
+class StageDifference:
     """Of one stage: cosine and relative L2 over all rows, in double precision; of choices the share of rows with
     another one.
 
@@ -45,7 +45,7 @@ class Difference:
     alike: torch.Tensor
 
 
-def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[Difference]:
+def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[StageDifference]:
     """Each stage that both have, in order. fed: whether each half of a block of `other` was fed with `one`'s streams,
     so that no difference goes from one half to the next."""
     every = torch.ones(one.manifest.rows("token", 0), dtype=torch.bool)
@@ -59,7 +59,7 @@ def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[Diff
             tokens = every
 
 
-def rounding_of(one: Manifest, other: Manifest, stage: str, half_step: float) -> float:
+def rounding_of(one: TraceManifest, other: TraceManifest, stage: str, half_step: float) -> float:
     """How far one more rounding moves a stage's rows, relative; half_step: of the coarser format, 0 where that is fp32.
 
     Errors of up to half a step have a root mean square of 1/√3 of it. What stays fp32 behind values that were rounded
@@ -91,7 +91,7 @@ def _token(one: Recording, row: int, layer: int) -> int:
     return position + sum(len(before.ids) for before in one.manifest.texts[:text])
 
 
-def _difference(one: Recording, other: Recording, layer: int, stage: str, alike: torch.Tensor) -> Difference:
+def _difference(one: Recording, other: Recording, layer: int, stage: str, alike: torch.Tensor) -> StageDifference:
     total = _Sums()
     rows = one.manifest.rows(BY_NAME[stage].per, layer)
     width = prod(one.rows(layer, stage, 0, 1).shape[1:]) if rows else 1
@@ -131,19 +131,21 @@ class _Sums:
             row, *index = (int(number) for number in place)
             self.largest = (float(gap.max()), first + row, tuple(index))
 
-    def difference(self, one: Recording, other: Recording, layer: int, stage: str, alike: torch.Tensor) -> Difference:
+    def difference(
+        self, one: Recording, other: Recording, layer: int, stage: str, alike: torch.Tensor
+    ) -> StageDifference:
         """Of all rows."""
         rows, per = torch.cat(self.rows) if self.rows else torch.zeros(0), BY_NAME[stage].per
         if BY_NAME[stage].choices:
             mean = float((rows > 0).float().mean()) if len(rows) else 0.0
-            return Difference(layer, stage, 1.0 - mean, mean, None, 0.0, rows, alike)
+            return StageDifference(layer, stage, 1.0 - mean, mean, None, 0.0, rows, alike)
         gap, row, index = self.largest
         largest = Largest(gap, *one.manifest.place(row, per, layer), index) if gap > 0 else None
         scale = (self.one * self.other) ** 0.5
         cosine = self.dot / scale if scale else float(self.one == self.other)
         relative = (self.between / self.one) ** 0.5 if self.one else float(self.between > 0)
         rounding = rounding_of(one.manifest, other.manifest, stage, self.half_step)
-        return Difference(layer, stage, cosine, relative, largest, rounding, rows, alike)
+        return StageDifference(layer, stage, cosine, relative, largest, rounding, rows, alike)
 
 
 def _name(dtype: torch.dtype) -> str:

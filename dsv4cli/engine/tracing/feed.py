@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4cli.engine.tracing.manifest import Manifest
+from dsv4cli.engine.tracing.manifest import TraceManifest
 from dsv4cli.engine.tracing.observe import Watched
 from dsv4cli.engine.tracing.recording import Recording
 
@@ -67,18 +67,18 @@ class MovedStreams:
 HALF_STEPS = {"bfloat16": 2**-9, "float16": 2**-12}
 
 
-def format_rounding(manifest: Manifest) -> float:
+def format_rounding(manifest: TraceManifest) -> float:
     """How far, relative, one more rounding to the activations' format moves a value."""
     return max(HALF_STEPS.get(manifest.dtype, 0.0), sum_rounding(manifest))
 
 
-def sum_rounding(manifest: Manifest) -> float:
+def sum_rounding(manifest: TraceManifest) -> float:
     """How far, relative, fp32 sums over a block's longest row lie apart when they are taken in another order: each of
     its K additions rounds by up to 2^-24, and their errors add up as √K."""
     return float((manifest.streams * manifest.hidden) ** 0.5 * 2**-24)
 
 
-def rounding_between(one: Manifest, other: Manifest) -> float:
+def rounding_between(one: TraceManifest, other: TraceManifest) -> float:
     """The same for two numerics: where only one of them rounds to a format, that format's half step."""
     if one.simulate != other.simulate:
         return 2**-4  # e4m3: three bits behind the first

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4cli.engine.tracing.compare import Difference
+from dsv4cli.engine.tracing.compare import StageDifference
 from dsv4cli.engine.tracing.stages import BY_NAME, LOGITS, STREAMS, placed
 
 FACTOR = 4.0
@@ -52,11 +52,11 @@ Noise = Mapping[tuple[int, str], Moved]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StageVerdict:
     """A stage's difference beside its noise, the twin's relative L2. excess: how many times as far apart as is
     explained; above 1 there is more than rounding."""
 
-    difference: Difference
+    difference: StageDifference
     noise: float
     excess: float
 
@@ -71,7 +71,7 @@ class Verdict:
         return placed(self.difference.layer, self.difference.stage)
 
 
-def noise_of(found: Iterable[Difference]) -> Noise:
+def noise_of(found: Iterable[StageDifference]) -> Noise:
     """What a comparison with the twin gives."""
     return {(one.layer, one.stage): Moved(one.rows, one.alike) for one in found}
 
@@ -96,7 +96,7 @@ def load_noise(folder: Path, *, fed: bool) -> Noise | None:
     return {place: Moved(**moved) for place, moved in parts.items()}
 
 
-def judged(found: Iterable[Difference], noise: Noise) -> Iterator[Verdict]:
+def judged(found: Iterable[StageDifference], noise: Noise) -> Iterator[StageVerdict]:
     """Each stage beside its noise; one whose noise is not known is left out."""
     worst: dict[str, float] = defaultdict(float)
     for (_, stage), moved in noise.items():
@@ -110,20 +110,20 @@ def judged(found: Iterable[Difference], noise: Noise) -> Iterator[Verdict]:
                 twin, worst[LOGITS] = torch.cat((twin, last.explained())), max(worst[LOGITS], worst[STREAMS])
             choices = BY_NAME[one.stage].choices
             excess = _of_choices(one, moved) if choices else _of_values(one, twin, worst[one.stage])
-            yield Verdict(one, _mean(moved.rows), excess)
+            yield StageVerdict(one, _mean(moved.rows), excess)
 
 
 def _mean(rows: torch.Tensor) -> float:
     return float(rows.double().square().mean() ** 0.5) if len(rows) else 0.0
 
 
-def _of_choices(found: Difference, twin: Moved) -> float:
+def _of_choices(found: StageDifference, twin: Moved) -> float:
     if not bool(found.rows.isfinite().all()):
         return inf
     return int((found.rows > 0).sum()) / (FACTOR * (int((twin.rows > 0).sum()) + 1))
 
 
-def _of_values(found: Difference, twin: torch.Tensor, worst: float) -> float:
+def _of_values(found: StageDifference, twin: torch.Tensor, worst: float) -> float:
     rows = found.rows[found.alike] if bool(found.alike.any()) else found.rows
     if not bool(found.rows.isfinite().all()):
         return inf

@@ -29,7 +29,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class TraceManifest:
     """What a recording is of.
 
     model: as the user called it. weights: what identifies them, None where unknown. texts: in the order of the rows.
@@ -82,7 +82,7 @@ class Manifest:
         write_file(folder / FILE, content, folder / f".{FILE}")
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> TraceManifest:
     """What the recording in a folder is of. Raises UsageError for a folder without one, or one of another version."""
     remedy = f"record it: dsv4 trace record MODEL --out {shell_word(folder)}"
     try:
@@ -91,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(SCHEMA)
         texts = tuple(Text(tuple(map(int, one["ids"])), int(one["prompt"])) for one in given.pop("texts"))
         tuples: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("layers", "ratios", "what")}
-        return Manifest(texts=texts, **tuples, **given)
+        return TraceManifest(texts=texts, **tuples, **given)
     except OSError as error:
         raise UsageError(f"{folder} holds no whole recording: {FILE}: {error.strerror}", remedy) from None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -12,7 +12,7 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.state import LayerCache
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.tracing.block import BlockObserver
-from dsv4cli.engine.tracing.manifest import Manifest
+from dsv4cli.engine.tracing.manifest import TraceManifest
 from dsv4cli.engine.tracing.stages import LOGITS, STREAMS
 
 
@@ -65,7 +65,7 @@ class Observer:
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: TraceManifest,
         passes: Sequence[tuple[Sink, Feed | None]],
         slot: Callable[[], int | None] | None = None,
     ) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dsv4cli.engine.tracing.atom import GLOB, AtomFolder
-from dsv4cli.engine.tracing.manifest import FILE, Manifest
+from dsv4cli.engine.tracing.manifest import FILE, TraceManifest
 from dsv4cli.engine.tracing.recording import RecordedFolder, Recording
 
 
@@ -12,7 +12,7 @@ def is_recording(folder: Path) -> bool:
     return (folder / FILE).is_file() or any(folder.glob(GLOB))
 
 
-def open_recording(folder: Path, like: Manifest | None = None) -> Recording:
+def open_recording(folder: Path, like: TraceManifest | None = None) -> Recording:
     """The recording in a folder. like: what it is of where the folder does not say: it is ATOM's, or is being made.
     Raises UsageError for a folder without one."""
     if like is None or (folder / FILE).is_file():

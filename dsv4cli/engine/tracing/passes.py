@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.tracing.feed import Jitter, MovedStreams, RecordedStreams
-from dsv4cli.engine.tracing.manifest import Manifest
+from dsv4cli.engine.tracing.manifest import TraceManifest
 from dsv4cli.engine.tracing.observe import Feed, Observer
 from dsv4cli.engine.tracing.opened import open_recording
 from dsv4cli.engine.tracing.recording import RecordedFolder, Writer
@@ -22,7 +22,7 @@ class Pass:
     fed: Path | None = None
     moved: float | None = None
 
-    def feed(self, manifest: Manifest) -> Feed | None:
+    def feed(self, manifest: TraceManifest) -> Feed | None:
         """What the blocks are given; manifest: of the plan, whose earlier passes have none yet."""
         jitter = None if self.moved is None else Jitter(self.moved)
         if self.fed is not None:
@@ -34,7 +34,7 @@ class Pass:
 class Plan:
     """The passes, one after another, each of all texts of the manifest."""
 
-    manifest: Manifest
+    manifest: TraceManifest
     passes: tuple[Pass, ...]
 
     def observed(
@@ -44,7 +44,7 @@ class Plan:
         passes = [(Writer(one.folder, self.manifest, rank), one.feed(self.manifest)) for one in self.passes]
         return Observer(self.manifest, passes, slot).on(model)
 
-    def finish(self, manifest: Manifest) -> list[RecordedFolder]:
+    def finish(self, manifest: TraceManifest) -> list[RecordedFolder]:
         """The recordings, once every rank has written its part. manifest: with all tokens, now known."""
         for one in self.passes:
             replace(manifest, fed=one.fed is not None).write(one.folder)

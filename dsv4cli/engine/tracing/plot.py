@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4cli.engine.tracing.report import Comparison
+from dsv4cli.engine.tracing.report import TraceComparison
 from dsv4cli.engine.tracing.stages import STREAMS
 from dsv4cli.errors import UsageError
 
@@ -14,7 +14,7 @@ SIZE, DPI = (13.0, 7.0), 120
 LEAST = 1e-8
 
 
-def draw_differences(comparison: Comparison, path: Path) -> None:
+def draw_differences(comparison: TraceComparison, path: Path) -> None:
     """Draws the relative L2 of each token's streams behind each layer, by powers of ten. Raises UsageError where the
     recordings have none."""
     found = [one.difference for one in comparison.verdicts if one.difference.stage == STREAMS]
@@ -33,6 +33,6 @@ def draw_differences(comparison: Comparison, path: Path) -> None:
         ends.append(ends[-1] + len(text.ids))
     for end in ends[1:-1]:
         axes.axvline(end - 0.5, color="white", linewidth=1)
-    axes.set(xlabel="token", ylabel="behind")
+    axes.set(xlabel="token", ylabel="streams behind")
     axes.set_title("rounding explains every difference" if first is None else first.place)
     figure.savefig(path, dpi=DPI)

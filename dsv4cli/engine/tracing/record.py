@@ -15,7 +15,7 @@ from dsv4cli.engine.system.regular_files import open_file
 from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.feed import format_rounding
 from dsv4cli.engine.tracing.judge import Noise, noise_of, save_noise
-from dsv4cli.engine.tracing.manifest import Manifest, Text
+from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.recording import RecordedFolder, make_folder
 from dsv4cli.engine.tracing.stages import Group
@@ -32,14 +32,14 @@ def manifest_of(
     texts: Sequence[Text],
     layers: range | None = None,
     what: tuple[Group, ...] | None = None,
-) -> Manifest:
+) -> TraceManifest:
     """What a recording of these texts is of: all layers and stages if none are named. Raises UsageError for layers that
     the model does not have."""
     config = source.identity.config
     count = config.num_hidden_layers
     if layers is not None and layers.stop > count:
         raise UsageError(f"--layers {layers.start}-{layers.stop - 1}: the model has {count} layers", f"0-{count - 1}")
-    whole = Manifest(
+    whole = TraceManifest(
         model=source.name,
         texts=tuple(texts),
         layers=(0, count) if layers is None else (layers.start, layers.stop),
@@ -71,12 +71,12 @@ def weights_of(identity: Identity) -> str | None:
     return found.hexdigest()
 
 
-def with_twin(folder: Path, manifest: Manifest) -> Plan:
+def with_twin(folder: Path, manifest: TraceManifest) -> Plan:
     """A recording, and a twin whose streams are rounded once more in front of each half of a block."""
     return Plan(manifest, (Pass(folder), Pass(twin_of(folder), moved=format_rounding(manifest))))
 
 
-def with_fed_twin(folder: Path, manifest: Manifest, fed: Path | None, moved: float) -> Plan:
+def with_fed_twin(folder: Path, manifest: TraceManifest, fed: Path | None, moved: float) -> Plan:
     """The same of halves of blocks, which are fed with the streams of the recording `fed`; None: with its own, and only
     the twin is fed. moved: how far the twin's are moved."""
     return Plan(manifest, (Pass(folder, fed), Pass(twin_of(folder), fed or folder, moved)))
@@ -87,7 +87,7 @@ def twin_of(folder: Path) -> Path:
     return folder / ".twin"
 
 
-def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None) -> Manifest:
+def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None) -> TraceManifest:
     """Makes the recordings of a plan, with several ranks this one's part of them: what they are of, all tokens known.
     progress: as of `Walk.through`. Raises what `Engine.step` raises."""
     texts, each = plan.manifest.texts, plan.manifest.rows("token", 0)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsv4cli.engine.tracing.manifest import Manifest, read_manifest
+from dsv4cli.engine.tracing.manifest import TraceManifest, read_manifest
 from dsv4cli.engine.tracing.stages import BY_NAME, in_order
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
@@ -41,7 +41,7 @@ def make_folder(folder: Path) -> None:
 class Writer:
     """Writes one rank's part of a recording."""
 
-    def __init__(self, folder: Path, manifest: Manifest, rank: int = 0) -> None:
+    def __init__(self, folder: Path, manifest: TraceManifest, rank: int = 0) -> None:
         self.folder, self.manifest, self.rank = folder, manifest, rank
         self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         self._places: dict[int, dict[str, tuple[int, int]]] = {}  # of each layer's tensors: offset, bytes of a row
@@ -102,7 +102,7 @@ class Recording(Protocol):
     """What was recorded of a forward pass, wherever it lies."""
 
     name: str
-    manifest: Manifest
+    manifest: TraceManifest
 
     def layers(self) -> list[int]:
         """The layers that it has stages of."""
@@ -117,7 +117,7 @@ class Recording(Protocol):
 class RecordedFolder:
     """A recording of `dsv4 trace record`, the parts of its ranks joined."""
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+    def __init__(self, folder: Path, manifest: TraceManifest | None = None) -> None:
         """manifest: of a recording that is not finished. Raises UsageError for a folder without a whole one."""
         self.name, self.folder, self.manifest = str(folder), folder, manifest or read_manifest(folder)
 

@@ -6,27 +6,27 @@ from math import isfinite
 from typing import Any
 
 from dsv4cli.engine.tracing.compare import differences
-from dsv4cli.engine.tracing.judge import Noise, Verdict, judged
+from dsv4cli.engine.tracing.judge import Noise, StageVerdict, judged
 from dsv4cli.engine.tracing.manifest import check_same_tokens
 from dsv4cli.engine.tracing.recording import Recording, common
 from dsv4cli.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TraceComparison:
     """Two recordings beside each other: every stage that both have, in the order of computing."""
 
     one: Recording
     other: Recording
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[StageVerdict]
 
     @property
-    def beyond(self) -> list[Verdict]:
+    def beyond(self) -> list[StageVerdict]:
         """The stages that lie further apart than rounding explains."""
         return [verdict for verdict in self.verdicts if verdict.beyond]
 
     @property
-    def first(self) -> Verdict | None:
+    def first(self) -> StageVerdict | None:
         """The first of them: where to look."""
         return next(iter(self.beyond), None)
 
@@ -42,7 +42,7 @@ class Comparison:
         }
 
 
-def compared(one: Recording, other: Recording, noise: Noise, *, fed: bool) -> Comparison:
+def compared(one: Recording, other: Recording, noise: Noise, *, fed: bool) -> TraceComparison:
     """Every stage that both recordings have. Raises UsageError for other tokens, and where no stage is in both."""
     names = (one.name, other.name)
     check_same_tokens(one.manifest.texts, other.manifest.texts, names)
@@ -50,10 +50,10 @@ def compared(one: Recording, other: Recording, noise: Noise, *, fed: bool) -> Co
         raise UsageError(
             f"{names[0]} and {names[1]} have no stage in common", "record both with the same --layers and --what"
         )
-    return Comparison(one, other, list(judged(differences(one, other, fed=fed), noise)))
+    return TraceComparison(one, other, list(judged(differences(one, other, fed=fed), noise)))
 
 
-def _record(verdict: Verdict) -> dict[str, Any]:
+def _record(verdict: StageVerdict) -> dict[str, Any]:
     found = verdict.difference
     numbers = {
         "cosine": found.cosine,

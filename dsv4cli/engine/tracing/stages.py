@@ -13,7 +13,7 @@ STREAMS, AFTER_ATTENTION, LOGITS = "streams", "ffn.streams", "logits"
 
 
 @dataclass(frozen=True)
-class Stage:
+class TraceStage:
     """One point of a block where numbers are looked at.
 
     words: what it is, for people. group: what --what chooses it by. per: what a row is: a token, a compressed entry, or
@@ -34,28 +34,28 @@ class Stage:
 
 
 STAGES = (
-    Stage(STREAMS, "the streams it takes", "block"),
-    Stage("hc_attn.post", "hyper-connection of attention, post weights", "attn", direct=True),
-    Stage("hc_attn.comb", "hyper-connection of attention, comb weights", "attn", direct=True),
-    Stage("attn.input", "attention, its normed input", "attn"),
-    Stage("attn.wq_a", "attention, latent queries before their norm", "attn"),
-    Stage("attn.q", "attention, queries", "attn", split=True),
-    Stage("attn.kv", "attention, keys of the window", "attn"),
-    Stage("attn.entries", "attention, compressed entries", "attn", per="entry"),
-    Stage("indexer.q", "indexer, queries", "index", basis=True),
-    Stage("indexer.weights", "indexer, weights of its heads", "index"),
-    Stage("indexer.entries", "indexer, compressed keys", "index", per="entry", basis=True),
-    Stage("indexer.chosen", "indexer, chosen entries", "index", choices=True),
-    Stage("attn.o", "attention, after the sink", "attn", split=True),
-    Stage("attn.output", "attention, after the output projection", "attn"),
-    Stage(AFTER_ATTENTION, "the streams after attention", "block"),
-    Stage("hc_ffn.post", "hyper-connection of the experts, post weights", "ffn", direct=True),
-    Stage("hc_ffn.comb", "hyper-connection of the experts, comb weights", "ffn", direct=True),
-    Stage("ffn.input", "experts, their normed input", "ffn"),
-    Stage("gate.chosen", "router, chosen experts", "router", choices=True),
-    Stage("gate.weights", "router, weights of the chosen experts", "router"),
-    Stage("ffn.output", "experts, their sum", "ffn"),
-    Stage(LOGITS, "the head, logits", "logits", per="logits"),
+    TraceStage(STREAMS, "the streams it takes", "block"),
+    TraceStage("hc_attn.post", "hyper-connection of attention, post weights", "attn", direct=True),
+    TraceStage("hc_attn.comb", "hyper-connection of attention, comb weights", "attn", direct=True),
+    TraceStage("attn.input", "attention, its normed input", "attn"),
+    TraceStage("attn.wq_a", "attention, latent queries before their norm", "attn"),
+    TraceStage("attn.q", "attention, queries", "attn", split=True),
+    TraceStage("attn.kv", "attention, keys of the window", "attn"),
+    TraceStage("attn.entries", "attention, compressed entries", "attn", per="entry"),
+    TraceStage("indexer.q", "indexer, queries", "index", basis=True),
+    TraceStage("indexer.weights", "indexer, weights of its heads", "index"),
+    TraceStage("indexer.entries", "indexer, compressed keys", "index", per="entry", basis=True),
+    TraceStage("indexer.chosen", "indexer, chosen entries", "index", choices=True),
+    TraceStage("attn.o", "attention, after the sink", "attn", split=True),
+    TraceStage("attn.output", "attention, after the output projection", "attn"),
+    TraceStage(AFTER_ATTENTION, "the streams after attention", "block"),
+    TraceStage("hc_ffn.post", "hyper-connection of the experts, post weights", "ffn", direct=True),
+    TraceStage("hc_ffn.comb", "hyper-connection of the experts, comb weights", "ffn", direct=True),
+    TraceStage("ffn.input", "experts, their normed input", "ffn"),
+    TraceStage("gate.chosen", "router, chosen experts", "router", choices=True),
+    TraceStage("gate.weights", "router, weights of the chosen experts", "router"),
+    TraceStage("ffn.output", "experts, their sum", "ffn"),
+    TraceStage(LOGITS, "the head, logits", "logits", per="logits"),
 )
 BY_NAME = {stage.name: stage for stage in STAGES}
 ORDER = {stage.name: number for number, stage in enumerate(STAGES)}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dsv4cli.engine.tracing.manifest import Manifest, Text
+from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 from dsv4cli.engine.tracing.recording import Writer, make_folder
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, LOGITS, STREAMS
 
@@ -77,7 +77,7 @@ def recorded_transformers(model: Any, ids: Sequence[int], folder: Path, prompt: 
     text = Text(tuple(ids), len(ids) if prompt is None else prompt)
     rates = {**config.compress_rates, "sliding_attention": 0}
     count = config.num_hidden_layers
-    manifest = Manifest(
+    manifest = TraceManifest(
         model=type(model).__name__,
         texts=(text,),
         layers=(0, count),
@@ -102,7 +102,7 @@ def recorded_transformers(model: Any, ids: Sequence[int], folder: Path, prompt: 
 class _Recorder:
     """Counts the tokens that have gone through, and gives rows to a writer."""
 
-    def __init__(self, model: Any, manifest: Manifest, writer: Writer) -> None:
+    def __init__(self, model: Any, manifest: TraceManifest, writer: Writer) -> None:
         self.model, self.manifest, self.writer = model, manifest, writer
         self.first = self.tokens = 0
 

@@ -16,7 +16,7 @@ from dsv4cli.engine.tracing.manifest import Text
 Progress = Callable[[int, int], None]
 
 
-class Given:
+class ForcedTokens:
     """A constraint that gives a request the tokens of a text, whichever it would draw."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class Walk:
 
     def _request(self, text: Text) -> Request:
         prompt, later = list(text.ids[: text.prompt]), text.ids[text.prompt :]
-        given = Given(later) if all(token >= 0 for token in later) else None
+        given = ForcedTokens(later) if all(token >= 0 for token in later) else None
         limits = Limits(max_tokens=len(later) + 1, prefill_chunk=self.chunk)
         return Request(prompt, Sampling(0.0), limits, constraint=given, stop_ids=())
 

@@ -6,18 +6,18 @@ from math import inf
 import pytest
 import torch
 
-from dsv4cli.engine.tracing.compare import Difference, differences, rounding_of
+from dsv4cli.engine.tracing.compare import StageDifference, differences, rounding_of
 from dsv4cli.engine.tracing.feed import Jitter, format_rounding, rounding_between, sum_rounding
 from dsv4cli.engine.tracing.judge import FACTOR, Moved, judged, load_noise, save_noise
-from dsv4cli.engine.tracing.manifest import Manifest, Text
+from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 
-MANIFEST = Manifest("m", (Text(tuple(range(20)), 18),), (0, 2), 2, (0, 4), 64, 4, "bfloat16", simulate=True)
+MANIFEST = TraceManifest("m", (Text(tuple(range(20)), 18),), (0, 2), 2, (0, 4), 64, 4, "bfloat16", simulate=True)
 
 
 def difference(rows, layer=0, stage="attn.o", rounding=1e-9, alike=None):
     rows = torch.tensor(rows)
     everything = torch.ones(len(rows), dtype=torch.bool)
-    return Difference(
+    return StageDifference(
         layer, stage, 1.0, 0.0, None, rounding, rows, everything if alike is None else torch.tensor(alike)
     )
 

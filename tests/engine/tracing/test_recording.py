@@ -12,7 +12,7 @@ from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.feed import RecordedStreams
-from dsv4cli.engine.tracing.manifest import Manifest, Text, check_same_tokens, read_manifest
+from dsv4cli.engine.tracing.manifest import Text, TraceManifest, check_same_tokens, read_manifest
 from dsv4cli.engine.tracing.observe import Watched
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.record import manifest_of as record_manifest
@@ -37,7 +37,7 @@ def whole(tmp_path_factory):
 
 def manifest_of(texts):
     config = small_model.model().config
-    return Manifest(
+    return TraceManifest(
         "small",
         tuple(texts),
         (0, LAST),
