@@ -54,7 +54,7 @@ class Writer:
 
     def take(self, layer: int, stage: str, first: int, rows: torch.Tensor) -> None:
         """Rows from `first` on of a stage of a layer; a copy is kept until the layer ends."""
-        self._waiting[stage].append((first, rows.detach().to("cpu", copy=True).contiguous()))
+        self._waiting[stage].append((first, _on_host(rows.detach())))
 
     def end_layer(self, layer: int) -> None:
         """Writes what was taken. Raises OSError."""
@@ -75,6 +75,12 @@ class Writer:
                     left = memoryview(rows.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's own say less
                     while left:
                         left = left[file.write(left) :]
+
+
+def _on_host(rows: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, contiguous; from a GPU into memory that it writes to by itself, which is used again."""
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+    return host.copy_(rows)
 
 
 def _make_file(path: Path, tensors: dict[str, tuple[int, torch.Tensor]]) -> dict[str, tuple[int, int]]:
