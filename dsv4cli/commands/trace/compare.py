@@ -50,6 +50,8 @@ def compare(
     with checked(plot) as draw:
         left = open_recording(one)
         right = open_recording(other, left.manifest)
+        if None not in (weights := {left.manifest.weights, right.manifest.weights}) and len(weights) > 1:
+            out.warning(f"{one} and {other} are of other weights")
         comparison = compared(left, right, _noise(left, right), fed=right.manifest.fed)
         draw(comparison)
     out.document({"schema": "dsv4.trace.compare/1", **comparison.record()})

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.tracing.judge import StageVerdict
     from dsv4cli.engine.tracing.report import TraceComparison
 
-HEADER = ("stage", "cosine", "relative L2", "noise", "of what is explained")
+HEADER = ("stage", "cosine", "relative L2", "noise", "times what is explained")
 
 
 def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) -> None:
@@ -37,11 +37,11 @@ def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) 
 
 
 def _worst(verdicts: "Sequence[StageVerdict]") -> "list[StageVerdict]":
-    """Of each layer the first stage beyond rounding, or the one that is the nearest to it."""
+    """Of each layer the first stage beyond rounding, or the last of those that are the nearest to it."""
     worst = []
     for _, layer in groupby(verdicts, key=lambda verdict: verdict.difference.layer):
         own = list(layer)
-        worst.append(next((one for one in own if one.beyond), max(own, key=lambda one: one.excess)))
+        worst.append(next((one for one in own if one.beyond), max(reversed(own), key=lambda one: one.excess)))
     return worst
 
 
@@ -59,7 +59,7 @@ def _row(verdict: "StageVerdict") -> tuple[str, ...]:
 def _share(excess: float) -> str:
     if not isfinite(excess):
         return "beyond"
-    return f"{excess:.0%}" if excess < 10 else f"{excess:,.0f}x"
+    return f"{excess:.2f}" if excess < 10 else f"{excess:,.0f}"
 
 
 def _times(first: "StageVerdict") -> str:

@@ -80,7 +80,7 @@ def sum_rounding(manifest: TraceManifest) -> float:
 
 def rounding_between(one: TraceManifest, other: TraceManifest) -> float:
     """The same for two numerics: where only one of them rounds to a format, that format's half step."""
-    if one.simulate != other.simulate:
+    if (one.simulate, one.rounded) != (other.simulate, other.rounded):
         return 2**-4  # e4m3: three bits behind the first
     if one.dtype != other.dtype:
         return HALF_STEPS["bfloat16"]

@@ -35,8 +35,9 @@ class TraceManifest:
     model: as the user called it. weights: what identifies them, None where unknown. texts: in the order of the rows.
     layers: the first and the one behind the last; the streams that this one takes are recorded too. layers_of_model:
     how many it has. ratios: of each of its layers. hidden, streams: the width of an activation, and of how many streams
-    there are. dtype, simulate: the numerics. what: groups of stages. fed: whether each half of a block was given the
-    streams of another recording. how: backend, device, versions and the like, for people.
+    there are. dtype, simulate: the numerics. rounded: the weights whose inputs are rounded to FP8. what: groups of
+    stages. fed: whether each half of a block was given the streams of another recording. how: backend, device, versions
+    and the like, for people.
     """
 
     model: str
@@ -48,6 +49,7 @@ class TraceManifest:
     streams: int
     dtype: str
     simulate: bool
+    rounded: tuple[str, ...] = ()
     what: tuple[Group, ...] = GROUPS
     ranks: int = 1
     fed: bool = False
@@ -90,7 +92,7 @@ def read_manifest(folder: Path) -> TraceManifest:
         if given.pop("schema") != SCHEMA:
             raise ValueError(SCHEMA)
         texts = tuple(Text(tuple(map(int, one["ids"])), int(one["prompt"])) for one in given.pop("texts"))
-        tuples: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("layers", "ratios", "what")}
+        tuples: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("layers", "ratios", "rounded", "what")}
         return TraceManifest(texts=texts, **tuples, **given)
     except OSError as error:
         raise UsageError(f"{folder} holds no whole recording: {FILE}: {error.strerror}", remedy) from None

@@ -22,6 +22,8 @@ from dsv4cli.engine.tracing.stages import Group
 from dsv4cli.engine.tracing.walk import Progress, Walk
 from dsv4cli.errors import UsageError
 
+# kinds of weights, and the formats whose inputs are never rounded
+KINDS, UNSCALED = ("linear", "experts"), ("bf16", "f32")
 # bytes of a tensor that the weights' identity takes in
 HEAD = 4096
 
@@ -35,7 +37,7 @@ def manifest_of(
 ) -> TraceManifest:
     """What a recording of these texts is of: all layers and stages if none are named. Raises UsageError for layers that
     the model does not have."""
-    config = source.identity.config
+    config, formats = source.identity.config, source.identity.formats
     count = config.num_hidden_layers
     if layers is not None and layers.stop > count:
         raise UsageError(f"--layers {layers.start}-{layers.stop - 1}: the model has {count} layers", f"0-{count - 1}")
@@ -49,6 +51,7 @@ def manifest_of(
         streams=config.hc_mult,
         dtype=str(numerics.dtype).removeprefix("torch."),
         simulate=numerics.simulate,
+        rounded=tuple(kind for kind in KINDS if numerics.simulate and getattr(formats, kind) not in UNSCALED),
         weights=weights_of(source.identity) if isinstance(source, FolderSource) else source.name,
     )
     return whole if what is None else replace(whole, what=what)

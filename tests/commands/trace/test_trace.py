@@ -113,6 +113,17 @@ def test_bisect_against_a_recording(program, recorded, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("target", "farthest"), [("fp8", 0), ("bf16", 1)])
+def test_bisect_of_a_conversion(program, tmp_path, target, farthest):
+    other = str(tmp_path / target)
+    assert program("convert", "nano", other, "--to", target).code == 0
+    done = program("trace", "bisect", "nano", "--against", other, "--ids", IDS, "--json")
+    [found] = json.loads(done.out)["comparisons"]
+    # inputs of bf16 weights are not rounded
+    assert (done.code, max(stage["excess"] for stage in found["stages"]) <= farthest) == (0, True)
+
+
+@pytest.mark.slow
 def test_bisect_of_slots(program):
     done = program("trace", "bisect", NET, "--ids", IDS, "--slots")
     assert (done.code, done.out.count("rounding explains every difference: ")) == (0, 2)

@@ -147,6 +147,7 @@ def test_roundings():
     assert format_rounding(replace(MANIFEST, dtype="float32")) == sums
     assert rounding_between(MANIFEST, MANIFEST) == sums
     assert rounding_between(MANIFEST, replace(MANIFEST, simulate=False)) == 2**-4
+    assert rounding_between(MANIFEST, replace(MANIFEST, rounded=("linear",))) == 2**-4
     assert rounding_between(MANIFEST, replace(MANIFEST, dtype="float32")) == 2**-9
     assert rounding_of(MANIFEST, MANIFEST, "hc_attn.comb", 0.0) == sums
     assert rounding_of(MANIFEST, MANIFEST, "attn.o", 2**-9) == pytest.approx(2**-9 / 3**0.5)
