@@ -134,7 +134,8 @@ class Sides:
     def _manifest(self, job: Job, texts: "list[Text]") -> "TraceManifest":
         from dsv4cli.engine.tracing.record import manifest_of
 
-        return manifest_of(job.source, job.numerics, texts, **self.parts)
+        manifest = manifest_of(job.source, job.numerics, texts, **self.parts)
+        return replace(manifest, what=tuple({"block": None} | dict.fromkeys(manifest.what)))  # what the other is fed
 
     def _first(
         self, job: Job, model: "Transformer", manifest: "TraceManifest", other: "TraceManifest"

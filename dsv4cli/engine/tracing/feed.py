@@ -46,7 +46,8 @@ class RecordedStreams:
         first = start + sum(manifest.rows_of(text, "token", layer) for text in manifest.texts[: watched.text])
         rows = self.recording.rows(layer, stage, first, first + count).to(own)
         rows = rows if self.jitter is None else self.jitter(rows)
-        same = self._ids[watched.text][start : start + count].to(own.device) == watched.ids
+        known = self._ids[watched.text][start : start + count].to(own.device)
+        same = (known == watched.ids) | (known < 0)  # below 0: what is drawn, not known beforehand
         streams = own.clone()
         streams[watched.rows] = torch.where(same[:, None, None], rows, own[watched.rows])
         return streams

@@ -96,9 +96,10 @@ def test_a_mistake_is_named(program, monkeypatch, recorded, tmp_path):
 
 def test_bisect_names_it_in_one_command(program, monkeypatch):
     MUTATIONS["overlap dropped at chunk borders"].put_in(monkeypatch)
-    done = program("trace", "bisect", NET, "--ids", IDS, "--chunk", "6", "--json")
+    done = program("trace", "bisect", NET, "--ids", IDS, "--chunk", "6", "--what", "attn", "--json")
     [found] = json.loads(done.out)["comparisons"]
     assert (done.code, done.err) == (3, "")
+    assert {"streams", "ffn.streams"} < {stage["stage"] for stage in found["stages"]}
     assert (found["one"], found["other"]) == (NET, f"{NET} --chunk 6")
     assert found["first"]["where"] == "layer 2, attention, compressed entries"
 

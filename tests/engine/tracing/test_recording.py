@@ -177,6 +177,13 @@ def test_a_wrong_draft_keeps_its_own_streams(whole):
     assert not streams[[0, 3, 4]].any()
 
 
+def test_tokens_that_are_not_known_yet_are_fed(whole):
+    manifest = replace(whole.manifest, texts=(Text((*TEXTS[0].ids[:22], -1, -1), 22), TEXTS[1]))
+    feed = RecordedStreams(RecordedFolder(whole.folder, manifest))
+    streams = feed.streams(2, "streams", torch.zeros(1, 4, 64), Watched(0, 1, 23, 0, 0, torch.tensor([7])))
+    assert torch.equal(streams, whole.rows(2, "streams", 23, 24))
+
+
 def test_no_more_than_one_layer_is_held(whole, tmp_path, monkeypatch):
     held, most = [], []
     take, end = Writer.take, Writer.end_layer
