@@ -54,10 +54,10 @@ def loaded(job: Job, texts: "Sequence[Text]") -> "Iterator[Transformer]":
 
 
 def walk_of(job: Job, model: "Transformer", drafting: "Drafting | None" = None) -> "Walk":
-    """How texts go through the job's model; drafting: of the job if None."""
+    """How texts go through the job's model; drafting: if None, as many as the job has in every step."""
     from dsv4cli.engine.tracing.walk import Walk
 
-    drafts = job.drafting if drafting is None else drafting
+    drafts = replace(job.drafting, always=True) if drafting is None else drafting
     return Walk(model, job.device, job.limits.prefill_chunk, drafts, job.followers)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.tracing.walk import Company, Walk
 from dsv4cli.kernels.attention import ref as attention
 from dsv4cli.kernels.qk_norm_rope import ref as keys
@@ -28,7 +29,7 @@ MANY, FEW = 133, 40
 @dataclass(frozen=True)
 class Mistake:
     """What is wrong, in the code or in the loaded weights, in which net and how it shows: chunk tokens in a step of a
-    prompt of so many, behind another text or not. where: the stage that is named."""
+    prompt of so many, behind another text or not, with drafts or without. where: the stage that is named."""
 
     where: str
     wrong: Mutation | Callable[[Transformer], None]
@@ -36,17 +37,25 @@ class Mistake:
     prompt: int = MANY
     chunk: int = 4096
     after_another: bool = False
+    drafts: int = 0
     always: bool = False
+
+    @property
+    def later(self) -> int:
+        """Tokens behind the prompt."""
+        return 12 if self.drafts else 2
 
     def other_side(self, patch: pytest.MonkeyPatch) -> Walk:
         """The engine with the mistake."""
         if isinstance(self.wrong, Mutation):
             self.wrong.put_in(patch)
         model = tracing.model(self.net)
-        if not isinstance(self.wrong, Mutation):
+        if self.wrong is ring_without_spare_rows:
+            ring_without_spare_rows(patch)
+        elif not isinstance(self.wrong, Mutation):
             self.wrong(model)
         company = Company(before=[tracing.text(150)] if self.after_another else [])
-        return Walk(model, tracing.CPU, self.chunk, company=company)
+        return Walk(model, tracing.CPU, self.chunk, Drafting(self.drafts, always=True), company=company)
 
 
 def scale_of_ones(model: Transformer) -> None:
@@ -62,6 +71,14 @@ def fp32_in_bf16(model: Transformer) -> None:
 def gate_and_up_swapped(model: Transformer) -> None:
     experts = model.layers[0].ffn.experts
     experts.w1, experts.w3 = experts.w3, experts.w1
+
+
+def ring_without_spare_rows(patch: pytest.MonkeyPatch) -> None:
+    def roll_back(self, sequence, tokens):
+        sequence.length -= tokens
+
+    patch.setitem(Cache.__init__.__kwdefaults__, "rollback", 0)
+    patch.setattr(Cache, "roll_back", roll_back)
 
 
 def route_scale_twice(right):
@@ -190,6 +207,8 @@ MISTAKES: dict[str, Mistake] = {
     "ring written before read": Mistake(
         "layer 0, attention, after the sink", KNOWN["ring written before read"], prompt=300, chunk=40
     ),
+    # ATOM 0bb75144e: drafts that were wrong have taken the place of rows that are still needed
+    "ring without spare rows": Mistake("layer 0, attention, after the sink", ring_without_spare_rows, drafts=3),
     "window one short": Mistake("layer 0, attention, after the sink", KNOWN["window one short"]),
     # the official code, ATOM's first pull requests: a slot keeps the state of the one before
     "state not reset": Mistake(
@@ -202,14 +221,14 @@ MISTAKES: dict[str, Mistake] = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """sound(net, prompt): the right side, recorded once."""
-    known: dict[tuple[str, int], Any] = {}
+    """sound(net, prompt, later): the right side, recorded once."""
+    known: dict[tuple[str, int, int], Any] = {}
 
-    def record(net: str, prompt: int):
-        if (net, prompt) not in known:
+    def record(net: str, prompt: int, later: int = 2):
+        if (net, prompt, later) not in known:
             folder = tmp_path_factory.mktemp("trace")
-            known[net, prompt] = (*tracing.sound(net, [tracing.text(prompt)], folder), folder)
-        return known[net, prompt]
+            known[net, prompt, later] = (*tracing.sound(net, [tracing.text(prompt, later)], folder), folder)
+        return known[net, prompt, later]
 
     return record
 
@@ -230,7 +249,7 @@ def test_nothing_is_wrong(sound, net, prompt, tmp_path):
     [pytest.param(one, id=name, marks=() if one.always else pytest.mark.slow) for name, one in MISTAKES.items()],
 )
 def test_its_stage_is_named(sound, monkeypatch, mistake, tmp_path):
-    one, noise, folder = sound(mistake.net, mistake.prompt)
+    one, noise, folder = sound(mistake.net, mistake.prompt, mistake.later)
     walk = mistake.other_side(monkeypatch)
     first = tracing.beside(one, noise, walk, tmp_path / "other", folder / "sound").first
     assert first is not None
