@@ -31,11 +31,12 @@ trace.command(
     )
 )(compare)
 trace.command(
+    short_help="Find the first stage where two sides part.",
     epilog=epilog(
         "dsv4 trace bisect flash --backend torch",
         "dsv4 trace bisect flash --against OUT",
         "dsv4 trace bisect nano --chunk 1",
         "dsv4 trace bisect nano --drafts",
         "dsv4 trace bisect nano --slots",
-    )
+    ),
 )(bisect)

@@ -102,13 +102,13 @@ class Sides:
         if self.change.against is not None and is_recording(Path(self.change.against)):
             return self._beside_recording(Path(self.change.against))
         first, second = open_job(self.out, self.options), open_job(self.out, self.change.of(self.options))
-        plan = self._manifest(first, read_texts(first, self.given)), self._manifest(second, [])
-        _check_alike(*plan)
+        manifest, other = self._manifest(first, read_texts(first, self.given)), self._manifest(second, [])
+        _check_alike(manifest, other)
         if self.change.same_model:
-            with loaded(second, plan[0].texts) as model:
-                return self._beside(self._first(first, model, *plan), second, model)
-        with loaded(first, plan[0].texts) as model:
-            one = self._first(first, model, *plan)
+            with loaded(second, manifest.texts) as model:
+                return self._beside(self._first(first, model, manifest, other), second, model)
+        with loaded(first, manifest.texts) as model:
+            one = self._first(first, model, manifest, other)
         del model
         from dsv4cli.engine.system.device import free_unused
 
