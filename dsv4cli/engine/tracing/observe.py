@@ -131,11 +131,8 @@ class Observer:
         start, position = rows[0], int(batch.positions[rows[0]])
         if position == 0:
             self._begin_text()
-        # drafts behind the last token are no part of the text
-        count = min(len(rows), len(self.manifest.texts[self._text].ids) - position)
-        if count > 0:
-            ids = batch.ids[start : start + count]
-            self.watched = Watched(start, count, position, sequence, self._text, ids)
+        # no draft is behind the last token of a text
+        self.watched = Watched(start, len(rows), position, sequence, self._text, batch.ids[start : start + len(rows)])
 
     def _begin_text(self) -> None:
         self._text += 1

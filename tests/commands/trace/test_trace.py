@@ -104,6 +104,7 @@ def test_bisect_names_it_in_one_command(program, monkeypatch):
     assert found["first"]["where"] == "layer 2, attention, compressed entries"
 
 
+@pytest.mark.slow
 def test_bisect_against_a_recording(program, recorded, tmp_path):
     folder, _ = recorded
     done = program("trace", "bisect", NET, "--against", str(folder), "--keep", str(tmp_path / "kept"))

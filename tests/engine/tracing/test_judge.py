@@ -32,11 +32,11 @@ def excess(found, **twins):
 
 
 def test_the_median_row_is_held_against_the_twins_upper_quartile():
-    assert excess(difference([0.4] * 8), _0=[0.0] * 2 + [0.1] * 6) == pytest.approx(0.4 / (FACTOR * 0.1))
+    assert excess(difference([0.4] * 8), _0=[0.0] * 5 + [0.1] * 3) == pytest.approx(0.4 / (FACTOR * 0.1))
 
 
 def test_the_worst_row_is_held_against_the_worst_of_any_layer():
-    twin = {"_0": [0.0] * 8, "_1": [0.0] * 7 + [0.2]}
+    twin = {"_0": [0.0] * 8, "_1": [0.0] * 7 + [0.2], "_2": [0.0] * 8}
     assert excess(difference([0.0] * 7 + [0.4]), **twin) == pytest.approx(0.4 / (FACTOR * 0.2))
 
 
@@ -133,6 +133,30 @@ def test_entries_lie_where_their_last_token_is():
     [found] = differences(InMemory(a, "attn.entries", 1), InMemory(b, "attn.entries", 1), fed=False)
     assert found.largest is not None
     assert found.largest.position == 11
+
+
+class Choosing(InMemory):
+    """Two layers of experts, chosen and added up."""
+
+    def layers(self):
+        return [0, 1]
+
+    def stages(self, _):
+        return ["streams", "gate.chosen", "ffn.output"]
+
+    def rows(self, layer, stage, first, end):
+        return (self._rows if stage == "gate.chosen" and layer == 0 else torch.ones(20, 2))[first:end]
+
+
+@pytest.mark.parametrize(("fed", "left_out"), [(False, 4), (True, 2)])
+def test_rows_behind_another_choice_are_known(fed, left_out):
+    a = torch.tensor([[0, 1]] * 20, dtype=torch.int32)
+    b = a.clone()
+    b[3] = torch.tensor([0, 2])
+    found = list(differences(Choosing(a), Choosing(b), fed=fed))
+    alike = {(one.layer, one.stage): one.alike for one in found if not one.alike.all()}
+    assert len(alike) == left_out  # the rest of its half of the block, what that gives, and unless fed all behind it
+    assert alike[0, "ffn.output"].tolist() == [row != 3 for row in range(20)]
 
 
 def test_rotated_bases_are_not_compared():

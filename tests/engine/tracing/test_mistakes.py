@@ -118,7 +118,7 @@ MISTAKES: dict[str, Mistake] = {
     # mlx-vlm 2277
     "gate and up swapped": Mistake("layer 0, experts, their sum", gate_and_up_swapped),
     # ds4, several converters
-    "nibbles swapped": Mistake("layer 0, experts, their sum", KNOWN["nibbles swapped"], prompt=FEW, always=True),
+    "nibbles swapped": Mistake("layer 0, experts, their sum", KNOWN["nibbles swapped"], prompt=FEW),
     # --- rope and positions
     # transformers 45910, sglang 34788, mlx-lm 1189: one theta for all
     "compressed theta in SWA layers": Mistake("layer 0, attention, queries", KNOWN["compressed theta in SWA layers"]),
@@ -189,9 +189,7 @@ MISTAKES: dict[str, Mistake] = {
     # ATOM e161bb31d
     "visibility per call": Mistake("layer 2, indexer, chosen entries", KNOWN["visibility per call"]),
     # tpu-inference 3536
-    "open group visible": Mistake(
-        "layer 2, indexer, chosen entries", KNOWN["open group visible"], prompt=FEW, always=True
-    ),
+    "open group visible": Mistake("layer 2, indexer, chosen entries", KNOWN["open group visible"], prompt=FEW),
     "own completed group hidden": Mistake("layer 2, indexer, chosen entries", KNOWN["own completed group hidden"]),
     # omlx 2271, mlx-lm 1189
     "overlap halves swapped": Mistake("layer 2, attention, compressed entries", KNOWN["overlap halves swapped"]),

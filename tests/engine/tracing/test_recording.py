@@ -100,8 +100,10 @@ def test_every_stage_is_there(whole):
 
 @pytest.mark.parametrize(
     "company",
-    [Company(before=[tracing.text(30)]), Company(beside=[tracing.text(9, 20), tracing.text(31, 3)])],
-    ids=["in a used slot", "beside others"],
+    [
+        pytest.param(Company(before=[tracing.text(30)]), id="in a used slot", marks=pytest.mark.slow),
+        pytest.param(Company(beside=[tracing.text(9, 3), tracing.text(31, 3)]), id="beside others"),
+    ],
 )
 def test_the_same_rows_in_company(whole, company, tmp_path):
     same(whole, record(Walk(small_model.model(), tracing.CPU, company=company), tmp_path / "other"))
