@@ -24,6 +24,7 @@ from dsv4cli.commands.inspect import inspect
 from dsv4cli.commands.profile import profile
 from dsv4cli.commands.ranks import follow
 from dsv4cli.commands.run import run
+from dsv4cli.commands.trace import trace
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory, compiler_refusal
 from dsv4cli.harmless import brief_line
 from dsv4cli.options import epilog
@@ -137,6 +138,7 @@ app.command(
     )
 )(run)
 app.add_typer(profile, name="profile")
+app.add_typer(trace, name="trace")
 
 
 def _show_version(wanted: bool) -> None:

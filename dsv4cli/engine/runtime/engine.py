@@ -56,7 +56,7 @@ class Engine:
         drafts = self.runner.drafts
         # rows of a GPU are alike in steps of so many
         rows = ROWS_EXACT if model.numerics.exact and self.runner.cache.device.type == "cuda" else MAX_SLOTS
-        self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting.most, rows)
+        self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting, rows)
         self._drawing = Drawing(self.runner, self._order, self._tell)
         self._orders: list[Order] = [("begin", asdict(capacity))]
         self._count = 0
