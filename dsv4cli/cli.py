@@ -25,6 +25,7 @@ from dsv4cli.commands.profile import profile
 from dsv4cli.commands.ranks import follow
 from dsv4cli.commands.run import run
 from dsv4cli.commands.serve import serve
+from dsv4cli.commands.trace import trace
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory, compiler_refusal
 from dsv4cli.harmless import brief_line
 from dsv4cli.options import epilog
@@ -145,6 +146,7 @@ app.command(
     )
 )(serve)
 app.add_typer(profile, name="profile")
+app.add_typer(trace, name="trace")
 
 
 def _show_version(wanted: bool) -> None:

@@ -82,7 +82,7 @@ def test_every_command_line_can_be_typed(name):
         ("```\ngit diff | dsv4 run - --modle flash > out.txt\n```", "--modle"),
         ("```\ndsv4 upload flash\n```", "no command upload"),
         ("```\nHF_HUB_OFFLINE=1 dsv4 profile layers\n```", "no command layers"),
-        ("`dsv4 convert A B --to gguf`", "gguf"),
+        ("`dsv4 convert A B --to onnx`", "onnx"),
         ("`run --think hard`", "hard"),
         ("`--tempo 3`", "--tempo"),
         ("```\ndsv4 run Hi --tp two\n```", "two"),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.parallel.world import World
     from dsv4cli.engine.runtime.backend import Backend
     from dsv4cli.engine.settings import Drafting, Limits, Sampling
+    from dsv4cli.engine.tracing.passes import Plan
     from dsv4cli.engine.weights.placement import MemoryLimits
 
     Find = Callable[[str], FolderSource | RandomSource]
@@ -36,7 +37,7 @@ class Job:
     """What every mode needs. device_name, dtype, exact, backend: the options' words. drafting: what of a drafter is
     loaded and used. memory: what the model may take. world, followers: None in one process. compiler: a process that
     waits for what to compile. clients: how many conversations there may be at once, each drawn as it likes if there are
-    several. loaded: called once the model is there."""
+    several. loaded: called once the model is there. plan: what of its steps `dsv4 trace` records."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -55,6 +56,7 @@ class Job:
     compiler: "Popen[str] | None" = None
     clients: int = 1
     loaded: Callable[[], None] = lambda: None
+    plan: "Plan | None" = None
 
     @cached_property
     def dialogue(self) -> "Dialogue":

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # of a job, what followers are given
-SHARED = ("source", "think", "dtype", "exact", "backend", "limits", "sampling", "drafting", "memory", "special_tokens")
+SHARED = (
+    "source", "think", "dtype", "exact", "backend", "limits", "sampling", "drafting", "memory", "special_tokens",
+    "plan",
+)  # fmt: skip
 
 
 @contextmanager
@@ -113,7 +116,7 @@ def follow_leader(job: Job, world: "World") -> None:
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         if world.hear() is None:  # nothing is to be computed
             return
-        with job.model() as model:
+        with job.model() as model, nullcontext() if job.plan is None else job.plan.observed(model, world.rank):
             follow(model, job.device, world.hear)
 
 

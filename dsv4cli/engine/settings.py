@@ -97,9 +97,10 @@ class Limits:
 @dataclass(frozen=True)
 class Drafting:
     """most: how many tokens a drafter may guess ahead of each step of a request: 0 for none, None for as many as
-    pay."""
+    pay. always: so many in every step, whether or not they pay."""
 
     most: int | None = 0
+    always: bool = False
 
     def __post_init__(self) -> None:
         require(self.most is None or 0 <= self.most <= MOST_DRAFTS, "--draft", self.most, DRAFT_REMEDY)

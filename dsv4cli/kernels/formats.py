@@ -7,6 +7,8 @@ Sources: OCP Microscaling (e2m1, e8m0), OCP 8-bit floating point (e4m3), officia
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+# its first NaN; behind it are the numbers with a sign
+E4M3_NAN = 0x7F
 # the powers of two that e4m3 has
 E4M3_MIN_POWER, E4M3_MAX_POWER = -9, 8
 # e8m0: byte b stands for 2 ** (b - 127), 255 for NaN

@@ -4,10 +4,11 @@ FOREIGN lists them with words that the refusal must contain, for every command t
 """
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
-from tests.support.damage import INDEX, Damage, Stored, edit_config, edit_json, folder_empty, rewrite
+from tests.support.damage import INDEX, Damage, Stored, edit_config, folder_empty, rewrite
 
 
 def is_v41(folder: Path) -> None:
@@ -31,58 +32,20 @@ def has_transformers_names(folder: Path) -> None:
     rewrite(folder, lambda name, stored: {"model." + name.replace(".attn.", ".self_attn."): stored})
 
 
-def is_base(folder: Path) -> None:
-    def widen(name: str, stored: Stored) -> dict[str, Stored]:
-        rows, columns = (*stored.shape, 0)[:2]
-        if stored.dtype == "I8":
-            return {name: Stored("F8_E4M3", [rows, columns * 2], bytes(rows * columns * 2))}
-        if stored.dtype == "F8_E8M0":
-            blocks = [rows // 128, columns // 4] if ".experts." in name else [rows, columns]
-            return {name: Stored("F32", blocks, bytes(4 * blocks[0] * blocks[1]))}
-        return {name: stored}
+def lacks_scale_2(folder: Path) -> None:
+    """NVFP4 without the scale of whole tensors, which a careless loader takes for 1."""
 
-    rewrite(folder, widen)
-    edit_json(folder / "config.json", lambda config: config["quantization_config"].pop("scale_fmt"))
-
-
-def has_f32_scales(folder: Path) -> None:
-    def widen(name: str, stored: Stored) -> dict[str, Stored]:
-        if stored.dtype == "F8_E8M0" and ".ffn.experts." not in name:
-            return {name: Stored("F32", stored.shape, bytes(4 * len(stored.data)))}
-        return {} if ".ffn.experts." in name else {name: stored}
-
-    rewrite(folder, widen)
-
-
-def is_nvfp4(folder: Path) -> None:
     def export(name: str, stored: Stored) -> dict[str, Stored]:
         if ".ffn.experts." not in name:
             return {name: stored}
         if name.endswith(".weight"):
-            return {name: replace(stored, dtype="U8"), f"{name}_scale_2": Stored("F32", [], bytes(4))}
+            return {name: replace(stored, dtype="U8")}
         rows, columns = stored.shape
         return {
             name.replace(".scale", ".weight_scale"): Stored("F8_E4M3", [rows, 2 * columns], bytes(2 * rows * columns))
         }
 
     rewrite(folder, export)
-
-
-def says_nvfp4(folder: Path) -> None:
-    is_nvfp4(folder)
-    quantization = {"quant_method": "fp8", "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
-    edit_config(folder, quantization_config=quantization)
-
-
-def is_compressed_tensors(folder: Path) -> None:
-    def export(name: str, stored: Stored) -> dict[str, Stored]:
-        return {name.replace(".weight", ".weight_packed") if stored.dtype == "I8" else name: stored}
-
-    rewrite(folder, export)
-
-
-def says_compressed_tensors(folder: Path) -> None:
-    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"})
 
 
 def is_cut_for_gpus(folder: Path) -> None:
@@ -92,24 +55,73 @@ def is_cut_for_gpus(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def has_bf16_scales(folder: Path) -> None:
+    def widen(name: str, stored: Stored) -> dict[str, Stored]:
+        odd = stored.dtype == "F8_E8M0" and ".ffn.experts." not in name
+        return {name: Stored("BF16", stored.shape, bytes(2 * len(stored.data))) if odd else stored}
+
+    rewrite(folder, widen)
+
+
+def has_inverse_scales(folder: Path) -> None:
+    rewrite(folder, lambda name, stored: {name.replace(".scale", ".weight_scale_inv"): stored})
+
+
+def has_wo_a_in_fp4(folder: Path) -> None:
+    def pack(name: str, stored: Stored) -> dict[str, Stored]:
+        rows, columns = (*stored.shape, 0)[:2]
+        odd = name.endswith("wo_a.weight")
+        return {name: Stored("U8", [rows, columns // 2], stored.data[: rows * columns // 2]) if odd else stored}
+
+    rewrite(folder, pack)
+
+
+def is_cut_for_no_process(folder: Path) -> None:
+    for rank, path in enumerate(sorted(folder.glob("model-*.safetensors"))):
+        path.rename(folder / f"model{rank}-mp0.safetensors")
+    (folder / INDEX).unlink()
+
+
+def is_compressed_tensors(folder: Path) -> None:
+    """W4A16."""
+
+    def export(name: str, stored: Stored) -> dict[str, Stored]:
+        if stored.dtype != "I8":
+            return {name: stored}
+        return {name.replace(".weight", ".weight_packed"): stored, f"{name}_shape": Stored("I64", [2], bytes(16))}
+
+    rewrite(folder, export)
+
+
+def says_compressed_tensors(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"})
+
+
 def is_gguf(folder: Path) -> None:
     folder_empty(folder)
     (folder / "config.json").unlink()
-    (folder / "DeepSeek-V4-Flash-Q4.gguf").write_bytes(b"GGUF")
+    # version 3, no tensors, one key
+    key, value = b"general.architecture", b"llama"
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, len(value)) + value
+    (folder / "llama-Q4_K_M.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
 
 
+# known layouts of which something is not there
+INCOMPLETE: dict[Damage, tuple[str, ...]] = {
+    has_transformers_names: ("model.embed_tokens.weight is missing",),
+    lacks_scale_2: ("experts.0.w1.weight_scale_2 is missing, but its weight is there",),
+    is_cut_for_gpus: ("has no config.json",),
+}
 FOREIGN: dict[Damage, tuple[str, ...]] = {
     is_v41: ("DeepSeek-V4.1", "deepseek_v41"),
     is_v3: ("DeepSeek-V3", "deepseek_v3"),
     is_another_model: ("another model", "llama"),
     has_v3_tensors: ("V3", "kv_b_proj"),
-    has_transformers_names: ("transformers' tensor names", "model.layers.0"),
-    is_base: ("Base checkpoint", "F32 block scales"),
-    has_f32_scales: ("another FP8 layout", "F32 block scales"),
-    is_nvfp4: ("NVFP4 export", "weight_scale_2"),
-    says_nvfp4: ("NVFP4 export", "moe_quant_algo"),
-    is_compressed_tensors: ("compressed-tensors export", "weight_packed"),
-    says_compressed_tensors: ("compressed-tensors export", "quant_method"),
-    is_cut_for_gpus: ("cut for one number of GPUs", "model0-mp3.safetensors"),
+    has_bf16_scales: ("linear weights are F8_E4M3 with block scales stored as BF16", "F8_E8M0 or F32"),
+    has_inverse_scales: ("another quantisation tool", "weight_scale_inv"),
+    has_wo_a_in_fp4: ("wo_a weights are stored as U8", "fp8"),
+    is_cut_for_no_process: ("for an impossible number of GPUs", "model0-mp0"),
+    is_compressed_tensors: ("compressed-tensors export in another format", "weight_shape"),
+    says_compressed_tensors: ("compressed-tensors export in another format", "'pack-quantized'"),
     is_gguf: ("GGUF", ".gguf"),
 }

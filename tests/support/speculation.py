@@ -6,14 +6,13 @@ from functools import cache
 import pytest
 import torch
 
-from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.draft import Drafter, Drafts
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.gate import Gate, size_of
+from dsv4cli.engine.runtime.gate import Gate, OpenGate
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.weights.load import build_random
 from tests.support.small_model import FP32, NARROW
@@ -47,14 +46,8 @@ def text(length: int, seed: int) -> list[int]:
 def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many drafts as there may be in every step, however long it takes."""
 
-    def most(gate: Gate, sequences: int) -> int:
-        return min(gate._most, MAX_SLOTS // size_of(sequences) - 1)
-
-    def drafts(gate: Gate, sequences: int, chances: Sequence[Sequence[float]]) -> int:
-        return min(max(map(len, chances), default=0), most(gate, sequences))
-
-    monkeypatch.setattr(Gate, "count", most)
-    monkeypatch.setattr(Gate, "drafts", drafts)
+    monkeypatch.setattr(Gate, "count", OpenGate.count)
+    monkeypatch.setattr(Gate, "drafts", OpenGate.drafts)
 
 
 class Knowing:

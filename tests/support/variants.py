@@ -41,6 +41,9 @@ def recoded(name: str, old: str, raw: Arrays, new: str) -> Arrays:
         scale = ((exponent + 7) << 3).astype(np.uint8).repeat(2, axis=1)
         second, one = np.array(2.0 ** (top - 127 - 8), np.float32), np.array(1, np.float32)
         return {"weight": raw["weight"], "weight_scale": scale, "weight_scale_2": second, "input_scale": one}
+    if new == "fp8_f32":
+        coded = recoded(name, old, raw, "fp8")
+        return {**coded, "scale": np.ldexp(1.0, coded["scale"].astype(int) - 127).astype(np.float32)}
     assert new == "fp8", new
     rows, columns = values.shape
     blocks = np.abs(values).reshape(rows // 128, 128, columns // 128, 128).max((1, 3))
@@ -83,7 +86,7 @@ def lay_out(folder: Path, naming: Naming, specs: Collection[TensorSpec], tensors
     stored: dict[str, tuple[Location, np.ndarray]] = {}
     for spec in specs:
         for location in naming.locations(spec):
-            part = tensors[spec.name]
+            part = 1 / tensors[spec.name] if location.reciprocal else tensors[spec.name]
             if location.cut:
                 part = np.take(part, range(part.shape[location.cut.dim])[location.cut.of(part.shape)], location.cut.dim)
             shape = (*location.shape[:-1], location.shape[-1] // 2) if location.dtype == "F4" else location.shape

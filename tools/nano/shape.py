@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from dsv4cli.engine.checkpoint.layout import DTYPES, expected_tensors
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.values import form_of
 from dsv4cli.engine.config.model_config import ModelConfig, parse_config
 from dsv4cli.engine.config.presets import COMMON
 from dsv4cli.engine.config.storage import Formats
@@ -74,8 +75,7 @@ def nano_0731_config() -> ModelConfig:
 
 def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
     """Every parameter by name: the checkpoint's names without scales, the experts of a layer stacked."""
-    forms = {dtype: form for form, dtype in DTYPES.items()} | {"I64": "i64"}
-    stored = {spec.parameter: forms[spec.dtype] for spec in expected_tensors(config, FORMATS).values() if _whole(spec)}
+    stored = {spec.parameter: form_of(spec) for spec in expected_tensors(config, FORMATS).values() if _whole(spec)}
     table = {}
     for spec in expected_tensors(config, Formats("f32", "f32", "f32")).values():
         stack = () if spec.expert is None else (config.n_routed_experts,)

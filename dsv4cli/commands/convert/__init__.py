@@ -3,13 +3,14 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, pasted, verdict
+from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, notes, pasted, time_text, verdict
 from dsv4cli.errors import UsageError
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt
 from dsv4cli.output import Output, counted, duration_text, size_text
@@ -21,16 +22,18 @@ if TYPE_CHECKING:
     from dsv4cli.engine.conversion.write import FileDone
 
 SCHEMA = "dsv4.convert/1"
+# tensors that are rounded, which a person reads at once
+SHOWN = 8
 SOURCE_HELP = "The checkpoint: a folder in any of the layouts, or flash, pro, org/name in the Hugging Face cache."
 SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP)]
 OutputArg = Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write: new, empty or unfinished.")]
 ToOpt = Annotated[
-    Literal["official", "bf16", "fp8", "nvfp4", "mp", "transformers"] | None,
-    typer.Option("--to", help="The layout to make; see above."),
+    Literal["official", "bf16", "fp8", "base", "nvfp4", "mp", "transformers", "gguf", "compressed-tensors"] | None,
+    typer.Option("--to", metavar="LAYOUT", help="The layout to make; see above."),
 ]
 RanksOpt = Annotated[int | None, typer.Option(min=1, help="For --to mp: cut for this many GPUs.")]
 ExpertsOpt = Annotated[
-    Literal["fp4", "fp8", "bf16"] | None, typer.Option(help="Store the routed experts in this format instead.")
+    Literal["fp4", "nvfp4", "fp8", "bf16"] | None, typer.Option(help="Store the routed experts in this format instead.")
 ]
 AttentionOpt = Annotated[
     Literal["fp8", "bf16"] | None,
@@ -85,9 +88,12 @@ def convert(
       official      as published: experts FP4, other matrices FP8, official names
       bf16          everything dequantised, official names; for fine-tuning
       fp8           experts FP8 in blocks of 128 x 128, refused where not exact
+      base          all matrices FP8 with FP32 scales, refused where not exact
       nvfp4         experts NVFP4 in ModelOpt's layout, refused where not exact
       mp            model{i}-mp{N}.safetensors of the official scripts; --ranks N
       transformers  names and stacked experts of Hugging Face transformers, bf16
+      gguf          llama.cpp's: MXFP4, Q8_0 or, if asked for, bf16; no drafter
+      compressed-tensors  experts MXFP4 or (--experts nvfp4) NVFP4, others bf16
 
     Memory stays at a few tensors per thread, whatever the size. Files appear under their names when they are complete,
     index and configuration last. Interrupted, the same command continues. The source is never written to.
@@ -189,6 +195,8 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
         "bytes_per_second": round(rate) if isfinite(rate) else None,
         "seconds": round(missing / rate, 1) if missing else 0.0,
         "fits": missing <= free,
+        "rounded": _rounding(out, conversion, device, workers),
+        "notes": [*conversion.notes],
     }
     out.document({"schema": SCHEMA, "event": "plan", "source": conversion.source.layout, **facts})
     rows = [
@@ -199,18 +207,12 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
         ("other files", f"{len(conversion.copies):,}, {size_text(others)}"),
         ("disk", f"{size_text(missing)} to write, {size_text(free)} free"),
         ("memory", f"at most {size_text(memory)} with {workers} threads on {device}"),
-        ("time", _time(missing, rate)),
+        ("time", time_text(missing, rate)),
     ]
     out.table(rows)
+    notes(out, conversion.notes)
     conversion.check_room()
     conversion.check_writable()
-
-
-def _time(missing: int, rate: float) -> str:
-    if not missing or not isfinite(rate):
-        return "nothing to write"
-    seconds = duration_text(missing / rate)
-    return f"at least {seconds} at {size_text(round(rate))}/s, tried for a second without the disk"
 
 
 @contextmanager
@@ -230,6 +232,9 @@ def _convert(
 
     started, files = time.monotonic(), []
     with _resumable(out), begun(conversion) as journal:
+        rounded = _rounding(out, conversion, device, workers)
+        if out.as_json and rounded:
+            out.record({"schema": SCHEMA, "event": "rounding", "tensors": rounded})
         with out.progress(f"to {conversion.target.name}") as progress:
             for file in write_files(conversion, journal, device, workers, progress):
                 files.append(file)
@@ -242,6 +247,22 @@ def _convert(
         if conversion.part.count == 1:
             finish_alone(conversion, journal)
     _summary(out, conversion, files, seconds, found)
+
+
+def _rounding(out: Output, conversion: "Conversion", device: Any, workers: int) -> dict[str, float]:
+    """Tells what will be rounded, and by how much: the worst tensors to a person, all of them in the document."""
+    from dsv4cli.engine.conversion.rounding import rounded_matrices
+
+    with out.counting("looking for what will be rounded") as progress:
+        found = rounded_matrices(conversion, device, workers, lambda done, total: progress(done, total, ""))
+    if found:
+        what = f"--to {conversion.target.name} does not have the values of {counted(len(found), 'tensor')}"
+        out.warning(f"{what}; relative errors of the rounding, in a sample:")
+    for name, error in islice(found.items(), SHOWN):
+        out.status(f"  {name}  {error:.2g}")
+    if len(found) > SHOWN:
+        out.status(f"  and {len(found) - SHOWN:,} more, none larger; --json lists them")
+    return found
 
 
 def _file(out: Output, conversion: "Conversion", file: "FileDone", number: int) -> None:
@@ -266,10 +287,11 @@ def _summary(
             {
                 "schema": SCHEMA, "event": "summary", "output": str(conversion.output), "to": conversion.target.name,
                 "part": [part.index, part.count], "files": len(files), "bytes": nbytes, "seconds": round(seconds, 3),
-                "verified": facts(found),
+                "verified": facts(found), "notes": [*conversion.notes],
             }
         )  # fmt: skip
     rate = f" in {duration_text(seconds)}, {size_text(round(written / max(seconds, 1e-3)))}/s" if written else ""
     out.line(f"{conversion.output}: {counted(len(files), 'file')}, {size_text(nbytes)}{rate}", strong=True)
     out.line(verdict(found))
+    notes(out, conversion.notes)
     out.hint(next_step(conversion.output, conversion.target.name, part.index, part.count))

@@ -1,8 +1,9 @@
 """What follows a conversion: parts joined (`--finish`), an output looked at again (`--check`), and what to do next."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +11,7 @@ import typer
 
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
-from dsv4cli.output import Output, counted, size_text
+from dsv4cli.output import Output, counted, duration_text, size_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.conversion.check import Checked
@@ -161,7 +162,21 @@ def next_step(output: Path, to: str, part: int = 1, parts: int = 1) -> str:
     if parts > 1:
         return f"when all {parts} parts are there: `{pasted('convert', '--finish', output)}`"
     # what this engine does not run, and who does
-    readers = {"nvfp4": "vllm", "transformers": "transformers", "mp": "official"}
+    readers = {"nvfp4": "vllm", "transformers": "transformers", "mp": "official", "gguf": "llama.cpp"}
     if to in readers:
         return f"see what loads it with `{pasted('inspect', output, '--for', readers[to])}`"
     return f"look at it with `{pasted('inspect', output)}`"
+
+
+def notes(out: Output, sentences: Iterable[str]) -> None:
+    """What an output does not have."""
+    for sentence in sentences:
+        out.warning(sentence)
+
+
+def time_text(missing: int, rate: float) -> str:
+    """How long these bytes take at a rate."""
+    if not missing or not isfinite(rate):
+        return "nothing to write"
+    seconds = duration_text(missing / rate)
+    return f"at least {seconds} at {size_text(round(rate))}/s, tried for a second without the disk"

@@ -27,9 +27,9 @@ InspectedArg = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A checkpoint folder or one .safetensors file; flash, pro, flash-0731 or org/name[@revision], in the "
-        "Hugging Face cache, else read from the hub by its headers alone (hf://org/name: not the cache's folder of "
-        "that name); or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files.",
+        help="A checkpoint folder, one .safetensors file or a GGUF model; flash, pro, flash-0731 or "
+        "org/name[@revision], in the Hugging Face cache, else read from the hub by its headers alone (hf://org/name: "
+        "not the cache's folder of that name); or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files.",
     ),
 ]
 ValuesOpt = Annotated[
@@ -45,7 +45,7 @@ TensorOpt = Annotated[
 LayerOpt = Annotated[str | None, typer.Option(metavar="N", help="Show the tensors of layer N, or of mtp.N.")]
 TreeOpt = Annotated[bool, typer.Option("--tree", help="Show the whole model as a tree, equal layers folded.")]
 ForOpt = Annotated[
-    Literal["vllm", "sglang", "transformers", "official", "dsv4"] | None,
+    Literal["vllm", "sglang", "transformers", "official", "llama.cpp", "ds4", "dsv4"] | None,
     typer.Option("--for", help="Would this program load it? Its verdict is then the answer."),
 ]
 FitOpt = Annotated[bool, typer.Option("--fit", help="Does it run here, or on --gpus? With bytes and a command.")]

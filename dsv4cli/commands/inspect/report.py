@@ -24,9 +24,17 @@ LAYOUTS = {
     "fp8": "official names, all matrices in FP8",
     "bf16": "official names, all in BF16",
     "nvfp4": "ModelOpt's, with NVFP4 experts",
+    "base": "official names, all matrices in FP8 with FP32 scales",
     "transformers": "transformers' names, experts stacked",
+    "gguf": "llama.cpp's GGUF, experts stacked",
+    "compressed-tensors": "compressed-tensors' names, packed experts",
     "mixed": "official names, formats mixed",
 }
+# tensors of a GGUF model that stand for others
+GGUF_EXAMPLES = {
+    "experts": "blk.0.ffn_gate_exps.weight", "attention": "blk.0.attn_q_a.weight", "embedding": "token_embd.weight",
+    "norms": "output_norm.weight",
+}  # fmt: skip
 # columns right of the labels in a terminal of 80
 VALUE_WIDTH = 66
 # problems that a person reads at once; --json has all
@@ -78,6 +86,7 @@ def show_report(out: Output, result: "Inspection") -> None:
 
 
 def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str, str]]":
+    from dsv4cli.engine.config.formats import STORAGE
     from dsv4cli.engine.inspection.report import schedule
 
     config, formats = identity.config, identity.formats
@@ -95,11 +104,35 @@ def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str
         first = "layer 0" if config.num_hash_layers == 1 else f"layers 0 to {config.num_hash_layers - 1}"
         yield "", f"chosen by token id in {first}, by score in the others"
     yield "context", f"{config.max_position_embeddings:,} tokens"
-    yield "formats", f"experts {formats.experts}, other matrices {formats.linear}, embedding and norms {formats.dense}"
+    named = {form: storage.words for form, storage in STORAGE.items()}
+    if getattr(identity, "layout", "") == "gguf":
+        yield from _gguf(identity)
+        return
+    experts, linear, dense = named[formats.experts], named[formats.linear], named[formats.dense]
+    yield "formats", f"experts {experts}, other matrices {linear}, embedding and norms {dense}"
     others = {"wo_a": (formats.output, formats.linear), "experts of the drafter": (formats.drafter, formats.experts)}
-    odd = [f"{name} {form}" for name, (form, usual) in others.items() if form != usual]
+    odd = [f"{name} {named[form]}" for name, (form, usual) in others.items() if form != usual]
     if odd:
         yield "", ", ".join(odd)
+
+
+def _gguf(identity: "Identity") -> "Iterator[tuple[str, str]]":
+    """The types of the tensors and the vocabulary; --json has the rest of the metadata."""
+    from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+
+    assert isinstance(identity, GgufIdentity)
+    types = {
+        label: info.dtype
+        for label, name in GGUF_EXAMPLES.items()
+        if (info := identity.checkpoint.tensors.get(name)) is not None
+    }
+    yield "formats", ", ".join(f"{label} {kind}" for label, kind in types.items())
+    metadata = identity.metadata
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    cut = metadata.get("tokenizer.ggml.pre", "unnamed")
+    words = f"{len(tokens):,} tokens, text cut as {cut}" if isinstance(tokens, list) else "none"
+    yield "vocabulary", brief_line(words + (", a chat template" if "tokenizer.chat_template" in metadata else ""))
+    yield "metadata", f"{len(metadata)} keys; --json has them"
 
 
 def _layout(result: "Inspection") -> "Iterator[tuple[str, str]]":

@@ -8,43 +8,45 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.checkpoint.foreign import FOREIGN_TENSORS, GGUF, MP, NVFP4, OTHER_MODELS, Foreign
-from dsv4cli.engine.checkpoint.headers import MP_FILE, UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
-from dsv4cli.engine.checkpoint.layout import DTYPES, TensorSpec, expected_tensors
+from dsv4cli.engine.checkpoint.census import stored_formats
+from dsv4cli.engine.checkpoint.foreign import CONVERT, FOREIGN_TENSORS, GGUF, OTHER_MODELS, Foreign, refusal
+from dsv4cli.engine.checkpoint.headers import UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
 from dsv4cli.engine.checkpoint.naming import (
     SAVED_SIGN,
+    CompressedNaming,
     MpNaming,
     Naming,
     OfficialNaming,
     SavedNaming,
     TransformersNaming,
+    stored_table,
 )
 from dsv4cli.engine.config.checks import check_blocks
+from dsv4cli.engine.config.formats import FormatName
 from dsv4cli.engine.config.model_config import (
     Drafter,
     ModelConfig,
     parse_config,
-    read_any_config,
     read_config,
     read_json,
 )
 from dsv4cli.engine.config.presets import PRESETS, Release
 from dsv4cli.engine.config.storage import Formats, contradictions
-from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
-from dsv4cli.harmless import shell_word
+from dsv4cli.errors import CheckpointError
 
 # the tensor that tells a drafter
 DRAFTER_SIGNS: dict[str, Drafter] = {"mtp.0.e_proj.weight": "mtp", "mtp.0.main_proj.weight": "dspark"}
-# patterns of the weights that tell a storage format, one for each field of Formats
-FORMAT_SIGNS = {
-    "linear": r"\.attn\.(wq_a|wq_b|wkv|wo_b)\.weight$|\.self_attn\.(q_a|q_b|kv|o_b)_proj\.weight$",
-    "experts": r"layers\.\d+\.ffn\.experts\.\d+\.w[123]\.weight$|\.mlp\.experts\.(gate_up|down)_proj$",
-    "dense": r"norm\.weight$",
-    "wo_a": r"\.attn\.wo_a\.weight$|\.self_attn\.o_a_proj\.weight$",
-    "draft_experts": r"mtp\.\d+\.ffn\.experts\.\d+\.w[123]\.weight$",
+# what compressed-tensors calls what is known of it; with the last, groups have formats of their own
+COMPRESSED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
+# linear and experts -> a word for the layout
+LAYOUTS: Mapping[tuple[FormatName, FormatName], str] = {
+    ("fp8", "fp4"): "official",
+    ("fp8", "fp8"): "fp8",
+    ("fp8", "nvfp4"): "nvfp4",
+    ("fp8_f32", "fp8_f32"): "base",
+    ("bf16", "bf16"): "bf16",
 }
-ALLOWED_FORMATS = {"experts": tuple(DTYPES), "draft_experts": tuple(DTYPES), "dense": ("bf16", "f32")}
-MATRIX_FORMATS = ("fp8", "bf16", "f32")
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,12 @@ class FolderIdentity(Identity):
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """The table of the checkpoint, by official names. What transformers has saved has each plain tensor in the
-        width that it has there: its bf16 models keep the norms in fp32, its earlier versions made bf16 of what the
-        releases have in fp32."""
+        """The table of the checkpoint, by official names. NVFP4 for weights alone has no input_scale. What transformers
+        has saved has each plain tensor in the width that it has there: its bf16 models keep the norms in fp32, its
+        earlier versions made bf16 of what the releases have in fp32."""
         specs = expected_tensors(self.config, self.formats)
+        if not any(name.endswith((".input_scale", ".input_global_scale")) for name in self.checkpoint.tensors):
+            specs = {name: spec for name, spec in specs.items() if spec.role != "input_scale"}
         if isinstance(self.naming, TransformersNaming):
             for name, spec in specs.items():
                 found = self.checkpoint.tensors.get(self.naming.locations(spec)[0].name)
@@ -84,14 +88,21 @@ class FolderIdentity(Identity):
         return specs
 
     @property
+    def stored_table(self) -> Mapping[str, TensorSpec]:
+        """The table by the names under which the files have the tensors. Raises UsageError for files for ranks that the
+        model cannot be cut for."""
+        return self.specs if self.naming == OfficialNaming() else stored_table(self.naming, self.specs.values())
+
+    @property
     def layout(self) -> str:
-        """The layout in a word: official, bf16, fp8, nvfp4, transformers, mp4, or mixed."""
+        """The layout in a word: official, bf16, fp8, nvfp4, base, transformers, compressed-tensors, mp4, or mixed."""
         if isinstance(self.naming, MpNaming):
             return f"mp{self.naming.ranks}"
         if isinstance(self.naming, TransformersNaming):
             return "transformers"
-        kinds = {("fp8", "fp4"): "official", ("fp8", "fp8"): "fp8", ("fp8", "nvfp4"): "nvfp4", ("bf16", "bf16"): "bf16"}
-        return kinds.get((self.formats.linear, self.formats.experts), "mixed")
+        if isinstance(self.naming, CompressedNaming):
+            return "compressed-tensors"
+        return LAYOUTS.get((self.formats.linear, self.formats.experts), "mixed")
 
 
 def describe(config: ModelConfig, formats: Formats) -> Identity:
@@ -106,31 +117,27 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     naming what it is, for a foreign model or an export that the engine does not run, before any complaint about details
     that follow from it; CheckpointError for a folder that is damaged or contradicts itself.
     """
-    _refuse_foreign(folder)
-    _refuse_exports(folder)
-    checkpoint = read(folder)
-    _refuse_tensors(checkpoint, exports_too=True)
-    found = identity_of(checkpoint, read_config(folder), _root_config(folder))
+    found = recognise(folder, read)
     check_blocks(found.config, found.formats.linear, found.formats.experts, str(folder))
     return found
 
 
 def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint) -> FolderIdentity:
-    """Opens a checkpoint folder in any layout that `dsv4 convert` reads, of which files may be missing.
+    """Opens a checkpoint folder in any known layout, of which files may be missing and widths odd.
 
-    read: as for `identify`. Raises as `identify` does, but for exports that can be converted.
+    read: as for `identify`. Raises as `identify` does.
     """
     _refuse_foreign(folder)
     checkpoint = read(folder)
-    _refuse_tensors(checkpoint, exports_too=False)
-    return identity_of(checkpoint, read_any_config(folder, _has_drafter(checkpoint)), _root_config(folder))
+    _refuse_tensors(checkpoint)
+    return identity_of(checkpoint, read_config(folder, _has_drafter(checkpoint)), _root_config(folder))
 
 
 def identity_of(checkpoint: Checkpoint, config: ModelConfig, given: Mapping[str, Any]) -> FolderIdentity:
     """What headers and a configuration that belong together are; given: what config.json says. Raises what `recognise`
     raises of the two."""
     _check_drafter(checkpoint, config)
-    formats, naming = _formats(checkpoint), _naming(checkpoint, config)
+    formats, naming = stored_formats(checkpoint), _naming(checkpoint, config)
     notes = tuple(contradictions(given, formats))
     return FolderIdentity(_size(config), config, formats, checkpoint, naming, notes)
 
@@ -145,17 +152,27 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
         return SavedNaming(config)
     if any(name.startswith("model.") for name in names):
         return TransformersNaming(config)
+    if any(name.endswith(".weight_packed") for name in checkpoint.tensors):
+        return _compressed(checkpoint)
     return OfficialNaming()
 
 
-def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
-    """The refusal of what a folder holds by its name. sign: what tells it."""
-    remedy = foreign.remedy.format(folder=shell_word(folder))
-    return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)
+def _compressed(checkpoint: Checkpoint) -> CompressedNaming:
+    """As most of its scales are stored."""
+    shapes, dtypes = Counter[tuple[int, ...]](), Counter[str]()
+    for name, info in checkpoint.tensors.items():
+        if name.endswith(".weight_global_scale"):
+            shapes[info.shape] += 1
+        elif name.endswith(".weight_scale"):
+            dtypes[info.dtype] += 1
+    whole = (1,) if shapes[(1,)] > shapes[()] else ()
+    return CompressedNaming(whole, "F8_E8M0" if dtypes["F8_E8M0"] > dtypes["U8"] else "U8")
 
 
 def _refuse_foreign(folder: Path) -> None:
     """Refuses other models and other tools' exports by file names and the root config.json."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise refusal(folder, GGUF, "by its name")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder", "name the folder that holds config.json and the weights")
     try:
@@ -174,20 +191,16 @@ def _refuse_foreign(folder: Path) -> None:
         what = OTHER_MODELS.get(kind, "another model") if isinstance(kind, str) else "another model"
         remedy = "run it with vLLM or SGLang, or name a DeepSeek-V4 checkpoint"
         raise refusal(folder, Foreign(what, remedy), f"model_type {kind!r}")
-    named = {"compressed-tensors": "a compressed-tensors export", "quark": "a Quark export"}
-    for key, value in _quantization(values).items():
-        if str(value) in named:
-            raise refusal(folder, Foreign(named[str(value)]), f"quantization_config.{key} {value!r}"[:80])
-
-
-def _refuse_exports(folder: Path) -> None:
-    """Refuses what only `dsv4 convert` reads, by file names and the root config.json."""
-    shards = sorted(path.name for path in folder.iterdir() if MP_FILE.fullmatch(path.name))
-    if shards:
-        raise refusal(folder, MP, shards[0])
-    for key, value in _quantization(_root_config(folder)).items():
-        if "NVFP4" in str(value):
-            raise refusal(folder, NVFP4, f"quantization_config.{key} {value!r}"[:80])
+    quantization = _quantization(values)
+    for key, value in quantization.items():
+        if value == "quark":
+            raise refusal(folder, Foreign("a Quark export"), f"quantization_config.{key} {value!r}")
+    given = quantization.get("format")
+    if quantization.get("quant_method") == "compressed-tensors" and given not in COMPRESSED_FORMATS:
+        sign = f"quantization_config.format {given!r}"[:80]
+        raise refusal(
+            folder, Foreign("a compressed-tensors export in another format than NVFP4 or MXFP4", CONVERT), sign
+        )
 
 
 def _root_config(folder: Path) -> dict[str, Any]:
@@ -203,21 +216,13 @@ def _quantization(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return quantization if isinstance(quantization, Mapping) else {}
 
 
-def _refuse_tensors(checkpoint: Checkpoint, *, exports_too: bool) -> None:
+def _refuse_tensors(checkpoint: Checkpoint) -> None:
     every = re.compile("|".join(f"({pattern})" for pattern in FOREIGN_TENSORS))
     names = [name for name in checkpoint.tensors if every.search(name)]
     for pattern, foreign in FOREIGN_TENSORS.items():
         found = next((name for name in names if re.search(pattern, name)), None)
-        if found and foreign.convertible and not exports_too:
-            return
         if found:
             raise refusal(checkpoint.folder, foreign, found)
-    scales = [info for name, info in checkpoint.tensors.items() if name.endswith(".scale")]
-    wide = [info.name for info in scales if info.dtype == "F32"]
-    if 2 * len(wide) > len(scales):
-        experts = [name for name in wide if ".ffn.experts." in name]
-        what = "a DeepSeek-V4 Base checkpoint with FP8 experts" if experts else "a checkpoint of another FP8 layout"
-        raise refusal(checkpoint.folder, Foreign(what), f"F32 block scales: {[*experts, *wide][0]}")
 
 
 def _has_drafter(checkpoint: Checkpoint) -> bool:
@@ -236,26 +241,6 @@ def _check_drafter(checkpoint: Checkpoint, config: ModelConfig) -> None:
                 f"{checkpoint.folder}: drafter is {drafter} by its tensors and {config.drafter} by its config.json",
                 "download config.json and the weights from one revision",
             )
-
-
-def _formats(checkpoint: Checkpoint) -> Formats:
-    """The storage format of most weights of each kind; the others count as mistyped (see coverage)."""
-    names = {dtype: form for form, dtype in DTYPES.items()} | {"F4": "fp4"}
-    found: dict[str, Any] = {}
-    for field, pattern in FORMAT_SIGNS.items():
-        sign = re.compile(pattern)
-        census = Counter(info.dtype for name, info in checkpoint.tensors.items() if sign.search(name))
-        if census:
-            dtype = census.most_common(1)[0][0]
-            allowed = ALLOWED_FORMATS.get(field, MATRIX_FORMATS)
-            if names.get(dtype) not in allowed:
-                what = f"a checkpoint whose {field} weights are stored as {dtype}"
-                raise refusal(checkpoint.folder, Foreign(what), f"known are {', '.join(allowed)}")
-            found[field] = names[dtype]
-    for field, usual in (("wo_a", "linear"), ("draft_experts", "experts")):
-        if found.get(field) == found.get(usual):
-            found.pop(field, None)
-    return Formats(**found)
 
 
 def _size(config: ModelConfig) -> str:

@@ -6,16 +6,10 @@ Source: tensor list of the official repositories (69,187 tensors for Flash, 145,
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
 
+from dsv4cli.engine.config.formats import STORAGE, FormatName, Role
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
-
-Role = Literal["weight", "scale", "weight_scale", "weight_scale_2", "input_scale"]
-# storage format -> dtype name of its weight in a safetensors header
-DTYPES = {"fp4": "I8", "fp8": "F8_E4M3", "nvfp4": "U8", "bf16": "BF16", "f32": "F32"}
-SCALE_DTYPE = "F8_E8M0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +19,8 @@ class TensorSpec:
     name: its key. dtype: name in a safetensors header. shape: as stored. parameter: dotted name in the Transformer.
     expert: row of the stacked parameter, or None. family: what it belongs to. shard: the dimension that tensor
     parallelism cuts, or None where every rank holds it whole. count: parameters it stands for, 0 for scales and tables.
-    columns: of a matrix or its scale, the unpacked columns of the matrix. role: which part of a matrix it is.
+    columns: of a matrix or its scale, the unpacked columns of the matrix. role: which part of a matrix it is. form: the
+    storage format of the matrix, None of what is no matrix.
     """
 
     name: str
@@ -38,6 +33,7 @@ class TensorSpec:
     expert: int | None = None
     columns: int = 0
     role: Role = "weight"
+    form: FormatName | None = None
 
     @property
     def is_scale(self) -> bool:
@@ -70,17 +66,9 @@ def expected_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorS
     return {spec.name: spec for spec in specs}
 
 
-def _scales(form: str, rows: int, columns: int) -> list[tuple[Role, str, tuple[int, ...]]]:
-    """Role, dtype and shape of each scale of a matrix [rows, columns]."""
-    if form == "fp4":
-        return [("scale", SCALE_DTYPE, (rows, columns // FP4_BLOCK))]
-    if form == "fp8":
-        return [("scale", SCALE_DTYPE, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))]
-    if form == "nvfp4":
-        # names and dtypes of ModelOpt's export
-        blocks: tuple[int, ...] = (rows, columns // NVFP4_BLOCK)
-        return [("weight_scale", "F8_E4M3", blocks), ("weight_scale_2", "F32", ()), ("input_scale", "F32", ())]
-    return []
+def loaded_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorSpec]:
+    """Those of `expected_tensors` that fill a parameter."""
+    return {name: spec for name, spec in expected_tensors(config, formats).items() if spec.parameter}
 
 
 class _Table:
@@ -89,7 +77,7 @@ class _Table:
     def __init__(self, config: ModelConfig, formats: Formats) -> None:
         self.config = config
         self.formats = formats
-        self.dense_dtype = DTYPES[formats.dense]
+        self.dense_dtype = STORAGE[formats.dense].dtype
 
     def _tensor(
         self, name: str, dtype: str, shape: tuple[int, ...], family: str, shard: int | None = None
@@ -106,28 +94,38 @@ class _Table:
     def _matrix(
         self, name: str, rows: int, columns: int, family: str, shard: int | None = None, expert: int | None = None
     ) -> Iterator[TensorSpec]:
-        """A matrix [rows, columns] in its storage format: the weight and, where the format has one, its block scale."""
+        """A matrix [rows, columns] in its storage format: the weight and the scales that the format has."""
         linear = self.formats.output if name.endswith(".wo_a") else self.formats.linear
         experts = self.formats.drafter if name.startswith("mtp.") else self.formats.experts
         form = linear if expert is None else experts
         parameter = name if expert is None else name.replace(f"experts.{expert}.", "experts.")
-        stored = (rows, columns // 2) if form in ("fp4", "nvfp4") else (rows, columns)
+        storage = STORAGE[form]
         weight = TensorSpec(
             name=name + ".weight",
-            dtype=DTYPES[form],
-            shape=stored,
+            dtype=storage.dtype,
+            shape=(rows, columns // storage.codes),
             family=family,
             count=rows * columns,
             shard=shard,
             parameter=parameter + ".weight",
             expert=expert,
             columns=columns,
+            form=form,
         )
         yield weight
-        for role, dtype, shape in _scales(form, rows, columns):
-            scale = replace(weight, name=f"{name}.{role}", parameter=f"{parameter}.{role}", role=role, count=0)
-            # one number stands for the whole matrix, on every rank
-            yield replace(scale, dtype=dtype, shape=shape, shard=shard if shape else None)
+        for scale in storage.scales:
+            shape = scale.shape(rows, columns)
+            yield replace(
+                weight,
+                name=f"{name}.{scale.role}",
+                dtype=scale.dtype,
+                shape=shape,
+                count=0,
+                parameter=f"{parameter}.{scale.parameter}" if scale.parameter else "",
+                role=scale.role,
+                # one number stands for the whole matrix, on every rank
+                shard=shard if shape else None,
+            )
 
     def top(self) -> Iterator[TensorSpec]:
         """The tensors outside the blocks."""

@@ -7,12 +7,11 @@ from math import prod
 import numpy as np
 
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
-from dsv4cli.engine.checkpoint.values import Values, decode, form_of, scale_rows
+from dsv4cli.engine.checkpoint.values import PLAIN, Form, Values, decode, form_of, scale_rows
+from dsv4cli.engine.config.formats import Role
 
-# what one tensor of a checkpoint may be stored as against the format of the others
-WIDE = ("BF16", "F32")
 # just below the largest size that glibc learns from, 32 MiB
 LARGE_BLOCK = 31 * 2**20
 
@@ -22,7 +21,7 @@ class MatrixRows:
     """Some rows of a matrix. raw: the arrays of its parts as stored. values: float32 or int64 [rows, columns]."""
 
     rows: slice
-    form: str
+    form: Form
     raw: Mapping[Role, Raw]
     values: Values
 
@@ -35,7 +34,7 @@ class MatrixReader:
     parts: Mapping[Role, TensorSpec]
 
     @property
-    def form(self) -> str:
+    def form(self) -> Form:
         """The storage format, as `values.decode` takes it, or i64."""
         return form_of(self.parts["weight"])
 
@@ -71,7 +70,7 @@ class MatrixReader:
 def stored_matrices(model: StoredModel) -> Iterator[tuple[str, MatrixReader]]:
     """Every matrix of the table that the files hold with all its parts, by its official name.
 
-    A tensor that is stored in BF16 or F32 against the format of the others is taken as it is.
+    What is stored in BF16 or F32 against the format of the others is taken as it is.
     """
     stored = model.identity.checkpoint.tensors
     for name, parts in model.matrices().items():
@@ -93,7 +92,7 @@ def keep_freed_memory() -> None:
 def _as_stored(model: StoredModel, parts: Mapping[Role, TensorSpec]) -> Mapping[Role, TensorSpec]:
     weight = parts["weight"]
     info = model.identity.checkpoint.tensors.get(model.identity.naming.locations(weight)[0].name)
-    if info is None or info.dtype == weight.dtype or info.dtype not in WIDE or weight.dtype == "I64":
+    if info is None or info.dtype == weight.dtype or info.dtype not in PLAIN or weight.dtype == "I64":
         return parts
     shape = (*weight.shape[:-1], weight.columns or weight.shape[-1])
-    return {"weight": replace(weight, dtype=info.dtype, shape=shape)}
+    return {"weight": replace(weight, dtype=info.dtype, shape=shape, form=PLAIN[info.dtype])}

@@ -1,6 +1,7 @@
 """Where the tensors of the table are stored: official names, transformers' names, the official files cut for N ranks.
 
-Sources: the official convert.py (ranks), transformers 5.23 conversion_mapping.py (names, stacked experts); no torch.
+And compressed-tensors' names. Sources: the official convert.py (ranks), transformers 5.23 conversion_mapping.py (names,
+stacked experts), compressed-tensors 0.20 (nvfp4/base.py, mxfp4/base.py); no torch.
 """
 
 import re
@@ -10,9 +11,9 @@ from math import prod
 from typing import Protocol
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.config.formats import STORAGE, Role
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.errors import UsageError
-from dsv4cli.kernels.formats import FP8_BLOCK
 
 # pattern of an official name -> transformers' name, applied in this order
 TRANSFORMERS_NAMES = {
@@ -86,7 +87,7 @@ class Location:
     """A tensor of the table, or the part `cut` of it, inside a stored tensor.
 
     name: key of the stored tensor. dtype, shape: as stored. begin: values of the stored tensor before the first of this
-    one, which lie together.
+    one, which lie together. reciprocal: whether 1 / x is stored for an fp32 x.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Location:
     shape: tuple[int, ...]
     begin: int = 0
     cut: Cut | None = None
+    reciprocal: bool = False
 
 
 class Naming(Protocol):
@@ -110,6 +112,38 @@ class OfficialNaming:
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The tensor itself."""
         return (Location(spec.name, spec.dtype, spec.shape),)
+
+
+# what compressed-tensors calls the parts of a packed matrix, by their role
+COMPRESSED_NAMES: Mapping[Role, str] = {
+    "weight": "weight_packed",
+    "scale": "weight_scale",
+    "weight_scale": "weight_scale",
+    "weight_scale_2": "weight_global_scale",
+    "input_scale": "input_global_scale",
+}
+
+
+@dataclass(frozen=True)
+class CompressedNaming:
+    """compressed-tensors' names of packed matrices (nvfp4-pack-quantized, mxfp4-pack-quantized), the scale of a whole
+    tensor as a divisor; official names for all else.
+
+    whole: the shape of such a scale, () or (1,). e8m0: the dtype that e8m0 scales of FP4 are stored as.
+    """
+
+    whole: tuple[int, ...]
+    e8m0: str
+
+    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+        """The tensor itself."""
+        if spec.form is None or STORAGE[spec.form].codes == 1:
+            return (Location(spec.name, spec.dtype, spec.shape),)
+        name = f"{spec.matrix}.{COMPRESSED_NAMES[spec.role]}"
+        if not spec.shape:
+            return (Location(name, spec.dtype, self.whole, reciprocal=True),)
+        dtype = {"I8": "U8", "F8_E8M0": self.e8m0}.get(spec.dtype, spec.dtype)
+        return (Location(name, dtype, spec.shape),)
 
 
 @dataclass(frozen=True)
@@ -168,7 +202,7 @@ class MpNaming:
         dim = MP_CUTS.get(spec.matrix.removesuffix(".weight").rpartition(".")[2])
         if dim is None:
             return tuple(Location(self._key(rank, spec), dtype, shape) for rank in range(self.ranks))
-        self._check(spec, shape[dim], FP8_BLOCK if dtype == "F8_E4M3" else 1)
+        self._check(spec, shape[dim], STORAGE[spec.form].rows if spec.form and not spec.is_scale else 1)
         cut_shape = (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return tuple(
             Location(self._key(rank, spec), dtype, cut_shape, cut=Cut(dim, rank, self.ranks))

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from math import gcd
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.kernels.formats import FP8_BLOCK
@@ -15,7 +16,8 @@ def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
     if spec.shard is None:
         return spec.shape
     size, rest = divmod(spec.shape[spec.shard], ranks)
-    inside_a_block = spec.dtype == "F8_E4M3" and ranks > 1 and size % FP8_BLOCK
+    block = STORAGE[spec.form].rows if spec.form and not spec.is_scale else 1
+    inside_a_block = ranks > 1 and size % block
     if rest or inside_a_block:
         raise CheckpointError(f"{spec.name} {list(spec.shape)} cannot be cut for {ranks} ranks", "use fewer ranks")
     return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
@@ -45,7 +47,8 @@ def check_ranks(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, *,
     for spec in specs:
         part_shape(spec, ranks)
         inner = spec.columns // ranks
-        if rounds and spec.dtype == "I8" and spec.shard == 1 and inner % FP8_BLOCK:
+        packed = spec.form is not None and not spec.is_scale and STORAGE[spec.form].codes > 1
+        if rounds and packed and spec.shard == 1 and inner % FP8_BLOCK:
             raise UsageError(
                 f"{ranks} ranks would have {inner} of the {spec.columns} columns of {spec.name} each, and what it is "
                 f"multiplied with is rounded in blocks of {FP8_BLOCK}",

@@ -5,9 +5,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from dsv4cli.engine.checkpoint.gguf.types import BITS as BLOCK_BITS
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.config.model_config import ModelConfig
+
+BITS: Mapping[str, float] = BLOCK_BITS | DTYPE_BITS
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ def measure(config: ModelConfig, specs: Collection[TensorSpec]) -> Sizes:
     routed = sum(spec.count for spec in main if spec.expert is not None)
     # all routed experts have one size
     active = main_count - routed + routed * config.num_experts_per_tok // config.n_routed_experts
-    nbytes = sum(map(_nbytes, specs))
+    nbytes = sum(map(stored_bytes, specs))
     return Sizes(
         tensors=len(specs),
         parameters=sum(spec.count for spec in specs),
@@ -45,14 +48,15 @@ def measure(config: ModelConfig, specs: Collection[TensorSpec]) -> Sizes:
         active=active,
         active_without_embedding=active - config.vocab_size * config.hidden_size,
         nbytes=nbytes,
-        drafter_bytes=nbytes - sum(map(_nbytes, main)),
-        by_family=_add_up((spec.family, _nbytes(spec)) for spec in specs),
-        by_dtype=_add_up((spec.dtype, _nbytes(spec)) for spec in specs),
+        drafter_bytes=nbytes - sum(map(stored_bytes, main)),
+        by_family=_add_up((spec.family, stored_bytes(spec)) for spec in specs),
+        by_dtype=_add_up((spec.dtype, stored_bytes(spec)) for spec in specs),
     )
 
 
-def _nbytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+def stored_bytes(spec: TensorSpec) -> int:
+    """Bytes of a stored tensor, a type of GGUF's included."""
+    return int(prod(spec.shape) * BITS[spec.dtype]) // 8
 
 
 def _add_up(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

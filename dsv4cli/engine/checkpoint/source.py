@@ -11,12 +11,14 @@ from functools import cached_property
 from pathlib import Path
 
 from dsv4cli.engine.checkpoint.generation_config import own_sampling
-from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describe, identify, recognise
+from dsv4cli.engine.checkpoint.gguf.files import SUFFIX
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describe, identify
+from dsv4cli.engine.checkpoint.layouts import recognise_stored
 from dsv4cli.engine.config.model_config import ModelConfig, parse_config
 from dsv4cli.engine.config.presets import PRESETS, shortened
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.settings import Drafting, Sampling
-from dsv4cli.errors import Dsv4Error, ModelNotFound, UnsupportedCheckpoint, UsageError
+from dsv4cli.errors import ModelNotFound, UsageError
 from dsv4cli.harmless import shell_word
 
 ALIASES = {
@@ -36,7 +38,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A checkpoint folder on this machine; `name` is what the user called it."""
+    """A checkpoint folder on this machine, or a GGUF file; `name` is what the user called it."""
 
     name: str
     folder: Path
@@ -48,8 +50,8 @@ class FolderSource:
 
     @cached_property
     def recognised(self) -> FolderIdentity:
-        """The same in any layout that `dsv4 convert` reads. Raises what `recognise` raises."""
-        return recognise(self.folder)
+        """The same in any layout that `dsv4 convert` reads. Raises what `recognise_stored` raises."""
+        return recognise_stored(self.folder)
 
     @property
     def sampling(self) -> Sampling:
@@ -102,22 +104,15 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
     if text.strip() and os.path.isdir(path):
         return FolderSource(text, path)
     if os.path.isfile(path):
-        raise _no_folder(text, path)
+        if path.suffix == SUFFIX:
+            return FolderSource(text, path)
+        remedy = f"name the folder of the checkpoint: {shell_word(path.parent)}"
+        raise UsageError(f"{text} is a file; a model is a folder", remedy)
     if REPOSITORY.fullmatch(text):
         return resolve_repository(text)
     if "/" in text or text.startswith(("~", ".")):
         raise ModelNotFound(f"there is no folder {text}", "check the path, or name a model: " + KNOWN)
     raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN)
-
-
-def _no_folder(text: str, path: Path) -> Dsv4Error:
-    if path.suffix == ".gguf":
-        return UnsupportedCheckpoint(
-            f"{text} is a GGUF model, which this engine does not run",
-            "run it with llama.cpp or ds4, or use the official checkpoint: `dsv4 download flash`",
-        )
-    remedy = f"name the folder of the checkpoint: {shell_word(path.parent)}"
-    return UsageError(f"{text} is a file; a model is a folder", remedy)
 
 
 def resolve_repository(text: str) -> FolderSource:

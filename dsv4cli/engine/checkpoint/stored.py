@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from dsv4cli.engine.checkpoint.files import Files
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS, TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.checkpoint.remedies import look
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.errors import CheckpointError
 
 # dtype name in a header -> how its bytes are held; what numpy has no type for stays as bytes or bit patterns
@@ -70,6 +71,9 @@ class StoredModel:
         wanted = np.empty((stop - start, *shape[1:]) if shape else (), kind)
         begin = location.begin * DTYPE_BITS[location.dtype] // 8 + start * row * kind.itemsize
         self._files.read(info, begin, wanted.reshape(-1).view(np.uint8).data)
+        if location.reciprocal:
+            with np.errstate(divide="ignore"):  # what is no scale shows as one
+                np.divide(1, wanted, out=wanted)
         return wanted
 
     def _info(self, location: Location) -> TensorInfo:

@@ -2,37 +2,49 @@
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4cli.engine.checkpoint.layout import DTYPES, Role, TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.config.formats import STORAGE, FormatName, Role
 from dsv4cli.kernels.formats import E2M1_VALUES, E8M0_BIAS, E8M0_NAN, FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 
 Raw = NDArray[Any]
 Values = NDArray[np.float32]
-FORMS = {dtype: form for form, dtype in DTYPES.items()}
+Form = FormatName | Literal["i64"]
+# the format of what is no matrix, by its dtype
+PLAIN: Mapping[str, FormatName] = {"BF16": "bf16", "F32": "f32"}
 
 
-def form_of(weight: TensorSpec) -> str:
-    """The storage format of a matrix or plain tensor, as `decode` takes it: fp4, fp8, nvfp4, bf16, f32, or i64."""
-    return FORMS.get(weight.dtype, "i64")
+def form_of(weight: TensorSpec) -> Form:
+    """The storage format of a matrix or plain tensor, as `decode` takes it, or i64."""
+    if weight.form is not None:
+        return weight.form
+    return PLAIN.get(weight.dtype, "i64")
 
 
-def scale_rows(form: str, rows: slice) -> slice:
-    """The rows of a scale that cover these rows of its weight; of fp8 they begin at a multiple of 128."""
-    if form != "fp8" or rows == slice(None):
+def words_of(weight: TensorSpec) -> str:
+    """The storage format of a matrix or plain tensor for a person."""
+    form = form_of(weight)
+    return form if form == "i64" else STORAGE[form].words
+
+
+def scale_rows(form: Form, rows: slice) -> slice:
+    """The rows of a scale that cover these rows of its weight; of FP8 they begin at a multiple of 128."""
+    block = 1 if form == "i64" else STORAGE[form].rows
+    if block == 1 or rows == slice(None):
         return rows
-    assert rows.start % FP8_BLOCK == 0
-    return slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
+    assert rows.start % block == 0
+    return slice(rows.start // block, -(-rows.stop // block))
 
 
-def decode(form: str, arrays: Mapping[Role, Raw]) -> Values:
+def decode(form: Form, arrays: Mapping[Role, Raw]) -> Values:
     """The values of a matrix, or of rows of it, from the raw arrays of its parts (`StoredModel.read`).
 
-    Returns float32 [rows, columns], exact for every power-of-two scale, -0 kept; NaN for e4m3 code 0x7f and e8m0 byte
-    255. A float32 array is returned as it is.
+    Returns float32 [rows, columns], exact for every power-of-two scale, else rounded to it; -0 kept; NaN for e4m3 code
+    0x7f and e8m0 byte 255. A float32 array is returned as it is.
     """
     weight = arrays["weight"]
     if form == "f32":
@@ -44,9 +56,10 @@ def decode(form: str, arrays: Mapping[Role, Raw]) -> Values:
     if form == "nvfp4":
         scale = e4m3_values()[arrays["weight_scale"]] * np.float32(arrays["weight_scale_2"])
         return _scaled(_codes(weight), scale, NVFP4_BLOCK)
-    assert form == "fp8", form
+    assert form in ("fp8", "fp8_f32"), form
     rows, columns = weight.shape
-    scale = e8m0_values()[arrays["scale"]].repeat(FP8_BLOCK, axis=0)[:rows]
+    scale = arrays["scale"] if form == "fp8_f32" else e8m0_values()[arrays["scale"]]
+    scale = scale.repeat(FP8_BLOCK, axis=0)[:rows]
     if columns % FP8_BLOCK:
         return e4m3_values()[weight] * scale.repeat(FP8_BLOCK, axis=1)[:, :columns]
     return _scaled(e4m3_values()[weight], scale, FP8_BLOCK)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.layout import loaded_tensors
 from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
@@ -44,7 +44,7 @@ def placed(demand: Demand) -> tuple[Demand, Division | None]:
     if demand.memory is None:
         return demand, None
     config = demand.config
-    specs = expected_tensors(config, demand.formats)
+    specs = loaded_tensors(config, demand.formats)
     sizes = measure(specs.values(), config.num_experts_per_tok, demand.ranks)
     placement = decide(sizes, demand.memory, demand.drafting)
     return replace(demand, config=config if placement.drafter else config.without_drafter()), placement.division
@@ -54,7 +54,7 @@ def dry_model(demand: Demand, division: Division | None, device: torch.device) -
     """The model that a demand asks, within `NoData`."""
     numerics = Numerics(getattr(torch, demand.dtype), demand.simulate, demand.exact)
     config, world = one_of_each_kind(demand.config), _world(demand.ranks, device)
-    model, specs = Transformer(config, numerics, world), expected_tensors(config, demand.formats)
+    model, specs = Transformer(config, numerics, world), loaded_tensors(config, demand.formats)
     if division is not None:
         plan = plan_of(specs.values(), division, world.size)
         offload = ExpertOffload(plan, device)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.engine.config.capacity import ROLLBACK
+from dsv4cli.engine.config.formats import FormatName, is_quantised
 from dsv4cli.engine.config.keys import MAX_EXPERTS, MAX_LAYERS, MAX_NUMBER, POSITIVE
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK, KV_BLOCK
@@ -108,15 +109,15 @@ def _of_tokens(config: "ModelConfig") -> dict[str, bool]:
     }
 
 
-def check_blocks(config: "ModelConfig", linear: str, experts: str, where: str) -> None:
+def check_blocks(config: "ModelConfig", linear: FormatName, experts: FormatName, where: str) -> None:
     """Raises CheckpointError for the first width that inputs cannot be rounded in: those of FP8 and FP4 weights are.
 
     linear, experts: storage formats.
     """
     sizes: dict[str, int] = {}
-    if linear == "fp8" or experts in ("fp8", "fp4", "nvfp4"):
+    if is_quantised(linear) or is_quantised(experts):
         sizes |= {"hidden_size": config.hidden_size, "moe_intermediate_size": config.moe_intermediate_size}
-    if linear == "fp8":
+    if is_quantised(linear):
         sizes |= {"q_lora_rank": config.q_lora_rank, "o_groups * o_lora_rank": config.o_groups * config.o_lora_rank}
     for key, size in sizes.items():
         if size % FP8_BLOCK:

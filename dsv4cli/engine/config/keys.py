@@ -38,8 +38,6 @@ FP8_QUANTIZATION: dict[str, Any] = {
 }
 # what ModelOpt's export adds where the experts are in NVFP4
 NVFP4_QUANTIZATION: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
-# values of expert_dtype; NVFP4 is "fp4" too
-EXPERT_DTYPES = ("fp4", "fp8", "bf16", "f32")
 
 # keys with the one value that the architecture has; another value is another model
 FIXED: dict[str, Any] = {

@@ -23,7 +23,7 @@ from dsv4cli.engine.config.keys import (
     RATIOS,
     ROPE_FIXED,
 )
-from dsv4cli.engine.config.storage import check_known_storage, check_official_storage
+from dsv4cli.engine.config.storage import check_storage
 from dsv4cli.engine.system.regular_files import is_there, read_bytes
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
@@ -115,25 +115,16 @@ class ModelConfig:
         return replace(self, compress_ratios=self.layer_ratios, dspark=None)
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Reads `config.json`, or `inference/config.json` where there is no root file, of a checkpoint folder.
+def read_config(folder: Path, drafter_stored: bool = True) -> ModelConfig:
+    """Reads `config.json`, or `inference/config.json` where there is no root file, of a checkpoint folder, in every
+    dialect; drafter_stored: as parse_config.
 
     Raises CheckpointError when neither is there, one is not JSON, a key is missing or two contradict each other, and
     UnsupportedCheckpoint when the file describes another model.
     """
     files = config_values(folder)
     path, values = next(files)
-    config = parse_config(values, str(path))
-    for other, second in files:
-        check_agreement(values, second, path, other)
-    return config
-
-
-def read_any_config(folder: Path, drafter_stored: bool = True) -> ModelConfig:
-    """As read_config, for every dialect and storage format that `dsv4 convert` reads; see parse_any_config."""
-    files = config_values(folder)
-    path, values = next(files)
-    config = parse_any_config(values, str(path), drafter_stored)
+    config = parse_config(values, str(path), drafter_stored)
     for other, second in files:
         check_agreement(official_values(values, str(path), drafter_stored), second, path, other)
     return config
@@ -172,21 +163,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def parse_config(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """Checks the content of an official root `config.json` and builds the ModelConfig; `where` names it in errors."""
-    _refuse_other_models(values, where)
-    check_official_storage(values, where)
-    return _build(values, where)
+def parse_config(values: Mapping[str, Any], where: str, drafter_stored: bool = True) -> ModelConfig:
+    """Checks the content of a root `config.json`, in official or transformers' keys, alone or together, and builds the
+    ModelConfig.
 
-
-def parse_any_config(values: Mapping[str, Any], where: str, drafter_stored: bool = True) -> ModelConfig:
-    """As parse_config, for every dialect and storage format that `dsv4 convert` reads: official and transformers' keys,
-    alone or together, and ModelOpt's NVFP4 beside the official storage formats or none.
-
-    drafter_stored: whether the checkpoint has tensors under `mtp.` (see official_values).
+    where: names it in errors. drafter_stored: whether the checkpoint has tensors under `mtp.` (see official_values).
     """
     _refuse_other_models(values, where)
-    check_known_storage(values, where)
+    check_storage(values, where)
     return _build(official_values(values, where, drafter_stored), where)
 
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsv4cli.engine.config.keys import EXPERT_DTYPES, FP8_QUANTIZATION, NVFP4_QUANTIZATION
+from dsv4cli.engine.config.formats import EXPERT_DTYPES, STORAGE, FormatName, is_quantised
+from dsv4cli.engine.config.keys import FP8_QUANTIZATION, NVFP4_QUANTIZATION
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
-LinearFormat = Literal["fp8", "bf16", "f32"]
-ExpertFormat = Literal["fp4", "fp8", "nvfp4", "bf16", "f32"]
 DenseFormat = Literal["bf16", "f32"]
 
 
@@ -23,54 +22,36 @@ class Formats:
     where those of the drafter are as the others; NVIDIA's NVFP4 exports leave them in FP4.
     """
 
-    linear: LinearFormat = "fp8"
-    experts: ExpertFormat = "fp4"
+    linear: FormatName = "fp8"
+    experts: FormatName = "fp4"
     dense: DenseFormat = "bf16"
-    wo_a: LinearFormat | None = None
-    draft_experts: ExpertFormat | None = None
+    wo_a: FormatName | None = None
+    draft_experts: FormatName | None = None
 
     @property
-    def output(self) -> LinearFormat:
+    def output(self) -> FormatName:
         """The format of wo_a, the first matrix of the grouped output."""
         return self.wo_a or self.linear
 
     @property
-    def drafter(self) -> ExpertFormat:
+    def drafter(self) -> FormatName:
         """The format of the drafter's routed experts."""
         return self.draft_experts or self.experts
 
 
-def check_official_storage(values: Mapping[str, Any], where: str) -> None:
-    """Raises UnsupportedCheckpoint for a quantization_config other than the releases', CheckpointError for an
-    expert_dtype that does not exist."""
-    quantization = _quantization(values, where)
-    _check(quantization, {**FP8_QUANTIZATION, "quant_algo": None}, where)
-    _check_experts(values, quantization, where)
-
-
-def check_known_storage(values: Mapping[str, Any], where: str) -> None:
+def check_storage(values: Mapping[str, Any], where: str) -> None:
     """Raises UnsupportedCheckpoint for a quantization_config that is neither the releases' nor ModelOpt's for NVFP4
-    experts, CheckpointError for an expert_dtype that does not exist or is not the same in both places."""
+    experts, CheckpointError for an expert_dtype that does not exist."""
     quantization = _quantization(values, where)
     nvfp4 = quantization.get("moe_quant_algo") is not None
-    _check(quantization, {**FP8_QUANTIZATION, **(NVFP4_QUANTIZATION if nvfp4 else {"quant_algo": None})}, where)
-    stated = _check_experts(values, quantization, where)
-    if len(set(stated.values())) > 1:
-        raise CheckpointError(
-            f"{where}: {' and '.join(stated)} contradict each other: {' and '.join(map(repr, stated.values()))}",
-            "correct both: they must say what the tensors are",
-        )
-
-
-def _check_experts(values: Mapping[str, Any], quantization: Mapping[str, Any], where: str) -> dict[str, Any]:
-    stated = _expert_dtypes(values, quantization)
-    for key, value in stated.items():
+    if quantization.get("quant_method") != "compressed-tensors":
+        _check(quantization, {**FP8_QUANTIZATION, **(NVFP4_QUANTIZATION if nvfp4 else {"quant_algo": None})}, where)
+    for key, value in _expert_dtypes(values, quantization).items():
         if not isinstance(value, str) or value not in EXPERT_DTYPES:
             known = ", ".join(EXPERT_DTYPES)
             raise CheckpointError(
                 f"{where}: {key} is {value!r}, known values are {known}", "correct it: it must say what the tensors are"
             )
-    return stated
 
 
 def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[str]:
@@ -81,19 +62,19 @@ def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[st
     quantization = values.get("quantization_config")
     found = quantization if isinstance(quantization, Mapping) else {}
     for key, given in _expert_dtypes(values, found).items():
-        if given != ("fp4" if formats.experts == "nvfp4" else formats.experts):
-            yield f"config.json says {key} {given!r}, and the experts are {formats.experts}"
-    if not found:
+        if given != STORAGE[formats.experts].expert_dtype:
+            yield f"config.json says {key} {given!r}, and the experts are {STORAGE[formats.experts].words}"
+    if not found or found.get("quant_method") == "compressed-tensors":
         return
     matrices = {formats.linear, formats.output}
-    if not {"fp8", "fp4", "nvfp4"} & {*matrices, formats.experts}:
+    if not any(map(is_quantised, (*matrices, formats.experts))):
         yield "config.json has a quantization_config, and no matrix is quantised"
         return
     is_nvfp4 = str(found.get("moe_quant_algo")).upper() == "NVFP4"
     if is_nvfp4 is not (formats.experts == "nvfp4"):
         says = "says" if is_nvfp4 else "does not say"
         yield f"quantization_config {says} moe_quant_algo 'NVFP4', and the experts are {formats.experts}"
-    others = " and ".join(sorted(matrices - {"fp8"}))
+    others = " and ".join(sorted(form for form in matrices if STORAGE[form].expert_dtype != "fp8"))
     if others and not any(found.get(key) for key in ("ignored_layers", "modules_to_not_convert")):
         yield f"quantization_config says fp8, and the matrices outside the experts are {others}"
 
@@ -113,7 +94,7 @@ def _quantization(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def _check(quantization: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
     for key, value in expected.items():
-        if quantization.get(key, value) != value:
+        if quantization.get(key) not in (value, None):
             raise UnsupportedCheckpoint(
                 f"{where}: quantization_config.{key} is {quantization[key]!r}, the official layout has {value!r}",
                 "use the official checkpoint (FP4 experts, FP8 linears)",

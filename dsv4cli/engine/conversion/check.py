@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4cli.engine.checkpoint.headers import UNFINISHED
-from dsv4cli.engine.checkpoint.identify import recognise
+from dsv4cli.engine.checkpoint.layouts import recognise_stored
 from dsv4cli.engine.conversion.finish import Against, Progress, compare
 from dsv4cli.engine.conversion.manifest import MANIFEST, Manifest, hash_files, read_manifest
 from dsv4cli.engine.conversion.verify import Verification
@@ -49,7 +49,7 @@ def check(output: Path, against: Against | None, workers: int, progress: Progres
     if against is None or not checked.sound:
         return checked
     layer = manifest.origin.layer if manifest and manifest.origin else 0
-    found = compare(recognise(output), layer, against, full=against.check == "full")
+    found = compare(recognise_stored(output), layer, against, full=against.check == "full")
     return Checked(checked.files, checked.nbytes, (), (), found)
 
 

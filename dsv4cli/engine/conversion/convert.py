@@ -10,9 +10,12 @@ from typing import Literal
 
 import torch
 
+from dsv4cli.engine.checkpoint.gguf.files import scan_gguf
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming
 from dsv4cli.engine.checkpoint.headers import UNFINISHED, scan_checkpoint
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
-from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.conversion.finish import assemble, assembled, clear
 from dsv4cli.engine.conversion.hashed_file import write_all
 from dsv4cli.engine.conversion.job import Conversion
@@ -95,13 +98,21 @@ def verify_files(
 def _compared(conversion: Conversion, *, full: bool, workers: int, progress: Progress | None) -> Verification:
     if not conversion.own_copies:
         return Verification()
-    identity = describe(conversion.config, conversion.target.formats)
-    checkpoint = scan_checkpoint(conversion.output)
-    output = FolderIdentity(identity.size, identity.config, identity.formats, checkpoint, conversion.target.naming)
-    with open_source(conversion.source) as ours, StoredModel(output) as theirs:
+    with open_source(conversion.source) as ours, open_stored(_output_of(conversion)) as theirs:
         return verify(
             ours, theirs, conversion.source_name, conversion.own_copies, full=full, workers=workers, progress=progress
         )
+
+
+def _output_of(conversion: Conversion) -> FolderIdentity:
+    """What the files of the output are that are there."""
+    config, naming = conversion.config, conversion.target.naming
+    identity = describe(config, conversion.target.formats)
+    if isinstance(naming, GgufNaming):
+        checkpoint = scan_gguf(conversion.output, [conversion.output / file.name for file in conversion.own_files])
+        return GgufIdentity(identity.size, config, identity.formats, checkpoint, naming)
+    checkpoint = scan_checkpoint(conversion.output)
+    return FolderIdentity(identity.size, config, identity.formats, checkpoint, naming)
 
 
 def _differs(conversion: Conversion, found: Verification) -> UnsoundResult:

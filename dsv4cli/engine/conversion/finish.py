@@ -9,11 +9,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from dsv4cli.engine.checkpoint.gguf.model import recognise_gguf
 from dsv4cli.engine.checkpoint.headers import INDEX, MAX_HEADER, UNFINISHED, scan_checkpoint
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, identity_of
-from dsv4cli.engine.checkpoint.layout import expected_tensors, matrices
-from dsv4cli.engine.checkpoint.stored import StoredModel
-from dsv4cli.engine.config.model_config import parse_any_config
+from dsv4cli.engine.checkpoint.layout import matrices
+from dsv4cli.engine.checkpoint.opening import open_stored
+from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.conversion.job import job_of, whole_copies
 from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
 from dsv4cli.engine.conversion.manifest import (
@@ -87,9 +88,8 @@ def _check_file(path: Path, expected: Mapping[str, Any], part: Part) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path} is not there yet", remedy)
     with path.open("rb") as file:
-        start = file.read(8)
-        # a damaged length may be any
-        header = start + file.read(min(int.from_bytes(start, "little"), MAX_HEADER))
+        # a plan that came from another machine may say any number
+        header = file.read(min(expected["header_bytes"], MAX_HEADER))
     if path.stat().st_size != expected["nbytes"] or sha256(header).hexdigest() != expected["header"]:
         raise CheckpointError(f"{path} is not the file of this conversion", f"remove it and {remedy}")
 
@@ -132,8 +132,7 @@ def _known(journals: Sequence[Journal]) -> dict[str, str]:
 
 def _judge(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal], against: Against) -> Verification:
     """Compares the files of all parts with a source; the verdict is that of each part."""
-    values = json.loads(plan["metadata"][CONFIG])
-    identity = identity_of(scan_checkpoint(output), parse_any_config(values, str(output / CONFIG)), values)
+    identity = _output_of(output, plan)
     bad = any(journal.verdict and not journal.verdict.sound for journal in journals)
     check: Literal["sample", "full"] = "full" if bad else against.check
     found = compare(identity, plan["layer"], against, full=check == "full")
@@ -148,14 +147,21 @@ def _judge(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal], a
     return found
 
 
+def _output_of(output: Path, plan: Mapping[str, Any]) -> FolderIdentity:
+    """What the files of all parts are together, before they are a model."""
+    if plan["to"] == "gguf":
+        return recognise_gguf(output)
+    values = json.loads(plan["metadata"][CONFIG])
+    return identity_of(scan_checkpoint(output), parse_config(values, str(output / CONFIG)), values)
+
+
 def compare(output: FolderIdentity, layer: int, against: Against, *, full: bool) -> Verification:
     """Compares a whole output, whose first layer is this one of the source, with the source.
 
     Raises UsageError where the source lacks what the output has, or has it in another shape.
     """
     source_name = renumbered(layer)
-    theirs = matrices(expected_tensors(output.config, output.formats).values())
-    ours = matrices(expected_tensors(against.source.config, against.source.formats).values())
+    theirs, ours = matrices(output.specs.values()), matrices(against.source.specs.values())
     folder, source = output.checkpoint.folder, against.source.checkpoint.folder
     for name, roles in theirs.items():
         origin = ours.get(source_name(name))
@@ -165,7 +171,7 @@ def compare(output: FolderIdentity, layer: int, against: Against, *, full: bool)
                 "name the source of the conversion with --against",
             )
     copies = whole_copies(theirs, output.naming, output.checkpoint.tensors.__contains__)
-    with open_source(against.source) as first, StoredModel(output) as second:
+    with open_source(against.source) as first, open_stored(output) as second:
         return verify(first, second, source_name, copies, full=full, workers=against.workers, progress=against.progress)
 
 

@@ -13,15 +13,20 @@ from typing import Any
 from dsv4cli import __version__
 from dsv4cli.engine.checkpoint.coverage import check_coverage
 from dsv4cli.engine.checkpoint.files import check_unchanged
+from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming
 from dsv4cli.engine.checkpoint.headers import UNFINISHED, Checkpoint
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, TransformersNaming, stored_table
+from dsv4cli.engine.checkpoint.sizes import stored_bytes
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.conversion.copies import Copy
+from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata, stem
+from dsv4cli.engine.conversion.gguf.plan import plan_gguf
 from dsv4cli.engine.conversion.journal import Part, Times
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
-from dsv4cli.engine.conversion.plan import ORDER, FilePlan, plan_files, stored_bytes
+from dsv4cli.engine.conversion.plan import ORDER, FilePlan, plan_files
 from dsv4cli.engine.conversion.room import free_bytes, told_apart
 from dsv4cli.engine.conversion.selection import LayerSelection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
@@ -33,7 +38,7 @@ from dsv4cli.harmless import shell_word
 @dataclass(frozen=True)
 class Conversion:
     """What to convert into what. max_file: bytes of an output file. part: of a shared job. texts: further files of the
-    output, by their names."""
+    output, by their names. notes: sentences on what the output does not have."""
 
     source: FolderIdentity
     output: Path
@@ -42,6 +47,7 @@ class Conversion:
     max_file: int
     part: Part = Part()  # noqa: RUF009 - frozen
     texts: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def _selected(self) -> tuple[ModelConfig, Callable[[str], str]]:
@@ -59,7 +65,7 @@ class Conversion:
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """The table of the output."""
-        return expected_tensors(self.config, self.target.formats)
+        return self.target.table(self.config)
 
     @cached_property
     def matrices(self) -> dict[str, dict[Role, TensorSpec]]:
@@ -76,7 +82,12 @@ class Conversion:
     @cached_property
     def files(self) -> tuple[FilePlan, ...]:
         """All files of the output, those of other parts too."""
-        return plan_files(self.specs, self.target.naming, self.max_file)
+        naming = self.target.naming
+        if not isinstance(naming, GgufNaming):
+            return plan_files(self.specs, naming, self.max_file)
+        formats = self.target.formats
+        metadata = gguf_metadata(self.source, self.config, formats, self.texts)
+        return plan_gguf(self.specs, naming, metadata, stem(self.source, formats), self.max_file)
 
     @property
     def own_files(self) -> tuple[FilePlan, ...]:
@@ -187,8 +198,8 @@ class Conversion:
         )
 
     def index(self) -> dict[str, Any] | None:
-        """The index of the output; the official files for ranks have none."""
-        if isinstance(self.target.naming, MpNaming):
+        """The index of the output; the official files for ranks and GGUF have none."""
+        if isinstance(self.target.naming, MpNaming | GgufNaming):
             return None
         weight_map = {key: file.name for file in self.files for key in file.keys}
         total = sum(file.nbytes - len(file.header) for file in self.files)
@@ -198,7 +209,12 @@ class Conversion:
     def description(self) -> dict[str, Any]:
         """The plan in JSON: equal for equal conversions only, and all that is needed to finish without the source."""
         files = {
-            file.name: {"nbytes": file.nbytes, "header": hashlib.sha256(file.header).hexdigest()} for file in self.files
+            file.name: {
+                "nbytes": file.nbytes,
+                "header": hashlib.sha256(file.header).hexdigest(),
+                "header_bytes": len(file.header),
+            }
+            for file in self.files
         }
         folder = self.source.checkpoint.folder
         metadata = metadata_files(folder, self.config, self.target.formats, self.target.name)

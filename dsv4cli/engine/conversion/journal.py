@@ -184,7 +184,8 @@ def _check_plan(plan: Mapping[str, Any]) -> None:
     """Raises ValueError, TypeError, KeyError or AttributeError unless it says what a plan says, of files inside the
     output alone: it may come from another machine."""
     files, metadata = plan["files"], plan["metadata"]
-    sound = [type(file["nbytes"]) is int and isinstance(file["header"], str) for file in files.values()]
+    sound = [type(file[key]) is int for file in files.values() for key in ("nbytes", "header_bytes")]
+    sound += [isinstance(file["header"], str) for file in files.values()]
     sound += [isinstance(text, str) for text in metadata.values()]
     sound += [not Path(name).is_absolute() and ".." not in Path(name).parts for name in (*files, *metadata)]
     sound += [type(plan["parts"]) is int and 1 <= plan["parts"] <= MAX_PARTS, type(plan["layer"]) is int]

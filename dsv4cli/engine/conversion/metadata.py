@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.checkpoint.layout import DTYPES, expected_tensors
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.config.formats import STORAGE, is_quantised
 from dsv4cli.engine.config.keys import (
     ATTENTION_FACTOR,
     COMPRESS_RATES,
@@ -30,16 +31,19 @@ from dsv4cli.engine.config.model_config import ModelConfig, config_values
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.manifest import MANIFEST
 from dsv4cli.engine.conversion.target import TargetName
+from dsv4cli.kernels.formats import FP4_BLOCK, NVFP4_BLOCK
 
 CONFIG, INFERENCE, NVFP4_MANIFEST = "config.json", "inference/config.json", "hf_quant_config.json"
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
-# expert_dtype: NVFP4 is e2m1 as FP4 is, and vLLM and transformers know "fp4" and "fp8" only
-EXPERT_DTYPE = {"fp4": "fp4", "nvfp4": "fp4", "fp8": "fp8", "bf16": "bf16", "f32": "f32"}
 TORCH_DTYPE = {"bf16": "bfloat16", "f32": "float32"}
 # as in nvidia/DeepSeek-V4-Flash-NVFP4, whose layout this is; readers look for the name
 PRODUCER = {"name": "modelopt", "version": "dsv4-nvfp4-experts"}
 # ModelOpt's patterns of what is not in NVFP4
 NOT_NVFP4 = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
+# targets that the official scripts do not read
+PLAIN = ("transformers", "gguf", "compressed-tensors")
+# the routed experts, by the names in the files and by those of vLLM's modules
+PACKED_TARGETS = [r"re:.*experts\.\d+\.w[123]$", r"re:.*experts\.\d+\.(gate|up|down)_proj$"]
 # root keys that official ModelArgs does not have
 NOT_OFFICIAL_ARGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "rope_scaling"}
 
@@ -48,14 +52,15 @@ def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: 
     """Path below the output folder and text of every metadata file of a conversion.
 
     folder: the source, of whose root config.json the keys survive that describe neither the model nor its storage.
-    config, formats: of the output. Each file is read back by read_any_config to the same `config`.
+    config, formats: of the output. Each file is read back by read_config to the same `config`.
     """
-    # random weights have no folder
-    root = next(config_values(folder))[1] if folder.is_dir() else {}
+    # random weights and GGUF have none
+    has_config = any((folder / name).is_file() for name in (CONFIG, INFERENCE))
+    root = next(config_values(folder))[1] if has_config else {}
     files = {CONFIG: _root(root, config, formats, target)}
-    if target == "mp" or (target != "transformers" and (folder / INFERENCE).is_file()):
+    if target == "mp" or (target not in PLAIN and (folder / INFERENCE).is_file()):
         files[INFERENCE] = _inference(config, formats)
-    if formats.experts == "nvfp4":
+    if formats.experts == "nvfp4" and target != "compressed-tensors":
         files[NVFP4_MANIFEST] = _nvfp4_manifest(config, formats)
     return {path: json.dumps(values, indent=2, sort_keys=True) + "\n" for path, values in files.items()}
 
@@ -80,9 +85,14 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
     values = {key: value for key, value in source.items() if key in harmless}
     values |= {key: FIXED[key] for key in RELEASED} | _model(config)
     values |= {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
-    values |= {"torch_dtype": TORCH_DTYPE[formats.dense], "expert_dtype": EXPERT_DTYPE[formats.experts]}
+    values |= {"torch_dtype": TORCH_DTYPE[formats.dense], "expert_dtype": STORAGE[formats.experts].expert_dtype}
     if transformers:
         values |= _transformers(config) | {"dtype": values["torch_dtype"]}
+    if target == "gguf":
+        # the files say themselves how they are stored
+        return {key: value for key, value in values.items() if key != "expert_dtype"}
+    if target == "compressed-tensors":
+        return values | {"quantization_config": _packed_quantization(config, formats)}
     quantization = _quantization(config, formats)
     return values | ({"quantization_config": quantization} if quantization else {})
 
@@ -132,8 +142,8 @@ def _inference(config: ModelConfig, formats: Formats) -> dict[str, Any]:
     values = {names.get(key, key): value for key, value in model.items() if key not in NOT_OFFICIAL_ARGS} | rope
     values |= {"n_mtp_layers": config.draft_stages, "n_shared_experts": FIXED["n_shared_experts"]}
     values |= {"score_func": FIXED["scoring_func"], "scale_fmt": FP8_QUANTIZATION["scale_fmt"]}
-    values["dtype"] = "fp8" if formats.linear == "fp8" else "bf16"
-    values["expert_dtype"] = "fp4" if EXPERT_DTYPE[formats.experts] == "fp4" else None
+    values["dtype"] = "fp8" if is_quantised(formats.linear) else "bf16"
+    values["expert_dtype"] = "fp4" if STORAGE[formats.experts].expert_dtype == "fp4" else None
     return values
 
 
@@ -148,9 +158,11 @@ def _quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
     vLLM and transformers refuse an expert_dtype other than fp4 and fp8 where there is a quantization_config: bf16
     experts beside fp8 matrices load in neither, rather than in a wrong way.
     """
-    if not {"fp4", "fp8", "nvfp4"} & {formats.linear, formats.experts}:
+    if not (is_quantised(formats.linear) or is_quantised(formats.experts)):
         return {}
-    values = FP8_QUANTIZATION | {"activation_scheme": "dynamic"} | {"expert_dtype": EXPERT_DTYPE[formats.experts]}
+    values = (
+        FP8_QUANTIZATION | {"activation_scheme": "dynamic"} | {"expert_dtype": STORAGE[formats.experts].expert_dtype}
+    )
     wide = [name for name, form in _modules(config, formats).items() if form in TORCH_DTYPE]
     if formats.experts == "nvfp4":
         values |= NVFP4_QUANTIZATION | {"producer": PRODUCER, "ignored_layers": ["head", *wide]}
@@ -158,6 +170,32 @@ def _quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
     elif wide:
         values["ignored_layers"] = ["head", *wide]
     return values
+
+
+def _packed_quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors: the routed experts, weights alone; all else is in bf16.
+
+    vLLM asks by its own names for the projections, and by these for the files.
+    """
+    nvfp4 = formats.experts == "nvfp4"
+    form = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group" if nvfp4 else "group",
+        "group_size": NVFP4_BLOCK if nvfp4 else FP4_BLOCK,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
+    }
+    group = {"targets": PACKED_TARGETS, "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"format": form}},
+        "ignore": ["head", *(name for name, kind in _modules(config, formats).items() if kind in TORCH_DTYPE)],
+    }
 
 
 def _nvfp4_manifest(config: ModelConfig, formats: Formats) -> dict[str, Any]:
@@ -174,11 +212,10 @@ def _nvfp4_layers(config: ModelConfig, formats: Formats) -> dict[str, Any]:
 
 def _modules(config: ModelConfig, formats: Formats) -> dict[str, str]:
     """Every matrix that has a storage format, the routed experts of a layer as one, with that format."""
-    forms = {dtype: form for form, dtype in DTYPES.items()}
     # one expert stands for all
     specs = expected_tensors(replace(config, n_routed_experts=1, num_experts_per_tok=1), formats).values()
     return {
-        spec.matrix.split(".experts.")[0] + ".experts" * (spec.expert is not None): forms[spec.dtype]
+        spec.matrix.split(".experts.")[0] + ".experts" * (spec.expert is not None): spec.form
         for spec in specs
-        if spec.columns and spec.role == "weight"
+        if spec.form and not spec.is_scale
     }

@@ -8,9 +8,13 @@ from typing import Literal
 
 import torch
 
-from dsv4cli.engine.checkpoint.source import RandomSource, resolve_model
-from dsv4cli.engine.config.storage import ExpertFormat, LinearFormat
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.identify import FolderIdentity
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
+from dsv4cli.engine.config.formats import FormatName
 from dsv4cli.engine.conversion.finish import Against, Progress
+from dsv4cli.engine.conversion.gguf.metadata import TOKENIZER
+from dsv4cli.engine.conversion.gguf.vocabulary import tokenizer_text
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Part
 from dsv4cli.engine.conversion.selection import LayerSelection, parse_layers, select
@@ -23,6 +27,7 @@ from dsv4cli.errors import UsageError
 
 # more threads than this wait for the disk and for each other
 MAX_WORKERS = 16
+NO_DRAFTER = "the drafter is left out: llama.cpp has one in a file of its own, and ds4 under other names"
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class ConversionOptions:
     ranks: int | None
     layers: str | None
     drafter: bool
-    experts: ExpertFormat | None
-    attention: LinearFormat | None
+    experts: FormatName | None
+    attention: FormatName | None
     max_shard_size: str
     shard: str | None
     workers: int | None
@@ -45,9 +50,8 @@ def prepare(source: str, output: Path, choices: ConversionOptions) -> tuple[Conv
     """The conversion, the number of threads and the device. Raises what naming a source or a choice wrongly raises."""
     model = resolve_model(source)
     identity = source_identity(model)
-    texts = {"tokenizer.json": Tokenizer.byte_level().text()} if isinstance(model, RandomSource) else {}
     layers = None if choices.layers is None else parse_layers(choices.layers)
-    selection = LayerSelection(layers, choices.drafter)
+    selection = LayerSelection(layers, choices.drafter and choices.to != "gguf")
     target = choose_target(
         choices.to,
         select(identity.config, selection)[0],
@@ -57,8 +61,20 @@ def prepare(source: str, output: Path, choices: ConversionOptions) -> tuple[Conv
     )
     part = Part() if choices.shard is None else parse_part(choices.shard)
     largest = parse_size("--max-shard-size", choices.max_shard_size)
-    conversion = Conversion(identity, output, target, selection, largest, part, texts)
+    drops = choices.to == "gguf" and choices.drafter and identity.config.drafter != "none"
+    notes = (NO_DRAFTER,) if drops else ()
+    conversion = Conversion(identity, output, target, selection, largest, part, _texts(model, identity), notes)
     return conversion, choices.workers or default_workers(), resolve_device(choices.device)
+
+
+def _texts(model: FolderSource | RandomSource, identity: FolderIdentity) -> dict[str, str]:
+    """What no file of the source says and an output needs: the vocabulary of random weights, or of a GGUF file."""
+    if isinstance(model, RandomSource):
+        return {TOKENIZER: Tokenizer.byte_level().text()}
+    if not isinstance(identity, GgufIdentity) or (model.folder / TOKENIZER).is_file():
+        return {}
+    text = tokenizer_text(identity.metadata)
+    return {} if text is None else {TOKENIZER: text}
 
 
 def default_workers() -> int:

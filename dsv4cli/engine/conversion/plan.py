@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.naming import Location, MpNaming, Naming, stored_table
+from dsv4cli.engine.checkpoint.sizes import stored_bytes
+from dsv4cli.engine.config.formats import STORAGE, Role
 from dsv4cli.kernels.formats import FP8_BLOCK
 
 # output bytes between two lines of the journal, which are synced while the next are written: what an interruption costs
@@ -32,24 +34,26 @@ class Slot:
 @dataclass(frozen=True)
 class Item:
     """A matrix with its scales, or what one file holds of it. rows: of the weight, begin and end. slots: the weight's
-    first. nbytes: written."""
+    first. nbytes: written. encoding: the tensor type of GGUF in whose blocks it is written, '' for none."""
 
     matrix: str
     rows: tuple[int, int]
     slots: tuple[Slot, ...]
     nbytes: int
+    encoding: str = ""
 
 
 @dataclass(frozen=True)
 class FilePlan:
     """One output file. keys: its tensors under the names in the file. batches: its work, to be done in order; by
-    their weights the items are in the order of the file."""
+    their weights the items are in the order of the file. gaps: begin and end of the zeros between tensors."""
 
     name: str
     header: bytes
     nbytes: int
     keys: tuple[str, ...]
     batches: tuple[tuple[Item, ...], ...]
+    gaps: tuple[tuple[int, int], ...] = ()
 
 
 def plan_files(specs: Mapping[str, TensorSpec], naming: Naming, max_file: int) -> tuple[FilePlan, ...]:
@@ -66,11 +70,6 @@ def plan_files(specs: Mapping[str, TensorSpec], naming: Naming, max_file: int) -
         file = name or f"model-{number:05}-of-{len(groups):05}.safetensors"
         found.append(_Writer(file, {key: stored[key] for key in keys}).plan(naming, parts))
     return tuple(found)
-
-
-def stored_bytes(spec: TensorSpec) -> int:
-    """Bytes of a stored tensor."""
-    return prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
 
 
 def _by_rank(stored: Mapping[str, TensorSpec]) -> Iterator[tuple[str, list[str]]]:
@@ -127,8 +126,7 @@ class _Writer:
         # from the first byte of the file to the last, which is the order of its hash; but nvfp4 and mp have scales of
         # all matrices before the first weight: their hash begins when the last matrix is written
         ordered = sorted((item for item in items if item is not None), key=lambda item: item.slots[0].offset)
-        batches = tuple(_batches(ordered))
-        return FilePlan(self.name, self.header, self.nbytes, self.keys, batches)
+        return FilePlan(self.name, self.header, self.nbytes, self.keys, tuple(in_batches(ordered)))
 
     def _item(self, naming: Naming, matrix: str, roles: Mapping[Role, TensorSpec]) -> Item | None:
         slots, nbytes = [], 0
@@ -140,8 +138,8 @@ class _Writer:
                         + self.offsets[location.name]
                         + location.begin * DTYPE_BITS[location.dtype] // 8
                     )
-                    blocks = role == "scale" and roles["weight"].dtype == "F8_E4M3"
-                    slots.append(Slot(role, location, begin, FP8_BLOCK if blocks else 1))
+                    each = STORAGE[spec.form].rows if spec.form and spec.is_scale and spec.shape else 1
+                    slots.append(Slot(role, location, begin, each))
                     shape = location.shape if location.cut else spec.shape
                     bits = DTYPE_BITS[location.dtype if location.cut else spec.dtype]
                     nbytes += prod(shape) * bits // 8
@@ -154,7 +152,8 @@ class _Writer:
         return Item(matrix, (start, stop), tuple(slots), nbytes)
 
 
-def _batches(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
+def in_batches(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
+    """The work of a file, cut where the journal gets a line."""
     batch: list[Item] = []
     size = 0
     for item in items:

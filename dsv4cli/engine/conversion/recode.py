@@ -8,22 +8,19 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.checkpoint.compare import Comparison
+from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
-from dsv4cli.engine.checkpoint.values import form_of, scale_rows
+from dsv4cli.engine.checkpoint.values import Form, decode, form_of, scale_rows
+from dsv4cli.engine.config.formats import Role
+from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels import recode
+from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.formats import FP8_BLOCK
 
 Tensors = dict[Role, torch.Tensor]
-# dtype name in a header -> the torch dtype of its bits, where numpy holds them under another
-TORCH_VIEWS = {
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I8": torch.int8,
-}
 # without calibration: a per-tensor activation scale of 1 takes activations up to 448 * 6
 INPUT_SCALE = 1.0
 
@@ -65,12 +62,12 @@ class Recipe:
     roles: Mapping[Role, TensorSpec]
 
     @property
-    def form(self) -> str:
+    def form(self) -> Form:
         """The storage format in the source."""
         return form_of(self.parts["weight"])
 
     @property
-    def target(self) -> str:
+    def target(self) -> Form:
         """The storage format in the target."""
         return form_of(self.roles["weight"])
 
@@ -89,12 +86,20 @@ class Recipe:
         arrays = self._read(slice(first, end))
         if self.form == self.target:
             found = arrays
+            if "input_scale" in self.roles:
+                found.setdefault("input_scale", np.array(INPUT_SCALE, np.float32))
         else:
             found = {role: numpy_bits(tensor) for role, tensor in self._recode(self._tensors(arrays), first).items()}
         if begin == first:
             return found
         # only formats with a scale for each row are cut inside a block
         return {role: array[begin - first :] if array.ndim else array for role, array in found.items()}
+
+    def compared(self, begin: int, end: int) -> Comparison:
+        """How rows of the target, from a multiple of 128 on, differ from those of the source. Raises as `rows`."""
+        result = Comparison()
+        result.add(decode(self.form, self._read(slice(begin, end))), decode(self.target, self.rows(begin, end)), begin)
+        return result
 
     def _read(self, rows: slice) -> dict[Role, Raw]:
         source, form = self.recoder.source, self.form
@@ -109,7 +114,7 @@ class Recipe:
     def _tensor(self, array: Raw, dtype: str) -> torch.Tensor:
         bits = array.view(np.int16) if array.dtype == np.uint16 else array
         tensor = torch.from_numpy(bits).to(self.recoder.device)
-        return tensor.view(TORCH_VIEWS[dtype]) if dtype in TORCH_VIEWS else tensor
+        return tensor.view(TORCH_DTYPES[dtype])
 
     def _recode(self, tensors: Tensors, row0: int) -> Tensors:
         shared = self._shared_scale if self.shares else None
@@ -171,27 +176,41 @@ def change(form: str, target: str, tensors: Tensors, shared: "int | torch.Tensor
     shared: for nvfp4, k_max where all values are those of FP4, else scale_2. Raises NotRepresentable where fp4 becomes
     fp8 or nvfp4 with a loss, and for NaN and infinity.
     """
-    if form == "nvfp4":
-        packed = recode.nvfp4_to_fp4(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"])
-        if packed is not None:
-            form, tensors = "fp4", _scaled(packed)
-            if target == "fp4":
-                return tensors
+    form, tensors = _with_e8m0(form, tensors)
+    if form == target:
+        return tensors
+    if target == "fp8_f32":
+        coded = change(form, "fp8", tensors, shared)
+        return {**coded, "scale": coded["scale"].float()}
     if form == "fp4" and target == "fp8":
         return _scaled(recode.fp4_to_fp8(tensors["weight"], tensors["scale"]))
     if form == "fp4" and target == "nvfp4":
         assert isinstance(shared, int)
         return _nvfp4(*recode.fp4_to_nvfp4(tensors["weight"], tensors["scale"], shared))
-    values = values_of(form, tensors)
+    return _rounded(target, values_of(form, tensors), shared)
+
+
+def _with_e8m0(form: str, tensors: Tensors) -> tuple[str, Tensors]:
+    """The same codes under e8m0 scales where these have the values: FP4 in NVFP4, FP8 under fp32 powers of two."""
+    if form == "nvfp4":
+        packed = recode.nvfp4_to_fp4(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"])
+        return (form, tensors) if packed is None else ("fp4", _scaled(packed))
+    if form == "fp8_f32" and recode.are_e8m0(tensors["scale"]):
+        return "fp8", _scaled((tensors["weight"], recode.to_e8m0(tensors["scale"])))
+    return form, tensors
+
+
+def _rounded(target: str, values: torch.Tensor, shared: "int | torch.Tensor | None") -> Tensors:
+    """Values in a format, each to the nearest that it has."""
     if target == "nvfp4" and isinstance(shared, int):
         return _nvfp4(*recode.fp4_to_nvfp4(*recode.to_fp4(values), shared))
+    if target == "nvfp4":
+        assert isinstance(shared, torch.Tensor)
+        return _nvfp4(*recode.to_nvfp4(values, shared), shared)
     if target == "fp4":
         return _scaled(recode.to_fp4(values))
     if target == "fp8":
         return _scaled(recode.to_fp8(values))
-    if target == "nvfp4":
-        assert isinstance(shared, torch.Tensor)
-        return _nvfp4(*recode.to_nvfp4(values, shared), shared)
     return {"weight": values.to({"bf16": torch.bfloat16, "f32": torch.float32}[target])}
 
 
@@ -199,6 +218,8 @@ def values_of(form: str, tensors: Tensors) -> torch.Tensor:
     """The values of a matrix: bf16 where they are exact in it, else fp32."""
     if form == "nvfp4":
         return recode.nvfp4_values(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"])
+    if form == "fp8_f32":
+        return dequantise(tensors["weight"], tensors["scale"])
     return recode.widen(tensors["weight"], tensors["scale"]) if "scale" in tensors else tensors["weight"]
 
 

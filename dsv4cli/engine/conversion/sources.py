@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
-from dsv4cli.engine.checkpoint.identify import FolderIdentity, recognise
+from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.checkpoint.layouts import recognise_stored
 from dsv4cli.engine.checkpoint.naming import OfficialNaming
+from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
 from dsv4cli.engine.conversion.recode import numpy_bits
@@ -21,9 +24,13 @@ class RandomIdentity(FolderIdentity):
 
 
 def source_identity(source: FolderSource | RandomSource) -> FolderIdentity:
-    """What a source holds. Raises what `recognise` raises."""
+    """What a source holds. Raises what `recognise_stored` raises, and for GGUF types whose values
+    cannot be read."""
     if isinstance(source, FolderSource):
-        return recognise(source.folder)
+        found = recognise_stored(source.folder)
+        if isinstance(found, GgufIdentity):
+            found.check_readable()
+        return found
     identity, path = source.identity, Path(source.name)
     specs = expected_tensors(identity.config, identity.formats).values()
     tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, path, 0, 0) for spec in specs}
@@ -35,7 +42,7 @@ def source_identity(source: FolderSource | RandomSource) -> FolderIdentity:
 
 def open_source(identity: FolderIdentity) -> StoredModel:
     """The tensors of a source, to be read."""
-    return _RandomModel(identity) if isinstance(identity, RandomIdentity) else StoredModel(identity)
+    return _RandomModel(identity) if isinstance(identity, RandomIdentity) else open_stored(identity)
 
 
 class _RandomModel(StoredModel):

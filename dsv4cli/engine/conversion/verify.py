@@ -6,15 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from dsv4cli.engine.checkpoint.compare import Comparison, row_chunks
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.sizes import stored_bytes
 from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.checkpoint.values import Values, decode, form_of, scale_rows
-from dsv4cli.engine.conversion.plan import stored_bytes
+from dsv4cli.engine.config.formats import Role
 
 # of the row pieces of a matrix, one in this many is compared when a sample is enough
 SAMPLE = 16
 # pairs of formats whose conversion loses nothing or is refused, beside a format and itself
 EXACT_PAIRS = {("fp4", "bf16"), ("fp8", "bf16"), ("fp4", "fp8"), ("fp4", "nvfp4"), ("bf16", "f32")}
+EXACT_PAIRS |= {("fp8", "fp8_f32"), ("fp4", "fp8_f32")}
 Progress = Callable[[int, int], None]
 
 
@@ -76,13 +78,18 @@ def verify(
     return result
 
 
+def is_exact(form: str, target: str) -> bool:
+    """Whether a conversion between these formats loses nothing or is refused."""
+    return form == target or (form, target) in EXACT_PAIRS
+
+
 def _enter(result: Verification, name: str, comparison: Comparison, pair: tuple[str, str]) -> None:
     result.compared += comparison.values
     if comparison.exact:
         result.exact.append(name)
         return
     result.errors[name] = comparison.relative_error
-    if pair[0] == pair[1] or pair in EXACT_PAIRS:
+    if is_exact(*pair):
         result.wrong.append(name)
 
 

@@ -15,14 +15,17 @@ import numpy as np
 import torch
 
 from dsv4cli.engine.checkpoint.headers import UNFINISHED
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.values import Raw
+from dsv4cli.engine.config.formats import Role
+from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode
 from dsv4cli.engine.conversion.hashed_file import HashedFile, Room
 from dsv4cli.engine.conversion.journal import Journal
 from dsv4cli.engine.conversion.manifest import changed, hash_file
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
 from dsv4cli.engine.conversion.recode import Recipe, Recoder
 from dsv4cli.engine.system.atomic import publish
+from dsv4cli.errors import CheckpointError
 
 # bytes written in one step of a worker: on a CPU its arrays stay in the second-level cache, on a GPU a step is worth
 # its transfers
@@ -169,7 +172,9 @@ class _FileWriter:
             written.write(memoryview(file.header), 0)
             left = (slot.offset for batch in file.batches[done:] for item in batch for slot in item.slots)
             written.has(len(file.header), min(left, default=file.nbytes))
-            self.tally.add(len(file.header))
+            for gap in file.gaps:
+                written.has(*gap)
+            self.tally.add(len(file.header) + sum(end - begin for begin, end in file.gaps))
             self._batches(file, written, done)
             os.fsync(written.descriptor)
         except BaseException:
@@ -251,6 +256,8 @@ def write_rows(
     to an offset of the file."""
     for begin, end in steps:
         arrays = recipe.rows(begin, end)
+        if item.encoding:
+            arrays = {"weight": _encoded(item, arrays)}
         written = 0
         for slot in item.slots:
             part = _part(arrays[slot.role], slot)
@@ -260,9 +267,21 @@ def write_rows(
         yield written
 
 
+def _encoded(item: Item, arrays: Mapping[Role, Raw]) -> Raw:
+    try:
+        return encode(item.encoding, arrays)
+    except NotFinite:
+        raise CheckpointError(
+            f"{item.matrix} has values that {item.encoding} cannot hold",
+            "--attention bf16 can hold every value; `dsv4 inspect SRC --values full` shows what is damaged",
+        ) from None
+
+
 def _part(array: Raw, slot: Slot) -> Raw:
-    """The columns of the rows that this slot's location holds."""
+    """The columns of the rows that this slot's location holds, as it has them."""
     cut = slot.location.cut
+    if slot.location.reciprocal:
+        return np.asarray(np.reciprocal(array))
     if cut is None or cut.dim == 0:
         return array
     return np.ascontiguousarray(array[:, cut.of(array.shape)])

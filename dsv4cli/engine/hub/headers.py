@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined] # public too
 
-from dsv4cli.engine.checkpoint.foreign import GGUF
+from dsv4cli.engine.checkpoint.foreign import GGUF, refusal
 from dsv4cli.engine.checkpoint.headers import (
     LFS_POINTER,
     MAX_HEADER,
@@ -22,7 +22,6 @@ from dsv4cli.engine.checkpoint.headers import (
     index_problems,
     parse_header,
 )
-from dsv4cli.engine.checkpoint.identify import refusal
 from dsv4cli.engine.hub.context import DownloadContext
 from dsv4cli.engine.hub.destination import FolderDestination
 from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile, list_files

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from dsv4cli.engine.checkpoint.compare import Comparison, FirstDifference, row_chunks
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.matrix import MatrixReader, keep_freed_memory, stored_matrices
-from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
+from dsv4cli.engine.checkpoint.opening import open_stored
+from dsv4cli.engine.checkpoint.stored import Raw
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.inspection.patterns import explain
 from dsv4cli.errors import CheckpointError
@@ -101,7 +102,7 @@ def diff_models(
     a matrix that cannot be read: it is part of the answer.
     """
     keep_freed_memory()
-    with StoredModel(a) as model_a, StoredModel(b) as model_b:
+    with open_stored(a) as model_a, open_stored(b) as model_b:
         ours, theirs = (
             {name: matrix for name, matrix in stored_matrices(model) if wanted(name)} for model in (model_a, model_b)
         )

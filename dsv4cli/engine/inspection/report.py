@@ -6,9 +6,10 @@ from typing import Any
 
 from dsv4cli.engine.checkpoint.contents import Contents, add_up
 from dsv4cli.engine.checkpoint.coverage import Coverage, check_coverage
+from dsv4cli.engine.checkpoint.gguf.files import is_gguf
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.checkpoint.naming import OfficialNaming, stored_table
 from dsv4cli.engine.checkpoint.sizes import Sizes, measure
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.storage import Formats
@@ -19,6 +20,8 @@ SCHEMA = "dsv4.inspect/1"
 # of the document: what is asked for by an option, null otherwise
 SECTIONS = ("values", "tensor", "layer", "tree", "verdict", "fit", "diff")
 CONFIGS = ("config.json", "inference/config.json")
+# entries of a list, or characters of a text, of a GGUF file's metadata that are told
+LONGEST = 200
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,17 @@ def inspect_model(source: Inspectable) -> Inspection:
         assert not isinstance(source, RandomSource)
         try:
             found = source.recognised
-        except (CheckpointError, UnsupportedCheckpoint):
-            return Inspection(source, problem=error, refused=True)
+        except (CheckpointError, UnsupportedCheckpoint) as deeper:
+            # GGUF is refused before anything of it is read
+            unread = isinstance(source, FolderSource) and is_gguf(source.folder)
+            return Inspection(source, problem=deeper if unread else error, refused=True)
     if not isinstance(found, FolderIdentity):
         return Inspection(source, found, measure(found.config, expected_tensors(found.config, found.formats).values()))
     specs = found.specs
-    sizes = measure(found.config, specs.values())
+    # the types of GGUF are not those in which the table sees them
+    sizes = measure(found.config, (found.stored_table if isinstance(found, GgufIdentity) else specs).values())
     try:
-        coverage = check_coverage(found.checkpoint, _table(found, specs))
+        coverage = check_coverage(found.checkpoint, found.stored_table)
     except UsageError as error:
         # files for a number of ranks that the configuration cannot be cut for
         return Inspection(source, found, sizes, problem=refusal or error, refused=True)
@@ -88,17 +94,13 @@ def inspect_model(source: Inspectable) -> Inspection:
     return Inspection(source, found, sizes, coverage, None, files, problem, refused=refusal is not None)
 
 
-def _table(found: FolderIdentity, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-    return specs if found.naming == OfficialNaming() else stored_table(found.naming, specs.values())
-
-
 def _inspect_file(source: FileSource) -> Inspection:
     """The header of a file; its tensors against those of the model where there is a configuration beside it."""
     try:
         infos = source.checkpoint.tensors
         has_config = any((source.file.parent / name).is_file() for name in CONFIGS)
         found = source.identity if has_config else None
-        table = _table(found, found.specs) if found else {}
+        table = found.stored_table if found else {}
     except (CheckpointError, UnsupportedCheckpoint, UsageError) as error:
         return Inspection(source, problem=error, refused=True)
     contents = add_up(infos.values(), table)
@@ -153,6 +155,7 @@ def document(result: Inspection, sections: Mapping[str, Any] | None = None) -> d
         "problem": problem and {"kind": _kind(problem), "message": problem.message, "remedy": problem.remedy},
         "notes": [*result.notes],
         "identity": result.identity and _identity(result.identity),
+        "gguf": _gguf(result.identity) if isinstance(result.identity, GgufIdentity) else None,
         "coverage": result.coverage and {**asdict(result.coverage), "complete": result.coverage.complete},
         "sizes": result.sizes and asdict(result.sizes),
         "contents": result.contents and asdict(result.contents),
@@ -178,6 +181,18 @@ def _identity(identity: Identity) -> dict[str, Any]:
         "formats": _formats(identity.formats),
         "config": asdict(config),
     }
+
+
+def _gguf(identity: GgufIdentity) -> dict[str, Any]:
+    """The metadata of GGUF files: of a long list its length, of a long text its beginning."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > LONGEST:
+            return {"length": len(value)}
+        return f"{value[:LONGEST]}…" if isinstance(value, str) and len(value) > LONGEST else value
+
+    files = [path.name for path in identity.checkpoint.files]
+    return {"files": files, "metadata": {key: short(value) for key, value in identity.metadata.items()}}
 
 
 def _formats(formats: Formats) -> dict[str, str]:

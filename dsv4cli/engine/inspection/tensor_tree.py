@@ -7,8 +7,9 @@ from math import prod
 from typing import Any
 
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec, matrices
+from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.values import form_of
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.errors import UsageError
 

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.matrix import MatrixReader, stored_matrices
 from dsv4cli.engine.checkpoint.naming import Location
+from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFinding, judge
 from dsv4cli.engine.inspection.checks.measure import Measurement, whole_rows
 from dsv4cli.engine.inspection.checks.statistics import Statistics, of_values
@@ -84,7 +86,7 @@ def view_tensor(identity: FolderIdentity, name: str, progress: Progress | None) 
     there, with the nearest ones, CheckpointError for what cannot be read.
     """
     checkpoint = identity.checkpoint
-    with StoredModel(identity) as model:
+    with open_stored(identity) as model:
         owners = _owners(identity, model.specs, name)
         if not owners or len({spec.matrix for spec in owners}) > 1:
             if name not in checkpoint.tensors:

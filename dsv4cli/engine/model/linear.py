@@ -28,18 +28,20 @@ class Embedding(nn.Module):
 
 
 class StoredMatrix(nn.Module):
-    """A matrix, or several stacked, as stored: the weight and, where its format has one, the block scale."""
+    """A matrix, or several stacked, as stored: the weight and the scales that its format has (config/formats.py)."""
 
     scale: nn.Parameter | None
+    scale_2: nn.Parameter | None
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = unfilled()
         self.register_parameter("scale", None)
+        self.register_parameter("scale_2", None)
 
 
 class Linear(StoredMatrix):
-    """y = x @ W.T over a weight in FP8, FP4, bf16 or fp32; the input of a quantised weight is quantised first."""
+    """y = x @ W.T over a weight in any format; the input of a quantised weight is quantised first."""
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
@@ -52,7 +54,9 @@ class Linear(StoredMatrix):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, K] in the numerics' dtype -> [T, N] in it."""
         scale = self.rounding_scale()
-        return gemm.linear(x, self.weight, self.scale) if scale is None else gemm.rounded_linear(x, self.weight, scale)
+        if scale is None:
+            return gemm.linear(x, self.weight, self.scale, self.scale_2)
+        return gemm.rounded_linear(x, self.weight, scale, self.scale_2)
 
 
 class GroupedLinear(StoredMatrix):
@@ -90,12 +94,16 @@ class RMSNorm(nn.Module):
 
 def project(x: torch.Tensor, linears: Sequence[Linear | Fp32Linear]) -> list[torch.Tensor]:
     """What each of these linears gives for x [T, K]: of few tokens in one launch."""
+    if any(isinstance(one, Linear) and one.scale_2 is not None for one in linears):
+        return [one(x) for one in linears]
     kinds = _Kinds(linears)
     return kinds.in_order(gemm.linears(x, kinds.rounded, kinds.plain, kinds.fp32))
 
 
 def project_normed(x: torch.Tensor, norm: RMSNorm, linears: Sequence[Linear]) -> list[torch.Tensor]:
     """What each of these linears gives for norm(x), x [T, K]: of few tokens in one launch."""
+    if any(one.scale_2 is not None for one in linears):
+        return project(norm(x), linears)
     kinds = _Kinds(linears)
     return kinds.in_order((*gemm.normed_linears(x, norm.weight, norm.eps, kinds.rounded, kinds.plain), []))
 

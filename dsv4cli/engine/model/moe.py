@@ -101,4 +101,6 @@ class MoE(nn.Module):
 def matrices(module: Experts | SharedExpert) -> ExpertWeights:
     """What the kernels take of a module."""
     w1, w2, w3 = module.w1, module.w2, module.w3
-    return ExpertWeights(w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale)
+    return ExpertWeights(
+        w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale, None, w1.scale_2, w2.scale_2, w3.scale_2
+    )

@@ -11,7 +11,6 @@ from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 
 Tensors = tuple[torch.Tensor, ...]
 Operation = Callable[..., Any]  # a tensor, or a tuple of tensors and None
-FORMATS = {"F8_E4M3": "fp8", "I8": "fp4", "BF16": "bf16", "F32": "fp32"}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from types import ModuleType
 
 import torch
 
+from dsv4cli.engine.checkpoint.values import words_of
 from dsv4cli.engine.profiling.bounds import FP32, ONE_ROUNDING
-from dsv4cli.engine.profiling.case import FORMATS, Case, Competitor, Operation, Tensors, Work
+from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
@@ -65,7 +66,7 @@ def _linear(bench: BenchmarkInputs, name: str, matrix: str) -> Case:
     return Case(
         name,
         "gemm",
-        f"{rows}x{columns} {FORMATS[spec.dtype]}",
+        f"{rows}x{columns} {words_of(spec)}",
         bench.shapes.nbytes(filter(None, (weight, scale))),
         2 * tokens * rows * columns,
         ONE_ROUNDING,
@@ -84,7 +85,7 @@ def _fp32_linear(bench: BenchmarkInputs, name: str, matrix: str) -> Case:
         inputs = (bench.randn(tokens, columns), bench.weight(weight))
         return Work(inputs, gemm.linear_fp32, gemm_ref.linear_fp32, flops, rival=MATMUL)
 
-    shape = f"{rows}x{columns} {FORMATS[spec.dtype]}, fp32 out"
+    shape = f"{rows}x{columns} {words_of(spec)}, fp32 out"
     return Case(name, "gemm", shape, bench.shapes.nbytes([weight]), flops, FP32, build)
 
 
@@ -98,7 +99,7 @@ def _grouped(bench: BenchmarkInputs, matrix: str) -> Case:
         inputs = (bench.randn(tokens, groups, columns), *bench.matrix(matrix))
         return Work(inputs, gemm.grouped_linear, gemm_ref.grouped_linear, flops)
 
-    shape = f"{groups} groups of {rows // groups}x{columns} {FORMATS[spec.dtype]}"
+    shape = f"{groups} groups of {rows // groups}x{columns} {words_of(spec)}"
     needs = bench.shapes.nbytes(filter(None, (weight, scale)))
     return Case("wo_a", "gemm", shape, needs, flops, ONE_ROUNDING, build, quantised=scale is not None)
 

@@ -1,11 +1,13 @@
 """The router, the routed experts and the shared expert, as cases to measure."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from dsv4cli.engine.checkpoint.values import words_of
 from dsv4cli.engine.profiling.bounds import EXPERTS, FP32
-from dsv4cli.engine.profiling.case import FORMATS, Case, Operation, Work
+from dsv4cli.engine.profiling.case import Case, Operation, Work
 from dsv4cli.engine.profiling.inputs import DTYPE, BenchmarkInputs
 from dsv4cli.kernels import experts, routing
 from dsv4cli.kernels.experts import ExpertWeights
@@ -86,21 +88,28 @@ def _routed(bench: BenchmarkInputs) -> Case:
 
     def through(mix: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
-            return mix(x, ExpertWeights(*matrices), chosen, weights, config.swiglu_limit, quantised)
+            return mix(x, _every(matrices), chosen, weights, config.swiglu_limit, quantised)
 
         return call
 
     def build(bench: BenchmarkInputs) -> Work:
         x, (chosen, weights) = bench.randn(tokens, config.hidden_size), bench.routes()
         matrices = [tensor for name in MATRICES for tensor in bench.experts(prefix + name)]
+        matrices += bench.second_scales(prefix + name for name in MATRICES)
         read = x.nbytes + chosen.nbytes + weights.nbytes + chosen.unique().numel() * one
         run, reference = through(experts.routed_experts), through(experts_ref.routed_experts)
         return Work((x, chosen, weights, *matrices), run, reference, flops, read)
 
-    form = FORMATS[bench.shapes.spec(parts[0][0]).dtype]
+    form = words_of(bench.shapes.spec(parts[0][0]))
     words = f"{k} of {config.n_routed_experts}, {config.hidden_size}-{inner} {form}"
     needs = config.n_routed_experts * one
     return Case("routed_experts", "experts", words, needs, flops, EXPERTS, build, quantised, exact=True)
+
+
+def _every(matrices: tuple[torch.Tensor, ...]) -> ExpertWeights:
+    """All experts, of three matrices with their scales; behind them, of NVFP4, their scale_2."""
+    second = dict(zip((f"{name}_scale_2" for name in MATRICES), matrices[6:], strict=len(matrices) > 6))
+    return replace(ExpertWeights(*matrices[:6]), **second)
 
 
 def _shared(bench: BenchmarkInputs) -> Case:
@@ -118,7 +127,7 @@ def _shared(bench: BenchmarkInputs) -> Case:
         inputs = (bench.randn(tokens, config.hidden_size), *matrices)
         return Work(inputs, through(experts.shared_expert), through(experts_ref.shared_expert), flops)
 
-    words = f"{config.hidden_size}-{inner} {FORMATS[spec.dtype]}"
+    words = f"{config.hidden_size}-{inner} {words_of(spec)}"
     needs = bench.shapes.nbytes(name for pair in parts for name in pair if name)
     return Case("shared_expert", "experts", words, needs, flops, EXPERTS, build, quantised, exact=True)
 
@@ -129,7 +138,7 @@ def _both(bench: BenchmarkInputs, routed: Case, shared: Case) -> Case:
 
     def through(mixture: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
-            every, own = ExpertWeights(*matrices[:6]), ExpertWeights(*matrices[6:])
+            every, own = _every(matrices[:-6]), ExpertWeights(*matrices[-6:])
             return mixture(x, every, own, chosen, weights, limit, True, dtype)
 
         return call

@@ -52,9 +52,9 @@ class Shapes:
         return replace(spec, shape=cut, columns=spec.columns // self.tp if last else spec.columns)
 
     def parts(self, matrix: str) -> tuple[str, str | None]:
-        """The keys of a matrix: its weight and its scale, None where its format has none."""
-        scale = f"{matrix}.scale"
-        return f"{matrix}.weight", scale if scale in self.table else None
+        """The keys of a matrix: its weight and its block scale, None where its format has none."""
+        scales = (name for name in (f"{matrix}.scale", f"{matrix}.weight_scale") if name in self.table)
+        return f"{matrix}.weight", next(scales, None)
 
     def nbytes(self, names: Iterable[str]) -> int:
         """What these tensors take on this rank."""
@@ -108,6 +108,11 @@ class BenchmarkInputs:
         """A matrix of all experts, `name` being that of expert 0: weight and scale, stacked."""
         weight, scale = self.matrix(name)
         return self._stacked(weight), None if scale is None else self._stacked(scale)
+
+    def second_scales(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """scale_2 of these matrices of all experts, fp32 [E] each, of NVFP4; of other formats none."""
+        keys = [key for name in names if (key := f"{name}.weight_scale_2") in self.shapes.table]
+        return [self.weight(key).repeat(self.config.n_routed_experts) for key in keys]
 
     def _stacked(self, first: torch.Tensor) -> torch.Tensor:
         """Different values for each expert, without drawing them all."""

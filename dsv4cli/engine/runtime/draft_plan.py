@@ -5,19 +5,19 @@ from dataclasses import replace
 
 from dsv4cli.engine.runtime.draft import Drafter
 from dsv4cli.engine.runtime.draft_report import DraftReport
-from dsv4cli.engine.runtime.gate import Gate
+from dsv4cli.engine.runtime.gate import Gate, OpenGate
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.settings import Drafting
 
 
 class DraftPlan:
     """Of one engine. report: what drafts came to."""
 
-    def __init__(self, drafter: Drafter, most: int | None, rows: int) -> None:
-        """most: of a sequence in a step, None for as many as pay, at most the usual ones. rows: the most of a step with
-        drafts."""
-        bound = drafter.usual if most is None else min(most, drafter.most)
-        self.gate = Gate(bound, rows)
+    def __init__(self, drafter: Drafter, drafting: Drafting, rows: int) -> None:
+        """drafting: where it has no most, at most the usual ones. rows: the most of a step with drafts."""
+        bound = drafter.usual if drafting.most is None else min(drafting.most, drafter.most)
+        self.gate = OpenGate(bound, rows) if drafting.always else Gate(bound, rows)
         self.report = DraftReport(drafter.name, per_position=[0] * bound)
         self._chances: dict[Request, list[float]] = {}
 

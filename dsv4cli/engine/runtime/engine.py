@@ -63,7 +63,7 @@ class Engine:
         # rows of a GPU are alike in steps of so many
         rows = ROWS_EXACT if model.numerics.exact and self.runner.cache.device.type == "cuda" else MAX_SLOTS
         own = self.runner.drafts
-        self._plan = None if own is None else DraftPlan(own.drafter, drafting.most, rows)
+        self._plan = None if own is None else DraftPlan(own.drafter, drafting, rows)
         self._drawing = Drawing(self.runner, self._order, self._tell)
         self._pace = None if step_ms is None else Pace(step_ms / 1e3)
         self._orders: list[Order] = [("begin", asdict(capacity))]

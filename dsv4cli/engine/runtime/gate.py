@@ -136,6 +136,18 @@ class Gate:
         return tokens / ((self.verifying.guess(sequences, count + 1) or 1e-9) + drafting)
 
 
+class OpenGate(Gate):
+    """Lets every draft pass for which a step has room, however long it takes: to see what drafts change."""
+
+    def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
+        """All that there are."""
+        return min(max(map(len, chances), default=0), self.count(sequences))
+
+    def count(self, sequences: int) -> int:
+        """As many as there may be."""
+        return min(self._most, self._room(sequences))
+
+
 def size_of(sequences: int) -> int:
     """So many sequences as a captured step has them: the next power of two."""
     return 1 << max(sequences - 1, 0).bit_length()

@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
-from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, Plan, limits_of, prompt_of, sampling_of
+from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, AnswerPlan, limits_of, prompt_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.shapes import Shape, openai_shape, with_schema
@@ -24,7 +24,7 @@ IDLE = (
 class ChatRequest:
     """stream: in pieces; include_usage: with a last one that has the usage. logprobs: whether tokens are reported."""
 
-    plan: Plan
+    plan: AnswerPlan
     stream: bool
     include_usage: bool
     logprobs: bool
@@ -44,7 +44,7 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
     limits = limits_of(fields, service, most, fields.texts("stop", MOST_STOPS), top or 0)
     count = fields.whole("n", 1, MOST_CHOICES) or 1
     ignore_eos = fields.flag("ignore_eos")
-    plan = Plan(ids, sampling_of(fields, service), limits, shape, effort.budget, count, ignore_eos)
+    plan = AnswerPlan(ids, sampling_of(fields, service), limits, shape, effort.budget, count, ignore_eos)
     options = fields.mapping("stream_options")
     include_usage = options is not None and options.flag("include_usage")
     request = ChatRequest(plan, fields.flag("stream"), include_usage, logprobs)

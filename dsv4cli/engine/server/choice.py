@@ -7,7 +7,7 @@ from dsv4cli.engine.chat.answer_stream import AnswerStream, Delta
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.engine_thread import Update
-from dsv4cli.engine.server.plan import Plan
+from dsv4cli.engine.server.plan import AnswerPlan
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
@@ -17,7 +17,7 @@ class Choice:
     """index: among the answers to one prompt. reasoning_tokens: how many tokens it thought for, the end of that
     included."""
 
-    def __init__(self, index: int, request: Request, plan: Plan, service: Service) -> None:
+    def __init__(self, index: int, request: Request, plan: AnswerPlan, service: Service) -> None:
         self.index, self.request = index, request
         self._thinks = service.thinks(plan.ids)
         answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops)
@@ -71,7 +71,7 @@ class Choice:
         return deltas, taken
 
 
-def choices_of(plan: Plan, requests: list[Request], service: Service) -> dict[Request, Choice]:
+def choices_of(plan: AnswerPlan, requests: list[Request], service: Service) -> dict[Request, Choice]:
     """The answers to a plan, by their requests."""
     return {one: Choice(index, one, plan, service) for index, one in enumerate(requests)}
 

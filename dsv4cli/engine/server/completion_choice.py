@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4cli.engine.chat.answer import Answer
 from dsv4cli.engine.runtime.request import Alternatives, Request, RowScores, Token
-from dsv4cli.engine.server.plan import Plan
+from dsv4cli.engine.server.plan import AnswerPlan
 from dsv4cli.engine.text.tokenizer import Tokenizer
 
 
@@ -15,7 +15,7 @@ class CompletionChoice:
 
     reasoning_tokens = 0  # the text is raw
 
-    def __init__(self, index: int, plan: Plan, request: Request | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, plan: AnswerPlan, request: Request | None, tokenizer: Tokenizer) -> None:
         self.index, self.plan, self.request = index, plan, request
         self.answer = Answer(tokenizer, False, plan.limits.stops)
         self.text = ""  # what follows the prompt

@@ -6,7 +6,7 @@ from typing import Any
 
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.server.fields import Fields
-from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, Plan, limits_of, sampling_of
+from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.settings import Sampling
@@ -23,7 +23,7 @@ class CompletionRequest:
     """plans: one a prompt. echo: the prompt is part of the text. logprobs: how many alternatives are reported, None
     for nothing. draws: whether anything follows the prompts."""
 
-    plans: list[Plan]
+    plans: list[AnswerPlan]
     stream: bool
     include_usage: bool
     echo: bool
@@ -69,7 +69,7 @@ def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest
     limits = limits_of(fields, service, most or 1, fields.texts("stop", MOST_STOPS), logprobs or 0)
     sampling, count = sampling_of(fields, service), fields.whole("n", 1, MOST_CHOICES) or 1
     ignore_eos = fields.flag("ignore_eos")
-    plans = [Plan(ids, sampling, limits, count=count, ignore_eos=ignore_eos) for ids in prompts]
+    plans = [AnswerPlan(ids, sampling, limits, count=count, ignore_eos=ignore_eos) for ids in prompts]
     for plan in plans:
         service.room(plan.ids[:-1] if not most else plan.ids)
     options = fields.mapping("stream_options")

@@ -6,7 +6,7 @@ from typing import Any
 from dsv4cli.engine.server.chat_request import checked_tools, prompt_ids
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
-from dsv4cli.engine.server.plan import MOST_STOPS, Plan, limits_of, sampling_of
+from dsv4cli.engine.server.plan import MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.shapes import Shape, anthropic_shape
@@ -24,7 +24,7 @@ IDLE = (
 class MessageRequest:
     """thinking: whether the client wants to see it."""
 
-    plan: Plan
+    plan: AnswerPlan
     stream: bool
     thinking: bool
 
@@ -37,7 +37,7 @@ def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
     ids = _prompt(fields, shape, effort, service)
     most = fields.whole("max_tokens", 1)
     limits = limits_of(fields, service, most, fields.texts("stop_sequences", MOST_STOPS), 0)
-    plan = Plan(ids, sampling_of(fields, service), limits, shape, effort.budget)
+    plan = AnswerPlan(ids, sampling_of(fields, service), limits, shape, effort.budget)
     request = MessageRequest(plan, fields.flag("stream"), effort.asked)
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)

@@ -21,7 +21,7 @@ MOST_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class AnswerPlan:
     """A prompt's ids; `count` answers to it. shape: of them. budget: the most tokens of their thinking. ignore_eos:
     they end at their limit only."""
 

@@ -78,20 +78,22 @@ def asked_in(value: dict[str, Any], system: str | None) -> list[Message]:
 def read_scores(path: Path) -> list[ScoreItem]:
     """The lines of a JSON-lines file to score, each {"ids": [...]}, {"text": "..."} or {"messages": [...]}."""
 
-    def convert(value: dict[str, Any]) -> ScoreItem:
-        if "messages" in value:
-            return ScoreItem(messages=_conversation(value))
-        _check_key(value, ("ids", "text", "messages"), '{"ids": [...]}, {"text": "..."} or {"messages": [...]}')
-        if "text" in value:
-            return ScoreItem(text=_check_text(value, "text"))
-        ids = value["ids"]
-        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            raise UsageError('"ids" is not a list of whole numbers, or is empty', "give at least one token id")
-        return ScoreItem(ids=ids)
-
-    items, bad = read_lines(path, convert)
+    items, bad = read_lines(path, scored_in)
     refuse(path, bad)
     return [item for _, item in items]
+
+
+def scored_in(value: dict[str, Any]) -> ScoreItem:
+    """What a line is to score: {"ids": [...]}, {"text": "..."} or {"messages": [...]}. Raises UsageError."""
+    if "messages" in value:
+        return ScoreItem(messages=_conversation(value))
+    _check_key(value, ("ids", "text", "messages"), '{"ids": [...]}, {"text": "..."} or {"messages": [...]}')
+    if "text" in value:
+        return ScoreItem(text=_check_text(value, "text"))
+    ids = value["ids"]
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+        raise UsageError('"ids" is not a list of whole numbers, or is empty', "give at least one token id")
+    return ScoreItem(ids=ids)
 
 
 def from_prompt(prompt: str, system: str | None) -> list[Message]:

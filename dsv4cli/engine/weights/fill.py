@@ -3,9 +3,11 @@
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from functools import partial
-from math import prod
+from math import inf, prod
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,7 +15,7 @@ from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.sharding import part_shape
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.errors import CheckpointError
-from dsv4cli.kernels.formats import E8M0_NAN
+from dsv4cli.kernels.formats import E4M3_NAN, E8M0_NAN
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -21,6 +23,7 @@ TORCH_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
+    "U8": torch.uint8,
     "I64": torch.int64,
 }
 # bytes that have arrived, bytes in all
@@ -60,7 +63,7 @@ def _copy(
             raise CheckpointError(f"{spec.name} is {found}, expected {destination.dtype} {list(destination.shape)}")
         destination.copy_(tensor)
         if spec.is_scale:
-            scales.append((spec, (tensor.view(torch.uint8) == E8M0_NAN).any()))
+            scales.append((spec, no_scales(spec.dtype, tensor.reshape(-1).view(torch.uint8)).any()))
         yield spec.name, tensor.nbytes
     # one wait for the device instead of one a scale
     damaged = torch.stack([found for _, found in scales]).tolist() if scales else []
@@ -111,11 +114,22 @@ def total_bytes(specs: dict[str, TensorSpec], world: World) -> int:
     return sum(prod(part_shape(spec, world.size)) * TORCH_DTYPES[spec.dtype].itemsize for spec in specs.values())
 
 
+def no_scales(dtype: str, stored: Any) -> Any:
+    """Which bytes or numbers of a scale are none; stored: uint8 [..., n], of torch or of numpy, as the result."""
+    if dtype == "F32":
+        numbers = stored.view(torch.float32 if isinstance(stored, torch.Tensor) else np.float32)
+        return ~((numbers > 0) & (numbers < inf))
+    # e4m3: NaN, and the numbers below 0
+    return stored == E8M0_NAN if dtype == "F8_E8M0" else stored >= E4M3_NAN
+
+
 def damaged_scale(spec: TensorSpec) -> CheckpointError:
-    """What a scale with a byte 255 is answered with."""
-    return CheckpointError(
-        f"{spec.name} holds the scale byte 255 (not a number)", "the tensor is damaged: fetch its shard again"
-    )
+    """What a number that is no scale is answered with."""
+    what = {
+        "F8_E8M0": "the scale byte 255 (not a number)",
+        "F8_E4M3": "a scale that is negative or not a number",
+    }.get(spec.dtype, "a scale that is not a positive number")
+    return CheckpointError(f"{spec.name} holds {what}", "the tensor is damaged: fetch its shard again")
 
 
 def allocate(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4cli.engine.checkpoint.coverage import check_coverage
-from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.checkpoint.layout import TensorSpec, loaded_tensors
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, check_drafter
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -96,23 +96,31 @@ class _Target:
 
 def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> Transformer:
     identity = source.identity
-    check_coverage(identity.checkpoint, expected_tensors(identity.config, identity.formats)).raise_if_incomplete()
-    config, specs, placement = _placed(identity.config, identity.formats, target)
-    supply = stored(identity.checkpoint, specs.values(), target.world)
-    return _filled(config, numerics, specs, supply, placement, target)
+    check_coverage(identity.checkpoint, identity.stored_table).raise_if_incomplete()
+    config, table, placement = _placed(identity.config, identity.formats, target)
+    # some layouts have plain tensors in another width
+    specs = {name: identity.specs[name] for name in table}
+    supply = stored(identity.checkpoint, specs.values(), target.world, naming=identity.naming)
+    model = _filled(config, numerics, specs, supply, placement, target)
+    for name, spec in table.items():
+        if spec.dtype == "F32" and specs[name].dtype == "BF16":
+            # earlier versions of transformers saved so what the products take in fp32
+            parameter = model.get_parameter(spec.parameter)
+            parameter.data = parameter.data.float()
+    return model
 
 
 def _placed(
     config: ModelConfig, formats: Formats, target: _Target
 ) -> tuple[ModelConfig, dict[str, TensorSpec], Placement]:
     """The model and its table, without the drafter where the plan leaves it out, and where its weights lie."""
-    specs = expected_tensors(config, formats)
+    specs = loaded_tensors(config, formats)
     sizes = measure(specs.values(), config.num_experts_per_tok, target.world.size)
     placement = decide(sizes, target.room(), target.drafting)
     if placement.drafter or config.drafter == "none":
         return config, specs, placement
     config = config.without_drafter()
-    return config, expected_tensors(config, formats), placement
+    return config, loaded_tensors(config, formats), placement
 
 
 def _filled(

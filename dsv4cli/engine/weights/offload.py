@@ -25,6 +25,7 @@ from dsv4cli.kernels.experts import ExpertWeights
 FEWER = "use more GPUs (--tp)"
 # of an expert, as `ExpertWeights` has them
 PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scale")
+SECOND_SCALES = ("w1.scale_2", "w2.scale_2", "w3.scale_2")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class LayerExperts(nn.Module):
         assert w1 is not None
         assert w2 is not None
         assert w3 is not None
-        return ExpertWeights(w1, w1_scale, w2, w2_scale, w3, w3_scale, rows)
+        second = [stacks.get(part) for part in SECOND_SCALES]
+        return ExpertWeights(w1, w1_scale, w2, w2_scale, w3, w3_scale, rows, *second)
 
     @property
     def bytes_per_expert(self) -> int:

@@ -10,14 +10,17 @@ from zlib import crc32
 import torch
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
-from dsv4cli.kernels.formats import E2M1_VALUES, E8M0_BIAS, FP4_BLOCK
+from dsv4cli.kernels.formats import E2M1_VALUES, E8M0_BIAS
 
 # large tensors repeat a pattern of this many values (a prime: rows do not align with it)
 PATTERN = 1_000_003
 E2M1_STD = (sum(value * value for value in E2M1_VALUES) / len(E2M1_VALUES)) ** 0.5
 # codes of FP8 weights are drawn with this standard deviation, far from both ends of e4m3
 E4M3_STD = 32.0
+# e4m3 code of 0.5
+E4M3_HALF = 0x30
 # bytes of a value -> a type of as many
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -72,17 +75,25 @@ class _Source:
         """The values that a tensor of floats or bytes repeats, in its stored dtype or in bytes of it."""
         if spec.is_scale:
             return self._scale(spec)
-        if spec.dtype == "I8":
+        if spec.dtype in ("I8", "U8"):
             return _period(self._bytes, spec)
         mean, deviation = _moments(spec)
         return (_period(self._normal, spec) * deviation + mean).to(TORCH_DTYPES[spec.dtype])
 
     def _scale(self, spec: TensorSpec) -> torch.Tensor:
-        """Exponents that give a matrix rows of unit length, one step up or down from block to block."""
-        is_fp4 = spec.shape[-1] * FP4_BLOCK == spec.columns
-        deviation = (E2M1_STD if is_fp4 else E4M3_STD) * spec.columns**0.5
+        """Scales that give a matrix rows of about unit length: powers of two, one step up or down from block to block;
+        fp32 numbers with any mantissa; of NVFP4 e4m3 numbers from 0.5 to 1.9, and one for the whole."""
+        assert spec.form is not None
+        deviation = (E4M3_STD if STORAGE[spec.form].codes == 1 else E2M1_STD) * spec.columns**0.5
+        if not spec.shape:
+            return torch.full((1,), 1 / deviation, device=self.device)
+        drawn = _period(self._bytes, spec)
+        if spec.dtype == "F32":
+            return (1 + drawn / 256) / deviation
+        if spec.dtype == "F8_E4M3":
+            return drawn % 16 + E4M3_HALF
         exponent = -round(torch.tensor(deviation).log2().item()) + E8M0_BIAS
-        return _period(self._bytes, spec) % 3 + (exponent - 1)
+        return drawn % 3 + (exponent - 1)
 
     @cached_property
     def _bytes(self) -> torch.Tensor:

@@ -25,8 +25,9 @@ class Buffer:
         self.bytes = self._memory.numpy()
 
     def send(self, start: int, destination: torch.Tensor) -> None:
-        """Copies bytes from `start` on to destination, uint8 [count], in the current stream; they may arrive later."""
-        destination.copy_(self._memory[start : start + len(destination)], non_blocking=True)
+        """Copies bytes from `start` on to destination, uint8 [...], in the current stream; they may arrive later."""
+        given = self._memory[start : start + destination.numel()]
+        destination.copy_(given.view(destination.shape), non_blocking=True)
 
     def wait(self) -> None:
         """Returns when everything sent is there; other threads run meanwhile."""

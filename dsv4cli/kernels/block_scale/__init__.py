@@ -49,9 +49,10 @@ def fp4_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """The fp32 values of a stored weight; the storage format follows from its dtype.
 
-    weight: e4m3 [..., N, K] with scale e8m0 [..., ceil(N/128), ceil(K/128)], or int8 [..., N, K/2] (two e2m1 codes a
-    byte, low nibble = even column) with scale e8m0 [..., N, K/32], or bf16 / fp32 [..., N, K] without scale.
-    Returns fp32 [..., N, K]; every value of a quantised weight is exact in bf16.
+    weight: e4m3 [..., N, K] with scale e8m0 or fp32 [..., ceil(N/128), ceil(K/128)]; int8 [..., N, K/2] (FP4: two e2m1
+    codes a byte, low nibble = even column) with scale e8m0 [..., N, K/32]; uint8 [..., N, K/2] (NVFP4: the same codes)
+    with scale e4m3 [..., N, K/16], its scale_2 left out; or bf16 / fp32 [..., N, K] without scale.
+    Returns fp32 [..., N, K]; every value of a quantised weight is exact in bf16, but with fp32 scales.
     """
     return ref.dequantise(weight, scale)
 

@@ -13,6 +13,7 @@ from dsv4cli.kernels.formats import (
     FP4_BLOCK,
     FP8_AMAX_FLOOR,
     FP8_BLOCK,
+    NVFP4_BLOCK,
 )
 
 
@@ -79,21 +80,23 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
 def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if scale is None:
         return weight.float()
-    if weight.dtype == torch.int8:
+    if weight.dtype in (torch.int8, torch.uint8):
         values = unpack_e2m1(weight)
-        values.unflatten(-1, (-1, FP4_BLOCK)).mul_(e8m0(scale)[..., None])
+        block, factor = (FP4_BLOCK, e8m0(scale)) if weight.dtype == torch.int8 else (NVFP4_BLOCK, scale.float())
+        values.unflatten(-1, (-1, block)).mul_(factor[..., None])
         return values
     rows, columns = weight.shape[-2:]
     padded = widen_e4m3(weight)
     if rows % FP8_BLOCK or columns % FP8_BLOCK:
         padded = F.pad(padded, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     blocks = padded.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))  # [..., N/128, 128, K/128, 128]
-    blocks.mul_(e8m0(scale)[..., :, None, :, None])
+    factor = scale if scale.dtype == torch.float32 else e8m0(scale)
+    blocks.mul_(factor[..., :, None, :, None])
     return padded[..., :rows, :columns]
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """The values of packed codes: int8 [..., K/2] -> fp32 [..., K], low nibble first."""
+    """The values of packed codes: int8 or uint8 [..., K/2] -> fp32 [..., K], low nibble first."""
     pairs = torch.index_select(_e2m1_pairs(packed.device), 0, packed.reshape(-1).view(torch.uint8).int())
     return pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
 

@@ -38,7 +38,7 @@ def fetch(
 ) -> torch.Tensor:
     """Brings every chosen expert into the stacks: int64 [E], the row of each, of those that are nowhere 0.
 
-    chosen: int64 [T, k]. host: up to six tensors [H, ...], on a GPU pinned, which its programs read in place; stacks:
+    chosen: int64 [T, k]. host: up to nine tensors [H, ...], on a GPU pinned, which its programs read in place; stacks:
     as many [R, ...] of the same dtypes and shapes, all without gaps. A missing expert, in ascending order, takes the
     slot that was used longest ago (of equal ones the first) of those that hold no chosen expert; where there is none it
     takes a row of staging, which the next call may overwrite.

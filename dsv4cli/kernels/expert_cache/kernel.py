@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FEW, MANY = 128, 1024
 # programs that copy, and the words that each has in flight: 16 kB, 2 MB in all, far more than PCIe needs
 PROGRAMS, WORDS = 128, 2048
-MATRICES = 6
+MATRICES = 9
 
 _NEVER = tl.constexpr(2**62)
 
@@ -48,7 +48,7 @@ def _words(source: torch.Tensor, stack: torch.Tensor) -> tuple[torch.Tensor, tor
         raise KernelUnsupported("the Triton kernels copy experts between tensors without gaps")
     nbytes = stack[0].nbytes
     dtype = torch.int64 if nbytes % 8 == 0 else torch.uint8
-    source, stack = (tensor.view(torch.uint8).flatten(1).view(dtype) for tensor in (source, stack))
+    source, stack = (tensor.view(len(tensor), -1).view(torch.uint8).view(dtype) for tensor in (source, stack))
     return source, stack, nbytes // dtype.itemsize
 
 
@@ -144,9 +144,10 @@ def _copy_row(source, target, N: tl.constexpr, BLOCK: tl.constexpr):
 @launched
 def _copy(
     jobs,  # as _decide leaves them
-    h0, h1, h2, h3, h4, h5,  # rows of words in host memory
-    s0, s1, s2, s3, s4, s5,  # and in the stacks
+    h0, h1, h2, h3, h4, h5, h6, h7, h8,  # rows of words in host memory
+    s0, s1, s2, s3, s4, s5, s6, s7, s8,  # and in the stacks
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, N4: tl.constexpr, N5: tl.constexpr,
+    N6: tl.constexpr, N7: tl.constexpr, N8: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
@@ -158,3 +159,6 @@ def _copy(
         _copy_row(h3 + source * N3, s3 + target * N3, N3, BLOCK)
         _copy_row(h4 + source * N4, s4 + target * N4, N4, BLOCK)
         _copy_row(h5 + source * N5, s5 + target * N5, N5, BLOCK)
+        _copy_row(h6 + source * N6, s6 + target * N6, N6, BLOCK)
+        _copy_row(h7 + source * N7, s7 + target * N7, N7, BLOCK)
+        _copy_row(h8 + source * N8, s8 + target * N8, N8, BLOCK)

@@ -1,7 +1,9 @@
 """Gated experts: w2(silu(w1 x) * (w3 x)) with clamps, routed or shared. Source: official model.py (`Expert`, `MoE`).
 
 Triton: rows of x of any even spacing with consecutive columns (kernels/rows.py); contiguous weights and scales that
-begin at a multiple of 16 bytes; widths in multiples of 32 for FP4 weights, of 128 for rounded inputs.
+begin at a multiple of 16 bytes; widths in multiples of 32 for FP4 and NVFP4 weights, of 128 for rounded inputs.
+NVFP4 weights whose values are FP4's give the same bits as these: codes times the scales of 16 columns are exact in
+bf16, sums follow in the same order, and scale_2 multiplies them last.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ class ExpertWeights:
     """The matrices of E experts as stored, each with its scale or None: w1, w3 [E, I, D], w2 [E, D, I] unpacked.
 
     Of the shared expert without E. rows: int64 [E], where each expert lies in stacks of any number of them; None where
-    that is its number. Of those that are not chosen any row in the stacks.
+    that is its number. Of those that are not chosen any row in the stacks. scale_2: of NVFP4, fp32 [E] of each matrix,
+    which multiply its sums in fp32; else None.
     """
 
     w1: torch.Tensor
@@ -27,6 +30,9 @@ class ExpertWeights:
     w3: torch.Tensor
     w3_scale: torch.Tensor | None
     rows: torch.Tensor | None = None
+    w1_scale_2: torch.Tensor | None = None
+    w2_scale_2: torch.Tensor | None = None
+    w3_scale_2: torch.Tensor | None = None
 
     @property
     def count(self) -> int:

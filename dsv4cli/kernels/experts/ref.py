@@ -72,12 +72,12 @@ def _expert(
     def pick(scale: torch.Tensor | None) -> torch.Tensor | None:
         return None if scale is None else scale[row]
 
-    gate = gemm.linear(x, weights.w1[row], pick(weights.w1_scale))
-    up = gemm.linear(x, weights.w3[row], pick(weights.w3_scale))
+    gate = gemm.linear(x, weights.w1[row], pick(weights.w1_scale), pick(weights.w1_scale_2))
+    up = gemm.linear(x, weights.w3[row], pick(weights.w3_scale), pick(weights.w3_scale_2))
     inner = (factors[:, None] * gated(gate, up, limit)).to(x.dtype)
     if round_inputs:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
-    return gemm.linear(inner, weights.w2[row], pick(weights.w2_scale))
+    return gemm.linear(inner, weights.w2[row], pick(weights.w2_scale), pick(weights.w2_scale_2))
 
 
 def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
@@ -88,12 +88,12 @@ def _shared(
     x: torch.Tensor, rounded: torch.Tensor, weights: "ExpertWeights", limit: float, round_inner: bool
 ) -> torch.Tensor:
     """The same of x for weights without a scale, of `rounded` for those with one."""
-    gate = gemm.linear(x if weights.w1_scale is None else rounded, weights.w1, weights.w1_scale)
-    up = gemm.linear(x if weights.w3_scale is None else rounded, weights.w3, weights.w3_scale)
+    gate = gemm.linear(x if weights.w1_scale is None else rounded, weights.w1, weights.w1_scale, weights.w1_scale_2)
+    up = gemm.linear(x if weights.w3_scale is None else rounded, weights.w3, weights.w3_scale, weights.w3_scale_2)
     inner = gated(gate, up, limit).to(x.dtype)
     if round_inner and weights.w2_scale is not None:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
-    return gemm.linear(inner, weights.w2, weights.w2_scale)
+    return gemm.linear(inner, weights.w2, weights.w2_scale, weights.w2_scale_2)
 
 
 def mixture(

@@ -1,7 +1,8 @@
 """Linears over weights as stored: products summed in fp32, one rounding to the activation's dtype.
 
-FP8 and FP4 linears quantise their input first (block_scale.fp8_round with 128 columns); the rounded input and the
-dequantised weight are exact in bf16, so the official per-block accumulation differs from these sums in order only.
+FP8, FP4 and NVFP4 linears quantise their input first (block_scale.fp8_round with 128 columns); the rounded input and,
+but for fp32 scales, the dequantised weight are exact in bf16: the official per-block accumulation differs from these
+sums in order only. Scales that bf16 does not have, fp32 ones of FP8 and scale_2 of NVFP4, multiply sums.
 Source: official kernel.py (`fp8_gemm`, `fp4_gemm`).
 Triton: consecutive columns of x, for few rows up to 16,384, and whole weights. FP8 tensor cores, which multiply a
 rounded bf16 input of more than 512 rows with FP8 weights, sum 128 columns with about 13 bits below their largest
@@ -17,18 +18,23 @@ from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.gemm import ref
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ dequantise(weight, scale).T.
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, scale_2: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ dequantise(weight, scale).T * scale_2.
 
     x: [T, K] bf16 or fp32, already rounded where the format asks for it. weight, scale: as block_scale.dequantise.
-    Returns [T, N] in x's dtype, summed in fp32 without TF32 and rounded once.
+    scale_2: fp32 [], of NVFP4; it multiplies the sum in fp32. Returns [T, N] in x's dtype, summed in fp32 without TF32
+    and rounded once.
     """
-    return choose(x, ref).linear(x, weight, scale)
+    return choose(x, ref).linear(x, weight, scale, scale_2)
 
 
-def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """linear(block_scale.fp8_round(x, 128), weight, scale): x [T, K], K a multiple of 128, weight FP8 or FP4."""
-    return choose(x, ref).rounded_linear(x, weight, scale)
+def rounded_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor | None = None
+) -> torch.Tensor:
+    """linear(block_scale.fp8_round(x, 128), weight, scale, scale_2): x [T, K], K a multiple of 128."""
+    return choose(x, ref).rounded_linear(x, weight, scale, scale_2)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

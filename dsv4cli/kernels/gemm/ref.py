@@ -10,12 +10,17 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.norm import ref as norm
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return linear_fp32(x, block_scale.dequantise(weight, scale)).to(x.dtype)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, scale_2: torch.Tensor | None = None
+) -> torch.Tensor:
+    y = linear_fp32(x, block_scale.dequantise(weight, scale))
+    return (y if scale_2 is None else y * scale_2).to(x.dtype)
 
 
-def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return linear(block_scale.fp8_round(x, FP8_BLOCK), weight, scale)
+def rounded_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor | None = None
+) -> torch.Tensor:
+    return linear(block_scale.fp8_round(x, FP8_BLOCK), weight, scale, scale_2)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

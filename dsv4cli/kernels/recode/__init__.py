@@ -76,6 +76,16 @@ def to_fp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ref.to_fp4(values)
 
 
+def are_e8m0(scale: torch.Tensor) -> bool:
+    """Whether e8m0 has all of these fp32 scales: powers of two from 2 ** -127 to 2 ** 127."""
+    return ref.are_e8m0(scale)
+
+
+def to_e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """These fp32 scales in e8m0, which has them."""
+    return ref.to_e8m0(scale)
+
+
 def nvfp4_exponent(matrices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
     """k_max of whole FP4 matrices (weight, scale) that are to share one scale_2: the largest exponent of their scales.
 

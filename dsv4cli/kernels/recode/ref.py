@@ -150,6 +150,15 @@ def to_fp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(packed).view(torch.int8), e8m0(scale_exponent(amax, E2M1_MAX))
 
 
+def are_e8m0(scale: torch.Tensor) -> bool:
+    mantissa, exponent = torch.frexp(scale)  # a power of two is 0.5 * 2 ** exponent
+    return bool(((mantissa == 0.5) & (exponent > -E8M0_BIAS) & (exponent <= E8M0_NAN - E8M0_BIAS)).all())
+
+
+def to_e8m0(scale: torch.Tensor) -> torch.Tensor:
+    return e8m0(torch.frexp(scale).exponent - 1)
+
+
 def nvfp4_exponent(matrices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
     every = torch.cat([e8m0_exponents(scale, 1, FP4_BLOCK)[0].flatten() for _, scale in matrices])
     if not every.numel():

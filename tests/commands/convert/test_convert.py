@@ -17,6 +17,7 @@ KEPT = {
     "official": {"expert", "linear", "wo_a"},
     "bf16": set(),
     "fp8": {"linear", "wo_a"},
+    "base": {"linear", "wo_a"},
     "nvfp4": {"expert", "linear", "wo_a"},
     "mp --ranks 1": {"expert", "linear"},
     "mp --ranks 2": {"expert", "linear"},
@@ -26,6 +27,7 @@ CHAINS = (
     pytest.param(("nvfp4", "transformers", "mp --ranks 2"), marks=pytest.mark.slow),
     pytest.param(("transformers", "mp --ranks 1", "fp8"), marks=pytest.mark.slow),
     pytest.param(("fp8", "bf16", "nvfp4"), marks=pytest.mark.slow),
+    pytest.param(("base", "nvfp4", "base", "transformers"), marks=pytest.mark.slow),
 )
 
 

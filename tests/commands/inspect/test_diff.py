@@ -184,7 +184,7 @@ def test_a_model_that_would_have_to_be_fetched_is_not(diff, monkeypatch, tmp_pat
     assert caught.value.remedy == "fetch them with `dsv4 download someone/else@v2`"
 
 
-@pytest.mark.parametrize("harm", [damage.config_missing, damage.shard_truncated, foreign.is_v41, foreign.is_base])
+@pytest.mark.parametrize("harm", [damage.config_missing, damage.shard_truncated, foreign.is_v41])
 def test_a_model_that_cannot_be_opened_is_an_error(diff, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)
@@ -205,10 +205,11 @@ def dsv4(monkeypatch, capsys):
 
 
 def test_whether_the_model_would_load_is_not_the_question(dsv4, tmp_path):
-    folder = str(write_variant(tmp_path / "nvfp4", Formats(experts="nvfp4")))
+    damage.index_lacks_tensor(path := damage.copy_checkpoint(tmp_path))
+    folder = str(path)
     assert dsv4("inspect", folder).code == 3
     done = dsv4("inspect", folder, "--diff", FLASH)
-    assert (done.code, done.out.splitlines()[0]) == (0, f"A  {folder}  nvfp4")
+    assert (done.code, done.out.splitlines()[0]) == (0, f"A  {folder}  official")
     document = json.loads(dsv4("inspect", folder, "--diff", FLASH, "--json").out)
     assert (document["loads"], document["diff"]["same"]) == (False, True)
 

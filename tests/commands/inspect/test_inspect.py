@@ -18,14 +18,14 @@ from dsv4cli.engine.config.storage import Formats, contradictions
 from dsv4cli.engine.inspection import report
 from dsv4cli.errors import Dsv4Error
 from tests.support import damage
-from tests.support.foreign import FOREIGN
+from tests.support.foreign import FOREIGN, INCOMPLETE
 from tests.support.program import IMPORTS_NOTHING_HEAVY, Program, inside
 from tests.support.synthetic import write_holes
 from tests.support.variants import write_variant
 
 ROOT = Path(__file__).resolve().parents[3]
 FLASH = str(damage.GOLDEN / "tiny-flash")
-HARMS = damage.DAMAGES | FOREIGN
+HARMS = damage.DAMAGES | FOREIGN | INCOMPLETE
 
 
 def dsv4(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +53,7 @@ def test_the_document_of_a_sound_checkpoint():
     assert (done.returncode, done.stderr) == (0, "")
     document = json.loads(done.stdout)
     sections = ["contents", "values", "tensor", "layer", "tree", "verdict", "fit", "diff"]
-    known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "coverage", "sizes"]
+    known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "gguf", "coverage", "sizes"]
     assert list(document) == known + sections
     assert (document["schema"], document["loads"], document["problem"]) == ("dsv4.inspect/1", True, None)
     identity = document["identity"]
@@ -156,17 +156,21 @@ def commands_in(text: str) -> list[list[str]]:
     return [shlex.split(command) for command in re.findall("`([^`]*)`", text)]
 
 
-@pytest.mark.parametrize(("formats", "consumer"), [(Formats("fp8", "nvfp4"), "vllm"), (None, "transformers")], ids=str)
-def test_a_layout_that_others_run_is_complete_and_its_commands_can_be_pasted(tmp_path, formats, consumer):
+@pytest.mark.parametrize(
+    ("formats", "words"),
+    [
+        (Formats("fp8", "nvfp4"), "ModelOpt's, with NVFP4 experts"),
+        (Formats("fp8_f32", "fp8_f32"), "official names, all matrices in FP8 with FP32 scales"),
+        (None, "transformers' names, experts stacked"),
+    ],
+    ids=str,
+)
+def test_other_layouts_would_load_and_are_named(tmp_path, formats, words):
     naming = None if formats else TransformersNaming(identify(damage.GOLDEN / "tiny-flash").config)
     folder = write_variant(tmp_path / "it's mine", formats or Formats("bf16", "bf16"), naming)
     done = inside("inspect", str(folder))
-    assert done.exit_code == 3
-    assert done.stdout.startswith(f"{folder} is complete, and dsv4 does not run its layout\n")
-    look, back = commands_in(done.stdout)
-    assert look == ["dsv4", "inspect", str(folder), "--for", consumer]
-    assert back == ["dsv4", "convert", str(folder), "OUT", "--to", "official"]
-    assert inside(*look[1:]).stdout.splitlines()[0].endswith(f"load {folder}")
+    assert (done.exit_code, done.stdout.splitlines()[0].partition(":")[0]) == (0, f"{folder} would load")
+    assert words in done.stdout
 
 
 def test_a_damaged_snapshot_of_the_cache_is_repaired_by_a_command(tmp_path):
@@ -207,6 +211,8 @@ def test_a_configuration_that_contradicts_the_tensors_is_told(tmp_path, config, 
         (Formats("fp8", "nvfp4"), {"quantization_config": {"moe_quant_algo": "NVFP4"}, "expert_dtype": "fp4"}, ""),
         (Formats(), {"quantization_config": {"moe_quant_algo": "NVFP4"}}, "says moe_quant_algo 'NVFP4', and the"),
         (Formats(), {"quantization_config": {}}, ""),
+        (Formats("fp8", "nvfp4"), {"quantization_config": {"quant_method": "compressed-tensors"}}, ""),
+        (Formats("fp8_f32", "fp8_f32"), {"quantization_config": {}, "expert_dtype": "fp8"}, ""),
     ],
     ids=str,
 )

@@ -96,7 +96,7 @@ def test_a_revision_is_asked_for_by_name(hub):
         resolve_inspectable(f"{NAME}@v3").identity  # noqa: B018 - the question raises
 
 
-@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.is_nvfp4, foreign.is_cut_for_gpus])
+@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_cut_for_no_process])
 def test_a_foreign_model_is_refused_by_name(hub, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)
@@ -144,7 +144,8 @@ def test_gguf_files_are_named(hub, dsv4, name):
     done = dsv4("inspect", NAME)
     assert done.code == 3
     assert done.out.startswith(
-        f"{NAME} would not load\n  {NAME} is a GGUF model ({name}), which this engine does not run\n→ run it with llama"
+        f"{NAME} would not load\n  {NAME} is a GGUF model ({name}), which this engine does not run\n"
+        f"→ see who loads it with `dsv4 inspect {NAME} --for llama.cpp`, or convert it back"
     )
     assert json.loads(dsv4("inspect", NAME, "--json").out)["problem"]["kind"] == "unsupported"
 

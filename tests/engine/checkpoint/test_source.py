@@ -85,8 +85,9 @@ def test_a_file_is_not_a_folder(tmp_path):
         resolve_model(str(tmp_path / "model.safetensors"))
     assert str(tmp_path) in caught.value.remedy
     (tmp_path / "model.gguf").write_bytes(b"")
-    with pytest.raises(UnsupportedCheckpoint, match="GGUF"):
-        resolve_model(str(tmp_path / "model.gguf"))
+    source = resolve_model(str(tmp_path / "model.gguf"))
+    with pytest.raises(UnsupportedCheckpoint, match="is a GGUF model"):
+        _ = source.identity
 
 
 @pytest.mark.parametrize("name", PRESETS)

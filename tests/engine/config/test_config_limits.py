@@ -11,7 +11,7 @@ from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.identify import identify
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.config.checks import check_blocks
-from dsv4cli.engine.config.model_config import ModelConfig, parse_any_config, parse_config
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config
 from dsv4cli.engine.config.presets import FLASH, FLASH_0731, TINY
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
@@ -78,7 +78,7 @@ def rope(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_value_that_would_crash_or_hang_is_refused(changes, words):
-    for parse in (parse_config, parse_any_config):
+    for parse in (parse_config, parse_config):
         with pytest.raises((CheckpointError, UnsupportedCheckpoint), match=r"^config\.json: .*" + words) as refused:
             parse(FLASH | changes, "config.json")
         assert refused.value.remedy
@@ -104,7 +104,7 @@ def test_a_value_that_would_crash_or_hang_is_refused(changes, words):
     ids=lambda changes: ",".join(changes),
 )
 def test_what_changes_no_number_is_accepted(harmless):
-    for parse in (parse_config, parse_any_config):
+    for parse in (parse_config, parse_config):
         assert parse(FLASH | harmless, "config.json") == parse_config(FLASH, "flash")
 
 
@@ -182,7 +182,7 @@ def test_more_hash_layers_than_layers_are_all_layers():
     config = parse_config(values | {"num_hash_layers": 60}, "config.json")
     assert [config.is_hash_layer(layer) for layer in range(3)] == [True, True, False]
     types = {"mlp_layer_types": ["hash_moe"] * 2, "num_hash_layers": 60}
-    assert parse_any_config(values | types, "config.json") == config
+    assert parse_config(values | types, "config.json") == config
     model = build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
     assert all(block.ffn.gate.tid2eid is not None for block in model.layers)
 

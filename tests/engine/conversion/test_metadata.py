@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.config.model_config import ModelConfig, parse_config, read_any_config
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config, read_config
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
@@ -165,15 +165,15 @@ def test_transformers():
 @pytest.mark.parametrize("target", FORMATS)
 def test_the_official_script_finds_its_file_where_it_was(tmp_path, target):
     files = metadata_files(with_inference(tmp_path), CONFIG, FORMATS[target], target)
-    assert ("inference/config.json" in files) == (target != "transformers")
+    assert ("inference/config.json" in files) == (target in ("official", "bf16", "fp8", "base", "nvfp4", "mp"))
 
 
 @pytest.mark.parametrize("formats", [*FORMATS.values(), *PARTIAL], ids=lambda form: f"{form.linear}-{form.experts}")
 def test_expert_dtype_stands_in_both_places(formats):
     values = of_target("official", formats)["config.json"]
-    quantised = {"fp4", "fp8", "nvfp4"} & {formats.linear, formats.experts}
+    quantised = {"fp4", "fp8", "fp8_f32", "nvfp4"} & {formats.linear, formats.experts}
     assert ("quantization_config" in values) == bool(quantised)
-    assert values["expert_dtype"] == {"nvfp4": "fp4"}.get(formats.experts, formats.experts)
+    assert values["expert_dtype"] == {"nvfp4": "fp4", "fp8_f32": "fp8"}.get(formats.experts, formats.experts)
     assert values.get("quantization_config", values)["expert_dtype"] == values["expert_dtype"]
 
 
@@ -245,5 +245,5 @@ def test_a_source_without_a_root_file_gets_a_complete_one(tmp_path):
     inference = of_target("mp")["inference/config.json"]
     (tmp_path / "inference").mkdir()
     (tmp_path / "inference" / "config.json").write_text(json.dumps(inference))
-    files = written(tmp_path, read_any_config(tmp_path), FORMATS["official"], "official")
+    files = written(tmp_path, read_config(tmp_path), FORMATS["official"], "official")
     assert files["config.json"] == of_target("official")["config.json"]

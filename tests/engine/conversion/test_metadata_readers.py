@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dsv4cli.engine.config.dialects import translate_inference
-from dsv4cli.engine.config.model_config import parse_any_config, parse_config, read_any_config, read_config
+from dsv4cli.engine.config.model_config import parse_config, read_config
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
@@ -37,7 +37,8 @@ def test_transformers_reads_ours_as_the_official_file(tmp_path, name):
     assert {key: values[key] for key in keys} == {key: theirs[key] for key in keys}
 
 
-@pytest.mark.parametrize("target", FORMATS)
+# compressed-tensors has a reader of its own: see checkpoint/test_packed.py
+@pytest.mark.parametrize("target", [target for target in FORMATS if target != "compressed-tensors"])
 @pytest.mark.parametrize("name", ["tiny-flash", "tiny-pro", "flash", "pro", "flash-0731"])
 def test_every_file_is_read_back_to_the_same_model(tmp_path, name, target):
     source = GOLDEN / name if name.startswith("tiny") else with_inference(tmp_path / "source")
@@ -54,11 +55,11 @@ def test_every_file_is_read_back_to_the_same_model(tmp_path, name, target):
         for formats in (FORMATS[target], *PARTIAL):
             files = metadata_files(source, config, formats, target)
             out = saved(tmp_path / f"{number}-{formats.linear}-{formats.experts}", files)
-            assert read_any_config(out) == config
-            assert parse_any_config(json.loads(files["config.json"]), "root") == config
+            assert read_config(out) == config
+            assert parse_config(json.loads(files["config.json"]), "root") == config
             if "inference/config.json" in files:
                 values = json.loads(files["inference/config.json"])
-                assert parse_any_config(translate_inference(values), "inference") == config
+                assert parse_config(translate_inference(values), "inference") == config
 
 
 @pytest.mark.parametrize("target", ["official", "bf16", "fp8", "mp"])

@@ -117,7 +117,7 @@ def test_rows_are_read_once_and_begin_at_blocks(monkeypatch, rows):
     monkeypatch.setattr(measure, "CHUNK", {})
     monkeypatch.setattr(measure, "DECODED_CHUNK", 300 * 256)
     monkeypatch.setattr(measure, "SAMPLE", 100 * 256)
-    weight = TensorSpec("x.weight", "F8_E4M3", (rows, 256), "attention", rows * 256, columns=256)
+    weight = TensorSpec("x.weight", "F8_E4M3", (rows, 256), "attention", rows * 256, columns=256, form="fp8")
     matrix = MatrixReader(None, {"weight": weight})
     chunks = list(whole_rows(matrix))
     assert [row for part in chunks for row in range(part.start, part.stop)] == list(range(rows))

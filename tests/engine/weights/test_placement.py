@@ -221,7 +221,7 @@ def test_fit_and_loading_decide_the_same(name, monkeypatch):
     assert name != "pro" or {ranks: sizes_of(name, ranks) for ranks in PRO_SIZES} == PRO_SIZES
     sizes = cache(lambda count, chosen, ranks: sizes_of(name, ranks))
     for module in (sharing, load):
-        monkeypatch.setattr(module, "expected_tensors", tensors)
+        monkeypatch.setattr(module, "loaded_tensors", tensors)
         monkeypatch.setattr(module, "measure", lambda specs, chosen, ranks: sizes(len(specs), chosen, ranks))
     monkeypatch.setattr(World, "least", lambda world, numbers: numbers)
     config = parse_config(PRESETS[name], name)

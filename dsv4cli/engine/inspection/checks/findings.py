@@ -138,7 +138,9 @@ def _numbers(found: Measurement) -> Iterator[ValueFinding]:
 
 def _bad_scale(found: Measurement) -> bool:
     scale = found.block_scale
-    return scale is not None and bool(found.scale[list(SCALE_CODES[scale.dtype].nan)].any())
+    if scale is None or scale.dtype not in SCALE_CODES:
+        return bool(found.scale_numbers.wrong)
+    return bool(found.scale[list(SCALE_CODES[scale.dtype].nan)].any())
 
 
 def _scales(found: Measurement) -> Iterator[ValueFinding]:
@@ -148,6 +150,9 @@ def _scales(found: Measurement) -> Iterator[ValueFinding]:
             yield ValueFinding(name, "wrong", "scale", f"{name} is {number:g}, not a scale")
     scale = found.block_scale
     if scale is None:
+        return
+    if scale.dtype not in SCALE_CODES:
+        yield from _scale_numbers(found, scale.name)
         return
     codes, name, count = SCALE_CODES[scale.dtype], scale.name, int(found.scale.sum())
     nan = int(found.scale[list(codes.nan)].sum())
@@ -163,6 +168,16 @@ def _scales(found: Measurement) -> Iterator[ValueFinding]:
         yield ValueFinding(name, "wrong", "scale", text)
     if scale.dtype == "F8_E4M3" and found.scale[0x81:0xFF].any():
         yield ValueFinding(name, "wrong", "scale", f"{name} has negative scales")
+
+
+def _scale_numbers(found: Measurement, name: str) -> Iterator[ValueFinding]:
+    """Of fp32 block scales."""
+    numbers = found.scale_numbers
+    if numbers.wrong:
+        yield ValueFinding(name, "wrong", "scale", f"{name} has {_times(numbers.wrong, 'a number that is no scale')}")
+    if numbers.count and numbers.ones == numbers.count:
+        text = f"{name} is 1 everywhere: {found.weight.name} is read without a scale"
+        yield ValueFinding(name, "wrong", "scale", text)
 
 
 def _magnitude(found: Measurement, columns: int) -> Iterator[ValueFinding]:

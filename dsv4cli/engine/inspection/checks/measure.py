@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4cli.engine.checkpoint.layout import Role, TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.matrix import MatrixReader
 from dsv4cli.engine.checkpoint.values import decode, e4m3_values, e8m0_values
+from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.inspection.checks.codes import of_codes
 from dsv4cli.engine.inspection.checks.statistics import Statistics, of_values
 from dsv4cli.kernels.formats import E8M0_BIAS, E8M0_NAN, FP8_BLOCK
@@ -43,6 +44,21 @@ SCALE_CODES = {
 
 
 @dataclass
+class ScaleNumbers:
+    """Block scales that are numbers: how many, how many of them are none (not above 0, or not finite), how many 1."""
+
+    count: int = 0
+    wrong: int = 0
+    ones: int = 0
+
+    def add(self, scale: Raw) -> None:
+        """Takes in fp32 scales."""
+        self.count += scale.size
+        self.wrong += int(np.count_nonzero(~((scale > 0) & (scale < np.inf))))
+        self.ones += int(np.count_nonzero(scale == 1))
+
+
+@dataclass
 class BadRows:
     """Rows of a table that are wrong in one way: how many, and the first with its number."""
 
@@ -61,9 +77,10 @@ class BadRows:
 class Measurement:
     """What was found in the rows taken so far.
 
-    scale: how often each byte occurs among the block scales. hidden: scales of zero over codes that are not. codes: of
-    FP8, how often those of NaN occur, and until the first -0 those of both zeros and of the smallest number. distinct:
-    values of a tensor that is F32 in the official layout, ENOUGH of them; narrow: whether all are BF16 numbers.
+    scale: how often each byte occurs among the block scales; scale_numbers: where these are no bytes. hidden: scales of
+    zero over codes that are not. codes: of FP8, how often those of NaN occur, and until the first -0 those of both
+    zeros and of the smallest number. distinct: values of a tensor that is F32 in the official layout, ENOUGH of them;
+    narrow: whether all are BF16 numbers.
     outside, twice: rows of a table of experts with a number that is no expert's, or with one twice.
     """
 
@@ -72,6 +89,7 @@ class Measurement:
         self.weight: TensorSpec = matrix.parts["weight"]
         self.statistics = Statistics()
         self.scale = np.zeros(256, np.int64)
+        self.scale_numbers = ScaleNumbers()
         self.hidden = 0
         self.codes: Counter[str] = Counter()
         self.distinct: set[float] = set()
@@ -82,7 +100,7 @@ class Measurement:
 
     @property
     def block_scale(self) -> TensorSpec | None:
-        """The scale that has a byte for each block."""
+        """The scale that has a byte, or a number, for each block."""
         return next((self.matrix.parts[role] for role in BLOCK_ROLES if role in self.matrix.parts), None)
 
     @property
@@ -98,12 +116,14 @@ class Measurement:
             return
         self.numbers |= {role: float(raw[role]) for role in NUMBER_ROLES if role in raw}
         scale = next((raw[role] for role in BLOCK_ROLES if role in raw), None)
-        if scale is not None:
+        if form == "fp8_f32":
+            self.scale_numbers.add(raw["scale"])
+        elif scale is not None:
             present = self._take_scale(scale, raw["weight"])
             if form != "fp8":
                 self.statistics.add(of_codes(raw["weight"], scale, self._factors(), present))
                 return
-        if form == "fp8":
+        if form in ("fp8", "fp8_f32"):
             self._take_codes(raw["weight"])
         if self.is_kept_wide:
             self._take_wide(raw["weight"])

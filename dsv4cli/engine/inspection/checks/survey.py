@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.matrix import MatrixReader, stored_matrices
-from dsv4cli.engine.checkpoint.stored import StoredModel
+from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFinding, compare, judge
 from dsv4cli.engine.inspection.checks.measure import Measurement, sample_rows, whole_rows
 from dsv4cli.engine.inspection.checks.statistics import Statistics
@@ -62,7 +62,7 @@ def check_values(identity: FolderIdentity, depth: Depth, progress: Progress) -> 
     progress is given bytes read and bytes to read. A tensor that is not there is not looked at: see coverage.
     """
     start = time.monotonic()
-    with StoredModel(identity) as model:
+    with open_stored(identity) as model:
         matrices = [matrix for _, matrix in stored_matrices(model)]
         absent = len(model.matrices()) - len(matrices)
         survey = _Survey(matrices, depth, identity.config.n_routed_experts, progress)

@@ -11,11 +11,11 @@ from dsv4cli.engine.checkpoint.coverage import Coverage, Difference
 from dsv4cli.engine.checkpoint.headers import INDEX
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.naming import MpNaming, TransformersNaming
+from dsv4cli.engine.config.formats import is_quantised
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.system.regular_files import read_bytes
 from dsv4cli.errors import CheckpointError
 
-QUANTISED = {"fp4", "fp8", "nvfp4"}
 FLOATS = {"F16", "BF16", "F32"}
 CONFIG, INFERENCE, TOKENIZER = "config.json", "inference/config.json", "tokenizer.json"
 
@@ -57,7 +57,7 @@ class InspectedCheckpoint:
     @property
     def quantised(self) -> bool:
         """Whether any matrix is."""
-        return bool(QUANTISED & {self.formats.linear, self.formats.output, self.formats.experts})
+        return any(map(is_quantised, (self.formats.linear, self.formats.output, self.formats.experts)))
 
     @cached_property
     def quantization(self) -> Mapping[str, Any] | None:

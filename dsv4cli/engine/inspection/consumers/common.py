@@ -49,6 +49,16 @@ def unknown_tensors(reaction: str, *, fatal: bool) -> Rule:
     return rule
 
 
+def wide_scales(consumer: str) -> Rule:
+    """FP8 with F32 block scales, which no release for inference has."""
+
+    def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+        if "fp8_f32" in {checkpoint.formats.linear, checkpoint.formats.output, checkpoint.formats.experts}:
+            yield Finding("not known", f"what {consumer} does with F32 block scales has not been tried")
+
+    return rule
+
+
 def index(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """vLLM, SGLang and transformers read whole files, so they find what the index has wrong."""
     problems = list(checkpoint.coverage.index_problems)

@@ -3,13 +3,20 @@
 from collections.abc import Collection
 from pathlib import Path
 
+from dsv4cli.engine.checkpoint.foreign import CONVERT
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.source import ALIASES, FolderSource
 from dsv4cli.engine.inspection.consumers.checkpoint import InspectedCheckpoint, listed, look_at
-from dsv4cli.engine.inspection.consumers.judge import Consumer, ConsumerVerdict, refused, verdict
+from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, ConsumerVerdict, refused, verdict
 from dsv4cli.engine.inspection.report import Inspection
 from dsv4cli.engine.inspection.sources import RemoteSource
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import UnsupportedCheckpoint, UsageError
+from dsv4cli.harmless import shell_word
+
+# of a layout that most do not read, those of which it is known what they do with it; of dsv4 its own loader says it
+GGUF_READERS: tuple[Consumer, ...] = ("llama.cpp", "ds4", "dsv4")
+PACKED_READERS: tuple[Consumer, ...] = (*GGUF_READERS, "official")
 
 
 def judge(
@@ -23,10 +30,19 @@ def judge(
     if not isinstance(result.source, FolderSource | RemoteSource):
         raise UsageError(f"{result.source.name} is not a whole checkpoint", "name a folder or a repository")
     checkpoint = subject_of(result, folder, files)
-    if checkpoint is None:
-        assert result.problem is not None
-        return refused(result.source.name, consumer, result.problem)
+    if checkpoint is None or consumer not in _known(checkpoint.identity):
+        name = result.source.name
+        remedy = CONVERT.format(folder=shell_word(name))
+        problem = result.problem or UnsupportedCheckpoint(f"{name} is a compressed-tensors export", remedy)
+        return refused(name, consumer, problem)
     return verdict(checkpoint, consumer, result.problem)
+
+
+def _known(identity: FolderIdentity) -> tuple[Consumer, ...]:
+    """Of whom it is known what they do with a layout."""
+    if isinstance(identity, GgufIdentity):
+        return GGUF_READERS
+    return PACKED_READERS if identity.layout == "compressed-tensors" else CONSUMERS
 
 
 def subject_of(result: Inspection, folder: Path | None, files: Collection[str] | None) -> InspectedCheckpoint | None:
@@ -39,5 +55,8 @@ def subject_of(result: Inspection, folder: Path | None, files: Collection[str] |
     else:
         assert isinstance(source, FolderSource)
         name, folder = str(source.folder), source.folder
+        if isinstance(identity, GgufIdentity):
+            # of several files the first is named, and the others are found by its name
+            name = str(identity.checkpoint.files[0])
     assert folder is not None
     return look_at(identity, result.coverage, name, folder, listed(folder) if files is None else files)

@@ -7,6 +7,7 @@ quantised matrices stay as they are; elsewhere they become bf16 as they load (qu
 from collections.abc import Iterator
 
 from dsv4cli.engine.checkpoint.headers import INDEX
+from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.inspection.consumers import common
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 
@@ -48,14 +49,14 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """FineGrainedFP8Config.expert_dtype: of quantization_config, else of the top level, else fp8."""
     form = checkpoint.formats.experts
     if form == "nvfp4":
-        yield Finding("no", "the experts are NVFP4 in ModelOpt's layout, which it does not read for this model")
+        yield Finding("no", "the experts are NVFP4, which it does not read for this model")
         return
     if checkpoint.quantization is None or not checkpoint.quantised:
         return
     given = checkpoint.quantization.get("expert_dtype") or checkpoint.config.get("expert_dtype") or "fp8"
     if given not in ("fp4", "fp8"):
         yield Finding("no", f"expert_dtype is {given!r}; transformers knows fp4 and fp8 only")
-    elif form != given:
+    elif STORAGE[form].expert_dtype != given:
         unasked = "expert_dtype" not in {*checkpoint.quantization, *checkpoint.config}
         why = "without expert_dtype" if unasked else f"as expert_dtype is {given!r}"
         fix = f'set "expert_dtype": "{form}" in config.json' if form in ("fp4", "fp8") else ""
@@ -69,7 +70,8 @@ def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """integrations/finegrained_fp8.py, replace_with_fp8_linear: spares what ignored_layers names."""
     if checkpoint.quantization is None or not checkpoint.quantised:
         return
-    if {checkpoint.formats.linear, checkpoint.formats.output} != {"fp8"} and not checkpoint.spares_layers:
+    stored = {checkpoint.formats.linear, checkpoint.formats.output}
+    if not stored <= {"fp8", "fp8_f32"} and not checkpoint.spares_layers:
         text = (
             "some matrices outside the experts are not FP8 and no ignored_layers says so; without an FP8 GPU it loads"
         )
@@ -102,6 +104,7 @@ RULES: tuple[Rule, ...] = (
     quantization,
     experts,
     linears,
+    common.wide_scales("transformers"),
     names,
     common.tokenizer(fatal=False),
     common.index,

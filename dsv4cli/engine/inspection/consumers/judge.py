@@ -7,19 +7,21 @@ from typing import Any, Literal, get_args
 
 from dsv4cli import __version__
 from dsv4cli.engine.checkpoint.remedies import download_again
-from dsv4cli.engine.inspection.consumers import hf, scripts, sglang, vllm
+from dsv4cli.engine.inspection.consumers import gguf, hf, scripts, sglang, vllm
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 from dsv4cli.errors import CheckpointError, Dsv4Error
 from dsv4cli.harmless import shell_word
 
 SCHEMA = "dsv4.verdict/1"
-Consumer = Literal["vllm", "sglang", "transformers", "official", "dsv4"]
+Consumer = Literal["vllm", "sglang", "transformers", "official", "llama.cpp", "ds4", "dsv4"]
 CONSUMERS: tuple[Consumer, ...] = get_args(Consumer)
 VERSIONS: Mapping[Consumer, str] = {
     "vllm": vllm.VERSION,
     "sglang": sglang.VERSION,
     "transformers": hf.VERSION,
     "official": scripts.VERSION,
+    "llama.cpp": gguf.LLAMA_VERSION,
+    "ds4": gguf.DS4_VERSION,
     "dsv4": f"dsv4 {__version__}",
 }
 RULES: Mapping[Consumer, tuple[Rule, ...]] = {
@@ -27,12 +29,15 @@ RULES: Mapping[Consumer, tuple[Rule, ...]] = {
     "sglang": sglang.RULES,
     "transformers": hf.RULES,
     "official": scripts.RULES,
+    "llama.cpp": gguf.LLAMA_RULES,
+    "ds4": gguf.DS4_RULES,
 }
 # how the facts are known, where they were not tried
 SOURCES: Mapping[Consumer, tuple[str, ...]] = {
     "vllm": ("known from vLLM's source, not from running it",),
     "sglang": ("known from SGLang's source, not from running it",),
     "official": ("known from the scripts' source, not from running them",),
+    "ds4": ("known from ds4's source, not from running it",),
 }
 # tools and reasoning come out as text without the parsers
 STARTS: Mapping[Consumer, str] = {
@@ -43,6 +48,8 @@ STARTS: Mapping[Consumer, str] = {
     "transformers": "transformers serve {model}",
     "official": "torchrun --nproc-per-node {ranks} inference/generate.py --ckpt-path {model} "
     "--config {model}/inference/config.json --interactive",
+    "llama.cpp": "llama-server --model {model}",
+    "ds4": "ds4 -m {model}",
     "dsv4": "dsv4 run --model {model} 'What is 17 + 25?'",
 }
 GPUS: Mapping[Consumer, str] = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
@@ -52,6 +59,8 @@ TARGETS: Mapping[Consumer, str] = {
     "sglang": "official",
     "transformers": "transformers",
     "official": "mp --ranks {ranks}",
+    "llama.cpp": "gguf",
+    "ds4": "gguf",
     "dsv4": "official",
 }
 
@@ -112,7 +121,7 @@ def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: lis
         missing = checkpoint.identity.checkpoint.missing_files
         return problem.remedy if problem and not missing else download_again(Path(checkpoint.name), missing[0])
     if all(finding.fix for finding in reasons):
-        return "; ".join(finding.fix for finding in reasons)
+        return "; ".join(dict.fromkeys(finding.fix for finding in reasons))
     target = TARGETS[consumer].format(ranks=_ranks(checkpoint))
     return f"dsv4 convert {shell_word(checkpoint.name)} OUT --to {target}"
 

@@ -47,7 +47,7 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """layers/quantization/fp8.py; models/deepseek_v4.py, load_weights: with FP8 on, wo_a must be FP8."""
     linear, output = checkpoint.formats.linear, checkpoint.formats.output
-    if checkpoint.quantization is None or not checkpoint.quantised or {linear, output} == {"fp8"}:
+    if checkpoint.quantization is None or not checkpoint.quantised or {linear, output} <= {"fp8", "fp8_f32"}:
         return
     if linear == "fp8":
         yield Finding(
@@ -78,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     common.fp8_config("SGLang"),
     experts,
     linears,
+    common.wide_scales("SGLang"),
     common.tokenizer(fatal=True),
     common.index,
     drafter,

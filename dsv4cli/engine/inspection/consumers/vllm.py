@@ -6,6 +6,7 @@ so either dialect of it will do.
 
 from collections.abc import Iterator
 
+from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.inspection.consumers import common
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 
@@ -26,7 +27,7 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     nvfp4 = str(checkpoint.quantization_says("moe_quant_algo") or "").upper() == "NVFP4"
     if given not in ("fp4", "fp8"):
         yield Finding("no", f"expert_dtype is {given!r}; vLLM knows fp4 and fp8 only")
-    elif form == "fp8" and given == "fp4":
+    elif STORAGE[form].expert_dtype == "fp8" and given == "fp4":
         yield Finding("no", "the experts are FP8 and vLLM takes them for FP4, as expert_dtype is not 'fp8'")
     elif form == "fp8":
         # nvidia/model.py, load_weights: an e8m0 expert scale is viewed as uint8; Fp8MoEMethod has F32 parameters for it
@@ -37,9 +38,9 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         )
     elif form in ("bf16", "f32"):
         yield from _wide_experts(checkpoint, given)
-    elif given == "fp8":
+    elif given == "fp8" and form != "fp8_f32":
         yield Finding("no", "expert_dtype is 'fp8' and the experts are not", 'set "expert_dtype": "fp4" in config.json')
-    elif (form == "nvfp4") != nvfp4:
+    elif form != "fp8_f32" and (form == "nvfp4") != nvfp4:
         is_said = "says" if nvfp4 else "does not say"
         yield Finding("no", f"the experts are {form.upper()} and quantization_config {is_said} moe_quant_algo NVFP4")
 
@@ -54,10 +55,16 @@ def _wide_experts(checkpoint: InspectedCheckpoint, given: str) -> Iterator[Findi
 
 
 def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """fp8.py, Fp8LinearMethod: FP8 parameters wherever ignored_layers does not spare a matrix."""
-    if checkpoint.quantization is None or {checkpoint.formats.linear, checkpoint.formats.output} == {"fp8"}:
+    """fp8.py, Fp8LinearMethod: FP8 parameters wherever ignored_layers does not spare a matrix; quant_config.py,
+    is_scale_e8m0: with F32 scales where expert_dtype is fp8."""
+    stored = {checkpoint.formats.linear, checkpoint.formats.output}
+    given = checkpoint.config.get("expert_dtype", "fp4")
+    if checkpoint.quantization is None or stored == {"fp8_f32" if given == "fp8" else "fp8"}:
         return
-    if checkpoint.quantised and checkpoint.spares_layers:
+    if stored <= {"fp8", "fp8_f32"}:
+        found, wanted = ("e8m0", "F32") if given == "fp8" else ("F32", "e8m0")
+        yield Finding("no", f"block scales are {found}; vLLM takes {wanted} ones where expert_dtype is {given!r}")
+    elif checkpoint.quantised and checkpoint.spares_layers:
         yield Finding("not known", "ignored_layers is not checked: it must spare every matrix that is not FP8")
     elif checkpoint.quantised:
         yield Finding("no", "some matrices outside the experts are not FP8 and no ignored_layers says so")

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
+from dsv4cli.engine.checkpoint.layout import TensorSpec, loaded_tensors
 from dsv4cli.engine.checkpoint.sharding import divides
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -102,7 +102,7 @@ class SharedModel:
         self.config = config
         self.formats = formats
         self.host = host
-        self._table = list(expected_tensors(config, formats).values())
+        self._table = list(loaded_tensors(config, formats).values())
         # of experts, which are many and alike, one
         self._kinds = list({(spec.dtype, spec.shape, spec.shard): spec for spec in self._table}.values())
         self._sizes: dict[int, RankSizes] = {}

@@ -5,13 +5,14 @@ B sequences; D hidden, N streams, H heads of width d, K chosen experts of inner 
 """
 
 from dsv4cli.engine.config.capacity import LIST_BLOCK, PRODUCT_ROWS, ROLLBACK
+from dsv4cli.engine.config.formats import STORAGE, FormatName, is_quantised
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 
 # bytes of an activation (bf16), of fp32, of an index (int64)
 ACTIVATION, FP32, INDEX = 2, 4, 8
 # bytes for each value of a matrix while it is dequantised, and once it is
-WIDENED = {"fp4": (6, 4), "nvfp4": (6, 4), "fp8": (6, 4), "bf16": (4, 4), "f32": (0, 0)}
+WIDENED = {form: (6, 4) for form in STORAGE if is_quantised(form)} | {"bf16": (4, 4), "f32": (0, 0)}
 # fp8_round, and the Hadamard rotation with fp4_round, for each value: at most so many copies in fp32
 ROUNDED = 4 * FP32
 ROTATED = 8 * FP32
@@ -62,7 +63,7 @@ class WidestStep:
         streams = self.config.hc_mult
         return self.base() + FP32 * self.hidden * (streams * (streams + 2) + 1)
 
-    def linear(self, rows: int, columns: int, form: str) -> float:
+    def linear(self, rows: int, columns: int, form: FormatName) -> float:
         """A linear of the reference: its matrix in fp32, input and output in fp32 and rounded."""
         widening, held = WIDENED[form]
         product = held * rows * columns + FP32 * self.multiplied * (columns + rows)
@@ -164,7 +165,7 @@ class WidestStep:
             )
         )
 
-    def expert(self, form: str) -> float:
+    def expert(self, form: FormatName) -> float:
         """One expert over all tokens: gate, up, their product, and a linear; the clamps take no more than rounding."""
         hidden, inner = self.config.hidden_size, self.config.moe_intermediate_size
         return 3 * ACTIVATION * self.tokens * inner + max(

@@ -1,11 +1,12 @@
 """Gated experts in Triton: the ways that a call goes, by its tokens and by how the weights are stored."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import triton.language as tl
 
+from dsv4cli.kernels.block_scale.kernel import fp8_round
 from dsv4cli.kernels.experts.kernel import few_tokens, many_tokens
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.formats import FP8_BLOCK
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 # up to so many tokens, weights are streamed for a few tokens of an expert at a time
 FEW = 64
+# which weights: of routed experts, and of the shared one; e8m0 scales come as bytes too
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)
+ROUTED = {torch.int8: _E8M0, torch.uint8: (torch.float8_e4m3fn,)}
+SHARED = {torch.float8_e4m3fn: _E8M0}
 BLOCK = 1024
 
 
@@ -29,7 +34,7 @@ def routed_experts(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
-    if _takes_few(x, weights, torch.int8):
+    if _takes_few(x, weights, ROUTED):
         return few_tokens.routed_experts(
             rows(x), weights, experts.contiguous(), routing.contiguous(), limit, round_inputs
         )
@@ -37,6 +42,8 @@ def routed_experts(
 
 
 def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
+    if weights.w1_scale_2 is not None:
+        return _nvfp4_expert(x, weights, limit, round_inputs)
     first, last = ((weights.w1, weights.w1_scale), (weights.w3, weights.w3_scale)), (weights.w2, weights.w2_scale)
     gate, up = _linears(x, first, round_inputs)
     return _linears(gated(gate, up, limit, x.dtype), (last,), round_inputs)[0]
@@ -52,11 +59,11 @@ def mixture(
     round_inputs: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    if _takes_few(x, weights, torch.int8) and _takes_few(x, shared, torch.float8_e4m3fn):
+    if _takes_few(x, weights, ROUTED) and _takes_few(x, shared, SHARED):
         chosen = experts.contiguous(), routing.contiguous()
         return few_tokens.mixture(rows(x), weights, shared, *chosen, limit, round_inputs, dtype)
     round_routed = round_inputs and weights.w1_scale is not None
-    if _takes_few(x, weights, torch.int8):
+    if _takes_few(x, weights, ROUTED):
         routed = routed_experts(x, weights, experts, routing, limit, round_routed)
         # a sum in fp32, which the same launch rounds
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -65,16 +72,21 @@ def mixture(
     return many_tokens.ordered_sum(outputs, experts, shared_expert(x, shared, limit, round_inputs), dtype)
 
 
-def _takes_few(x: torch.Tensor, weights: "ExpertWeights", dtype: torch.dtype) -> bool:
-    """Whether `few_tokens` takes these tokens and weights, stored in this dtype with scales."""
+def _takes_few(
+    x: torch.Tensor, weights: "ExpertWeights", dtypes: Mapping[torch.dtype, Collection[torch.dtype]]
+) -> bool:
+    """Whether `few_tokens` takes these tokens and weights. dtypes: of weights that it takes, and of their scales."""
     matrices = (weights.w1, weights.w2, weights.w3)
     scales = (weights.w1_scale, weights.w2_scale, weights.w3_scale)
     widths = (x.shape[1], weights.w1.shape[-2])
     return (
         0 < len(x) <= FEW
         and x.dtype == torch.bfloat16
-        and all(matrix.dtype == dtype and matrix.is_contiguous() for matrix in matrices)
-        and all(scale is not None and scale.is_contiguous() for scale in scales)
+        and all(matrix.dtype == weights.w1.dtype and matrix.is_contiguous() for matrix in matrices)
+        and all(
+            scale is not None and scale.dtype in dtypes.get(weights.w1.dtype, ()) and scale.is_contiguous()
+            for scale in scales
+        )
         and not any(width % FP8_BLOCK for width in widths)
     )
 
@@ -87,6 +99,15 @@ def _linears(
     plain = [(weight, scale) for weight, scale in stored if not (round_inputs and scale is not None)]
     of_rounded, of_plain, _ = gemm.linears(x, rounded, plain, ())
     return [(of_rounded if round_inputs and scale is not None else of_plain).pop(0) for _, scale in stored]
+
+
+def _nvfp4_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
+    given = fp8_round(x, FP8_BLOCK) if round_inputs else x
+    gate = gemm.linear(given, weights.w1, weights.w1_scale, weights.w1_scale_2)
+    up = gemm.linear(given, weights.w3, weights.w3_scale, weights.w3_scale_2)
+    inner = gated(gate, up, limit, x.dtype)
+    inner = fp8_round(inner, FP8_BLOCK) if round_inputs else inner
+    return gemm.linear(inner, weights.w2, weights.w2_scale, weights.w2_scale_2)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Products of a few tokens with rows of FP4 or FP8 weights, decoded in registers.
+"""Products of a few tokens with rows of FP4, NVFP4 or FP8 weights, decoded in registers.
 
 A thread of the tensor core's operand holds columns of one row; so that these are the 16 bytes it loads at once, the
 columns are taken in another order. Of each word of 2H codes (8 of FP4, 4 of FP8) codes j and j + H become one pair of
@@ -12,6 +12,9 @@ inputs are there. (The compiler loads ahead within a pass of the loop, hardly fr
 a tensor's dimensions decides which thread loads what: the last one first, then from the left, lanes before warps.
 Four threads that share a row hold four blocks of 32 columns, each with its own scale. Their sums are kept apart: every
 token stands in four columns of the other operand, in each with only one of the blocks.
+NVFP4 differs in one thing: its scales, of 16 columns, multiply the codes instead of the sums, which is exact in bf16.
+They come eight to an int64, as those of FP4 four to an int32: by that type the functions below know them. Where they
+are powers of two, the same for both halves of 32 columns, every sum is that of FP4 times a power of two.
 """
 
 import triton
@@ -25,6 +28,7 @@ FEWEST_ROWS = tl.constexpr(16)
 INPUT_FACTOR = 2.0**64
 _FP4_FACTOR = tl.constexpr(2.0 ** (126 - 64))  # e2m1 has an exponent bias of 1, bf16 of 127
 _FP8_FACTOR = tl.constexpr(2.0 ** (120 - 64))  # e4m3 one of 7
+_NVFP4_FACTOR = tl.constexpr(2.0 ** (126 - 7 - 64))  # see _e4m3_factors
 
 
 @triton.jit
@@ -44,13 +48,28 @@ def _fp8_pairs(words, J: tl.constexpr):
 
 
 @triton.jit
-def _operand(words, J: tl.constexpr, H: tl.constexpr):
-    """Pairs J of words [S, ROWS, 16] -> bf16 [S, ROWS, 32] in the order of columns above."""
+def _e4m3_factors(scales):
+    """int64 [S, ROWS, 4], the eight e4m3 scales of 128 columns 4 times -> bf16 [S, ROWS, 16], of each word * 2 ** 7:
+    one multiplication gives no more."""
+    mine = (scales >> (tl.arange(0, 4) * 16)[None, None]).to(tl.int32)
+    # exponent and mantissa to bits 10..4: e4m3 * 2 ** -120
+    bits = tl.join((mine & 0x7F) << 4, (mine >> 4) & 0x7F0)
+    two = bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * tl.full([1, 1, 1, 1], 2.0**127, tl.float32).to(tl.bfloat16)
+    return tl.reshape(tl.join(two, two), (scales.shape[0], scales.shape[1], 16))
+
+
+@triton.jit
+def _operand(words, factors, J: tl.constexpr, H: tl.constexpr):
+    """Pairs J of words [S, ROWS, 16] -> bf16 [S, ROWS, 32] in the order of columns above, of NVFP4 times factors."""
     S: tl.constexpr = words.shape[0]
     ROWS: tl.constexpr = words.shape[1]
     pairs = _fp4_pairs(words, J) if H == 4 else _fp8_pairs(words, J)
     low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    if factors is not None:
+        # the upper half first: ptxas then multiplies both as they lie in a register
+        high = high * factors
+        low = low * factors
     # [S, ROWS, thread, half of its words, 2 words of 2]
     four = tl.reshape(tl.join(low, high), (S, ROWS, 4, 2, 4))
     return tl.reshape(tl.permute(four, (0, 1, 3, 2, 4)), (S, ROWS, 32))
@@ -89,7 +108,7 @@ def fp4_rows(w, scale, row, part, K: tl.constexpr, EACH: tl.constexpr):
     """Pointers to rows of all matrices [N, K], from the column where a split's part begins.
 
     row: int64 [8, 1 or S, R]; part: [1, S, 1]. Words of codes, of the first step of 128 columns: [8, S, R, 16]. Words
-    of four scales, of the first EACH steps and each 4 times: [4, 8, S, R, EACH].
+    of a step's scales, of the first EACH steps and each 4 times: [4, 8, S, R, EACH].
     """
     words = (w + row * (K // 8) + part // 8)[:, :, :, None] + tl.arange(0, 16)[None, None, None]
     scales = (scale + row * (K // 128) + part // 128)[None, :, :, :, None] + tl.arange(0, EACH)[None, None, None, None]
@@ -202,10 +221,13 @@ def _scaled(products, scales):
 def _step(tile, given, scale, shape: tl.constexpr, H: tl.constexpr):
     """The product of one matrix in a step of 32 * H columns: fp32 [S, ROWS, N], of each of S parts of a row."""
     words = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), (shape[0], shape[1], 16))
+    factors = _e4m3_factors(scale) if scale.dtype == tl.int64 else None
     product = tl.zeros(shape, tl.float32)
     for j in tl.static_range(H):
-        product = tl.dot(_operand(words, j, H), given[j], product)
-    if H == 4:
+        product = tl.dot(_operand(words, factors, j, H), given[j], product)
+    if scale.dtype == tl.int64:
+        pass
+    elif H == 4:
         product = _scaled(product, scale)
     else:
         product *= (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None, None]
@@ -263,8 +285,9 @@ def fp4_products(
     TOKENS: tl.constexpr,  # a multiple of FP4_TOKENS
     EACH: tl.constexpr,
 ):
-    """Tuple of fp32 [SPLITS, ROWS, TOKENS]: the product of each matrix's rows with each token."""
+    """Tuple of fp32 [SPLITS, ROWS, TOKENS]: the product of each matrix's rows with each token, without scale_2."""
     SPLITS: tl.constexpr = words[0].shape[1]
+    FACTOR: tl.constexpr = _NVFP4_FACTOR if scales[0].dtype.element_ty == tl.int64 else _FP4_FACTOR
     number = input_threads(4 * TOKENS)
     place = _inputs_of(inputs, offset + number % 4 * 32, part)
     # of the four columns, each thread's inputs stand in its own
@@ -273,8 +296,14 @@ def fp4_products(
     results = ()
     for m in tl.static_range(len(words)):
         by_block = tl.reshape(sums[m], (SPLITS, sums[m].shape[1], TOKENS, 4))
-        results += (tl.sum(by_block, 3) * _FP4_FACTOR,)
+        results += (tl.sum(by_block, 3) * FACTOR,)
     return results
+
+
+@triton.jit
+def by_scale_2(sums, scale_2, row):
+    """The sums of an expert times its scale_2; row: of the stacks. None: of FP4, which has none."""
+    return sums if scale_2 is None else sums * tl.load(scale_2 + row, cache_modifier=".cg")
 
 
 @triton.jit

@@ -23,6 +23,8 @@ from dsv4cli.kernels.rows import planned_rows
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
+# of FP4 four scales stand for 128 columns, of NVFP4 eight, of FP8 one
+SCALE_WORDS = {torch.int8: torch.int32, torch.uint8: torch.int64, torch.float8_e4m3fn: torch.uint8}
 # columns of a token that a program adds up
 COLUMNS = 512
 
@@ -124,14 +126,16 @@ class _Call:
     def new(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
 
-    def first(self) -> tuple[torch.Tensor, ...]:
-        """w1 and w3, without a shared expert twice."""
+    def first(self) -> tuple[torch.Tensor | None, ...]:
+        """w1 and w3, without a shared expert twice; their scale_2."""
         pairs = [(of.w1, of.w1_scale, of.w3, of.w3_scale) for of in (self.weights, self.shared or self.weights)]
-        return tuple(part for w1, s1, w3, s3 in pairs for part in (*_stored(w1, s1), *_stored(w3, s3)))
+        stored = [part for w1, s1, w3, s3 in pairs for part in (*_stored(w1, s1), *_stored(w3, s3))]
+        return (*stored, self.weights.w1_scale_2, self.weights.w3_scale_2)
 
-    def last(self) -> tuple[torch.Tensor, ...]:
+    def last(self) -> tuple[torch.Tensor | None, ...]:
         """w2, the same."""
-        return tuple(part for of in (self.weights, self.shared or self.weights) for part in _stored(of.w2, of.w2_scale))
+        pairs = [(of.w2, of.w2_scale) for of in (self.weights, self.shared or self.weights)]
+        return (*(part for w2, s2 in pairs for part in _stored(w2, s2)), self.weights.w2_scale_2)
 
 
 def _launch(call: _Call) -> None:
@@ -254,6 +258,6 @@ def _fitting(tiles: ProductTiles, columns: int) -> ProductTiles:
 
 
 def _stored(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix as int32 words of codes; its scales as bytes, or of FP4 four in a word."""
+    """A matrix as int32 words of codes; its scales as words of those of 128 columns, of FP8 as bytes."""
     assert scale is not None
-    return weight.view(torch.int32), scale.view(torch.int32 if weight.dtype == torch.int8 else torch.uint8)
+    return weight.view(torch.int32), scale.view(SCALE_WORDS[weight.dtype])

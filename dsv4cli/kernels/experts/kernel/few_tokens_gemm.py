@@ -12,6 +12,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.experts.kernel.dequant_mma import (
     FP4_TOKENS,
+    by_scale_2,
     columns_of,
     first_steps,
     fp4_products,
@@ -32,7 +33,8 @@ _SMALL = tl.constexpr(FP4_TOKENS)
 
 @triton.jit
 def _up_routed(
-    inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, expert, begin, size, pairs, first, limit,
+    inputs, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, routing, inner, counters, order, expert, begin, size,
+    pairs, first, limit,
     D: tl.constexpr, INNER: tl.constexpr, PER_TOKEN: tl.constexpr, CHUNK: tl.constexpr, ROUND: tl.constexpr,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +50,8 @@ def _up_routed(
         words, scales, tiles, factors, inputs, (pair // PER_TOKEN).to(tl.int64) * D, part, owner < size,
         columns_of(D, ROWS, SPLITS), CHUNK, EACH,
     )  # fmt: skip
-    gate, up = of_program(gate, ROWS), of_program(up, ROWS)
+    gate = by_scale_2(of_program(gate, ROWS), w1_scale_2, expert)
+    up = by_scale_2(of_program(up, ROWS), w3_scale_2, expert)
     token = tl.arange(0, CHUNK)
     pair = tl.load(order + begin + token, token < size, other=0)
     factor = tl.load(routing + pair, token < size, other=0.0)
@@ -64,6 +67,7 @@ def up(
     inputs, shared_inputs,  # as prepare leaves them
     w1, w1_scale, w3, w3_scale,  # FP4 [E, INNER, D], as words of codes and of scales
     shared_w1, shared_w1_scale, shared_w3, shared_w3_scale,  # FP8 [SHARED_INNER, D]
+    w1_scale_2, w3_scale_2,  # fp32 [E] of NVFP4, or None
     routing,  # fp32 [pairs]
     inner,  # [2, pairs, INNER]: inputs of w2 by position, before that values not rounded
     shared_inner,  # [2, tokens, SHARED_INNER]
@@ -81,13 +85,13 @@ def up(
         expert, begin, size = chunk_parts(tl.load(chunks + number))
         if size > _SMALL:
             _up_routed(
-                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, expert, begin, size, pairs, first,
-                limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
+                inputs, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, routing, inner, counters, order, expert,
+                begin, size, pairs, first, limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
             )  # fmt: skip
         elif size > 0:
             _up_routed(
-                inputs, w1, w1_scale, w3, w3_scale, routing, inner, counters, order, expert, begin, size, pairs, first,
-                limit, D, INNER, PER_TOKEN, _SMALL, ROUND, ROWS, SPLITS, AHEAD, EACH,
+                inputs, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, routing, inner, counters, order, expert,
+                begin, size, pairs, first, limit, D, INNER, PER_TOKEN, _SMALL, ROUND, ROWS, SPLITS, AHEAD, EACH,
             )  # fmt: skip
     elif SHARED_INNER > 0:
         number, first = program // (SHARED_INNER // ROWS), program % (SHARED_INNER // ROWS) * ROWS
@@ -113,7 +117,7 @@ def up(
 
 @triton.jit
 def _down_routed(
-    rows, scales, tiles, factors, inner, parts, begin, size, row,
+    rows, scales, tiles, factors, scale_2, inner, parts, begin, expert, size, row,
     D: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """A program of `down` for the chunk of `size` pairs that begins at a position."""
@@ -125,7 +129,8 @@ def _down_routed(
     )  # fmt: skip
     token = tl.arange(0, CHUNK)
     to = parts + (begin + token).to(tl.int64)[None] * D + row[:, None]
-    tl.store(to, of_program(sums, ROWS).to(tl.bfloat16), (token < size)[None])
+    sums = by_scale_2(of_program(sums, ROWS), scale_2, expert)
+    tl.store(to, sums.to(tl.bfloat16), (token < size)[None])
 
 
 @launched(do_not_specialize=["tokens", "shared_chunks"])
@@ -133,6 +138,7 @@ def down(
     inner, shared_inner,  # as up leaves them
     w2, w2_scale,  # FP4 [E, D, INNER]
     shared_w2, shared_w2_scale,  # FP8 [D, SHARED_INNER]
+    w2_scale_2,  # fp32 [E] of NVFP4, or None
     parts,  # bf16 [pairs, D] w2's results by position
     shared_part,  # bf16 [tokens, D]
     chunks, tokens, shared_chunks,
@@ -153,12 +159,14 @@ def down(
             wait_for_inputs(OVERLAP)
             if size > _SMALL:
                 _down_routed(
-                    rows, row_scales, tiles, factors, inner, parts, begin, size, row, D, INNER, CHUNK, SPLITS, EACH
-                )
+                    rows, row_scales, tiles, factors, w2_scale_2, inner, parts, begin, expert, size, row, D, INNER,
+                    CHUNK, SPLITS, EACH,
+                )  # fmt: skip
             else:
                 _down_routed(
-                    rows, row_scales, tiles, factors, inner, parts, begin, size, row, D, INNER, _SMALL, SPLITS, EACH
-                )
+                    rows, row_scales, tiles, factors, w2_scale_2, inner, parts, begin, expert, size, row, D, INNER,
+                    _SMALL, SPLITS, EACH,
+                )  # fmt: skip
         else:
             wait_for_inputs(OVERLAP)
     elif SHARED_INNER > 0:

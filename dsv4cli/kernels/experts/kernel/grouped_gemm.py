@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.experts.kernel.dequant_mma import by_scale_2
 from dsv4cli.kernels.experts.kernel.grouped_operands import natural, ordered, tile
 from dsv4cli.kernels.launch import launched
 
@@ -19,6 +20,17 @@ def _dot(weights, columns, sums):
         sums = tl.dot(weights.to(tl.float32), columns.to(tl.float32), sums, input_precision="ieee")
     else:
         sums = tl.dot(weights, columns, sums)
+    return sums
+
+
+@triton.jit
+def _added(sums, weights, columns, scale, expert, begin, step, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
+    """The sums with a step's products; fp32 scales of FP8 multiply these: bf16 does not have codes times them."""
+    if FORMAT == "fp8_f32":
+        factor = tl.load(scale + (expert * ((N + 127) // 128) + begin // 128) * ((K + 127) // 128) + step)
+        sums += _dot(weights, columns, tl.zeros(sums.shape, tl.float32)) * factor
+    else:
+        sums = _dot(weights, columns, sums)
     return sums
 
 
@@ -52,15 +64,15 @@ def products(
     for step in tl.range(0, (K + 127) // 128, num_stages=STAGES):
         columns = _columns(x, place, step)
         weights = tile(first, first_scale, expert, begin, step, N, K, FORMAT, DESCRIBED, ROWS, WARPS)
-        one = _dot(weights, columns, one)
+        one = _added(one, weights, columns, first_scale, expert, begin, step, N, K, FORMAT)
         if MORE:
             further = _columns(x, place_more, step)
-            more_one = _dot(weights, further, more_one)
+            more_one = _added(more_one, weights, further, first_scale, expert, begin, step, N, K, FORMAT)
         if BOTH:
             weights = tile(second, second_scale, expert, begin, step, N, K, FORMAT, DESCRIBED, ROWS, WARPS)
-            two = _dot(weights, columns, two)
+            two = _added(two, weights, columns, second_scale, expert, begin, step, N, K, FORMAT)
             if MORE:
-                more_two = _dot(weights, further, more_two)
+                more_two = _added(more_two, weights, further, second_scale, expert, begin, step, N, K, FORMAT)
     return one, two, more_one, more_two
 
 
@@ -100,7 +112,7 @@ def _store_inner(
 
 @triton.jit
 def _gate_up(
-    x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, inner, limit, expert,
+    x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, inner, limit, expert,
     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PER_TOKEN: tl.constexpr,
     FORMAT: tl.constexpr, DESCRIBED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MORE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
@@ -115,8 +127,10 @@ def _gate_up(
         x, place, place_more, w1, w1_scale, w3, w3_scale, expert, begin, N, K, FORMAT, DESCRIBED, True, ROWS, COLUMNS,
         MORE, WARPS, STAGES,
     )  # fmt: skip
+    gate, up = by_scale_2(gate, w1_scale_2, expert), by_scale_2(up, w3_scale_2, expert)
     _store_inner(gate, up, inner, routing, order, start, rows, begin, limit, N, PADDED, FORMAT, ROWS, COLUMNS, WARPS)
     if MORE:
+        more_gate, more_up = by_scale_2(more_gate, w1_scale_2, expert), by_scale_2(more_up, w3_scale_2, expert)
         _store_inner(
             more_gate, more_up, inner, routing, order, start + COLUMNS, rows - COLUMNS, begin, limit, N, PADDED, FORMAT,
             ROWS, MORE, WARPS,
@@ -135,7 +149,9 @@ def gate_up(
     w1_scale,
     w3,
     w3_scale,
-    inner,  # [P, PADDED] in the order of pairs, for FP4 columns reordered
+    w1_scale_2,  # fp32 [E] of NVFP4, or None
+    w3_scale_2,
+    inner,  # [P, PADDED] in the order of pairs, for e2m1 columns reordered
     limit,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -158,18 +174,18 @@ def gate_up(
     # the time goes with the columns: a tile that is not full takes half or three quarters
     if COLUMNS >= 64 and rows <= COLUMNS // 2:
         _gate_up(
-            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, inner, limit, expert, N, K, WIDTH, PADDED,
-            PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS // 2, 0, WARPS, STAGES,
+            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, inner, limit, expert, N,
+            K, WIDTH, PADDED, PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS // 2, 0, WARPS, STAGES,
         )  # fmt: skip
     elif COLUMNS >= 64 and rows <= COLUMNS // 4 * 3:
         _gate_up(
-            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, inner, limit, expert, N, K, WIDTH, PADDED,
-            PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS // 2, COLUMNS // 4, WARPS, STAGES,
+            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, inner, limit, expert, N,
+            K, WIDTH, PADDED, PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS // 2, COLUMNS // 4, WARPS, STAGES,
         )  # fmt: skip
     else:
         _gate_up(
-            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, inner, limit, expert, N, K, WIDTH, PADDED,
-            PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS, 0, WARPS, STAGES,
+            x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, inner, limit, expert, N,
+            K, WIDTH, PADDED, PER_TOKEN, FORMAT, DESCRIBED, ROWS, COLUMNS, 0, WARPS, STAGES,
         )  # fmt: skip
 
 
@@ -188,7 +204,7 @@ def _store_outputs(
 
 @triton.jit
 def _down(
-    inner, order, start, rows, w2, w2_scale, outputs, expert,
+    inner, order, start, rows, w2, w2_scale, w2_scale_2, outputs, expert,
     N: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -199,8 +215,10 @@ def _down(
         inner, place, (start + further).to(tl.int64) * PADDED, w2, w2_scale, w2, w2_scale, expert, begin, N, K, FORMAT,
         DESCRIBED, False, ROWS, COLUMNS, MORE, WARPS, STAGES,
     )  # fmt: skip
+    sums = by_scale_2(sums, w2_scale_2, expert)
     _store_outputs(sums, outputs, order, start, rows, begin, N, FORMAT, ROWS, COLUMNS, WARPS)
     if MORE:
+        more = by_scale_2(more, w2_scale_2, expert)
         _store_outputs(more, outputs, order, start + COLUMNS, rows - COLUMNS, begin, N, FORMAT, ROWS, MORE, WARPS)
 
 
@@ -213,6 +231,7 @@ def down(
     tile_rows,
     w2,  # [E, N, K]
     w2_scale,
+    w2_scale_2,  # fp32 [E] of NVFP4, or None
     outputs,  # [P, N], by pair
     N: tl.constexpr,
     K: tl.constexpr,
@@ -232,18 +251,18 @@ def down(
     expert, start = tl.load(tile_expert + number), tl.load(tile_start + number)
     if COLUMNS >= 64 and rows <= COLUMNS // 2:
         _down(
-            inner, order, start, rows, w2, w2_scale, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS,
+            inner, order, start, rows, w2, w2_scale, w2_scale_2, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS,
             COLUMNS // 2, 0, WARPS, STAGES,
         )  # fmt: skip
     elif COLUMNS >= 64 and rows <= COLUMNS // 4 * 3:
         _down(
-            inner, order, start, rows, w2, w2_scale, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS,
+            inner, order, start, rows, w2, w2_scale, w2_scale_2, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS,
             COLUMNS // 2, COLUMNS // 4, WARPS, STAGES,
         )  # fmt: skip
     else:
         _down(
-            inner, order, start, rows, w2, w2_scale, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS, COLUMNS,
-            0, WARPS, STAGES,
+            inner, order, start, rows, w2, w2_scale, w2_scale_2, outputs, expert, N, K, PADDED, FORMAT, DESCRIBED, ROWS,
+            COLUMNS, 0, WARPS, STAGES,
         )  # fmt: skip
 
 

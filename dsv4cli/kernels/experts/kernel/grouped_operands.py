@@ -46,9 +46,24 @@ def _power_of_two(code):
 
 
 @triton.jit
-def fp4_values(words, scale, ROWS: tl.constexpr):
-    """words int32 [repeat, 2, warp, 8, 4, 4], scale int32 [repeat, 2, warp, 8, 4] (e8m0 codes) -> bf16 [ROWS, 128]."""
-    factor = tl.expand_dims(tl.expand_dims(_power_of_two(scale), -1), -1)
+def _e4m3(code):
+    """Values of e4m3 codes without a sign in bf16, code int32 [..]."""
+    # exponent and mantissa to bits 10..4: e4m3 * 2 ** -120
+    bits = ((code & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return bits * tl.full([1, 1, 1, 1, 1, 1], 2.0**120, tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def _e4m3_factors(scale):
+    """int32 [repeat, 2, warp, 8, 4], two e4m3 scales of 16 columns in each -> bf16 [.., 4, 4], those of words."""
+    two = _e4m3(tl.join(scale, scale >> 8))
+    return tl.reshape(tl.join(two, two), [scale.shape[0], 2, scale.shape[2], 8, 4, 4])
+
+
+@triton.jit
+def fp4_values(words, factor, ROWS: tl.constexpr):
+    """words int32 [repeat, 2, warp, 8, 4, 4], factor bf16 [repeat, 2, warp, 8, 4, 1 or 4] -> bf16 [ROWS, 128]."""
+    factor = tl.expand_dims(factor, -1)
     upper = words >> 8  # [.., t, i]
     even = tl.join(_pairs(words, factor, 0), _pairs(upper, factor, 0))
     odd = tl.join(_pairs(words, factor, 4), _pairs(upper, factor, 4))
@@ -72,13 +87,28 @@ def _fp4_scale(scale, row, step, K: tl.constexpr):
 
 
 @triton.jit
+def _nvfp4_scale(scale, row, step, K: tl.constexpr):
+    """e4m3 codes, two in each int32 [rows, 4]; scale: pairs of bytes as int16, or int64 words of eight where K is a
+    multiple of 128. There are fewer than 2 ** 31 words."""
+    group = tl.arange(0, 4)[None]
+    if K % 128 == 0:
+        codes = (tl.load(scale + row * (K // 128) + step)[:, None] >> (16 * group)).to(tl.int32)
+    else:
+        group += step * 4
+        codes = tl.load(scale + row.to(tl.int64)[:, None] * (K // 32) + group, group < K // 32, other=0).to(tl.int32)
+    return codes
+
+
+@triton.jit
 def _values(weight, scale, expert, row, step, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
-    """A tile of FP8, bf16 or fp32 weights, 0 beyond K: bf16 or fp32 [rows, 128]."""
+    """A tile of FP8, bf16 or fp32 weights, 0 beyond K: bf16 or fp32 [rows, 128]; of fp8_f32 the codes."""
     row, column = tl.minimum(row, N - 1), step * 128 + tl.arange(0, 128)[None]
     values = tl.load(weight + (expert.to(tl.int64) * N + row)[:, None] * K + column, column < K, other=0.0)
     if FORMAT == "fp8":
         code = tl.load(scale + (expert * ((N + 127) // 128) + row // 128) * ((K + 127) // 128) + step)
         values = values.to(tl.bfloat16) * _power_of_two(code.to(tl.int32))[:, None]
+    elif FORMAT == "fp8_f32":
+        values = values.to(tl.bfloat16)
     return values
 
 
@@ -96,14 +126,14 @@ def _words(weight, expert, begin, row, step, N: tl.constexpr, K: tl.constexpr, D
 
 @triton.jit
 def tile(
-    weight,  # [E, N, K]: FP4 as int32 words [E * N, K / 8], if DESCRIBED a descriptor of them; or e4m3, bf16, fp32
-    scale,  # e8m0 codes, for FP4 as in `_fp4_scale`
+    weight,  # [E, N, K]: e2m1 as int32 words [E * N, K / 8], if DESCRIBED a descriptor of them; or e4m3, bf16, fp32
+    scale,  # e8m0 codes, for FP4 as in `_fp4_scale`; for NVFP4 e4m3 codes as in `_nvfp4_scale`; fp32 for fp8_f32
     expert,
     begin,
     step,
     N: tl.constexpr,
     K: tl.constexpr,
-    FORMAT: tl.constexpr,  # "fp4", "fp8", "plain"
+    FORMAT: tl.constexpr,  # "fp4" (e2m1, of NVFP4 too), "fp8", "fp8_f32", "plain"
     DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -112,9 +142,15 @@ def tile(
     row = begin + tl.arange(0, ROWS)
     if FORMAT == "fp4":
         words = _words(weight, expert, begin, row, step, N, K, DESCRIBED)
-        codes = _fp4_scale(scale, expert * N + tl.minimum(row, N - 1), step, K)
         words = tl.reshape(words, [ROWS // 16 // WARPS, 2, WARPS, 8, 4, 4])
-        values = fp4_values(words, tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4]), ROWS)
+        row = expert * N + tl.minimum(row, N - 1)
+        if scale.dtype.element_ty == tl.int64 or scale.dtype.element_ty == tl.int16:
+            codes = _nvfp4_scale(scale, row, step, K)
+            factor = _e4m3_factors(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4]))
+        else:
+            codes = _fp4_scale(scale, row, step, K)
+            factor = tl.expand_dims(_power_of_two(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4])), -1)
+        values = fp4_values(words, factor, ROWS)
     else:
         values = _values(weight, scale, expert, row, step, N, K, FORMAT)
     return values

@@ -9,6 +9,7 @@ from dsv4cli.kernels.block_scale.kernel import fp8_round
 from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.experts.kernel import grouped_gemm, grouped_operands
+from dsv4cli.kernels.experts.kernel.few_tokens import SCALE_WORDS
 from dsv4cli.kernels.experts.kernel.sort_by_expert import group
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
 from dsv4cli.kernels.launch import cdiv, next_power_of_2
@@ -16,6 +17,10 @@ from dsv4cli.kernels.rows import rows
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
+
+
+# the scales of 32 columns of FP4 and NVFP4, where rows have no whole words of them
+SCALE_PARTS = {torch.int8: torch.uint8, torch.uint8: torch.int16}
 
 
 def routed_experts(
@@ -52,16 +57,17 @@ def routed_outputs(
     height, warps, steps, described = gate_up_tiles(size, tuned, x.device)
     grouped_gemm.gate_up[(cdiv(padded, height), len(groups.rows))](
         inputs, *tiles, routing.contiguous(), *_stored(weights.w1, weights.w1_scale, height, described),
-        *_stored(weights.w3, weights.w3_scale, height, described), inner, limit, inner_width, width, inputs.shape[1],
-        padded, per_token, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
+        *_stored(weights.w3, weights.w3_scale, height, described), weights.w1_scale_2, weights.w3_scale_2, inner, limit,
+        inner_width, width, inputs.shape[1], padded, per_token, form, described, height, size, min(warps, height // 16),
+        steps, num_warps=warps,
     )  # fmt: skip
     if round_inputs:
         inner = fp8_round(inner, FP8_BLOCK)
     outputs = torch.empty(tokens * per_token, width, dtype=x.dtype, device=x.device)
     height, warps, steps, described = down_tiles(size, tuned, x.device)
     grouped_gemm.down[(cdiv(width, height), len(groups.rows))](
-        inner, *tiles, *_stored(weights.w2, weights.w2_scale, height, described), outputs, width, inner_width, padded,
-        form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
+        inner, *tiles, *_stored(weights.w2, weights.w2_scale, height, described), weights.w2_scale_2, outputs, width,
+        inner_width, padded, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
     )  # fmt: skip
     return outputs
 
@@ -87,7 +93,11 @@ def ordered_sum(
 
 
 def _format(weight: torch.Tensor, scale: torch.Tensor | None) -> str:
-    return "plain" if scale is None else "fp4" if weight.dtype == torch.int8 else "fp8"
+    if scale is None:
+        return "plain"
+    if weight.dtype != torch.float8_e4m3fn:
+        return "fp4"
+    return "fp8_f32" if scale.dtype == torch.float32 else "fp8"
 
 
 def _columns(pairs: int, count: int, wide: bool) -> int:
@@ -151,11 +161,10 @@ def _stored(
     """The elements of the weight and of its scale as the products load them."""
     if scale is None:
         return weight, weight
-    codes = scale.view(torch.uint8)
-    if weight.dtype != torch.int8:
-        return weight, codes
-    if codes.shape[-1] % 4 == 0:
-        codes = codes.view(torch.int32)
+    if weight.dtype == torch.float8_e4m3fn:
+        return weight, scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+    whole = scale.shape[-1] % (4 if weight.dtype == torch.int8 else 8) == 0
+    codes = scale.view(SCALE_WORDS[weight.dtype] if whole else SCALE_PARTS[weight.dtype])
     words = weight.view(torch.int32).flatten(0, 1)
     return TensorDescriptor.from_tensor(words, [height, 16]) if described else words, codes
 
@@ -164,7 +173,7 @@ def _check(weights: "ExpertWeights", width: int, inner: int, round_inputs: bool)
     for matrix in (weights.w1, weights.w2, weights.w3, weights.w1_scale, weights.w2_scale, weights.w3_scale):
         if matrix is not None and not (matrix.is_contiguous() and matrix.data_ptr() % 16 == 0):
             raise KernelUnsupported("the Triton experts take contiguous weights and scales that begin at 16 bytes")
-    if weights.w1.dtype == torch.int8 and (width % FP4_BLOCK or inner % FP4_BLOCK):
+    if weights.w1.dtype in SCALE_PARTS and (width % FP4_BLOCK or inner % FP4_BLOCK):
         raise KernelUnsupported(f"the Triton experts take FP4 widths in multiples of 32, not {width} and {inner}")
     if round_inputs and (width % FP8_BLOCK or inner % FP8_BLOCK):
         raise KernelUnsupported(f"the Triton experts round widths in multiples of 128, not {width} and {inner}")

@@ -10,6 +10,7 @@ import triton.language as tl
 from dsv4cli.kernels.experts.kernel.dequant_mma import (
     FP4_TOKENS,
     FP8_TOKENS,
+    by_scale_2,
     columns_of,
     first_steps,
     fp4_products,
@@ -47,6 +48,7 @@ def up(
     inputs, shared_inputs,  # as prepare leaves them
     w1, w1_scale, w3, w3_scale,  # FP4 [E, INNER, D], as words of codes and of scales
     shared_w1, shared_w1_scale, shared_w3, shared_w3_scale,  # FP8 [SHARED_INNER, D]
+    w1_scale_2, w3_scale_2,  # fp32 [E] of NVFP4, or None
     experts,  # int64 [pairs]
     rows,  # int64 [E] of the stacks, or None
     routing,  # fp32 [pairs]
@@ -74,10 +76,11 @@ def up(
             _TOKENS, EACH,
         )  # fmt: skip
         token = tl.arange(0, _TOKENS)
+        gates = by_scale_2(of_program(gates, ROWS), w1_scale_2, expert)
+        ups = by_scale_2(of_program(ups, ROWS), w3_scale_2, expert)
         store_inner(
-            of_program(gates, ROWS), of_program(ups, ROWS), tl.load(routing + pair + token * 0),
-            (pair + token).to(tl.int64), token < 1, inner, inner + PAIRS * INNER,
-            counters + pair * (INNER // 128) + first // 128, first, limit, INNER, ROUND, 4,
+            gates, ups, tl.load(routing + pair + token * 0), (pair + token).to(tl.int64), token < 1, inner,
+            inner + PAIRS * INNER, counters + pair * (INNER // 128) + first // 128, first, limit, INNER, ROUND, 4,
         )  # fmt: skip
     elif SHARED_INNER > 0:
         first, part = program * ROWS, parts_of(D, ROWS, SPLITS)
@@ -131,6 +134,7 @@ def down(
     inner, shared_inner,  # as up leaves them
     w2, w2_scale,  # FP4 [E, D, INNER]
     shared_w2, shared_w2_scale,  # FP8 [D, SHARED_INNER]
+    w2_scale_2,  # fp32 [E] of NVFP4, or None
     experts,  # int64 [T, PAIRS]
     rows,  # int64 [E] of the stacks, or None
     place,  # int32 [T, PAIRS] the position of each pair in inner; None: of one token its number
@@ -149,7 +153,8 @@ def down(
     if place is not None:
         # `prepare` has ended
         pair = tl.load(place + token * PAIRS + pair, cache_modifier=".cg")
-    row = _row_of(expert, rows)[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS, 1)
+    expert = _row_of(expert, rows)
+    row = expert[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS, 1)
     words, scales = fp4_rows(w2, w2_scale, row, tl.zeros((1, PLACES, 1), tl.int32), INNER, EACH)
     tiles, factors = first_steps((words,), (scales,), AHEAD, EACH)
     wait_for_inputs(OVERLAP)
@@ -168,6 +173,7 @@ def down(
         (words,), (scales,), tiles, factors, inner, real.to(tl.int64) * 0, pair[None, :, None] * INNER,
         real, INNER, _TOKENS, EACH,
     )  # fmt: skip
+    parts = by_scale_2(parts, w2_scale_2, expert[:, None, None])
     total = _ascending_sum(_only(parts).to(tl.bfloat16).to(tl.float32), PAIRS, PLACES.bit_length() - 1)
     if SHARED_INNER > 0:
         total += own.to(tl.float32)

@@ -5,6 +5,9 @@ from types import ModuleType
 
 import torch
 
+from dsv4cli.kernels.block_scale.kernel import fp8_round
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel import few_rows, gemv, swap_ab, tiled
 from dsv4cli.kernels.gemm.kernel.dequant import Norm
 from dsv4cli.kernels.norm import kernel as norm
@@ -16,16 +19,28 @@ FEW, FEW_FP4 = 16, 2
 
 def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
     """Of x [T, K] or [T, G, K]."""
+    if weight.dtype == torch.uint8:
+        raise KernelUnsupported("the Triton linears take NVFP4 weights one by one, with their scale_2")
     if swap_ab.takes(x[:, None] if x.ndim == 2 else x, weight):
         return gemv
     return gemv if planned_rows(x.shape[0], 1) <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, scale_2: torch.Tensor | None = None
+) -> torch.Tensor:
+    if scale_2 is not None:
+        assert scale is not None
+        # no export that is known has linears in NVFP4: this way is exact, and takes as long as writing them in bf16
+        return (linear_fp32(x, tiled.widened(weight, scale)) * scale_2).to(x.dtype)
     return _way(x, weight).linear(x, weight, scale)
 
 
-def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def rounded_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor | None = None
+) -> torch.Tensor:
+    if scale_2 is not None:
+        return linear(fp8_round(x, FP8_BLOCK), weight, scale, scale_2)
     return _way(x, weight).rounded_linear(x, weight, scale)
 
 

@@ -28,10 +28,16 @@ class Norm:
 
 
 def bits(stored: torch.Tensor | None) -> torch.Tensor | None:
-    """FP8 codes and scales as bytes, which every GPU loads; int8 stands for FP4."""
+    """FP8 codes and e8m0 scales as bytes, which every GPU loads; int8 stands for FP4."""
     if stored is None or stored.dtype in (torch.bfloat16, torch.float32, torch.int8):
         return stored
     return stored.view(torch.uint8)
+
+
+@triton.jit
+def block_scales(stored):
+    """The fp32 values of the scales of FP8 weights: e8m0 bytes, or fp32 as it is."""
+    return stored if stored.dtype == tl.float32 else e8m0_values(stored)
 
 
 @triton.jit

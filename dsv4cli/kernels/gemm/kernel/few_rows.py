@@ -18,7 +18,7 @@ import triton.language as tl
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_two_ceil
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, e8m0_values
+from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, block_scales
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
@@ -199,7 +199,7 @@ def _factors(scale, row, K: tl.constexpr, SPLITS: tl.constexpr):
     if scale is not None:
         block = scale + row // 128 * (K // 128) + tl.arange(0, SPLITS) * STEPS
         for j in tl.static_range(STEPS):
-            factors += (e8m0_values(tl.load(block + j)),)
+            factors += (block_scales(tl.load(block + j)),)
     return factors
 
 

@@ -20,6 +20,7 @@ from dsv4cli.kernels.gemm.kernel.dequant import (
     Norm,
     Product,
     bits,
+    block_scales,
     e2m1_values,
     e4m3_rounded,
     e4m3_values,
@@ -259,7 +260,7 @@ def _tile(
             block = tl.arange(0, COLUMNS // 128)[:, None]
             # all rows lie in one block of 128
             at = scale + (before + first) // 128 * ((K + 127) // 128) + block
-            factor = e8m0_values(tl.load(at, (block * 128 < K) & (first < N), other=0))
+            factor = block_scales(tl.load(at, (block * 128 < K) & (first < N), other=0))
     return values, factor
 
 

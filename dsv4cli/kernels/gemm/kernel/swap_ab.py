@@ -16,7 +16,7 @@ from dsv4cli.kernels.block_scale import kernel as block_scale
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, e8m0_values
+from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, block_scales
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.workspace import words
@@ -173,12 +173,12 @@ def _sums(
             total += tl.dot(values, tl.trans(given))
         elif ROUND:
             given, power = scaled_blocks(given.to(tl.float32), FP8_FLOOR, FP8_LARGEST)
-            factor = power.to(tl.float32, bitcast=True) * e8m0_values(tl.load(scale + step))
+            factor = power.to(tl.float32, bitcast=True) * block_scales(tl.load(scale + step))
             # fp16 has all values of e4m3, and the GPU an instruction that gives them
             codes = tl.trans(given.to(tl.float8e4nv).to(tl.float16))
             total += tl.dot(values.to(tl.float16), codes) * tl.trans(factor)
         else:
             # through fp32, for which there are fast instructions
             values = values.to(tl.float32).to(tl.bfloat16)
-            total += tl.dot(values, tl.trans(given)) * e8m0_values(tl.load(scale + step))
+            total += tl.dot(values, tl.trans(given)) * block_scales(tl.load(scale + step))
     return total

@@ -14,7 +14,7 @@ from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel import tiled_bf16, tiled_fp8
-from dsv4cli.kernels.gemm.kernel.dequant import bits, e2m1_values, e4m3_values, e8m0_values
+from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales, e2m1_values, e4m3_values, e8m0_values
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import place
 from dsv4cli.kernels.launch import cdiv, launched
 
@@ -66,22 +66,31 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, 
     if not tokens:
         return y
     bf16 = x.dtype == torch.bfloat16 and weight.dtype != torch.float32
-    if bf16 and tiled_bf16.takes(x, weight):
-        if weight.dtype == torch.int8 or (scale is not None and (tokens > MANY or not has_fp8(x))):
-            weight, scale = _widened(weight, scale, width), None
-        return tiled_bf16.linear(x, weight, y) if scale is None else tiled_bf16.coded(x, weight, scale, y)
+    # what bf16 does not have, codes times fp32 scales, is no operand
+    late = scale is not None and scale.dtype == torch.float32
+    if bf16 and (has_fp8(x) or not late) and tiled_bf16.takes(x, weight):
+        if scale is None:
+            return tiled_bf16.linear(x, weight, y)
+        if late or (weight.dtype != torch.int8 and tokens <= MANY and has_fp8(x)):
+            return tiled_bf16.coded(x, weight, scale, y)
+        return tiled_bf16.linear(x, widened(weight, scale), y)
+    factor = tl.bfloat16 if bf16 and not late else tl.float32
     _tiles[cdiv(features, 64) * cdiv(tokens, 64), groups](
         x, bits(weight), bits(scale), y, tokens, x.stride(0), x.stride(1), features, width,
-        scale is not None, has_fp8(x), tl.bfloat16 if bf16 else tl.float32, 64, 64, 32, num_warps=4, num_stages=2,
+        scale is not None, has_fp8(x), factor, 64, 64, 32, num_warps=4, num_stages=2,
     )  # fmt: skip
     return y
 
 
-def _widened(weight: torch.Tensor, scale: torch.Tensor | None, width: int) -> torch.Tensor:
-    """The bf16 values of a quantised weight."""
-    values = torch.empty(weight.shape[0], width, dtype=torch.bfloat16, device=weight.device)
-    grid = cdiv(weight.shape[0], 64), cdiv(width, 128)
-    _widen[grid](bits(weight), bits(scale), values, weight.shape[0], width, has_fp8(weight), 64, 128, num_warps=4)
+def widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The bf16 values of a quantised weight, of NVFP4 without scale_2."""
+    rows, width = weight.shape[0], weight.shape[1] * (1 if weight.dtype == torch.float8_e4m3fn else 2)
+    if weight.dtype == torch.uint8:
+        weight, scale = weight.view(torch.int8), scale.view(torch.int8)
+    values = torch.empty(rows, width, dtype=torch.bfloat16, device=weight.device)
+    _widen[cdiv(rows, 64), cdiv(width, 128)](
+        bits(weight), bits(scale), values, rows, width, has_fp8(weight), 64, 128, num_warps=4
+    )
     return values
 
 
@@ -145,11 +154,14 @@ def _weights(
         values = _columns(weight, row, inside, k, K, BK)
     elif weight.dtype.element_ty == tl.int8:
         pairs = _columns(weight, row, inside, k // 2, K // 2, BK // 2)
-        factor = e8m0_values(_columns(scale, row, inside, k // 32, K // 32, BK // 32))
-        values = tl.reshape(tl.join(e2m1_values(pairs), e2m1_values(pairs >> 4)), [BN, BK // 32, 32])
+        # e4m3 stands as int8 here, e8m0 as uint8
+        BLOCK: tl.constexpr = 16 if scale.dtype.element_ty == tl.int8 else 32
+        factor = _columns(scale, row, inside, k // BLOCK, K // BLOCK, BK // BLOCK)
+        factor = e4m3_values(factor.to(tl.uint8, bitcast=True), False) if BLOCK == 16 else e8m0_values(factor)
+        values = tl.reshape(tl.join(e2m1_values(pairs), e2m1_values(pairs >> 4)), [BN, BK // BLOCK, BLOCK])
         values = tl.reshape(values * factor[:, :, None], [BN, BK])
     else:
-        factor = e8m0_values(tl.load(scale + row // 128 * tl.cdiv(K, 128) + k // 128, inside, other=0))
+        factor = block_scales(tl.load(scale + row // 128 * tl.cdiv(K, 128) + k // 128, inside, other=0))
         values = e4m3_values(_columns(weight, row, inside, k, K, BK), HAS_FP8) * factor[:, None]
     return values
 

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import e8m0_values
+from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import FULL, add, parts, place
 from dsv4cli.kernels.launch import cdiv, described, launched
 
@@ -43,7 +43,7 @@ def coded(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.T
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _coded_tiles[tiles, groups, splits](
         _described(x, columns, FP8_BLOCK), described(weight, weight.shape, weight.stride(), [64, FP8_BLOCK]),
-        scale.view(torch.uint8), sums, tokens, features, width, 64, columns, steps // splits,
+        bits(scale), sums, tokens, features, width, 64, columns, steps // splits,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return add(sums, y)
@@ -105,7 +105,7 @@ def _coded_tiles(
     scale += (group * N + feature) // 128 * tl.cdiv(K, 128)
     total = tl.zeros([BN, BT], tl.float32)
     for block in range(part * STEPS, (part + 1) * STEPS):
-        factor = e8m0_values(tl.load(scale + block, feature < N, other=0))
+        factor = block_scales(tl.load(scale + block, feature < N, other=0))
         a, b = weight.load([group * N + n * BN, block * 128]), x.load([t * BT, group * K + block * 128])
         # not dot(a, b, total): with a made in registers Triton 3.6 then loads over what the tensor cores still read
         total += tl.dot(a.to(tl.float32).to(tl.bfloat16), b.T) * factor[:, None]

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4cli.kernels.card import HOPPER, is_from
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import e8m0_values
+from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales, e8m0_values
 from dsv4cli.kernels.launch import cdiv, described, launched
 
 # programs that fill the GPU, and tokens from which on larger tiles do
@@ -38,7 +38,7 @@ def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weigh
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _tiles[tiles, splits](
         _described(codes, rows), scale.view(torch.uint8), _described(weight, columns // halves),
-        weight_scale.view(torch.uint8), sums, tokens, features, width, rows, columns // halves, halves == 2,
+        bits(weight_scale), sums, tokens, features, width, rows, columns // halves, halves == 2,
         blocks // splits, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return add(sums, y)
@@ -111,7 +111,7 @@ def _tiles(
     for block in range(part * BLOCKS, (part + 1) * BLOCKS):
         a, b = x.load([m * BM, block * 128]), weight.load([n * WIDTH, block * 128])
         factor = e8m0_values(tl.load(x_scale + block, row < tokens, other=0))
-        factor = (factor * e8m0_values(tl.load(weight_scale + block)))[:, None]
+        factor = (factor * block_scales(tl.load(weight_scale + block)))[:, None]
         if TWICE:
             c = weight.load([n * WIDTH + BN, block * 128])
             total += tl.dot(a, b.T) * factor

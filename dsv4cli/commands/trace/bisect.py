@@ -1,0 +1,91 @@
+"""`dsv4 trace bisect`: records two sides and says where they part."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dsv4cli.commands.trace.compare import PlotOpt, StagesOpt, checked
+from dsv4cli.commands.trace.record import ModelArg
+from dsv4cli.commands.trace.report import show_comparison
+from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, parts_of
+from dsv4cli.commands.trace.sides import DRAFTS, SideOptions, Sides, kept
+from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions
+from dsv4cli.errors import UsageError
+from dsv4cli.options import JsonOpt, QuietOpt
+from dsv4cli.output import Output
+
+AgainstOpt = Annotated[
+    str | None, typer.Option(metavar="OTHER", help="Another model, or a recording, also a folder of ATOM's .pt files.")
+]
+BackendSideOpt = Annotated[Literal["triton", "torch"] | None, typer.Option("--backend", help="Other kernels.")]
+NumericsOpt = Annotated[
+    Literal["plain"] | None, typer.Option(help="plain computes in fp32, without the official rounding.")
+]
+DeviceSideOpt = Annotated[str | None, typer.Option("--device", help="Another device.")]
+TpSideOpt = Annotated[int | None, typer.Option("--tp", min=2, help="Several ranks.")]
+ChunkSideOpt = Annotated[int | None, typer.Option("--chunk", min=1, help="Fewer prompt tokens in a step; 1 decodes.")]
+DraftsOpt = Annotated[bool, typer.Option("--drafts", help=f"Steps that verify {DRAFTS} drafts.")]
+SlotsOpt = Annotated[
+    bool, typer.Option("--slots", help="The same text in a slot that another one has used, and beside three others.")
+]
+KeepOpt = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the recordings in this new or empty folder.")]
+
+
+def bisect(
+    context: typer.Context,
+    model: ModelArg = "nano",
+    against: AgainstOpt = None,
+    backend: BackendSideOpt = None,
+    numerics: NumericsOpt = None,
+    device: DeviceSideOpt = None,
+    tp: TpSideOpt = None,
+    chunk: ChunkSideOpt = None,
+    drafts: DraftsOpt = False,
+    slots: SlotsOpt = False,
+    prompt: PromptOpt = None,
+    ids: IdsOpt = None,
+    prompts: PromptsOpt = None,
+    steps: StepsOpt = 4,
+    layers: LayersOpt = None,
+    what: WhatOpt = None,
+    stages: StagesOpt = False,
+    plot: PlotOpt = None,
+    keep: KeepOpt = None,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """Find the first stage where two ways to compute the same tokens part.
+
+    One side is the model as `run` computes it by itself; the options say what is different on the other. Each half of
+    a block of the other side is given the streams of the first one, so that every layer is judged by itself. The first
+    stage that lies further apart than rounding explains is named. The answer is no (exit code 3) when there is one.
+    """
+    change = SideOptions(against, backend, numerics, device, tp, chunk, drafts)
+    _check(change, slots=slots)
+    out, given, parts = (
+        Output(context.obj, as_json, quiet),
+        TextOptions(prompt, ids, prompts, steps),
+        parts_of(layers, what),
+    )
+    with kept(keep) as folder, checked(plot) as draw:
+        sides = Sides(out, model, change, given, parts, folder)
+        comparisons = sides.slots() if slots else [sides.compared()]
+        worst = next((one for one in comparisons if one.first is not None), comparisons[0])
+        draw(worst)
+        out.document({"schema": "dsv4.trace.bisect/1", "comparisons": [one.record() for one in comparisons]})
+        for one in comparisons:
+            out.line(f"{one.one.name} and {one.other.name}")
+            out.line()
+            show_comparison(out, one, every=stages)
+    if worst.first is not None:
+        raise typer.Exit(3)
+
+
+def _check(change: SideOptions, *, slots: bool) -> None:
+    """Raises UsageError for options that say nothing, or too much."""
+    if slots == (change != SideOptions()):
+        raise UsageError(
+            "--slots goes alone" if slots else "nothing says what is different on the other side",
+            "give --slots, or some of --against, --backend, --numerics, --device, --tp, --chunk and --drafts",
+        )

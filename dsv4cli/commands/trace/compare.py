@@ -1,0 +1,87 @@
+"""`dsv4 trace compare`: where two recordings part."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsv4cli.commands.trace.report import show_comparison
+from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
+from dsv4cli.options import JsonOpt
+from dsv4cli.output import Output
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.tracing.judge import Noise
+    from dsv4cli.engine.tracing.recording import Recording
+    from dsv4cli.engine.tracing.report import TraceComparison
+
+OneArg = Annotated[Path, typer.Argument(metavar="A", help="A recording.")]
+OtherArg = Annotated[
+    Path, typer.Argument(metavar="B", help="Another one of the same tokens, or a folder of ATOM's .pt files.")
+]
+PlotOpt = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw layers × tokens into a .png or .svg file; needs dsv4[plot]."),
+]
+StagesOpt = Annotated[bool, typer.Option("--stages", help="Show every stage, not only the worst of each layer.")]
+
+
+def compare(
+    context: typer.Context,
+    one: OneArg,
+    other: OtherArg,
+    stages: StagesOpt = False,
+    plot: PlotOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Compare two recordings stage by stage.
+
+    Each stage's cosine and relative L2, in double precision, stand beside its noise: what rounding alone makes of it,
+    which `record` has measured. The first stage that lies further apart is named. The answer is no (exit code 3) when
+    there is one.
+    """
+    from dsv4cli.engine.tracing.opened import open_recording
+    from dsv4cli.engine.tracing.report import compared
+
+    out = Output(context.obj, as_json)
+    with checked(plot) as draw:
+        left = open_recording(one)
+        right = open_recording(other, left.manifest)
+        if None not in (weights := {left.manifest.weights, right.manifest.weights}) and len(weights) > 1:
+            out.warning(f"{one} and {other} are of other weights")
+        comparison = compared(left, right, _noise(left, right), fed=right.manifest.fed)
+        draw(comparison)
+    out.document({"schema": "dsv4.trace.compare/1", **comparison.record()})
+    show_comparison(out, comparison, every=stages)
+    if comparison.first is not None:
+        raise typer.Exit(3)
+
+
+@contextmanager
+def checked(plot: Path | None) -> "Iterator[Callable[[TraceComparison], None]]":
+    """What draws a comparison into a file that can be drawn, or nothing. Raises UsageError."""
+    from dsv4cli.engine.profiling.plot import check_plot
+    from dsv4cli.engine.tracing.plot import draw_differences
+
+    if plot is None:
+        yield lambda comparison: None
+        return
+    check_plot(plot)
+    yield lambda comparison: draw_differences(comparison, plot)
+
+
+def _noise(one: "Recording", other: "Recording") -> "Noise":
+    """What either of them knows. Raises UsageError where none does."""
+    from dsv4cli.engine.tracing.judge import load_noise
+
+    for recording in (one, other):
+        noise = load_noise(Path(recording.name), fed=other.manifest.fed)
+        if noise is not None:
+            return noise
+    raise UsageError(
+        f"neither {one.name} nor {other.name} knows what rounding explains",
+        f"record one of them anew: dsv4 trace record MODEL --like {shell_word(Path(one.name))} --out DIR",
+    )

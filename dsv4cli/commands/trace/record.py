@@ -1,0 +1,101 @@
+"""`dsv4 trace record`: writes what the blocks of a model take and give."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsv4cli.commands.job import Job, open_job
+from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, finished, in_ranks, loaded, parts_of, record_plan, walk_of
+from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions, read_texts
+from dsv4cli.options import (
+    MODEL_HELP,
+    BackendOpt,
+    DeviceOpt,
+    DtypeOpt,
+    ExactOpt,
+    GpuMemoryOpt,
+    HostMemoryOpt,
+    JsonOpt,
+    ModelOptions,
+    QuietOpt,
+    TpOpt,
+)
+from dsv4cli.output import Output, counted, size_text
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.tracing.manifest import Text
+
+ModelArg = Annotated[str, typer.Argument(help=MODEL_HELP)]
+FolderOpt = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="Where the recording goes: a new or empty folder.")
+]
+LikeOpt = Annotated[Path | None, typer.Option(metavar="DIR", help="The tokens of another recording.")]
+ChunkOpt = Annotated[int, typer.Option("--chunk", min=1, help="The most prompt tokens in one step.")]
+NoNoiseOpt = Annotated[
+    bool, typer.Option("--no-noise", help="Do not measure what rounding makes of each stage, by a second pass.")
+]
+
+
+def record(
+    context: typer.Context,
+    folder: FolderOpt,
+    model: ModelArg = "nano",
+    prompt: PromptOpt = None,
+    ids: IdsOpt = None,
+    prompts: PromptsOpt = None,
+    like: LikeOpt = None,
+    steps: StepsOpt = 4,
+    layers: LayersOpt = None,
+    what: WhatOpt = None,
+    chunk: ChunkOpt = 4096,
+    tp: TpOpt = None,
+    no_noise: NoNoiseOpt = False,
+    device: DeviceOpt = "auto",
+    dtype: DtypeOpt = "auto",
+    exact: ExactOpt = False,
+    backend: BackendOpt = "auto",
+    gpu_memory: GpuMemoryOpt = None,
+    host_memory: HostMemoryOpt = None,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """Record what the blocks of a model take and give.
+
+    Streams, queries, keys, compressed entries, chosen entries and experts, outputs and logits, of the prompt and of the
+    tokens decoded behind it, as safetensors: a file for each layer, row by row as steps come.
+    """
+    options = ModelOptions(
+        model=model, draft="off", prefill_chunk=chunk, device=device, dtype=dtype, exact=exact, backend=backend,
+        gpu_memory=gpu_memory, host_memory=host_memory,
+    )  # fmt: skip
+    job = open_job(Output(context.obj, as_json, quiet), options)
+    given, parts = TextOptions(prompt, ids, prompts, steps), parts_of(layers, what)
+    _record(job, read_texts(job, given) if like is None else _texts_of(like), folder, parts, tp, noise=not no_noise)
+
+
+def _texts_of(like: Path) -> "list[Text]":
+    from dsv4cli.engine.tracing.manifest import read_manifest
+
+    return list(read_manifest(like).texts)
+
+
+def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], tp: int | None, *, noise: bool) -> None:
+    from dsv4cli.engine.tracing.passes import Pass, Plan
+    from dsv4cli.engine.tracing.record import keep_noise, manifest_of, with_twin
+
+    manifest = manifest_of(job.source, job.numerics, texts, **parts)
+    plan = with_twin(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
+    with in_ranks(job, tp, plan) as own, loaded(own, texts) as transformer:
+        manifest = record_plan(own, walk_of(own, transformer), plan)
+    recording, *twin = finished(job, plan, manifest, tp)
+    for one in twin:
+        keep_noise(recording, one, fed=False)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    tokens, stages = manifest.rows("token", 0), sum(len(recording.stages(layer)) for layer in recording.layers())
+    job.out.line(f"{folder}: {counted(tokens, 'token')}, {counted(stages, 'stage')}, {size_text(size)}")
+    job.out.document(
+        {"schema": "dsv4.trace.record/1", "folder": str(folder), "model": job.source.name, "tokens": tokens}
+        | {"texts": [{"ids": list(text.ids), "prompt": text.prompt} for text in manifest.texts]}
+        | {"stages": stages, "bytes": size, "noise": noise}
+    )

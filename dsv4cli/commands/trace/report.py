@@ -1,0 +1,75 @@
+"""What `dsv4 trace` shows to people: a line for each layer, then the first stage that rounding does not explain."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from dsv4cli.output import Output, counted
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.tracing.judge import StageVerdict
+    from dsv4cli.engine.tracing.report import TraceComparison
+
+HEADER = ("stage", "cosine", "relative L2", "noise", "times what is explained")
+
+
+def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) -> None:
+    """The table, the first stage beyond rounding, where its largest difference is, and in which layers it parts."""
+    shown = comparison.verdicts if every else _worst(comparison.verdicts)
+    out.table([HEADER, *map(_row, shown)], numbers=True)
+    out.line()
+    first, manifest = comparison.first, comparison.one.manifest
+    if first is None:
+        tokens = counted(sum(len(text.ids) for text in manifest.texts), "token")
+        stages = counted(len(comparison.verdicts), "stage")
+        out.line(f"rounding explains every difference: {stages}, {tokens}", strong=True)
+        return
+    out.line(f"{first.place}: {_times(first)}", strong=True)
+    found = first.difference
+    if found.largest is not None:
+        where = f"token {found.largest.position}" + (f" of text {found.largest.text}" if found.largest.text else "")
+        index = ", ".join(map(str, found.largest.index))
+        out.line(f"its largest difference is {found.largest.difference:.3g}, at {where}, index {index}")
+    layers = [verdict.difference.layer for verdict in comparison.beyond if verdict.difference.stage == found.stage]
+    if len(layers) > 1:
+        out.line(f"the same stage parts in layers {_listed(layers, manifest.ratios)}")
+
+
+def _worst(verdicts: "Sequence[StageVerdict]") -> "list[StageVerdict]":
+    """Of each layer the first stage beyond rounding, or the last of those that are the nearest to it."""
+    worst = []
+    for _, layer in groupby(verdicts, key=lambda verdict: verdict.difference.layer):
+        own = list(layer)
+        worst.append(next((one for one in own if one.beyond), max(reversed(own), key=lambda one: one.excess)))
+    return worst
+
+
+def _row(verdict: "StageVerdict") -> tuple[str, ...]:
+    found = verdict.difference
+    return (
+        verdict.place,
+        f"{found.cosine:.8f}",
+        f"{found.relative:.2e}",
+        f"{verdict.noise:.2e}",
+        _share(verdict.excess),
+    )
+
+
+def _share(excess: float) -> str:
+    if not isfinite(excess):
+        return "beyond"
+    return f"{excess:.2f}" if excess < 10 else f"{excess:,.0f}"
+
+
+def _times(first: "StageVerdict") -> str:
+    if isfinite(first.excess):
+        return f"{first.excess:,.1f} times as far apart as rounding explains"
+    return "rounding explains no such difference"
+
+
+def _listed(layers: Sequence[int], ratios: Sequence[int]) -> str:
+    """Layers, and their ratio where they have one in common: it tells which kind of layer is wrong."""
+    common = {ratios[layer] for layer in layers if layer < len(ratios)}
+    kind = f", of ratio {min(common)}" if len(common) == 1 else ""
+    return ", ".join(map(str, layers)) + kind

@@ -1,0 +1,77 @@
+"""A model that `dsv4 trace` sends texts through: its options, its ranks, its recordings."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsv4cli.commands.job import Job
+from dsv4cli.commands.ranks import leading_ranks, left_by
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.model.transformer import Transformer
+    from dsv4cli.engine.settings import Drafting
+    from dsv4cli.engine.tracing.manifest import Text, TraceManifest
+    from dsv4cli.engine.tracing.passes import Plan
+    from dsv4cli.engine.tracing.recording import RecordedFolder
+    from dsv4cli.engine.tracing.walk import Walk
+
+LayersOpt = Annotated[str | None, typer.Option(metavar="A-B", help="Only these layers, as in 0-3.")]
+WhatOpt = Annotated[
+    str | None,
+    typer.Option(metavar="GROUPS", help="Only these stages, some of block,attn,index,router,ffn,logits."),
+]
+
+
+def parts_of(layers: str | None, what: str | None) -> dict[str, Any]:
+    """What --layers and --what choose, as `manifest_of` takes it. Raises UsageError."""
+    from dsv4cli.engine.conversion.selection import parse_layers
+    from dsv4cli.engine.tracing.stages import parse_groups
+
+    return {"layers": None if layers is None else parse_layers(layers), "what": parse_groups(what)}
+
+
+@contextmanager
+def in_ranks(job: Job, size: int | None, plan: "Plan") -> Iterator[Job]:
+    """The job, led as rank 0 of `size` that all record the plan's passes."""
+    if size is None or size == 1:
+        yield job
+        return
+    from dsv4cli.engine.system.ending import ends_soon
+
+    remedy = "see whether memory ran out"
+    with ends_soon(left_by(job.out)), leading_ranks(replace(job, plan=plan), size, remedy) as led:
+        yield led
+
+
+@contextmanager
+def loaded(job: Job, texts: "Sequence[Text]") -> "Iterator[Transformer]":
+    """The job's model, on its device, with its backend."""
+    with job.model([text.prompt for text in texts]) as model:
+        yield model
+
+
+def walk_of(job: Job, model: "Transformer", drafting: "Drafting | None" = None) -> "Walk":
+    """How texts go through the job's model; drafting: if None, as many as the job has in every step."""
+    from dsv4cli.engine.tracing.walk import Walk
+
+    drafts = replace(job.drafting, always=True) if drafting is None else drafting
+    return Walk(model, job.device, job.limits.prefill_chunk, drafts, job.followers)
+
+
+def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "TraceManifest":
+    """Makes the recordings of a plan, with progress on a terminal."""
+    from dsv4cli.engine.tracing.record import walked
+
+    with job.out.counting("recording") as show:
+        return walked(walk, plan, lambda done, total: show(done, total, ""))
+
+
+def finished(job: Job, plan: "Plan", manifest: "TraceManifest", ranks: int | None) -> "list[RecordedFolder]":
+    """The recordings of a plan, once every rank has written its part."""
+    from dsv4cli.engine.profiling.machine import describe_machine
+
+    how = {"backend": job.kernels, "chunk": job.limits.prefill_chunk, "drafts": job.drafting.most}
+    return plan.finish(replace(manifest, ranks=ranks or 1, how=how | describe_machine(job.device)))

@@ -1,0 +1,214 @@
+"""The two sides of `dsv4 trace bisect`: what is different, how each is computed and recorded."""
+
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dsv4cli.commands.job import Job, open_job
+from dsv4cli.commands.trace.side import finished, in_ranks, loaded, record_plan, walk_of
+from dsv4cli.commands.trace.texts import FIRST, TextOptions, read_texts
+from dsv4cli.errors import UsageError
+from dsv4cli.options import ModelOptions
+from dsv4cli.output import Output
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.model.transformer import Transformer
+    from dsv4cli.engine.tracing.judge import Noise
+    from dsv4cli.engine.tracing.manifest import Text, TraceManifest
+    from dsv4cli.engine.tracing.recording import Recording
+    from dsv4cli.engine.tracing.report import TraceComparison
+    from dsv4cli.engine.tracing.walk import Company
+
+# how many drafts a step verifies with --drafts
+DRAFTS = "3"
+# tokens of the prompts beside which --slots puts a text: shorter and longer ones, one that joins no group
+BESIDE, LATER = (7, 45, 333), 24
+
+
+@dataclass(frozen=True)
+class SideOptions:
+    """What the options say is different on the other side."""
+
+    against: str | None = None
+    backend: Literal["triton", "torch"] | None = None
+    numerics: Literal["plain"] | None = None
+    device: str | None = None
+    tp: int | None = None
+    chunk: int | None = None
+    drafts: bool = False
+
+    @property
+    def words(self) -> str:
+        """As options."""
+        given = {
+            "--backend": self.backend, "--numerics": self.numerics, "--device": self.device, "--tp": self.tp,
+            "--chunk": self.chunk,
+        }  # fmt: skip
+        words = [f"{name} {value}" for name, value in given.items() if value is not None]
+        return " ".join([*words, "--drafts"] if self.drafts else words)
+
+    @property
+    def same_model(self) -> bool:
+        """Whether one loaded model serves both sides."""
+        return not any((self.against, self.numerics, self.device, self.tp))
+
+    def of(self, options: ModelOptions) -> ModelOptions:
+        """The options of the other side."""
+        return replace(
+            options,
+            model=self.against or options.model,
+            backend=self.backend or options.backend,
+            dtype="float32" if self.numerics else options.dtype,
+            device=self.device or options.device,
+            prefill_chunk=self.chunk or options.prefill_chunk,
+            draft=DRAFTS if self.drafts else options.draft,
+        )
+
+
+@contextmanager
+def kept(folder: Path | None) -> Iterator[Path]:
+    """Where recordings go: a folder that is named, or one that goes too."""
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="dsv4-trace-") as temporary:
+        yield Path(temporary)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides. parts: what `parts_of` gives. folder: of the recordings."""
+
+    out: Output
+    model: str
+    change: SideOptions
+    given: TextOptions
+    parts: dict[str, Any]
+    folder: Path
+
+    @property
+    def options(self) -> ModelOptions:
+        """Of the first side."""
+        return ModelOptions(model=self.model, draft="off")
+
+    def compared(self) -> "TraceComparison":
+        """The first side beside the other. Raises Dsv4Error."""
+        from dsv4cli.engine.tracing.opened import is_recording
+
+        if self.change.against is not None and is_recording(Path(self.change.against)):
+            return self._beside_recording(Path(self.change.against))
+        first, second = open_job(self.out, self.options), open_job(self.out, self.change.of(self.options))
+        manifest, other = self._manifest(first, read_texts(first, self.given)), self._manifest(second, [])
+        _check_alike(manifest, other)
+        if self.change.same_model:
+            with loaded(second, manifest.texts) as model:
+                return self._beside(self._first(first, model, manifest, other), second, model)
+        with loaded(first, manifest.texts) as model:
+            one = self._first(first, model, manifest, other)
+        del model
+        from dsv4cli.engine.system.device import free_unused
+
+        free_unused()
+        return self._beside(one, second)
+
+    def slots(self) -> "list[TraceComparison]":
+        """The same text in a slot that another has used, and beside others."""
+        from dsv4cli.engine.tracing.manifest import Text
+        from dsv4cli.engine.tracing.walk import Company
+
+        job = open_job(self.out, self.options)
+        manifest, vocabulary = self._manifest(job, read_texts(job, self.given)), job.source.identity.config.vocab_size
+        draw = random.Random(1)
+        others = [
+            Text(tuple(draw.randrange(FIRST, vocabulary) for _ in range(count + LATER)), count) for count in BESIDE
+        ]
+        with loaded(job, manifest.texts) as model:
+            one = self._first(job, model, manifest, manifest)
+            after = self._beside(one, job, model, "in a used slot", Company(before=others[-1:]))
+            return [after, self._beside(one, job, model, "beside others", Company(beside=others))]
+
+    def _manifest(self, job: Job, texts: "list[Text]") -> "TraceManifest":
+        from dsv4cli.engine.tracing.record import manifest_of
+
+        manifest = manifest_of(job.source, job.numerics, texts, **self.parts)
+        return replace(manifest, what=tuple({"block": None} | dict.fromkeys(manifest.what)))  # what the other is fed
+
+    def _first(
+        self, job: Job, model: "Transformer", manifest: "TraceManifest", other: "TraceManifest"
+    ) -> "tuple[Recording, Noise]":
+        """The first side and what rounding makes of it; other: of the side that it is compared with."""
+        from dsv4cli.engine.runtime.backend import use
+        from dsv4cli.engine.settings import NO_DRAFTS
+        from dsv4cli.engine.tracing.feed import rounding_between
+        from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
+
+        plan = with_fed_twin(self.folder / "one", manifest, None, rounding_between(manifest, other))
+        with use(job.kernels):
+            manifest = record_plan(job, walk_of(job, model, NO_DRAFTS), plan)
+        recording, twin = finished(job, plan, manifest, None)
+        noise = keep_noise(recording, twin, fed=True)
+        recording.name = job.source.name
+        return recording, noise
+
+    def _beside(
+        self,
+        first: "tuple[Recording, Noise]",
+        job: Job,
+        model: "Transformer | None" = None,
+        words: str | None = None,
+        company: "Company | None" = None,
+    ) -> "TraceComparison":
+        """The other side, fed with the first one's streams; model: where it is loaded."""
+        from dsv4cli.engine.runtime.backend import use
+        from dsv4cli.engine.tracing.passes import Pass, Plan
+        from dsv4cli.engine.tracing.report import compared
+
+        one, noise = first
+        name = f"other-{words}".replace(" ", "-") if words else "other"
+        manifest = self._manifest(job, list(one.manifest.texts))
+        plan = Plan(manifest, (Pass(self.folder / name, self.folder / "one"),))
+        if model is None:
+            with in_ranks(job, self.change.tp, plan) as own, loaded(own, manifest.texts) as there:
+                record_plan(own, walk_of(own, there), plan)
+        else:
+            walk = walk_of(job, model)
+            with use(job.kernels):
+                record_plan(job, walk if company is None else replace(walk, company=company), plan)
+        [other] = finished(job, plan, manifest, self.change.tp)
+        other.name = f"{job.source.name} {words or self.change.words}".strip()
+        return compared(one, other, noise, fed=True)
+
+    def _beside_recording(self, folder: Path) -> "TraceComparison":
+        """The model, fed with a recording's streams, beside that."""
+        from dsv4cli.engine.tracing.feed import rounding_between
+        from dsv4cli.engine.tracing.opened import open_recording
+        from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
+        from dsv4cli.engine.tracing.report import compared
+
+        change = replace(self.change, against=None)
+        job = open_job(self.out, change.of(self.options))
+        one = open_recording(folder, self._manifest(job, read_texts(job, self.given)))
+        manifest = self._manifest(job, list(one.manifest.texts))
+        _check_alike(one.manifest, manifest)
+        plan = with_fed_twin(self.folder / "other", manifest, folder, rounding_between(one.manifest, manifest))
+        with in_ranks(job, change.tp, plan) as own, loaded(own, manifest.texts) as model:
+            record_plan(own, walk_of(own, model), plan)
+        other, twin = finished(job, plan, manifest, change.tp)
+        noise = keep_noise(other, twin, fed=True)
+        other.name = f"{job.source.name} {change.words}".strip()
+        return compared(one, other, noise, fed=True)
+
+
+def _check_alike(one: "TraceManifest", other: "TraceManifest") -> None:
+    """Raises UsageError for models of other shapes."""
+    shapes = [(side.layers_of_model, side.hidden, side.streams, side.ratios) for side in (one, other)]
+    if shapes[0] != shapes[1]:
+        raise UsageError(
+            f"{one.model} and {other.model} are models of other shapes: {shapes[0][0]} layers of {one.hidden} and "
+            f"{shapes[1][0]} of {other.hidden}",
+            "compare two of the same: dsv4 inspect MODEL shows them",
+        )

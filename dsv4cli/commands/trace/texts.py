@@ -1,0 +1,84 @@
+"""Which tokens `dsv4 trace` sends through a model."""
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from dsv4cli.commands.job import Job, report_lookalikes
+from dsv4cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.tracing.manifest import Text
+
+# tokens of the text that is taken when none is given: more than two windows, and groups of every ratio
+TOKENS, FIRST = 300, 3
+
+PromptOpt = Annotated[str | None, typer.Option(help="A user message; if nothing is given, 300 tokens at random.")]
+IdsOpt = Annotated[str | None, typer.Option(metavar="N,N", help="The exact token ids of a prompt.")]
+PromptsOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help='Several texts: lines {"prompt": …}, {"messages": […]}, {"text": …} or {"ids": […]}.',
+    ),
+]
+StepsOpt = Annotated[int, typer.Option(min=0, help="How many tokens to decode behind each prompt, one a step.")]
+
+
+class TextOptions(NamedTuple):
+    """What the options say of the texts."""
+
+    prompt: str | None
+    ids: str | None
+    prompts: Path | None
+    steps: int
+
+
+def read_texts(job: Job, given: TextOptions) -> "list[Text]":
+    """The texts, those tokens still unknown that are to be drawn. Raises UsageError."""
+    from dsv4cli.engine.text.inputs import from_prompt
+    from dsv4cli.engine.tracing.manifest import Text
+
+    named = {"--prompt": given.prompt, "--ids": given.ids, "--prompts": given.prompts}
+    names = [name for name, value in named.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
+    if given.prompt is not None:
+        prompts = [_prompt(job, from_prompt(given.prompt, None))]
+    elif given.ids is not None:
+        prompts = [_ids(given.ids)]
+    elif given.prompts is not None:
+        prompts = _lines(job, given.prompts)
+    else:
+        vocabulary = job.source.identity.config.vocab_size
+        prompts = [[random.Random(0).randrange(FIRST, vocabulary) for _ in range(TOKENS)]]
+    return [Text((*ids, *([-1] * given.steps)), len(ids)) for ids in prompts]
+
+
+def _prompt(job: Job, messages: list[Any]) -> list[int]:
+    prompt = job.dialogue.prompt(messages)
+    report_lookalikes(job.out, prompt.lookalikes)
+    return prompt.ids
+
+
+def _ids(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise UsageError(f"--ids {text!r} is no list of token ids", "give whole numbers with commas, as in 5,6,7")
+    return [int(word) for word in words]
+
+
+def _lines(job: Job, path: Path) -> list[list[int]]:
+    from dsv4cli.engine.text.inputs import asked_in, read_lines, refuse, scored_in
+
+    def convert(value: dict[str, Any]) -> list[int]:
+        if "prompt" in value or "messages" in value:
+            return _prompt(job, asked_in(value, None))
+        item = scored_in(value)
+        return item.ids or job.dialogue.tokenizer.encode(item.text or "")
+
+    items, bad = read_lines(path, convert)
+    refuse(path, bad)
+    return [ids for _, ids in items]

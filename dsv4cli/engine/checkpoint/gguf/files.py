@@ -1,0 +1,104 @@
+"""The files of one GGUF model: one, or several that count themselves; no torch."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4cli.engine.checkpoint.gguf.header import GgufHeader, Metadata, read_gguf
+from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
+from dsv4cli.engine.checkpoint.remedies import download_again
+from dsv4cli.engine.system.regular_files import Stamp, is_there, stamp
+from dsv4cli.errors import CheckpointError
+from dsv4cli.harmless import shell_word
+
+SUFFIX = ".gguf"
+# as llama.cpp's gguf-split names them
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """What the files of a model say: the metadata of the first, the tensors of all."""
+
+    metadata: Metadata
+    checkpoint: Checkpoint
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, or a folder that holds such and no safetensors."""
+    if path.suffix == SUFFIX and is_there(path):
+        return True
+    if not path.is_dir():
+        return False
+    return bool(_names(path)) and not any(path.glob("*.safetensors"))
+
+
+def read_model(path: Path) -> GgufModel:
+    """The headers of the model that a file or a folder holds; no tensor is read.
+
+    Raises CheckpointError for what `read_gguf` refuses, a folder with several models, a file that is not there, and
+    files that do not belong together.
+    """
+    files = _files(path)
+    stamps = {file: stamp(os.stat(file)) for file in files}
+    headers = [read_gguf(file) for file in files]
+    for number, (file, header) in enumerate(zip(files, headers, strict=True)):
+        if len(files) > 1 and header.metadata.get("split.no") != number:
+            raise CheckpointError(
+                f"{file} says that it is part {_part_number(header)}, its name says {number + 1}",
+                download_again(file.parent, file.name),
+            )
+    return GgufModel(headers[0].metadata, _checkpoint(path, headers, stamps))
+
+
+def scan_gguf(folder: Path, files: Iterable[Path]) -> Checkpoint:
+    """The tensors of some files of a model. Raises what `read_gguf` raises."""
+    stamps = {file: stamp(os.stat(file)) for file in files}
+    return _checkpoint(folder, [read_gguf(file) for file in stamps], stamps)
+
+
+def _checkpoint(folder: Path, headers: Iterable[GgufHeader], stamps: Mapping[Path, Stamp]) -> Checkpoint:
+    tensors: dict[str, TensorInfo] = {}
+    for info in (info for header in headers for info in header.tensors):
+        if info.name in tensors:
+            raise CheckpointError(f"{info.file}: {info.name} is in {tensors[info.name].file.name} too")
+        tensors[info.name] = info
+    return Checkpoint(folder, tensors, tuple(stamps), {}, {}, (), stamps)
+
+
+def _part_number(header: GgufHeader) -> str:
+    number = header.metadata.get("split.no")
+    return str(number + 1) if isinstance(number, int) else "none"
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*" + SUFFIX))
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    """All files of the model, in their order."""
+    first = path if not path.is_dir() else path / _only_model(path)
+    match = PART.fullmatch(first.name)
+    if match is None:
+        return (first,)
+    count = int(match["count"])
+    files = tuple(first.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    missing = [file for file in files if not is_there(file)]
+    if missing:
+        raise CheckpointError(
+            f"{missing[0]} is missing, but {first.name} counts {count} files",
+            download_again(missing[0].parent, missing[0].name),
+        )
+    return files
+
+
+def _only_model(folder: Path) -> str:
+    """A file of the one model of a folder."""
+    models = {(match["stem"] if (match := PART.fullmatch(name)) else name): name for name in _names(folder)}
+    if len(models) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(models)} GGUF models", f"name one file: {shell_word(folder / min(models.values()))}"
+        )
+    return next(iter(models.values()))

@@ -1,0 +1,209 @@
+"""The header of a GGUF file, read and written: metadata by key, tensors by name; no torch.
+
+Format: "GGUF", version, numbers of tensors and of keys, each key with its value, each tensor with its dimensions (the
+fastest first), type and offset, padding; then the tensors' bytes, each at a multiple of `general.alignment`. Versions 2
+and 3, little-endian. Source: ggml's docs/gguf.md.
+"""
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dsv4cli.engine.checkpoint.gguf.types import NAMES, TYPES, row_bytes
+from dsv4cli.engine.checkpoint.headers import TensorInfo
+from dsv4cli.engine.checkpoint.remedies import download_again
+from dsv4cli.engine.system.regular_files import open_file
+from dsv4cli.errors import CheckpointError
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT = 32
+# numbers of the value types, and how struct reads those of one size
+STRING, ARRAY = 8, 9
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+# a number is written as u32, but for these keys of a model in several files (llama.cpp, gguf-split)
+UINT16, UINT32, INT32, FLOAT32, BOOL = 2, 4, 5, 6, 7
+SPLIT_TYPES = {"split.no": UINT16, "split.count": UINT16, "split.tensors.count": INT32}
+# ggml has no more dimensions; no header of a real model has more keys or longer names
+MAX_DIMENSIONS, MAX_KEYS, MAX_NAME = 4, 1 << 16, 1 << 12
+Metadata = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a file says of itself. metadata: numbers, strings, booleans and lists of them. tensors: by their bytes'
+    order, with the dimensions in the order of the other formats, the fastest last."""
+
+    metadata: Metadata
+    tensors: tuple[TensorInfo, ...]
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """The header of one file. Raises CheckpointError for a file that is none, damaged or cut off, naming it."""
+    try:
+        with open(open_file(path), "rb") as file:
+            return _HeaderReader(path, file).header()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}", "check the file and its permissions"
+        ) from None
+    except (struct.error, UnicodeDecodeError):
+        raise _damaged(path, "is truncated or has a corrupt header") from None
+
+
+class _HeaderReader:
+    """Reads one file from its beginning."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        self.size = os.fstat(file.fileno()).st_size
+
+    def header(self) -> GgufHeader:
+        start = self.file.read(len(MAGIC))
+        if start != MAGIC:
+            raise _damaged(self.path, f"is not a GGUF file: it begins with {start!r}")
+        version = self._scalar("<I")
+        if version not in VERSIONS:
+            big = version in {known << 24 for known in VERSIONS}
+            what = "is big-endian" if big else f"is of GGUF version {version}"
+            raise CheckpointError(f"{self.path} {what}, and 2 and 3, little-endian, are known", "convert it again")
+        tensors, keys = self._scalar("<Q"), self._scalar("<Q")
+        if keys > MAX_KEYS:
+            raise _damaged(self.path, f"has a corrupt header: {keys} keys")
+        metadata: Metadata = {}
+        for _ in range(keys):
+            key = self._string(MAX_NAME)
+            if key in metadata:
+                raise _damaged(self.path, f"has a corrupt header: the key {key!r} is there twice")
+            metadata[key] = self._value(self._scalar("<I"))
+        entries = [self._entry() for _ in range(self._count(tensors, 24))]
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise _damaged(self.path, f"has a corrupt header: general.alignment is {alignment!r}")
+        data = _aligned(self.file.tell(), alignment)
+        return GgufHeader(metadata, tuple(self._placed(entries, data)))
+
+    def _scalar(self, code: str) -> Any:
+        return struct.unpack(code, self.file.read(struct.calcsize(code)))[0]
+
+    def _count(self, count: int, least: int) -> int:
+        """A number of entries of at least so many bytes each, which must fit into the file."""
+        if count * least > self.size - self.file.tell():
+            raise _damaged(
+                self.path, f"is truncated or corrupt: {count * least} bytes of its header do not fit into it"
+            )
+        return count
+
+    def _string(self, longest: int | None = None) -> str:
+        length = self._count(self._scalar("<Q"), 1)
+        if longest is not None and length > longest:
+            raise _damaged(self.path, f"has a corrupt header: a name of {length} bytes")
+        return self.file.read(length).decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            if kind not in SCALARS:
+                raise _damaged(self.path, f"has a corrupt header: a value of type {kind}")
+            return self._scalar(SCALARS[kind])
+        inner, count = self._scalar("<I"), self._scalar("<Q")
+        if inner == STRING:
+            return [self._string() for _ in range(self._count(count, 8))]
+        if inner not in SCALARS:
+            raise _damaged(self.path, f"has a corrupt header: a list of type {inner}")
+        code = SCALARS[inner]
+        raw = self.file.read(self._count(count, struct.calcsize(code)) * struct.calcsize(code))
+        return [value for (value,) in struct.iter_unpack(code, raw)]
+
+    def _entry(self) -> tuple[str, tuple[int, ...], str, int]:
+        """Name, dimensions, type and offset of a tensor."""
+        name, dimensions = self._string(MAX_NAME), self._scalar("<I")
+        if dimensions > MAX_DIMENSIONS:
+            raise _damaged(self.path, f"has a corrupt header: {name} has {dimensions} dimensions")
+        shape = tuple(reversed([self._scalar("<Q") for _ in range(dimensions)]))
+        number, offset = self._scalar("<I"), self._scalar("<Q")
+        if number not in NAMES:
+            raise CheckpointError(f"{self.path}: {name} is of tensor type {number}, which is not known")
+        if shape[-1:] and shape[-1] % TYPES[NAMES[number]].values:
+            raise _damaged(self.path, f"has a corrupt header: {name} {list(shape)} is no whole {NAMES[number]} blocks")
+        return name, shape, NAMES[number], offset
+
+    def _placed(self, entries: list[tuple[str, tuple[int, ...], str, int]], data: int) -> list[TensorInfo]:
+        infos: dict[str, TensorInfo] = {}
+        end = data
+        for name, shape, kind, offset in sorted(entries, key=lambda entry: entry[3]):
+            begin = data + offset
+            if name in infos or begin < end:
+                problem = "is there twice" if name in infos else "overlaps the tensor before it"
+                raise _damaged(self.path, f"has a corrupt header: {name} {problem}")
+            end = begin + tensor_bytes(kind, shape)
+            infos[name] = TensorInfo(name, kind, shape, self.path, begin, end)
+        if infos and end > self.size:
+            raise _damaged(self.path, f"is truncated: {self.size} bytes of {end}")
+        return list(infos.values())
+
+
+def tensor_bytes(kind: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of this type and shape, the fastest dimension last."""
+    return prod(shape[:-1]) * row_bytes(kind, shape[-1] if shape else 1)
+
+
+def gguf_header(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """The header of a file, padded to where the tensors' bytes begin. tensors: type and shape by name, in the order of
+    their bytes, each of which `tensor_places` puts at a multiple of ALIGNMENT."""
+    parts = [MAGIC, struct.pack("<IQQ", max(VERSIONS), len(tensors), len(metadata))]
+    parts += [_packed_string(key) + _packed_value(key, value) for key, value in metadata.items()]
+    for (name, (kind, shape)), (begin, _) in zip(tensors.items(), tensor_places(tensors), strict=True):
+        dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        parts.append(_packed_string(name) + dimensions + struct.pack("<IQ", TYPES[kind].number, begin))
+    text = b"".join(parts)
+    return text + bytes(_aligned(len(text), ALIGNMENT) - len(text))
+
+
+def tensor_places(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[int, int]]:
+    """Begin and end of each tensor's bytes behind the header."""
+    places, position = [], 0
+    for kind, shape in tensors.values():
+        begin = _aligned(position, ALIGNMENT)
+        position = begin + tensor_bytes(kind, shape)
+        places.append((begin, position))
+    return places
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+def _packed_string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _packed_value(key: str, value: Any) -> bytes:
+    kind = SPLIT_TYPES.get(key) or _kind(value)
+    if kind != ARRAY:
+        return struct.pack("<I", kind) + _packed(kind, value)
+    # lists of numbers are signed, as llama.cpp's converter writes them
+    inner = {UINT32: INT32}.get(_kind(value[0]), _kind(value[0])) if value else STRING
+    items = b"".join(_packed(inner, item) for item in value)
+    return struct.pack("<IIQ", ARRAY, inner, len(value)) + items
+
+
+def _packed(kind: int, value: Any) -> bytes:
+    return _packed_string(value) if kind == STRING else struct.pack(SCALARS[kind], value)
+
+
+def _kind(value: Any) -> int:
+    for known, kind in ((bool, BOOL), (int, UINT32), (float, FLOAT32), (str, STRING)):
+        if isinstance(value, known):
+            return kind
+    assert isinstance(value, list), value
+    return ARRAY
+
+
+def _damaged(path: Path, sentence: str) -> CheckpointError:
+    return CheckpointError(f"{path} {sentence}", download_again(path.parent, path.name))

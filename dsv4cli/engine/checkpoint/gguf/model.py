@@ -1,0 +1,102 @@
+"""A GGUF model as the table of the official checkpoints has it: FP4 experts, the rest in fp32 or bf16; no numpy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsv4cli.engine.checkpoint.gguf.files import read_model
+from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
+from dsv4cli.engine.checkpoint.gguf.types import READABLE, TYPES
+from dsv4cli.engine.checkpoint.headers import TensorInfo
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.config.gguf import parse_gguf
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.errors import UnsupportedCheckpoint
+
+# how a tensor of a type is seen: FP4 where its blocks are MXFP4, else as values
+VIEWS = {"MXFP4": Formats("f32", "fp4", "bf16"), "BF16": Formats("bf16", "bf16", "bf16")}
+VALUES = Formats("f32", "f32", "f32")
+
+
+@dataclass(frozen=True)
+class GgufIdentity(FolderIdentity):
+    """What GGUF files hold. metadata: of the first of them."""
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The table of the model, by official names: FP4 of an expert in MXFP4, bf16 of BF16, fp32 of the others."""
+        tables = {kind: matrices(expected_tensors(self.config, view).values()) for kind, view in VIEWS.items()}
+        found: dict[str, TensorSpec] = {}
+        for name, roles in matrices(expected_tensors(self.config, VALUES).values()).items():
+            weight = roles["weight"]
+            kind = self.stored_type(weight)
+            seen = tables.get(kind if weight.expert is not None or kind != "MXFP4" else "", {}).get(name, roles)
+            found |= {spec.name: spec for spec in seen.values()}
+        return found
+
+    def stored_type(self, weight: TensorSpec) -> str:
+        """The tensor type of a matrix or plain tensor; '' where it is not there."""
+        info = self.checkpoint.tensors.get(gguf_name(weight))
+        return info.dtype if info else ""
+
+    @property
+    def layout(self) -> str:
+        """GGUF."""
+        return "gguf"
+
+    @property
+    def stored_naming(self) -> GgufNaming:
+        """Where the tensors of the table are."""
+        assert isinstance(self.naming, GgufNaming)
+        return self.naming
+
+    def check_readable(self) -> None:
+        """Raises UnsupportedCheckpoint for a tensor whose values cannot be read, by its name and type."""
+        other = [info for info in self.checkpoint.tensors.values() if not _is_readable(info)]
+        if other:
+            more = f" (and {len(other) - 1:,} more)" if len(other) > 1 else ""
+            raise UnsupportedCheckpoint(
+                f"{self.checkpoint.folder}: {other[0].name} is {other[0].dtype}{more}, and only {', '.join(READABLE)} "
+                "can be read",
+                "such a type has lost the values of the release: start from that, `dsv4 download flash`",
+            )
+
+
+def _is_readable(info: TensorInfo) -> bool:
+    # blocks of a vector would leave no row to read by
+    return info.dtype in READABLE and (len(info.shape) > 1 or TYPES[info.dtype].values == 1)
+
+
+def recognise_gguf(path: Path) -> GgufIdentity:
+    """What a GGUF file or a folder of such holds, in whichever tensor types.
+
+    Raises CheckpointError and UnsupportedCheckpoint, naming the file, for one that is damaged, of another architecture,
+    or holds a drafter.
+    """
+    model = read_model(path)
+    config = parse_gguf(model.metadata, str(model.checkpoint.files[0]))
+    tensors = model.checkpoint.tensors
+    drafter = next((name for name in tensors if ".nextn." in name or name.startswith("mtp.")), None)
+    if drafter:
+        raise UnsupportedCheckpoint(
+            f"{path} holds a drafter ({drafter}), which is not read from GGUF", "name a file without one"
+        )
+    naming = GgufNaming(config.n_routed_experts, {name: info.dtype for name, info in tensors.items()})
+    identity = describe(config, _formats(tensors))
+    return GgufIdentity(identity.size, config, identity.formats, model.checkpoint, naming, metadata=model.metadata)
+
+
+def _formats(tensors: Mapping[str, TensorInfo]) -> Formats:
+    """How most matrices are seen, by the first of each kind."""
+
+    def of(name: str) -> Formats:
+        info = tensors.get(name)
+        return VIEWS.get(info.dtype if info else "", VALUES)
+
+    dense = of("token_embd.weight").dense
+    return Formats(of("blk.0.attn_q_a.weight").linear, of("blk.0.ffn_gate_exps.weight").experts, dense)

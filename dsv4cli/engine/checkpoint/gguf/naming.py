@@ -1,0 +1,114 @@
+"""Where GGUF stores the tensors of the table: llama.cpp's names and tensor types, experts stacked; no torch.
+
+Source: llama.cpp, src/llama-arch.cpp and src/models/deepseek4.cpp. The drafter is no part of such a file: llama.cpp has
+it in one of its own, whose names differ from those of ds4.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from dsv4cli.engine.checkpoint.gguf.types import TYPES, row_bytes
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.naming import Location
+
+TOP = {
+    "embed.weight": "token_embd.weight",
+    "head.weight": "output.weight",
+    "norm.weight": "output_norm.weight",
+    "hc_head_fn": "output_hc_fn.weight",
+    "hc_head_base": "output_hc_base.weight",
+    "hc_head_scale": "output_hc_scale.weight",
+}
+# of a layer, behind `layers.N.` and `blk.N.`
+LAYER = {
+    "hc_attn_fn": "hc_attn_fn.weight",
+    "hc_attn_base": "hc_attn_base.weight",
+    "hc_attn_scale": "hc_attn_scale.weight",
+    "hc_ffn_fn": "hc_ffn_fn.weight",
+    "hc_ffn_base": "hc_ffn_base.weight",
+    "hc_ffn_scale": "hc_ffn_scale.weight",
+    "attn_norm.weight": "attn_norm.weight",
+    "ffn_norm.weight": "ffn_norm.weight",
+    "attn.attn_sink": "attn_sinks.weight",
+    "attn.wq_a": "attn_q_a.weight",
+    "attn.q_norm.weight": "attn_q_a_norm.weight",
+    "attn.wq_b": "attn_q_b.weight",
+    "attn.wkv": "attn_kv.weight",
+    "attn.kv_norm.weight": "attn_kv_a_norm.weight",
+    "attn.wo_a": "attn_output_a.weight",
+    "attn.wo_b": "attn_output_b.weight",
+    "attn.compressor.ape": "attn_compressor_ape.weight",
+    "attn.compressor.wkv.weight": "attn_compressor_kv.weight",
+    "attn.compressor.wgate.weight": "attn_compressor_gate.weight",
+    "attn.compressor.norm.weight": "attn_compressor_norm.weight",
+    "attn.indexer.wq_b": "indexer.attn_q_b.weight",
+    "attn.indexer.weights_proj.weight": "indexer.proj.weight",
+    "attn.indexer.compressor.ape": "indexer_compressor_ape.weight",
+    "attn.indexer.compressor.wkv.weight": "indexer_compressor_kv.weight",
+    "attn.indexer.compressor.wgate.weight": "indexer_compressor_gate.weight",
+    "attn.indexer.compressor.norm.weight": "indexer_compressor_norm.weight",
+    "ffn.gate.weight": "ffn_gate_inp.weight",
+    "ffn.gate.bias": "exp_probs_b.bias",
+    "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
+    "ffn.shared_experts.w1": "ffn_gate_shexp.weight",
+    "ffn.shared_experts.w2": "ffn_down_shexp.weight",
+    "ffn.shared_experts.w3": "ffn_up_shexp.weight",
+    "ffn.experts.w1": "ffn_gate_exps.weight",
+    "ffn.experts.w2": "ffn_down_exps.weight",
+    "ffn.experts.w3": "ffn_up_exps.weight",
+}
+EXPERT = re.compile(r"\.experts\.\d+\.")
+IN_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+
+
+def gguf_name(spec: TensorSpec) -> str:
+    """llama.cpp's name of the tensor that holds one of the table, all experts of a layer and the scales included."""
+    name = EXPERT.sub(".experts.", spec.matrix)
+    match = IN_LAYER.fullmatch(name)
+    return TOP[name] if match is None else f"blk.{match[1]}.{LAYER[match[2]]}"
+
+
+@dataclass(frozen=True)
+class GgufNaming:
+    """The tensors of a GGUF file. experts: of a layer. types: tensor type by name."""
+
+    experts: int
+    types: Mapping[str, str]
+
+    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+        """The tensor, or the stacked one in which a matrix lies with its scales; without a type, that of the table."""
+        name = gguf_name(spec)
+        shape = self.shape(spec)
+        begin = 0 if spec.expert is None else spec.expert * prod(shape[1:])
+        return (Location(name, self.types.get(name, spec.dtype), shape, begin),)
+
+    def shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        """The shape of the stored tensor, in values; the rows of a scale are those of its weight."""
+        matrix = (spec.shape[0], spec.columns) if spec.columns else spec.shape
+        return matrix if spec.expert is None else (self.experts, *matrix)
+
+    def begin(self, spec: TensorSpec) -> int:
+        """Bytes of the stored tensor before the first of this matrix."""
+        if spec.expert is None:
+            return 0
+        *_, rows, columns = self.shape(spec)
+        return spec.expert * rows * row_bytes(self.types[gguf_name(spec)], columns)
+
+
+def written_types(specs: Iterable[TensorSpec]) -> dict[str, str]:
+    """The tensor type of each stored tensor for a table that is to be written.
+
+    FP4 is MXFP4 in another order of nibbles; a matrix in fp32 is rounded to Q8_0; token ids take 32 bits.
+    """
+    types = {"I8": "MXFP4", "I64": "I32"}
+    return {
+        gguf_name(spec): "Q8_0" if _rounds(spec) else types.get(spec.dtype, spec.dtype)
+        for spec in specs
+        if not spec.is_scale
+    }
+
+
+def _rounds(spec: TensorSpec) -> bool:
+    return spec.dtype == "F32" and spec.columns > 0 and spec.columns % TYPES["Q8_0"].values == 0

@@ -1,0 +1,41 @@
+"""The tensors of GGUF files, read and decoded to the table of the official checkpoints; numpy, no torch."""
+
+import numpy as np
+
+from dsv4cli.engine.checkpoint.gguf.blocks import mxfp4_codes, mxfp4_scales, values
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.gguf.types import row_bytes
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.remedies import look
+from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
+from dsv4cli.errors import CheckpointError
+
+
+class GgufStoredModel(StoredModel):
+    """The tensors of GGUF files under their official names, as the table of the identity has them."""
+
+    def __init__(self, identity: GgufIdentity) -> None:
+        super().__init__(identity)
+        identity.check_readable()
+        self._naming = identity.stored_naming
+
+    def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:
+        """The rows of a tensor, decoded to the format of the table; as `StoredModel.read`."""
+        info = self._info(self._naming.locations(spec)[0])
+        if (spec.dtype == "I64") is not (info.dtype == "I32"):
+            raise CheckpointError(f"{info.file}: {info.name} is {info.dtype}", look(self.identity.checkpoint.folder))
+        *_, count, columns = (*self._naming.shape(spec), 1) if len(spec.shape) == 1 else self._naming.shape(spec)
+        start, stop, _ = rows.indices(count)
+        width = row_bytes(info.dtype, columns)
+        raw = np.empty((stop - start, width), np.uint8)
+        self._files.read(info, self._naming.begin(spec) + start * width, raw.reshape(-1).data)
+        return _seen(spec, info.dtype, raw).reshape(stop - start, *spec.shape[1:])
+
+
+def _seen(spec: TensorSpec, kind: str, raw: Raw) -> Raw:
+    """Rows of a tensor in the format of the table."""
+    if spec.dtype == "I8":
+        return mxfp4_codes(raw)
+    if spec.role == "scale":
+        return mxfp4_scales(raw)
+    return raw.view(np.uint16) if spec.dtype == kind == "BF16" else values(kind, raw)

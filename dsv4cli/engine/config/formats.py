@@ -1,0 +1,81 @@
+"""The one table of storage formats: how a matrix lies in a checkpoint, its scales, and what others call it; no torch.
+
+A format is an entry of STORAGE, its values in checkpoint/values.py (numpy) and, where it runs as it is, a branch of
+`block_scale.dequantise` and of the kernels. Sources: the releases' headers, ModelOpt's and compressed-tensors' exports.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
+
+FormatName = Literal["fp4", "fp8", "fp8_f32", "nvfp4", "bf16", "f32"]
+Role = Literal["weight", "scale", "weight_scale", "weight_scale_2", "input_scale"]
+
+
+@dataclass(frozen=True)
+class ScaleForm:
+    """A scale of a matrix. role: the last part of its name. dtype: in a header. block: rows and columns that share one
+    number, None: all. parameter: its name in the model; '': it belongs to activations, and no product takes it."""
+
+    role: Role
+    dtype: str
+    block: tuple[int, int] | None
+    parameter: str = "scale"
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the scale of a matrix [rows, columns]."""
+        if self.block is None:
+            return ()
+        return -(-rows // self.block[0]), -(-columns // self.block[1])
+
+
+@dataclass(frozen=True)
+class StorageFormat:
+    """How a matrix is stored. words: for a person. dtype: of the weight in a header. expert_dtype: the word of a
+    config.json for experts stored so. codes: values in an element of the weight. scales: none where the values are
+    stored themselves."""
+
+    words: str
+    dtype: str
+    expert_dtype: str
+    codes: int = 1
+    scales: tuple[ScaleForm, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """The rows that share a scale: a matrix is cut between such blocks only."""
+        return max((scale.block[0] for scale in self.scales if scale.block), default=1)
+
+    def scale(self, role: Role) -> ScaleForm:
+        """The scale of a role, which it has."""
+        return next(scale for scale in self.scales if scale.role == role)
+
+
+_FP8_BLOCKS = (FP8_BLOCK, FP8_BLOCK)
+STORAGE: Mapping[FormatName, StorageFormat] = {
+    "fp4": StorageFormat("fp4", "I8", "fp4", 2, (ScaleForm("scale", "F8_E8M0", (1, FP4_BLOCK)),)),
+    "fp8": StorageFormat("fp8", "F8_E4M3", "fp8", 1, (ScaleForm("scale", "F8_E8M0", _FP8_BLOCKS),)),
+    "fp8_f32": StorageFormat("fp8 with fp32 scales", "F8_E4M3", "fp8", 1, (ScaleForm("scale", "F32", _FP8_BLOCKS),)),
+    # vLLM, transformers and the official config.json know "fp4" and "fp8" only, and NVFP4 is e2m1 as FP4 is
+    "nvfp4": StorageFormat(
+        "nvfp4",
+        "U8",
+        "fp4",
+        2,
+        (
+            ScaleForm("weight_scale", "F8_E4M3", (1, NVFP4_BLOCK)),
+            ScaleForm("weight_scale_2", "F32", None, "scale_2"),
+            ScaleForm("input_scale", "F32", None, ""),
+        ),
+    ),
+    "bf16": StorageFormat("bf16", "BF16", "bf16"),
+    "f32": StorageFormat("fp32", "F32", "f32"),
+}  # fmt: skip
+EXPERT_DTYPES = tuple(dict.fromkeys(storage.expert_dtype for storage in STORAGE.values()))
+
+
+def is_quantised(form: FormatName) -> bool:
+    """Whether a matrix in this format has scales."""
+    return bool(STORAGE[form].scales)

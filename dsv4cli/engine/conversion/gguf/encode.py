@@ -1,0 +1,61 @@
+"""Rows of a matrix as GGUF's blocks: numpy, no torch. Read again by `checkpoint/gguf/blocks.py`."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dsv4cli.engine.checkpoint.gguf.types import TYPES
+from dsv4cli.engine.checkpoint.values import Raw
+from dsv4cli.engine.config.formats import Role
+
+# int8 codes of Q8_0 go to 127 on both sides, so that their scale is amax / 127 (ggml-quants.c, quantize_row_q8_0_ref)
+LARGEST = 127
+
+
+class NotFinite(Exception):
+    """A value has no code: NaN, or too large for an fp16 scale."""
+
+
+def encode(kind: str, arrays: Mapping[Role, Raw]) -> Raw:
+    """The bytes [n, row] of rows in a tensor type, or their values where it has no blocks.
+
+    arrays: for MXFP4 codes and scales of FP4, for the others values, float32 for Q8_0 and int64 for I32. Raises
+    NotFinite.
+    """
+    weight = arrays["weight"]
+    if kind == "MXFP4":
+        return _mxfp4(weight, arrays["scale"])
+    if kind == "Q8_0":
+        return _q8_0(weight)
+    return weight.astype(np.int32) if kind == "I32" else weight
+
+
+def _mxfp4(packed: Raw, scales: Raw) -> Raw:
+    """The codes of two columns a byte in the order of ggml: columns 0 to 15 of a block low, 16 to 31 high. Lossless."""
+    rows, groups = scales.shape
+    blocks = np.empty((rows, groups, TYPES["MXFP4"].nbytes), np.uint8)
+    blocks[..., 0] = scales
+    first, second = np.split(packed.view(np.uint8).reshape(rows, groups, -1), 2, axis=-1)
+    blocks[..., 1::2] = first & 15 | second << 4
+    blocks[..., 2::2] = first >> 4 | second & 0xF0
+    return blocks.reshape(rows, -1)
+
+
+def _q8_0(values: Raw) -> Raw:
+    """Blocks of 32: their scale in fp16, and the nearest codes by the scale before it was rounded, halves away from
+    zero, as ggml has them."""
+    rows, block = len(values), TYPES["Q8_0"]
+    groups = values.reshape(rows, -1, block.values)
+    scale = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(LARGEST)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))
+        stored = scale.astype(np.float16)
+    if not (np.isfinite(stored).all() and np.isfinite(inverse).all()):
+        raise NotFinite
+    scaled = groups * inverse
+    whole = np.floor(np.abs(scaled))
+    codes = np.copysign(whole + np.floor(2 * (np.abs(scaled) - whole)), scaled)
+    blocks = np.empty((rows, groups.shape[1], block.nbytes), np.uint8)
+    blocks[..., :2] = stored.view(np.uint8)
+    blocks[..., 2:] = codes.astype(np.int8).view(np.uint8)
+    return blocks.reshape(rows, -1)

@@ -1,0 +1,67 @@
+"""What a GGUF file says of its model beside the tensors; no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dsv4cli.engine.checkpoint.gguf.header import ALIGNMENT
+from dsv4cli.engine.checkpoint.identify import FolderIdentity
+from dsv4cli.engine.config.gguf import ARCHITECTURE, end_tokens, gguf_values
+from dsv4cli.engine.config.model_config import ModelConfig, read_json
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.conversion.gguf.vocabulary import vocabulary
+from dsv4cli.engine.system.regular_files import is_there, read_bytes
+from dsv4cli.errors import CheckpointError
+
+TOKENIZER, SETTINGS, CHAT = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+NAMES = {"flash": "DeepSeek-V4-Flash", "pro": "DeepSeek-V4-Pro"}
+# llama_ftype: what most of the weights are
+FILE_TYPES = {"MXFP4": 38, "BF16": 32}
+QUANTIZATION_VERSION = 2
+
+
+def stem(source: FolderIdentity, formats: Formats) -> str:
+    """The name of the files without their ending: the model's and the type of its experts."""
+    return f"{_name(source)}-{_kind(formats)}"
+
+
+def gguf_metadata(
+    source: FolderIdentity, config: ModelConfig, formats: Formats, texts: Mapping[str, str]
+) -> dict[str, Any]:
+    """Every key of the first file. config, formats: of the output. texts: files that the source's folder lacks.
+
+    Raises CheckpointError where there is no tokenizer.json, which llama.cpp cannot do without.
+    """
+    folder = source.checkpoint.folder
+    text = texts.get(TOKENIZER) or _text(folder / TOKENIZER)
+    if text is None:
+        raise CheckpointError(
+            f"{folder} has no {TOKENIZER}, and a GGUF model holds its vocabulary",
+            "copy the tokenizer.json of the release into the folder",
+        )
+    settings = read_json(folder / SETTINGS) if is_there(folder / SETTINGS) else {}
+    words = vocabulary(text, config.vocab_size, settings, _text(folder / CHAT), str(folder / TOKENIZER))
+    general = {
+        "general.architecture": ARCHITECTURE,
+        "general.type": "model",
+        "general.name": _name(source),
+        "general.alignment": ALIGNMENT,
+        "general.file_type": FILE_TYPES[_kind(formats)],
+        "general.quantization_version": QUANTIZATION_VERSION,
+    }
+    return general | gguf_values(config) | words | end_tokens(config)
+
+
+def _name(source: FolderIdentity) -> str:
+    usual = NAMES.get(source.size, "")
+    if not usual:
+        return "model"
+    return usual + ("-0731" if source.release == "0731" else "")
+
+
+def _kind(formats: Formats) -> str:
+    return "MXFP4" if formats.experts == "fp4" else "BF16"
+
+
+def _text(path: Path) -> str | None:
+    return read_bytes(path).decode() if is_there(path) else None

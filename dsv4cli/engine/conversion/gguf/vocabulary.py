@@ -1,0 +1,131 @@
+"""A tokenizer.json in GGUF's words, and back; no torch.
+
+Sources: ggml's docs/gguf.md; llama.cpp, conversion/base.py (types of tokens) and src/llama-vocab.cpp (names of the ways
+in which text is cut before it is merged).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dsv4cli.engine.config.gguf import TOKENS
+from dsv4cli.engine.text import tokens
+from dsv4cli.errors import CheckpointError
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+TYPES, MERGES, PRE, WHOLE = (
+    "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.pre", "tokenizer.huggingface.json",
+)  # fmt: skip
+TEMPLATE = "tokenizer.chat_template"
+# how the releases cut text, which llama.cpp calls by the name of the first model that it met it in
+DEEPSEEK_PATTERNS = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+REMEDY = "copy the tokenizer.json of the release into the folder"
+DEEPSEEK, OTHER = "joyai-llm", "default"
+READ_AS_DEEPSEEK = (DEEPSEEK, "deepseek-v3")
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+# a conversation of texts without tools; `enable_thinking` is llama.cpp's word
+CHAT_TEMPLATE = (
+    "{{- '" + tokens.BOS + "' -}}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'user' -%}{{- '" + tokens.USER + "' + message['content'] -}}"
+    "{%- elif message['role'] == 'assistant' -%}"
+    "{{- '" + tokens.ASSISTANT + tokens.THINK_END + "' + message['content'] + '" + tokens.EOS + "' -}}"
+    "{%- else -%}{{- message['content'] -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '" + tokens.ASSISTANT + "' -}}"
+    "{{- '" + tokens.THINK_START + "' if enable_thinking is defined and enable_thinking else '"
+    + tokens.THINK_END + "' -}}{%- endif -%}"
+)  # fmt: skip
+
+
+def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str | None, where: str) -> dict[str, Any]:
+    """The keys of a vocabulary for a model of `size` tokens, the file itself among them.
+
+    text: of tokenizer.json. settings: of tokenizer_config.json. template: of a chat, None for one that covers texts
+    without tools. Raises CheckpointError for a file that is no byte-level BPE, or has more tokens than the model.
+    """
+    content = _content(text, where)
+    added = content.get("added_tokens", ())
+    names: dict[int, str] = {id: name for name, id in content["model"]["vocab"].items()}
+    names |= {entry["id"]: entry["content"] for entry in added}
+    if max(names, default=0) >= size:
+        raise CheckpointError(f"{where} has the token id {max(names)}, the model {size:,} tokens", REMEDY)
+    types = dict.fromkeys(names, NORMAL)
+    types |= {entry["id"]: CONTROL if _is_special(entry) else USER_DEFINED for entry in added}
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
+    ids = {name: id for id, name in names.items()}
+    pad = settings.get("pad_token")
+    pad = pad.get("content") if isinstance(pad, Mapping) else pad
+    values: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        PRE: DEEPSEEK if _patterns(content) == DEEPSEEK_PATTERNS else OTHER,
+        TOKENS: [names.get(id, f"[PAD{id}]") for id in range(size)],
+        TYPES: [types.get(id, UNUSED) for id in range(size)],
+        MERGES: merges,
+        "tokenizer.ggml.add_bos_token": bool(settings.get("add_bos_token")),
+        TEMPLATE: template or settings.get("chat_template") or CHAT_TEMPLATE,
+        WHOLE: text,
+    }
+    return values | ({"tokenizer.ggml.padding_token_id": ids[pad]} if pad in ids else {})
+
+
+def _content(text: str, where: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(text)
+        sound = content["model"]["type"] == "BPE" and isinstance(content["model"]["merges"], list)
+    except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise CheckpointError(f"{where} is not a tokenizer.json with a byte-level BPE vocabulary", REMEDY)
+    return content
+
+
+def _patterns(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """The patterns by which text is cut, one after another."""
+    outer = content.get("pre_tokenizer") or {}
+    steps = outer.get("pretokenizers", ())
+    return tuple(step["pattern"]["Regex"] for step in steps if "Regex" in step.get("pattern", {}))
+
+
+def _is_special(entry: Mapping[str, Any]) -> bool:
+    # the releases mark some of the tokens of the prompt format as ordinary text
+    return bool(entry["special"]) or (entry["content"].startswith("<｜") and entry["content"].endswith("｜>"))
+
+
+def tokenizer_text(metadata: Mapping[str, Any]) -> str | None:
+    """The tokenizer.json of a GGUF model: the one in it, else made of its tokens and merges; None where it has neither,
+    or cuts text in another way than DeepSeek-V4."""
+    if isinstance(metadata.get(WHOLE), str):
+        return str(metadata[WHOLE])
+    names, types, merges = (metadata.get(key) for key in (TOKENS, TYPES, MERGES))
+    if not (isinstance(names, list) and isinstance(types, list) and isinstance(merges, list)):
+        return None
+    if metadata.get(PRE) not in READ_AS_DEEPSEEK:
+        return None
+    vocab = {name: id for id, (name, kind) in enumerate(zip(names, types, strict=False)) if kind == NORMAL}
+    added = [
+        {"id": id, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": kind == CONTROL}
+        for id, (name, kind) in enumerate(zip(names, types, strict=False)) if kind in (CONTROL, USER_DEFINED)
+    ]  # fmt: skip
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in DEEPSEEK_PATTERNS
+    ]
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, BYTE_LEVEL]},
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": {"type": "BPE", "vocab": vocab, "merges": [merge.split(" ") for merge in merges]},
+    }
+    return json.dumps(content, ensure_ascii=False)

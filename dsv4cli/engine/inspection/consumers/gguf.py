@@ -1,0 +1,110 @@
+"""What llama.cpp and ds4 load: GGUF files, and what those must say.
+
+llama.cpp: src/models/deepseek4.cpp, src/llama-model-loader.cpp and src/llama-vocab.cpp, and tried with nano. ds4: ds4.c
+(config_validate_deepseek4_model, weights_validate_layout).
+"""
+
+from collections.abc import Iterator, Mapping
+
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.gguf.naming import IN_LAYER, gguf_name
+from dsv4cli.engine.config.gguf import ARCHITECTURE, TOKENS
+from dsv4cli.engine.inspection.consumers import common
+from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
+
+LLAMA_VERSION = "llama.cpp (September 2026)"
+DS4_VERSION = "ds4 (August 2026)"
+CUTTER = "tokenizer.ggml.pre"
+KNOWN_CUTTERS = ("joyai-llm", "deepseek-v3")
+# how ds4's own files are made; their matrices have the types that its kernels take
+DS4_FIX = "make ds4's own file with its gguf-tools/deepseek4-quantize, from what `dsv4 download flash` fetches"
+# type that ds4 has a kernel for, by the end of a name; what is not named here may be of several
+DS4_TYPES: Mapping[str, str] = {
+    "token_embd.weight": "F16",
+    "hc_fn.weight": "F16",
+    "hc_attn_fn.weight": "F16",
+    "hc_ffn_fn.weight": "F16",
+    "ffn_gate_inp.weight": "F16",
+    "compressor_kv.weight": "F16",
+    "compressor_gate.weight": "F16",
+    "compressor_ape.weight": "F16",
+    "indexer.proj.weight": "F16",
+    "indexer.attn_q_b.weight": "F16",
+    "attn_q_a.weight": "Q8_0",
+    "attn_q_b.weight": "Q8_0",
+    "attn_kv.weight": "Q8_0",
+    "attn_output_a.weight": "Q8_0",
+    "attn_output_b.weight": "Q8_0",
+    "shexp.weight": "Q8_0",
+    "output.weight": "Q8_0",
+}
+
+
+def is_gguf(consumer: str, fix: str = "") -> Rule:
+    """Both read nothing else."""
+
+    def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+        if not isinstance(checkpoint.identity, GgufIdentity):
+            yield Finding("no", f"{consumer} reads GGUF files, and this is none", fix)
+
+    return rule
+
+
+def vocabulary(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+    """llama-vocab.cpp, load: the tokens are in the file, and a name says how text is cut before it is merged."""
+    identity = checkpoint.identity
+    if not isinstance(identity, GgufIdentity):
+        return
+    if TOKENS not in identity.metadata:
+        yield Finding("no", f"there is no {TOKENS}: the file has no vocabulary")
+    elif identity.metadata.get(CUTTER) not in KNOWN_CUTTERS:
+        found = identity.metadata.get(CUTTER)
+        yield Finding(
+            "note",
+            f"{CUTTER} is {found!r}: llama.cpp cuts text otherwise than this model's tokenizer, so give it token ids",
+        )
+
+
+def dimensions(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+    """ds4.c, ds4_select_shape_from_metadata: the shapes of Flash and Pro are built in."""
+    if checkpoint.identity.size not in ("flash", "pro"):
+        yield Finding("no", "ds4 has the dimensions of Flash and Pro only", DS4_FIX)
+
+
+def keys(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+    """ds4.c, required_u32: what llama.cpp derives, ds4 asks for."""
+    identity, key = checkpoint.identity, f"{ARCHITECTURE}.vocab_size"
+    if isinstance(identity, GgufIdentity) and key not in identity.metadata:
+        yield Finding("no", f"there is no {key}", DS4_FIX)
+
+
+def types(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+    """ds4.c, tensor_expect_layout: each tensor in the type that its kernel takes."""
+    identity = checkpoint.identity
+    if not isinstance(identity, GgufIdentity):
+        return
+    weights = (spec for spec in identity.specs.values() if not spec.is_scale)
+    for spec in weights:
+        name, found = gguf_name(spec), identity.stored_type(spec)
+        wanted = next((kind for end, kind in DS4_TYPES.items() if name.endswith(end)), found)
+        if found and found != wanted:
+            yield Finding("no", f"{name} is {found}, and ds4 takes {wanted}", DS4_FIX)
+            return
+    first = next((spec for spec in identity.specs.values() if IN_LAYER.match(spec.name) and spec.expert == 0), None)
+    if first is not None and identity.stored_type(first) == "MXFP4":
+        yield Finding("note", "the experts are MXFP4, which ds4 has on its branch ds4f-mxfp4")
+
+
+LLAMA_RULES: tuple[Rule, ...] = (
+    is_gguf("llama.cpp"),
+    common.damage("llama.cpp stops at it"),
+    common.unknown_tensors("llama.cpp counts the tensors and stops", fatal=True),
+    vocabulary,
+)
+DS4_RULES: tuple[Rule, ...] = (
+    is_gguf("ds4", DS4_FIX),
+    common.damage("ds4 stops at it"),
+    keys,
+    dimensions,
+    types,
+)

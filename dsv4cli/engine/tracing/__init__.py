@@ -1,0 +1,1 @@
+"""Where do two computations of the same tokens part, and by more than rounding explains?"""

@@ -1,0 +1,91 @@
+"""Reads what ATOM's dump writes: `layer{LL}_{Class}_rank{R}.pt`, one module's output each; nothing is unpickled.
+
+Source: ATOM, atom/utils/debug_helper/dump.py. Other engines can write the same files (docs/trace.md).
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+
+from dsv4cli.engine.tracing.manifest import TraceManifest
+from dsv4cli.engine.tracing.stages import BY_NAME, STREAMS, in_order
+from dsv4cli.errors import UsageError
+
+FILE = re.compile(r"layer(\d{1,6})_(\w+?)_rank(\d{1,6})(?:_call(\d{1,6}))?\.pt", re.ASCII)
+# the one table between ATOM's classes and our stages: a block's output is what the next layer takes
+CLASSES = {
+    "Block": STREAMS,
+    "DeepseekV4Attention": "attn.output",
+    "DeepseekV4AttentionMLA": "attn.output",
+    "DeepseekV4MoE": "ffn.output",
+    "MoE": "ffn.output",
+    "FusedMoE": "ffn.output",
+}
+GLOB = "layer*_*_rank*.pt"
+
+
+class AtomFolder:
+    """A folder of such files as a recording, of the tokens of another one. Rank 0 speaks for all: these outputs are the
+    same on each, once they are summed up."""
+
+    def __init__(self, folder: Path, like: TraceManifest) -> None:
+        """like: what the files do not say: tokens, layers, numerics. Raises UsageError for files of no known class."""
+        self.name, self.folder = str(folder), folder
+        self._files: dict[tuple[int, str], list[Path]] = defaultdict(list)
+        for path in sorted(folder.glob(GLOB)):
+            match = FILE.fullmatch(path.name)
+            if match and match[2] in CLASSES and int(match[3]) == 0:
+                stage = CLASSES[match[2]]
+                self._files[int(match[1]) + (stage == STREAMS), stage].append(path)
+        if not self._files:
+            raise UsageError(f"{folder} has no file of a known class", f"dump some of {', '.join(CLASSES)}")
+        self.manifest = replace(like, model=f"ATOM, {folder}", weights=None, ranks=1, fed=False, how={})
+        self._known: tuple[tuple[int, str], torch.Tensor] | None = None
+
+    def layers(self) -> list[int]:
+        """The layers that it has stages of."""
+        return sorted({layer for layer, _ in self._files})
+
+    def stages(self, layer: int) -> list[str]:
+        """The stages of a layer, in order."""
+        return in_order([stage for own, stage in self._files if own == layer])
+
+    def rows(self, layer: int, stage: str, first: int, end: int) -> torch.Tensor:
+        """Rows of a stage, on the CPU. Raises UsageError for files of other tokens."""
+        if self._known is None or self._known[0] != (layer, stage):
+            self._known = (layer, stage), self._read(layer, stage)
+        return self._known[1][first:end]
+
+    def _read(self, layer: int, stage: str) -> torch.Tensor:
+        """All rows: of the last calls that have as many as there are tokens. What comes before them warms up."""
+        manifest, files = self.manifest, self._files[layer, stage]
+        tokens, parts, count = manifest.rows(BY_NAME[stage].per, layer), list[torch.Tensor](), 0
+        shape = (manifest.streams, manifest.hidden) if stage == STREAMS else (manifest.hidden,)
+        for path in reversed(files):
+            if count < tokens:
+                parts.insert(0, _load(path, shape))
+                count += len(parts[0])
+        if count != tokens:
+            raise UsageError(
+                f"{files[-1]} and the calls before it have {count} rows, and the text has {tokens} tokens",
+                "dump the same tokens, without the warm-up: ATOM_FWD_DUMP_ONE_SHOT=0",
+            )
+        return torch.cat(parts)
+
+
+def _load(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
+    """A file's rows [T, *shape]. Raises UsageError for what is no tensor of them."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)["hidden"]
+        rows: torch.Tensor = found.reshape(-1, *shape)
+        return rows
+    except (UnpicklingError, RuntimeError, KeyError, TypeError, AttributeError, EOFError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"{path} holds no rows of {' x '.join(map(str, shape))}: {reason}",
+            'dump modules anew, each as {"hidden": tensor}',
+        ) from None

@@ -1,0 +1,20 @@
+"""A folder as a recording, whoever has written it."""
+
+from pathlib import Path
+
+from dsv4cli.engine.tracing.atom import GLOB, AtomFolder
+from dsv4cli.engine.tracing.manifest import FILE, TraceManifest
+from dsv4cli.engine.tracing.recording import RecordedFolder, Recording
+
+
+def is_recording(folder: Path) -> bool:
+    """Whether a folder holds a recording, not a model."""
+    return (folder / FILE).is_file() or any(folder.glob(GLOB))
+
+
+def open_recording(folder: Path, like: TraceManifest | None = None) -> Recording:
+    """The recording in a folder. like: what it is of where the folder does not say: it is ATOM's, or is being made.
+    Raises UsageError for a folder without one."""
+    if like is None or (folder / FILE).is_file():
+        return RecordedFolder(folder)
+    return AtomFolder(folder, like) if any(folder.glob(GLOB)) else RecordedFolder(folder, like)

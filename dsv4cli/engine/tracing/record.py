@@ -1,0 +1,114 @@
+"""From a model and texts to recordings, and to what rounding alone would make of one."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.system.regular_files import open_file
+from dsv4cli.engine.tracing.compare import differences
+from dsv4cli.engine.tracing.feed import format_rounding
+from dsv4cli.engine.tracing.judge import Noise, noise_of, save_noise
+from dsv4cli.engine.tracing.manifest import Text, TraceManifest
+from dsv4cli.engine.tracing.passes import Pass, Plan
+from dsv4cli.engine.tracing.recording import RecordedFolder, make_folder
+from dsv4cli.engine.tracing.stages import Group
+from dsv4cli.engine.tracing.walk import Progress, Walk
+from dsv4cli.errors import UsageError
+
+# kinds of weights, and the formats whose inputs are never rounded
+KINDS, UNSCALED = ("linear", "experts"), ("bf16", "f32")
+# bytes of a tensor that the weights' identity takes in
+HEAD = 4096
+
+
+def manifest_of(
+    source: FolderSource | RandomSource,
+    numerics: Numerics,
+    texts: Sequence[Text],
+    layers: range | None = None,
+    what: tuple[Group, ...] | None = None,
+) -> TraceManifest:
+    """What a recording of these texts is of: all layers and stages if none are named. Raises UsageError for layers that
+    the model does not have."""
+    config, formats = source.identity.config, source.identity.formats
+    count = config.num_hidden_layers
+    if layers is not None and layers.stop > count:
+        raise UsageError(f"--layers {layers.start}-{layers.stop - 1}: the model has {count} layers", f"0-{count - 1}")
+    whole = TraceManifest(
+        model=source.name,
+        texts=tuple(texts),
+        layers=(0, count) if layers is None else (layers.start, layers.stop),
+        layers_of_model=count,
+        ratios=tuple(config.layer_ratios),
+        hidden=config.hidden_size,
+        streams=config.hc_mult,
+        dtype=str(numerics.dtype).removeprefix("torch."),
+        simulate=numerics.simulate,
+        rounded=tuple(kind for kind in KINDS if numerics.simulate and getattr(formats, kind) not in UNSCALED),
+        weights=weights_of(source.identity) if isinstance(source, FolderSource) else source.name,
+    )
+    return whole if what is None else replace(whole, what=what)
+
+
+def weights_of(identity: Identity) -> str | None:
+    """What identifies a checkpoint's weights: a hash of every header, and of how each tensor begins that is no routed
+    expert's."""
+    if not isinstance(identity, FolderIdentity):
+        return None
+    found = hashlib.sha256()
+    for name, info in sorted(identity.checkpoint.tensors.items()):
+        found.update(f"{name} {info.dtype} {info.shape}\n".encode())
+        if ".ffn.experts." not in name:
+            descriptor = open_file(info.file)
+            try:
+                found.update(os.pread(descriptor, min(HEAD, info.nbytes), info.begin))
+            finally:
+                os.close(descriptor)
+    return found.hexdigest()
+
+
+def with_twin(folder: Path, manifest: TraceManifest) -> Plan:
+    """A recording, and a twin whose streams are rounded once more in front of each half of a block."""
+    return Plan(manifest, (Pass(folder), Pass(twin_of(folder), moved=format_rounding(manifest))))
+
+
+def with_fed_twin(folder: Path, manifest: TraceManifest, fed: Path | None, moved: float) -> Plan:
+    """The same of halves of blocks, which are fed with the streams of the recording `fed`; None: with its own, and only
+    the twin is fed. moved: how far the twin's are moved."""
+    return Plan(manifest, (Pass(folder, fed), Pass(twin_of(folder), fed or folder, moved)))
+
+
+def twin_of(folder: Path) -> Path:
+    """Where a recording's twin is, until its noise is known."""
+    return folder / ".twin"
+
+
+def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None) -> TraceManifest:
+    """Makes the recordings of a plan, with several ranks this one's part of them: what they are of, all tokens known.
+    progress: as of `Walk.through`. Raises what `Engine.step` raises."""
+    texts, each = plan.manifest.texts, plan.manifest.rows("token", 0)
+    for one in plan.passes:
+        make_folder(one.folder)
+    with plan.observed(walk.model, slot=walk.slot if walk.followers is None else None):
+        for number in range(len(plan.passes)):
+            texts = tuple(walk.through(texts, partial(_progress, progress, number * each, len(plan.passes) * each)))
+    return replace(plan.manifest, texts=texts)
+
+
+def _progress(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
+
+
+def keep_noise(recording: RecordedFolder, twin: RecordedFolder, *, fed: bool) -> Noise:
+    """Keeps of a recording's twin only how far it lies apart. Raises OSError."""
+    noise = noise_of(differences(recording, twin, fed=fed))
+    save_noise(noise, recording.folder, fed=fed)
+    shutil.rmtree(twin.folder)
+    return noise

@@ -1,0 +1,167 @@
+"""Recordings on a disk: a safetensors file for each layer and rank, row by row as steps come, and read again.
+
+Row r of a tensor is token r of all texts one behind the other, or entry r, or row r of the logits. A file is made when
+the first step has gone through its layer, with room for all rows: no more than what one layer gives is ever in memory.
+"""
+
+import json
+import struct
+from collections import defaultdict
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dsv4cli.engine.tracing.manifest import TraceManifest, read_manifest
+from dsv4cli.engine.tracing.stages import BY_NAME, in_order
+from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
+
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32"}
+
+
+def file_of(folder: Path, layer: int, rank: int) -> Path:
+    """Where a rank's part of a layer lies."""
+    return folder / f"layer-{layer:03}-rank-{rank}.safetensors"
+
+
+def make_folder(folder: Path) -> None:
+    """An empty folder for a recording. Raises UsageError where there is something."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty", "name another folder, or remove what is there")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error.strerror}", "name another folder") from None
+
+
+class Writer:
+    """Writes one rank's part of a recording."""
+
+    def __init__(self, folder: Path, manifest: TraceManifest, rank: int = 0) -> None:
+        self.folder, self.manifest, self.rank = folder, manifest, rank
+        self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        self._places: dict[int, dict[str, tuple[int, int]]] = {}  # of each layer's tensors: offset, bytes of a row
+
+    def wants(self, layer: int, stage: str) -> bool:
+        """Whether a stage of a layer is recorded, here."""
+        one, (first, end) = BY_NAME[stage], self.manifest.layers
+        inside = first <= layer < end or (layer == end and stage in ("streams", "logits"))
+        return inside and one.group in self.manifest.what and (one.split or not self.rank)
+
+    def take(self, layer: int, stage: str, first: int, rows: torch.Tensor) -> None:
+        """Rows from `first` on of a stage of a layer; a copy is kept until the layer ends."""
+        self._waiting[stage].append((first, _on_host(rows.detach())))
+
+    def end_layer(self, layer: int) -> None:
+        """Writes what was taken. Raises OSError."""
+        waiting, self._waiting = self._waiting, defaultdict(list)
+        if not waiting:
+            return
+        path = file_of(self.folder, layer, self.rank)
+        if layer not in self._places:
+            self._places[layer] = _make_file(
+                path,
+                {name: (self.manifest.rows(BY_NAME[name].per, layer), rows[0][1]) for name, rows in waiting.items()},
+            )
+        with open(path, "r+b", buffering=0) as file:
+            for name, parts in waiting.items():
+                offset, size = self._places[layer][name]
+                for first, rows in parts:
+                    file.seek(offset + first * size)
+                    left = memoryview(rows.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's own say less
+                    while left:
+                        left = left[file.write(left) :]
+
+
+def _on_host(rows: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, contiguous; from a GPU into memory that it writes to by itself, which is used again."""
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+    return host.copy_(rows)
+
+
+def _make_file(path: Path, tensors: dict[str, tuple[int, torch.Tensor]]) -> dict[str, tuple[int, int]]:
+    """A file with room for tensors of so many rows like those of an example; where each begins, and bytes of a row."""
+    header, places, end = {}, {}, 0
+    for name in in_order(list(tensors)):
+        rows, example = tensors[name]
+        size = prod(example.shape[1:]) * example.element_size()
+        header[name] = {
+            "dtype": DTYPES[example.dtype],
+            "shape": [rows, *example.shape[1:]],
+            "data_offsets": [end, end + rows * size],
+        }
+        places[name] = (end, size)
+        end += rows * size
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(words)) + words)
+        file.truncate(8 + len(words) + end)
+    return {name: (8 + len(words) + offset, size) for name, (offset, size) in places.items()}
+
+
+class Recording(Protocol):
+    """What was recorded of a forward pass, wherever it lies."""
+
+    name: str
+    manifest: TraceManifest
+
+    def layers(self) -> list[int]:
+        """The layers that it has stages of."""
+
+    def stages(self, layer: int) -> list[str]:
+        """The stages of a layer, in order."""
+
+    def rows(self, layer: int, stage: str, first: int, end: int) -> torch.Tensor:
+        """Rows of a stage, on the CPU."""
+
+
+class RecordedFolder:
+    """A recording of `dsv4 trace record`, the parts of its ranks joined."""
+
+    def __init__(self, folder: Path, manifest: TraceManifest | None = None) -> None:
+        """manifest: of a recording that is not finished. Raises UsageError for a folder without a whole one."""
+        self.name, self.folder, self.manifest = str(folder), folder, manifest or read_manifest(folder)
+
+    def layers(self) -> list[int]:
+        """The layers that it has stages of."""
+        first, end = self.manifest.layers
+        return [layer for layer in range(first, end + 1) if file_of(self.folder, layer, 0).exists()]
+
+    def stages(self, layer: int) -> list[str]:
+        """The stages of a layer, in order."""
+        with suppress(FileNotFoundError), self._open(layer, 0) as file:
+            return in_order([name for name in file.keys() if name in BY_NAME])  # noqa: SIM118 - no dict
+        return []
+
+    def rows(self, layer: int, stage: str, first: int, end: int) -> torch.Tensor:
+        """Rows of a stage, on the CPU."""
+        ranks = self.manifest.ranks if BY_NAME[stage].split else 1
+        parts = []
+        for rank in range(ranks):
+            with self._open(layer, rank) as file:
+                parts.append(file.get_slice(stage)[first:end])
+        return torch.cat(parts, 1) if ranks > 1 else parts[0]
+
+    def _open(self, layer: int, rank: int) -> "safe_open":
+        path = file_of(self.folder, layer, rank)
+        try:
+            return safe_open(path, "pt")
+        except SafetensorError as error:
+            raise UsageError(f"{path} is damaged: {error}", f"record {shell_word(self.folder)} again") from None
+
+
+def common(one: Recording, other: Recording) -> list[tuple[int, str]]:
+    """The layers and stages that two recordings have, in order, as far as they compare."""
+    same = one.manifest.simulate == other.manifest.simulate
+    places = []
+    for layer in sorted({*one.layers()} & {*other.layers()}):
+        there = {*other.stages(layer)}
+        places += [
+            (layer, stage) for stage in one.stages(layer) if stage in there and (same or not BY_NAME[stage].basis)
+        ]
+    return places

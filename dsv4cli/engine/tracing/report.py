@@ -1,0 +1,79 @@
+"""What a comparison has found: the first stage beyond rounding, and everything as JSON has it; no tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from dsv4cli.engine.tracing.compare import differences
+from dsv4cli.engine.tracing.judge import Noise, StageVerdict, judged
+from dsv4cli.engine.tracing.manifest import check_same_tokens
+from dsv4cli.engine.tracing.recording import Recording, common
+from dsv4cli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TraceComparison:
+    """Two recordings beside each other: every stage that both have, in the order of computing."""
+
+    one: Recording
+    other: Recording
+    verdicts: Sequence[StageVerdict]
+
+    @property
+    def beyond(self) -> list[StageVerdict]:
+        """The stages that lie further apart than rounding explains."""
+        return [verdict for verdict in self.verdicts if verdict.beyond]
+
+    @property
+    def first(self) -> StageVerdict | None:
+        """The first of them: where to look."""
+        return next(iter(self.beyond), None)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON has it; null for numbers that are not finite."""
+        first = self.first
+        return {
+            "one": self.one.name,
+            "other": self.other.name,
+            "parts": first is not None,
+            "first": None if first is None else _record(first),
+            "stages": [_record(verdict) for verdict in self.verdicts],
+        }
+
+
+def compared(one: Recording, other: Recording, noise: Noise, *, fed: bool) -> TraceComparison:
+    """Every stage that both recordings have. Raises UsageError for other tokens, and where no stage is in both."""
+    names = (one.name, other.name)
+    check_same_tokens(one.manifest.texts, other.manifest.texts, names)
+    if not common(one, other):
+        raise UsageError(
+            f"{names[0]} and {names[1]} have no stage in common", "record both with the same --layers and --what"
+        )
+    return TraceComparison(one, other, list(judged(differences(one, other, fed=fed), noise)))
+
+
+def _record(verdict: StageVerdict) -> dict[str, Any]:
+    found = verdict.difference
+    numbers = {
+        "cosine": found.cosine,
+        "relative": found.relative,
+        "noise": verdict.noise,
+        "excess": verdict.excess,
+    }
+    return {
+        "layer": found.layer,
+        "stage": found.stage,
+        "where": verdict.place,
+        "rows": len(found.rows),
+        "other_choices": int((~found.alike).sum()),
+        **{name: value if isfinite(value) else None for name, value in numbers.items()},
+        "largest": found.largest
+        and {
+            "difference": found.largest.difference if isfinite(found.largest.difference) else None,
+            "text": found.largest.text,
+            "position": found.largest.position,
+            "index": list(found.largest.index),
+        },
+        "beyond": verdict.beyond,
+    }

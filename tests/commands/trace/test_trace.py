@@ -1,0 +1,188 @@
+"""`dsv4 trace` from outside: streams, exit codes, keys, refusals."""
+
+import json
+
+import pytest
+import torch
+
+from dsv4cli.engine.tracing.recording import RecordedFolder
+from dsv4cli.engine.tracing.stages import BY_NAME
+from tests.engine.model.test_mutations import MUTATIONS
+from tests.support.program import Program
+
+# ratios 0, 0 and 4
+NET = "random:tiny,layers=3"
+IDS = "5,6,7,8,9,10,11,12,13"
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    return Program(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A recording with its noise, and the document that says so."""
+    folder = tmp_path_factory.mktemp("recorded") / "A"
+    with pytest.MonkeyPatch.context() as patch:
+        from contextlib import redirect_stdout
+        from io import StringIO
+
+        with redirect_stdout(StringIO()) as out:
+            run(patch, "record", NET, "--ids", IDS, "--out", str(folder), "--json")
+    return folder, json.loads(out.getvalue())
+
+
+def run(patch, *arguments):
+    from dsv4cli import cli
+
+    patch.setattr("sys.argv", ["dsv4", "trace", *arguments])
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+
+
+def test_a_recording_says_what_it_is_of(recorded):
+    folder, document = recorded
+    assert document.keys() == {"schema", "folder", "model", "tokens", "texts", "stages", "bytes", "noise"}
+    assert (document["schema"], document["tokens"], document["noise"]) == ("dsv4.trace.record/1", 13, True)
+    [text] = document["texts"]
+    assert (text["ids"][:9], text["prompt"]) == ([*range(5, 14)], 9)
+    manifest = RecordedFolder(folder).manifest
+    assert (manifest.model, manifest.layers, manifest.simulate) == (NET, (0, 3), True)
+    assert manifest.how.keys() >= {"backend", "chunk", "drafts", "device", "torch", "dsv4"}
+
+
+def test_the_same_again_is_explained(recorded, program, tmp_path):
+    folder, _ = recorded
+    again = tmp_path / "B"
+    done = program("trace", "record", NET, "--like", str(folder), "--no-noise", "--chunk", "2", "--out", str(again))
+    assert (done.code, done.out.startswith(f"{again}: 13 tokens, ")) == (0, True)
+    done = program("trace", "compare", str(folder), str(again))
+    assert (done.code, done.err) == (0, "")
+    assert "rounding explains every difference: " in done.out
+
+
+def test_a_picture(recorded, program, tmp_path):
+    pytest.importorskip("matplotlib")
+    folder, _ = recorded
+    picture = tmp_path / "parts.png"
+    assert program("trace", "compare", str(folder), str(folder), "--plot", str(picture)).code == 0
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_a_mistake_is_named(program, monkeypatch, recorded, tmp_path):
+    folder, _ = recorded
+    MUTATIONS["route scale missing"].put_in(monkeypatch)
+    other = str(tmp_path / "B")
+    program("trace", "record", NET, "--like", str(folder), "--no-noise", "--out", other)
+    done = program("trace", "compare", str(folder), other)
+    assert done.code == 3
+    assert "layer 0, router, weights of the chosen experts: " in done.out
+    assert "the same stage parts in layers 0, 1, 2" in done.out
+    done = program("trace", "compare", str(folder), other, "--json")
+    document = json.loads(done.out)
+    assert (done.code, done.err) == (3, "")
+    assert document.keys() == {"schema", "one", "other", "parts", "first", "stages"}
+    assert (document["first"]["layer"], document["first"]["stage"]) == (0, "gate.weights")
+    assert {stage["stage"] for stage in document["stages"]} == BY_NAME.keys()
+    assert document["first"].keys() == {
+        "layer", "stage", "where", "rows", "other_choices", "cosine", "relative", "noise", "excess", "largest",
+        "beyond",
+    }  # fmt: skip
+
+
+def test_bisect_names_it_in_one_command(program, monkeypatch):
+    MUTATIONS["overlap dropped at chunk borders"].put_in(monkeypatch)
+    done = program("trace", "bisect", NET, "--ids", IDS, "--chunk", "6", "--what", "attn", "--json")
+    [found] = json.loads(done.out)["comparisons"]
+    assert (done.code, done.err) == (3, "")
+    assert {"streams", "ffn.streams"} < {stage["stage"] for stage in found["stages"]}
+    assert (found["one"], found["other"]) == (NET, f"{NET} --chunk 6")
+    assert found["first"]["where"] == "layer 2, attention, compressed entries"
+
+
+@pytest.mark.slow
+def test_bisect_against_a_recording(program, recorded, tmp_path):
+    folder, _ = recorded
+    done = program("trace", "bisect", NET, "--against", str(folder), "--keep", str(tmp_path / "kept"))
+    assert done.code == 0
+    assert f"{folder} and {NET}\n" in done.out
+    assert "rounding explains every difference: " in done.out
+    assert RecordedFolder(tmp_path / "kept" / "other").manifest.fed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "farthest"), [("fp8", 0), ("bf16", 1)])
+def test_bisect_of_a_conversion(program, tmp_path, target, farthest):
+    other = str(tmp_path / target)
+    assert program("convert", "nano", other, "--to", target).code == 0
+    done = program("trace", "bisect", "nano", "--against", other, "--ids", IDS, "--json")
+    [found] = json.loads(done.out)["comparisons"]
+    # inputs of bf16 weights are not rounded
+    assert (done.code, max(stage["excess"] for stage in found["stages"]) <= farthest) == (0, True)
+
+
+@pytest.mark.slow
+def test_bisect_of_slots(program):
+    done = program("trace", "bisect", NET, "--ids", IDS, "--slots")
+    assert (done.code, done.out.count("rounding explains every difference: ")) == (0, 2)
+
+
+@pytest.mark.slow
+def test_ranks_record_their_parts(program, tmp_path):
+    done = program("trace", "bisect", "nano", "--ids", IDS, "--tp", "2", "--keep", str(tmp_path / "kept"))
+    assert done.code == 0, done.err
+    other = RecordedFolder(tmp_path / "kept" / "other")
+    one = RecordedFolder(tmp_path / "kept" / "one")
+    assert other.rows(0, "attn.q", 0, 13).shape == one.rows(0, "attn.q", 0, 13).shape
+
+
+def test_prompts_of_a_file(program, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"ids": [5, 6]}\n{"prompt": "Hi"}\n{"text": "ab"}\n')
+    done = program(
+        "trace", "record", "random:tiny,layers=1", "--prompts", str(file), "--steps", "0", "--what", "router",
+        "--no-noise", "--json", "--out", str(tmp_path / "A"),
+    )  # fmt: skip
+    document = json.loads(done.out)
+    assert (done.code, document["stages"], document["noise"]) == (0, 2, False)
+    assert [text["prompt"] for text in document["texts"]][::2] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("record", NET, "--ids", "5;6", "--out", "A"), "--ids '5;6' is no list of token ids"),
+        (("record", NET, "--ids", "5", "--prompt", "Hi", "--out", "A"), "--prompt and --ids cannot be combined"),
+        (("record", NET, "--layers", "2-3", "--out", "A"), "--layers 2-3: the model has 3 layers"),
+        (("record", NET, "--what", "blocks", "--out", "A"), "--what 'blocks' is no group of stages"),
+        (("record", NET, "--ids", "5", "--out", "full"), "full is not empty"),
+        (("record", NET, "--like", "none", "--out", "A"), "none holds no whole recording"),
+        (("compare", "none", "none"), "none holds no whole recording"),
+        (("bisect", NET), "nothing says what is different on the other side"),
+        (("bisect", NET, "--slots", "--chunk", "1"), "--slots goes alone"),
+        (("bisect", NET, "--against", "random:tiny,layers=2"), "are models of other shapes: 3 layers of"),
+        (("bisect", NET, "--chunk", "1", "--plot", "parts.gif"), "--plot parts.gif ends with neither"),
+    ],
+)
+def test_refusals(program, tmp_path, monkeypatch, arguments, complaint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    done = program("trace", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert complaint in done.err
+    assert "\n→ " in done.err
+
+
+def test_other_tokens_and_unknown_noise(program, recorded, tmp_path):
+    folder, _ = recorded
+    other = str(tmp_path / "B")
+    program("trace", "record", NET, "--ids", "5,6", "--steps", "0", "--no-noise", "--out", other)
+    done = program("trace", "compare", str(folder), other)
+    assert (done.code, "are not of the same text 0: " in done.err) == (2, True)
+    done = program("trace", "compare", other, other)
+    assert (done.code, "knows what rounding explains" in done.err) == (2, True)

