@@ -10,7 +10,7 @@ from dsv4cli.engine.runtime.logprobs import Drawn, drawn_later, drawn_of
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampler import Draws, sample
-from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.scheduler import Chunk, Pick
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
 
 # far below any logit, and finite at the lowest temperature
@@ -25,10 +25,12 @@ class Drawing:
         self.watch, self._next_watch = (Stopwatch(runner.cache.device) for _ in range(2))
         self._runner, self._order, self._tell = runner, order, tell
 
-    def step(self, count: int, ahead: bool) -> tuple[Ran, list[list[Token]], list[list[float]]]:
+    def step(
+        self, count: int, ahead: bool, pick: Pick | None = None
+    ) -> tuple[Ran, list[list[Token]], list[list[float]]]:
         """The next step, the tokens of each request that is ready, and `count` drafts behind these, as `speculate` has
         them. Waits for the device once; again where a constraint asks for other tokens than those that were drawn.
-        ahead: whether the step after it is launched before that, where it can be.
+        ahead: whether the step after it is launched before that, where it can be. pick: whose step it is.
 
         Raises UnsoundResult for logits that are not finite, NotEnoughMemory.
         """
@@ -36,7 +38,7 @@ class Drawing:
             self.watch, self._next_watch = self._next_watch, self.watch
         else:
             self.watch.start()
-        ran = self._runner.run()
+        ran = self._runner.run(pick)
         found, drafts = self._draw(ran, count, ahead and self._runner.ahead.follows(ran))
         self._runner.finish(ran, [[token.id for token in own] for own in found])
         return ran, found, drafts

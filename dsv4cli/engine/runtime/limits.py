@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits
 from dsv4cli.errors import UsageError
 
@@ -23,6 +24,17 @@ def max_new_tokens(prompt: list[int], config: ModelConfig, limits: Limits, which
     context = context_of(config, limits)
     _check(prompt, config, context - 1, which, " and an answer")
     return min(limits.max_tokens, context - len(prompt))
+
+
+def check_room(request: Request, room: int | None) -> None:
+    """Raises UsageError for a request that has more tokens, with those of its answer, than the cache has room for."""
+    if room is not None and request.end > room:
+        answer = request.end - len(request.prompt)
+        raise UsageError(
+            f"{request.name} has {len(request.prompt):,} tokens and its answer may have {answer:,}: the cache has room "
+            f"for {room:,}",
+            "shorten it, lower --max-tokens or raise --cache-memory",
+        )
 
 
 def context_of(config: ModelConfig, limits: Limits) -> int:

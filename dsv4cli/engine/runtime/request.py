@@ -57,8 +57,10 @@ class Request:
     The engine sets the rest.
     number: its place in the order in which requests came.
     ids: the prompt and what was drawn; done: how many of them went through the model; end: the most there can be.
+    cached: how many tokens of the prompt were held and need not be read.
     sequence: its state in the cache, None while it waits.
     drafts: tokens that the next step verifies behind the newest.
+    borders: a hash of its tokens up to each border of a block, as far as a prefix cache has asked for them.
     """
 
     prompt: list[int]
@@ -72,8 +74,10 @@ class Request:
     number: int = -1
     end: int = 0
     done: int = 0
+    cached: int = 0
     sequence: "Sequence | None" = None
     drafts: list[int] = field(default_factory=list)
+    borders: list[int] = field(default_factory=list)
     ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +87,11 @@ class Request:
     def caught_up(self) -> bool:
         """Whether every token has gone through the model."""
         return self.done == len(self.ids)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next chunk is its newest token."""
+        return self.done == len(self.ids) - 1 and not self.scored
 
 
 @dataclass(frozen=True)

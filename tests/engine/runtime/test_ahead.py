@@ -166,7 +166,7 @@ def test_a_prefix_cache_keeps_what_was_read(launched, drafting, monkeypatch):
                 if number == 2 and len(request.ids) == len(ids) + 4:
                     one.cancel(request)
             ids = request.ids
-            found.append((request.done, request.sequence.length))
+            found.append((request.done, [state.length for state in one.runner.prefixes.states]))
         return found
 
     found = turns()
@@ -184,12 +184,12 @@ def test_what_is_kept_is_kept_before_the_next_step(launched, monkeypatch):
         one.add(Request(text(20, 2), WARM, Limits(10), keep=(20, 25), stop_ids=()))
         while one.busy:
             one.step()
-        return [(mark.snapshot.length, mark.snapshot.rings) for mark in one.runner.prefixes._marks]
+        return [(state.length, state.held.rings.parts) for state in one.runner.prefixes.states]
 
     found, count = marks(), len(launched)
     read_one_by_one(monkeypatch)
     expected = marks()
-    assert [length for length, _ in found] == [length for length, _ in expected] == [20, 25]
+    assert [length for length, _ in found] == [length for length, _ in expected] == [20, 25, 29]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert all(map(same, ours, theirs))
     # all but the prompt's, the captured one, and the one behind the mark

@@ -15,24 +15,20 @@ from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.support.speculation import model_of
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["running", "restored"])
 @pytest.mark.parametrize(("back", "found"), [(ROLLBACK, 30 - ROLLBACK), (ROLLBACK + 1, 0)])
-def test_as_far_back_as_the_rings_hold(marked, back, found):
-    prefixes = Prefixes(Cache(parse_config(TINY, "test"), Numerics.plain()), 16)
+def test_as_far_back_as_the_rings_hold(back, found):
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    prefixes = Prefixes(cache, 16)
     ids = list(range(30))
-    first = Request(ids, Sampling(), Limits())
+    first = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
     prefixes.begin(first)
-    assert first.done == 0
-    first.done = 30
-    prefixes.cache.advance(first.sequence, 30)
-    if marked:
-        prefixes.mark()
-        prefixes.cache.free(first.sequence)
-        prefixes.recover()
+    assert first.done == first.cached == 0
+    cache.advance(first.sequence, 30)
+    prefixes.keep(first)
     # the last token of a prompt is not taken from what is held
-    begun = Request([*ids[: 30 - back], 99], Sampling(), Limits())
+    begun = Request([*ids[: 30 - back], 99], Sampling(), Limits(), sequence=cache.allocate())
     prefixes.begin(begun)
-    assert (begun.done, begun.sequence.length) == (found, found)
+    assert (begun.done, begun.cached, begun.sequence.length) == (found, found, found)
 
 
 @pytest.mark.parametrize(("drafter", "again"), [("mtp", 1), ("dspark", 0)])

@@ -172,8 +172,8 @@ def test_right_drafts_are_all_accepted(most, captured, monkeypatch):
     open_gate(monkeypatch)
     requests, run = asked(GREEDY), runner.Runner.run
 
-    def within(self):
-        ran = run(self)
+    def within(self, pick):
+        ran = run(self, pick)
         assert all(chunk.end + len(chunk.drafts) < chunk.request.end for chunk in ran.ready)
         return ran
 
@@ -482,8 +482,8 @@ def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
     monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 10)
     one, requests, tokens, run = engine("mtp", 7), asked(GREEDY, 4, prefill_chunk=8), [], runner.Runner.run
 
-    def counted(self):
-        ran = run(self)
+    def counted(self, pick):
+        ran = run(self, pick)
         tokens.append(sum(chunk.tokens for chunk in ran.chunks))
         return ran
 
