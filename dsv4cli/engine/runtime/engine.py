@@ -57,12 +57,13 @@ class Engine:
         NotEnoughMemory."""
         self.model = model
         self.followers = followers
-        capacity = replace(capacity, drafts=drafting.most != 0 and model.config.drafter != "none")
+        drafts = drafting.most != 0 and model.config.drafter != "none"
+        capacity = replace(capacity, drafts=drafts, chunks=step_ms is not None)
         self.runner = Runner(model, capacity, device)
-        drafts = self.runner.drafts
         # rows of a GPU are alike in steps of so many
         rows = ROWS_EXACT if model.numerics.exact and self.runner.cache.device.type == "cuda" else MAX_SLOTS
-        self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting.most, rows)
+        own = self.runner.drafts
+        self._plan = None if own is None else DraftPlan(own.drafter, drafting.most, rows)
         self._drawing = Drawing(self.runner, self._order, self._tell)
         self._pace = None if step_ms is None else Pace(step_ms / 1e3)
         self._orders: list[Order] = [("begin", asdict(capacity))]
@@ -167,6 +168,15 @@ class Engine:
         if self._pace is not None:
             self._pace.note(pick, ran.chunks, self.runner.preparing.happened)
         return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
+
+    def prepare(self) -> bool:
+        """Captures one of the steps that requests may need, while there is time; whether one was missing. Raises
+        NotEnoughMemory."""
+        self._order("prepare")
+        self._tell()
+        prepared = self.runner.prepare()
+        self._rest()
+        return prepared
 
     def forget(self) -> None:
         """Ends every request and gives back what is kept for later ones."""

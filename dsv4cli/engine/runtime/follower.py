@@ -39,6 +39,7 @@ class Follower:
             "add": self._add,
             "end": self._end,
             "forget": self._forget,
+            "prepare": self._prepare,
             "step": self._step,
             "speculate": self._speculate,
             "take_back": self._take_back,
@@ -85,6 +86,9 @@ class Follower:
     def _forget(self) -> None:
         self.runner.forget()
         self._requests.clear()
+
+    def _prepare(self) -> None:
+        self.runner.prepare()
 
     def _step(self, drafts: list[tuple[int, list[int]]], count: int, ahead: bool, pick: dict[str, Any] | None) -> None:
         for request in self._requests.values():

@@ -8,12 +8,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from time import perf_counter
 
+from dsv4cli.engine.runtime.chunk_graphs import TOKENS
 from dsv4cli.engine.runtime.gate import size_of
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Chunk, Pick
 
 # tokens of a chunk beside requests that decode
-SIZES = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+SIZES = (*TOKENS, 1536, 2048, 3072, 4096)
 # the most tokens of the first chunk, which is taken to need half of the time that there is
 FIRST = 256
 # what one more time adds to a mean; of a longer one more, so that a chunk that has become too long is not made again

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.ahead import Ahead
 from dsv4cli.engine.runtime.backend import captures
 from dsv4cli.engine.runtime.cache import FEWEST_BLOCKS, Cache, Sequence
+from dsv4cli.engine.runtime.chunk_graphs import ChunkGraphs
 from dsv4cli.engine.runtime.draft import drafter_of
 from dsv4cli.engine.runtime.draft_steps import DraftSteps, Ran
 from dsv4cli.engine.runtime.graphs import GraphRunner, columns_of
@@ -40,7 +42,7 @@ class Capacity:
 
     slots: sequences at once. longest: the most tokens of a sequence that steps captured in graphs are prepared for,
     None for no graphs. snapshots: states that are kept on the device for what begins alike; 0: none. drafts: whether
-    the model's drafter takes part.
+    the model's drafter takes part. chunks: whether chunks of prompts are captured too, which pays where many come.
     cache_memory: bytes of the device for the entries of all sequences and for kept states, of which there are as many
     as a part of it holds, whatever `snapshots` says; a request waits until it certainly has room. None: they take what
     they need. host_memory: bytes of host memory for states that the device has no room for.
@@ -50,6 +52,7 @@ class Capacity:
     longest: int | None = None
     snapshots: int = 0
     drafts: bool = False
+    chunks: bool = False
     cache_memory: int | None = None
     host_memory: int = 0
 
@@ -81,6 +84,7 @@ class Runner:
         if graphs and capacity.longest is not None:
             self.graphs = GraphRunner(model, self.cache, capacity.longest, self._workspace)
             self._provide(capacity.longest)
+        self._chunks = ChunkGraphs(self.graphs) if self.graphs is not None and capacity.chunks else None
         self.ahead = Ahead(self.cache, self.scheduler, self.graphs)
         self.drafts = None if drafter is None else DraftSteps(drafter, self.graphs, self.cache.device)
 
@@ -122,6 +126,14 @@ class Runner:
         with self._whole(), self._computing(len(tokens)):
             self.ahead.launch(ran, tokens)
 
+    def prepare(self) -> bool:
+        """Captures one of the steps that requests may need, if one is missing; whether one was. Raises
+        NotEnoughMemory."""
+        if self.graphs is None:
+            return False
+        with self._whole(), self._computing(1):
+            return self.graphs.prepare(self._slots) or (self._chunks is not None and self._chunks.prepare())
+
     def speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor:
         """As `DraftSteps.after`. May be called again with other tokens. Raises NotEnoughMemory."""
         assert self.drafts is not None
@@ -162,8 +174,7 @@ class Runner:
         """Lets go of every request and of the graphs: with several ranks, before they part."""
         self.ahead.forget()
         self.scheduler.clear()
-        if self.graphs is not None:
-            self.graphs.forget()
+        self._forget_graphs()
 
     @contextmanager
     def _computing(self, tokens: int) -> Iterator[None]:
@@ -189,9 +200,14 @@ class Runner:
             self.scheduler.clear()
             snapshots = [] if self.prefixes is None else self.prefixes.recover()
             self.cache.recover([] if self.graphs is None else [self.graphs.padding], snapshots)
-            if self.graphs is not None:
-                self.graphs.forget()
+            self._forget_graphs()
             self._torn = False
+
+    def _forget_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.forget()
+        if self._chunks is not None:
+            self._chunks.forget()
 
     def _lengthen(self, request: Request) -> None:
         """Graphs are captured anew for each doubling."""
@@ -211,6 +227,14 @@ class Runner:
         ran = self._replayed(chunks, given) if self.graphs is not None and decodes else self._computed(chunks, given)
         self._advance(chunks)
         return ran
+
+    def _modelled(self, work: list[tuple[Sequence, list[int]]]) -> tuple[HiddenStates, Batch]:
+        """What the model gives for these tokens, in the first rows."""
+        [(sequence, ids), *others] = work
+        if self._chunks is not None and not others and self._chunks.hold(len(ids)):
+            return self._chunks.run(sequence, ids, self.preparing.begin)
+        batch = make_batch(self.cache, work)
+        return self.model(batch, self.cache.layers), batch
 
     def _advance(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -233,8 +257,7 @@ class Runner:
         return replace(ran, logits=output.logits[upload(torch.tensor(rows), self.cache.device)])
 
     def _computed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> Ran:
-        batch = make_batch(self.cache, work)
-        hidden = self.model(batch, self.cache.layers)
+        hidden, batch = self._modelled(work)
         ran = Ran(chunks, [chunk.row for chunk in chunks], _ready(chunks), hidden, batch)
         rows = upload(torch.tensor(ran.rows(), dtype=torch.int64), self.cache.device)
         logits = self.model.logits(hidden.streams[rows]) if ran.ready else None
