@@ -71,6 +71,7 @@ class Conversation:
         self.engine = Engine(model, capacity, device, followers, drafting)
         self._drafts_before: DraftReport | None = None
         self._reply: Reply | None = None
+        self._request: Request | None = None
         self._stopping = False
 
     def __enter__(self) -> "Conversation":
@@ -171,6 +172,8 @@ class Conversation:
         running, self._reply = self._reply, None
         if running is not None:
             running.close()
+        if self._request is not None:  # an interruption may have kept the reply from ending it
+            self.engine.cancel(self._request)
 
     @contextmanager
     def _advice(self) -> Iterator[None]:
@@ -190,7 +193,7 @@ class Conversation:
 
     def _turn(self, ids: list[int], sampling: Sampling, thinking: Thinking) -> Reply:
         answer = Answer(self.dialogue.tokenizer, self.dialogue.thinking, self.limits.stops)
-        request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
+        self._request = request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
         with self._advice():
             self.engine.add(request)
         self.reused = request.done
