@@ -6,6 +6,7 @@ ranks measure different times.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 from time import perf_counter
 
 from dsv4cli.engine.runtime.chunk_graphs import TOKENS
@@ -15,10 +16,12 @@ from dsv4cli.engine.runtime.scheduler import Chunk, Pick
 
 # tokens of a chunk beside requests that decode
 SIZES = (*TOKENS, 1536, 2048, 3072, 4096)
-# the most tokens of the first chunk, which is taken to need half of the time that there is
-FIRST = 256
-# what one more time adds to a mean; of a longer one more, so that a chunk that has become too long is not made again
-SLOWER, FASTER = 0.5, 0.1
+# the most tokens of the first chunk, and the part of the time that there is which it is taken to need
+FIRST, FIRST_SHARE = 256, 0.6
+# what one more time adds to a mean, unless it is longer: then it takes its place, but is no more than twice as long
+FASTER = 0.1
+# what is left of the time of a size that was not read, so that it is tried again now and then
+FORGET = 0.9995
 # how often another prompt may go before one
 PATIENCE = 8
 
@@ -80,9 +83,12 @@ class Pace:
             self._decoding[key] = _mean(self._decoding.get(key), seconds)
             return
         thought = [self._of_chunk(size) for size in self._read]
-        share = max(seconds - self._of_decoding(decoded), 0.0) / max(sum(thought), 1e-9)
-        for size, before in zip(self._read, thought, strict=True):
+        share = max(seconds - self._of_decoding(decoded), 0.0) / sum(thought)
+        # of several the time is known together only: it tells when they need more
+        for size, before in zip(self._read, thought, strict=True) if share > 1 or len(set(self._read)) == 1 else ():
             self._reading[size] = _mean(self._reading.get(size), before * share)
+        for size in self._reading.keys() - set(self._read):
+            self._reading[size] *= FORGET
 
     def _of_decoding(self, requests: int) -> float:
         """What a step takes that decodes so many; of a number that was not timed that of the nearest one."""
@@ -91,13 +97,18 @@ class Pace:
         return self._decoding.get(nearest, 0.0)
 
     def _of_chunk(self, size: int) -> float:
-        """What a chunk takes, no less than a smaller one; of a size that was not timed more than it can take."""
-        smaller = {one: seconds for one, seconds in self._reading.items() if one <= size}
-        if smaller:
-            return max(smaller.values()) * size / max(smaller)
-        if self._reading:
+        """What a chunk takes, no less than a smaller one. The next size above those that were timed is taken to need no
+        more than they do, so that it is tried; others are taken to need as much for each token."""
+        if not self._reading:
+            return self._target * FIRST_SHARE if size <= FIRST else inf
+        smaller = [one for one in SIZES if one < size and one in self._reading]
+        if not smaller:
             return self._reading[min(self._reading)]
-        return self._target * (0.5 if size <= FIRST else 1.0)
+        least = max(self._reading[one] for one in smaller)
+        if size in self._reading:
+            return max(self._reading[size], least)
+        next_one = SIZES[SIZES.index(smaller[-1]) + 1]
+        return least if size == next_one else self._reading[smaller[-1]] * size / smaller[-1]
 
     def _rest(self) -> None:
         self._ended, self._read = None, []
@@ -111,4 +122,4 @@ def _size(tokens: int) -> int:
 def _mean(before: float | None, seconds: float) -> float:
     if before is None:
         return seconds
-    return before + (SLOWER if seconds > before else FASTER) * (seconds - before)
+    return min(seconds, 2 * before) if seconds > before else before + FASTER * (seconds - before)
