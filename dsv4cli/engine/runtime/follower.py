@@ -77,7 +77,7 @@ class Follower:
         **given: Any,
     ) -> None:
         limits = Limits(prefill_chunk=prefill_chunk, max_context=max_context)
-        self._requests[number] = request = Request(prompt, Sampling(**sampling), limits, **given)
+        self._requests[number] = request = Request(prompt, Sampling(**sampling), limits, number=number, **given)
         self.runner.add(request)
 
     def _end(self, number: int) -> None:

@@ -22,6 +22,8 @@ FIRST, FIRST_SHARE = 256, 0.6
 FASTER = 0.1
 # what is left of the time of a size that was not read, so that it is tried again now and then
 FORGET = 0.9995
+# the part of the time between two tokens that chunks have needed at least
+LEAST = 0.1
 # how often another prompt may go before one
 PATIENCE = 8
 
@@ -83,7 +85,7 @@ class Pace:
             self._decoding[key] = _mean(self._decoding.get(key), seconds)
             return
         thought = [self._of_chunk(size) for size in self._read]
-        share = max(seconds - self._of_decoding(decoded), 0.0) / sum(thought)
+        share = max(seconds - self._of_decoding(decoded), LEAST * seconds) / sum(thought)
         # of several the time is known together only: it tells when they need more
         for size, before in zip(self._read, thought, strict=True) if share > 1 or len(set(self._read)) == 1 else ():
             self._reading[size] = _mean(self._reading.get(size), before * share)
