@@ -5,6 +5,7 @@ share here too: a block of the device that has a page, and has not been written 
 Copies run in the order of launches, and nothing waits for them.
 """
 
+import weakref
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -13,12 +14,14 @@ import torch
 from dsv4cli.engine.model.state import Pool
 from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
 from dsv4cli.engine.system.device import upload
+from dsv4cli.engine.system.pinned import host_block, pin, unpin, whole_pages
 from dsv4cli.kernels.card import is_there
 
 # blocks that are gathered on the device at once: 48 MB for Flash
 AT_ONCE = 64
-# bytes of a page of a model whose layers have no entries
-LEAST_PAGE = 4096
+# host memory is pinned with its use, so many bytes at once: all of it would take seconds
+PINNED_AT_ONCE = 1 << 28
+REMEDY = "lower --host-memory"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +47,11 @@ class HostStore:
         self._cache = cache
         self._widths = [_bytes_of(pool).shape[1] for pool in cache.pools()]
         self._block = cache.block_bytes
-        size = max(self._block, LEAST_PAGE)
-        self._pages = torch.empty(nbytes // size, size, dtype=torch.uint8, pin_memory=is_there(cache.device))
+        size = whole_pages(max(self._block, 1))
+        self._pages = host_block(nbytes // size * size, "states of conversations", REMEDY).view(-1, size)
+        self._pinned = 0 if is_there(cache.device) else len(self._pages)
+        self._addresses: list[int] = []
+        weakref.finalize(self, unpin, self._addresses).atexit = False
         self._shares = [0] * len(self._pages)
         self._free = list(range(len(self._pages) - 1, -1, -1))
         # of a block of the device: its page, and its version when both were the same; and the other way round
@@ -134,6 +140,10 @@ class HostStore:
 
     def _take(self) -> int:
         page = self._free.pop()
+        while page >= self._pinned:
+            some = self._pages[self._pinned :][: max(PINNED_AT_ONCE // self._pages.shape[1], 1)]
+            self._addresses.append(pin(some, REMEDY))
+            self._pinned += len(some)
         self._shares[page] = 1
         return page
 

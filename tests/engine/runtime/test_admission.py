@@ -10,7 +10,6 @@ from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime import pace, prefix_cache, runner
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
-from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import NotEnoughMemory, UsageError
