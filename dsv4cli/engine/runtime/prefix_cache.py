@@ -15,6 +15,8 @@ from dsv4cli.engine.runtime.request import Request
 
 # prompts are kept at multiples of so many tokens, for those that begin with the same document
 KEPT_EVERY = 4096
+# so few tokens are read again
+NOT_WORTH = 8
 
 # the number of blocks whose tokens a state certainly shares with what goes on from it, and a hash of these
 Border = tuple[int, int]
@@ -80,7 +82,7 @@ class Prefixes:
         ids = request.prompt
         borders = _borders(ids, request.borders)
         count, found = self._longest(ids, borders)
-        if found is not None and count > request.done:
+        if found is not None and count > max(request.done, NOT_WORTH):
             self._take(request, found, count, borders)
         if not self.cache.bounded:
             stale = [state for state in self._states if state.length > len(ids) or not self._usable(state, ids)]

@@ -5,12 +5,17 @@ from functools import cache
 
 import pytest
 
+from dsv4cli.engine.chat.dialogue import open_dialogue
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.engine.weights.load import load_model
+from tests.support.questions import chosen
 from tests.support.speculation import model_of, open_gate, text
 
 # around the window, a block of entries and the larger ratio
@@ -228,3 +233,33 @@ def test_blocks_that_states_share_count_once():
     rings = -(-cache.copies.nbytes // store._pages.shape[1])
     assert in_host_memory_of.usage.host_bytes == (4 * rings + 4) * store._pages.shape[1]
     check_empty(in_host_memory_of)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_gpu_finds_states_in_both_memories(most):
+    """nano answers as it does where nothing is kept, with real graphs, beside requests that decode."""
+    source = resolve_model("nano")
+    model, talk = load_model(source, Numerics.reference(), device="cuda"), open_dialogue(source, "off")
+    counts = {"sums": 4, "facts": 4, "multi turn": 4, "retrieval 1 to 200": 2, "retrieval 200 to 1000": 4}
+    prompts = [talk.prompt(item["messages"]).ids for items in chosen(counts).values() for item in items]
+
+    def asks() -> list[Request]:
+        return [Request(ids, Sampling(0.0), Limits(24), keep=(len(ids) // 2, len(ids))) for ids in prompts]
+
+    plain = Engine(model, Capacity(), "cuda", drafting=Drafting(0))
+    expected = [[token.id for token in answers(plain, one)[0]] for one in asks()]
+    capacity = Capacity(4, 2048, cache_memory=10**8, host_memory=2 * 10**8)
+    one = Engine(model, capacity, "cuda", drafting=Drafting(most), step_ms=50.0)
+    while one.prepare():
+        pass
+    for rounds in range(3):
+        requests = asks()
+        found = answers(one, *requests)
+        assert [[token.id for token in tokens] for tokens in found] == expected
+        if rounds:
+            assert all(request.cached >= len(request.prompt) - 1 - (most > 0) for request in requests)
+        if rounds == 1:
+            in_host_memory(one)
+    assert one.usage.hits >= 2 * len(prompts)
+    check_empty(one)
