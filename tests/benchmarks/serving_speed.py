@@ -170,8 +170,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default="2GB")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     asked = parser.parse_args()
-    with torch.no_grad(), ranks() as (world, device):
-        device = device if asked.device == "cuda" else torch.device("cpu")
+    with torch.no_grad(), ranks(asked.device) as (world, device):
         begin = perf_counter()
         model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world)
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
