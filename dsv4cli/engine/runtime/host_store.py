@@ -93,6 +93,7 @@ class HostStore:
 
     def restore(self, sequence: Sequence, stored: Stored) -> None:
         """Makes the sequence what was stored, which stays here. Raises NotEnoughMemory."""
+        self._cache.replace(sequence, [], (0, 0))  # first: it has room for its tokens once
         for page in stored.pages:  # taking blocks may have others come here
             self._shares[page] += 1
         blocks, fresh = [], []

@@ -6,8 +6,10 @@ from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime import prefix_cache
+from dsv4cli.engine.runtime.cache import Cache, Snapshot
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.host_store import HostStore
 from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
@@ -43,3 +45,46 @@ def test_a_drafter_that_reads_the_token_behind_a_position_reads_the_last_one_aga
     begun = Request([*ids, other, 5], Sampling(0.0), Limits(1))
     one.add(begun)
     assert begun.done == 30 - again
+
+
+def keep(prefixes: Prefixes, ids: list[int]) -> Request:
+    """Has a request keep the state of all its tokens, and end."""
+    cache = prefixes.cache
+    request = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
+    prefixes.begin(request)
+    cache.reserve(request.sequence, len(ids) - request.done)
+    cache.advance(request.sequence, len(ids) - request.done)
+    prefixes.keep(request)
+    cache.free(request.sequence)
+    return request
+
+
+@pytest.mark.parametrize("bytes_of_host", [0, 10**7])
+def test_the_one_that_was_used_longest_ago_goes_first(bytes_of_host):
+    """And the beginning that others have in common is used with each of them."""
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(40)
+    host = HostStore(cache, bytes_of_host) if bytes_of_host else None
+    prefixes = Prefixes(cache, 3, host=host)
+    begin = list(range(200))
+    texts = [begin, *([*begin, *[300 + number] * 150] for number in range(4))]
+    for number in (0, 1, 2, 1, 3):
+        keep(prefixes, texts[number])
+    on_device = [state.ids[: state.length] for state in prefixes.states if isinstance(state.held, Snapshot)]
+    assert sorted(on_device) == sorted([texts[0], texts[1], texts[3]])
+    again = keep(prefixes, [*texts[2], 7])
+    assert again.cached == (350 if host else 200)
+    prefixes.forget()
+    assert (cache.used_blocks, prefixes.device_bytes, prefixes.host_bytes) == (0, 0, 0)
+
+
+def test_tokens_are_compared_and_no_hash_is_trusted(monkeypatch):
+    monkeypatch.setattr(prefix_cache, "hash", lambda _: 7, raising=False)
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(40)
+    prefixes = Prefixes(cache, 8)
+    for number in range(3):
+        keep(prefixes, [number] * 300)
+    for number in range(3):
+        assert keep(prefixes, [*[number] * 300, 9]).cached == 300
+    assert keep(prefixes, [5] * 301).cached == 0

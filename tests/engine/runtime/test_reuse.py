@@ -1,13 +1,15 @@
 """Requests that begin with what earlier ones have left get what they would get alone, wherever that lay."""
 
-from collections.abc import Sequence
+from collections import defaultdict
 from functools import cache
 
 import pytest
+import torch
 
 from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, Token
@@ -15,6 +17,7 @@ from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
+from dsv4cli.errors import UnsoundResult
 from tests.support.questions import chosen
 from tests.support.speculation import model_of, open_gate, text
 
@@ -54,11 +57,11 @@ def asked(ids: list[int], tokens: int = ANSWER, **given) -> Request:
     return Request(ids, WARM.plus(len(ids)), limits, stop_ids=(), **given)
 
 
-def answers(one: Engine, *requests: Request, beside: Sequence[Request] = ()) -> list[list[Token]]:
+def answers(one: Engine, *requests: Request) -> list[list[Token]]:
     """What each of these gets, side by side, and beside others that run."""
     for request in requests:
         one.add(request)
-    found: dict[Request, list[Token]] = {request: [] for request in (*requests, *beside)}
+    found: dict[Request, list[Token]] = defaultdict(list)
     while one.busy:
         for result in one.step():
             found[result.request] += result.tokens
@@ -203,7 +206,7 @@ def test_requests_of_one_prompt_read_it_once():
     requests = [asked(ids, keep=(300,)) for _ in range(3)]
     one.add(waits)
     one.step()
-    for request, tokens in zip(requests, answers(one, *requests, beside=[waits]), strict=True):
+    for request, tokens in zip(requests, answers(one, *requests), strict=True):
         check("mtp", request, tokens)
     assert [request.cached for request in requests] == [0, 299, 299]
     check_empty(one)
@@ -213,9 +216,57 @@ def test_scored_requests_find_and_keep_nothing():
     one = engine()
     kept(one, 200)
     states = one.usage.states
-    request = asked(prompt(200), scored=True)
-    answers(one, request)
-    assert (request.cached, one.usage.states, one.usage.hits) == (0, states, 0)
+    for cancelled in (False, True):
+        request = asked(prompt(200), scored=True, prefill_chunk=64)
+        one.add(request)
+        one.step()
+        if cancelled:
+            one.cancel(request)
+        answers(one)
+        assert (request.cached, one.usage.states, one.usage.hits) == (0, states, 0)
+    check_empty(one)
+
+
+def test_a_step_that_has_given_no_tokens_leaves_no_state(monkeypatch):
+    """What made its numbers unsound would be found again."""
+    one, request = engine(), asked(prompt(200))
+    with monkeypatch.context() as patch:
+        patch.setattr(Transformer, "logits", lambda model, streams: torch.full((len(streams), 128), torch.nan))
+        one.add(request)
+        with pytest.raises(UnsoundResult):
+            one.step()
+    one.cancel(request)
+    assert one.usage == Usage()
+    [found] = answers(one, again := asked(prompt(200)))
+    check("mtp", again, found)
+
+
+def test_a_step_that_runs_already_is_of_those_that_decode(captured):
+    one = Engine(model_of("mtp"), Capacity(3, 640, cache_memory=2 * 10**7), "cpu", step_ms=1e6)
+    decodes, comes = asked(text(9, 1), 12), asked(text(50, 2))
+    one.add(decodes)
+    for _ in range(3):
+        one.step()
+    assert one.runner.ahead.launched == captured
+    one.add(comes)
+    one.step()
+    assert one._pace._read == ([] if captured else [64])
+
+
+def test_steps_run_ahead_in_a_cache_full_of_states(monkeypatch):
+    monkeypatch.setattr(runner, "captures", lambda device: True)
+    bound = runner.Cache.bound
+    monkeypatch.setattr(runner.Cache, "bound", lambda cache, _: bound(cache, 5))
+    one = engine()
+    for number in range(4):
+        answers(one, asked(text(100, number), 1))
+    assert one.runner.cache.free_blocks == 0
+    one.add(asked(text(120, 9), 12))
+    for _ in range(3):
+        one.step()
+        assert one.runner.cache.free_blocks == 0
+    assert one.runner.ahead.launched
+    answers(one)
     check_empty(one)
 
 
