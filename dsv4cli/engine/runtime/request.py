@@ -90,8 +90,8 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next chunk is its newest token."""
-        return self.done == len(self.ids) - 1 and not self.scored
+        """Whether its next chunk is its newest token, or a step that runs already has that."""
+        return self.done >= len(self.ids) - 1 and not self.scored
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ def keep(prefixes: Prefixes, ids: list[int]) -> Request:
     return request
 
 
+def lengths_on_device(prefixes: Prefixes) -> list[int]:
+    """Of the states there, by length."""
+    return [state.length for state in prefixes.states if isinstance(state.held, Snapshot)]
+
+
 @pytest.mark.parametrize("bytes_of_host", [0, 10**7])
 def test_the_one_that_was_used_longest_ago_goes_first(bytes_of_host):
     """And the beginning that others have in common is used with each of them."""
@@ -66,16 +71,28 @@ def test_the_one_that_was_used_longest_ago_goes_first(bytes_of_host):
     cache.bound(40)
     host = HostStore(cache, bytes_of_host) if bytes_of_host else None
     prefixes = Prefixes(cache, 3, host=host)
-    begin = list(range(200))
-    texts = [begin, *([*begin, *[300 + number] * 150] for number in range(4))]
-    for number in (0, 1, 2, 1, 3):
-        keep(prefixes, texts[number])
-    on_device = [state.ids[: state.length] for state in prefixes.states if isinstance(state.held, Snapshot)]
-    assert sorted(on_device) == sorted([texts[0], texts[1], texts[3]])
-    again = keep(prefixes, [*texts[2], 7])
-    assert again.cached == (350 if host else 200)
+    ids = list(range(400))
+    keep(prefixes, ids[:200])
+    keep(prefixes, ids[:300])
+    keep(prefixes, [9] * 250)
+    keep(prefixes, ids[:350])
+    assert lengths_on_device(prefixes) == [200, 300, 350]
+    assert keep(prefixes, [9] * 251).cached == (250 if host else 0)
+    assert lengths_on_device(prefixes) == [200, 251, 350]
     prefixes.forget()
     assert (cache.used_blocks, prefixes.device_bytes, prefixes.host_bytes) == (0, 0, 0)
+
+
+def test_where_blocks_are_needed_the_oldest_that_frees_one_goes():
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(6)
+    prefixes = Prefixes(cache, 8)
+    for number, tokens in enumerate((129, 130, 131)):
+        keep(prefixes, [number] * tokens)
+    running = cache.allocate()
+    cache.restore(running, next(state.held for state in prefixes.states if state.length == 129))
+    cache.reserve(running, 200)  # a block of its own in the place of the shared one, and one more
+    assert lengths_on_device(prefixes) == [129, 131]
 
 
 def test_tokens_are_compared_and_no_hash_is_trusted(monkeypatch):
