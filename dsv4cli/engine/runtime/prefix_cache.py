@@ -15,8 +15,8 @@ from dsv4cli.engine.runtime.request import Request
 
 # prompts are kept at multiples of so many tokens, for those that begin with the same document
 KEPT_EVERY = 4096
-# so few tokens are read again
-NOT_WORTH = 8
+# so few tokens are read again: prompts of strangers begin with as many
+NOT_WORTH = 2
 
 # the number of blocks whose tokens a state certainly shares with what goes on from it, and a hash of these
 Border = tuple[int, int]
