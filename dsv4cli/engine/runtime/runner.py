@@ -34,6 +34,8 @@ BLOCKS_AT_ONCE = 1024
 FEWEST_TOKENS = 8192
 # of a bounded cache, one part in so many is for the rings of kept states: Flash's take as much as 3,500 tokens
 KEPT_PART = 4
+# what a block takes at least: of layers that have windows only it is but a number
+LEAST_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -274,9 +276,10 @@ def _prefixes(cache: Cache, capacity: Capacity, reads_next: bool) -> Prefixes | 
     most = capacity.snapshots
     if capacity.cache_memory is not None:
         most = max(capacity.cache_memory // KEPT_PART // cache.copies.nbytes, 1)
-        blocks = (capacity.cache_memory - most * cache.copies.nbytes) // cache.block_bytes
+        each = max(cache.block_bytes, LEAST_BLOCK)
+        blocks = (capacity.cache_memory - most * cache.copies.nbytes) // each
         if blocks < FEWEST_BLOCKS:
-            least = KEPT_PART * cache.copies.nbytes + FEWEST_BLOCKS * cache.block_bytes
+            least = KEPT_PART * cache.copies.nbytes + FEWEST_BLOCKS * each
             raise NotEnoughMemory(
                 f"{capacity.cache_memory / 1e6:,.1f} MB of cache have no room for a conversation",
                 f"give it at least {least / 1e6:,.1f} MB (--cache-memory)",

@@ -15,6 +15,7 @@ from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.engine.runtime.test_reuse import alone, answers, asked, check_empty
 from tests.engine.runtime.test_speculation_ranks import Meeting, same
+from tests.support.small_model import model
 from tests.support.speculation import model_of, open_gate, text
 
 SLOW = pytest.mark.slow
@@ -77,6 +78,23 @@ def test_a_memory_that_is_too_small_says_how_much_it_needs():
         Engine(model_of("mtp"), Capacity(cache_memory=10**5), "cpu")
     least = float(caught.value.remedy.split()[4])
     Engine(model_of("mtp"), Capacity(cache_memory=int(least * 1e6) + 10**5), "cpu")
+
+
+def test_a_model_of_window_layers_has_states_too():
+    """Its blocks hold nothing."""
+    one = Engine(model(1), Capacity(2, cache_memory=10**7, host_memory=10**6), "cpu")
+    begin = text(300, 1)
+    for ids, cached in ((begin, 0), ([*begin, 4, 5], 300), ([*begin, 9], 300)):
+        request = asked(ids, 3, keep=(300,))
+        answers(one, request)
+        assert request.cached == cached
+        plain = asked(ids, 3)
+        answers(Engine(model(1), Capacity(), "cpu"), plain)
+        assert request.ids == plain.ids
+        while one.runner.prefixes._give_way():
+            pass
+    assert one.usage.host_bytes > 0
+    check_empty(one)
 
 
 def test_states_give_way_to_running_requests(few_blocks):
