@@ -8,8 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 
-from dsv4cli.engine.chat.answer import Answer
-from dsv4cli.engine.chat.answers import Pieces
+from dsv4cli.engine.chat.answer import Answer, Pieces
 from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model

@@ -24,6 +24,7 @@ from dsv4cli.commands.inspect import inspect
 from dsv4cli.commands.profile import profile
 from dsv4cli.commands.ranks import follow
 from dsv4cli.commands.run import run
+from dsv4cli.commands.serve import serve
 from dsv4cli.commands.trace import trace
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory, compiler_refusal
 from dsv4cli.harmless import brief_line
@@ -137,6 +138,13 @@ app.command(
         "dsv4 run --model flash --score texts.jsonl --prefill-chunk 1",
     )
 )(run)
+app.command(
+    epilog=epilog(
+        "dsv4 serve --model flash --tp 2",
+        "dsv4 serve --port 9000 --alias deepseek-chat --think high",
+        "dsv4 serve --model flash --host 0.0.0.0 --api-key-file keys.txt",
+    )
+)(serve)
 app.add_typer(profile, name="profile")
 app.add_typer(trace, name="trace")
 

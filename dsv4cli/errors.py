@@ -77,6 +77,16 @@ class HubError(Dsv4Error):
     exit_code = 6
 
 
+class ServerError(Dsv4Error):
+    """A server cannot be reached, refuses, or answers in another format."""
+
+    exit_code = 6
+
+
+class AnswerLost(ServerError):
+    """A server's answer has ended before its end; what came of it is kept."""
+
+
 class RankLost(Dsv4Error):
     """A rank of a run in several has ended, and the others cannot go on."""
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 class Job:
     """What every mode needs. device_name, dtype, exact, backend: the options' words. drafting: what of a drafter is
     loaded and used. memory: what the model may take. world, followers: None in one process. compiler: a process that
-    waits for what to compile. loaded: called once the model is there. plan: what of its steps `dsv4 trace` records."""
+    waits for what to compile. clients: how many conversations there may be at once, each drawn as it likes if there are
+    several. loaded: called once the model is there. plan: what of its steps `dsv4 trace` records."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -53,6 +54,7 @@ class Job:
     world: "World | None" = None
     followers: "Followers | None" = None
     compiler: "Popen[str] | None" = None
+    clients: int = 1
     loaded: Callable[[], None] = lambda: None
     plan: "Plan | None" = None
 
@@ -100,6 +102,7 @@ class Job:
             return
         from dsv4cli.engine.compiling.ahead import found_memory
         from dsv4cli.engine.compiling.demand import demand_of
+        from dsv4cli.engine.settings import Sampling
         from dsv4cli.engine.weights.placement import MemoryLimits
 
         ranks = self.world.size if self.world else 1
@@ -108,10 +111,11 @@ class Job:
             self.source.identity.formats,
             self.numerics,
             self.limits,
-            [self.sampling],
+            [self.sampling] if self.clients == 1 else [self.sampling, Sampling(0.0), Sampling(1.0), Sampling(1.0, 0.5)],
             self.drafting,
             prompts,
             ranks=ranks,
+            sequences=self.clients,
             drawn=drawn,
             memory=found_memory(self.device, self.memory or MemoryLimits(), ranks),
         )

@@ -3,9 +3,9 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -15,8 +15,10 @@ from dsv4cli.errors import RankLost
 from dsv4cli.output import Output, ReaderGone
 
 if TYPE_CHECKING:
+    from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.parallel.world import World
 
+T = TypeVar("T")
 # of a job, what followers are given
 SHARED = (
     "source", "think", "dtype", "exact", "backend", "limits", "sampling", "drafting", "memory", "special_tokens",
@@ -44,6 +46,28 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
             yield replace(job, device_name=str(device), world=world, followers=followers)
         except ReaderGone:
             os._exit(0)  # the others end with this process
+
+
+@contextmanager
+def opened_in_ranks(
+    job: Job, size: int, remedy: str, open_it: "Callable[[Job, Transformer], AbstractContextManager[T]]"
+) -> Iterator[T]:
+    """What `open_it` makes of the job's model, loaded in this process or led by it in `size` of this machine. Signals
+    are the caller's once it is there."""
+    if size == 1:
+        with job.model() as model, open_it(job, model) as opened:
+            yield opened
+        return
+    from dsv4cli.engine.system.ending import ends_soon
+
+    with ExitStack() as stack:
+        starting = stack.enter_context(ExitStack())
+        starting.enter_context(ends_soon(left_by(job.out)))
+        led = stack.enter_context(leading_ranks(job, size, remedy))
+        model = stack.enter_context(led.model())
+        opened = stack.enter_context(open_it(led, model))
+        starting.close()
+        yield opened
 
 
 def _report_lost_rank(out: Output) -> Callable[[RankLost], None]:

@@ -10,6 +10,7 @@ from dsv4cli.errors import UsageError
 MAX_SEED = 2**32 - 1
 # logits divided by less overflow; what it draws is the likeliest token anyway
 MIN_TEMPERATURE = 1e-6
+MOST_BIAS = 100.0
 # the newest token and these are the rows of a step; the model's state takes back as many: config/capacity.py
 MOST_DRAFTS = 7
 DRAFT_REMEDY = f"use auto, off or a number from 1 to {MOST_DRAFTS}"
@@ -40,11 +41,12 @@ def parse_size(option: str, text: str) -> int:
 @dataclass(frozen=True)
 class Sampling:
     """temperature 0 is greedy. top_p: the smallest set of likeliest tokens with at least this probability is drawn
-    from."""
+    from. logit_bias: token ids, and what is added to their logits before that, from -100 to 100."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         warm = math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE
@@ -53,6 +55,11 @@ class Sampling:
         require(greedy or warm, "--temperature", self.temperature, remedy)
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"use a whole number from 0 to {MAX_SEED}")
+        remedy = f"use numbers from -{MOST_BIAS:.0f} to {MOST_BIAS:.0f}"
+        for _, bias in self.logit_bias:
+            require(-MOST_BIAS <= bias <= MOST_BIAS, "logit_bias", bias, remedy)
+        ids = [token for token, _ in self.logit_bias]
+        require(len(ids) == len(set(ids)), "logit_bias", ids, "name each token once")
 
     def plus(self, number: int) -> "Sampling":
         """The same with the seed of the answer that comes `number` after this one's."""

@@ -43,9 +43,9 @@ PROMPTS = 4
 
 
 @contextmanager
-def ranks() -> Iterator[tuple[World, torch.device]]:
+def ranks(kind: str = "cuda") -> Iterator[tuple[World, torch.device]]:
     """This process alone, or its rank among those that torchrun has started."""
-    device = torch.device("cuda")
+    device = torch.device(kind)
     if "RANK" not in os.environ:
         yield SINGLE, device
     else:

@@ -56,7 +56,14 @@ def test_limits_that_cannot_be(values):
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("bias", [((1, 100.5),), ((1, float("nan")),), ((1, 2.0), (2, 1.0), (1, 2.0))], ids=str)
+def test_a_bias_that_cannot_be(bias):
+    with pytest.raises(UsageError, match=r"^logit_bias cannot be "):
+        Sampling(logit_bias=bias)
+
+
 def test_what_can_be():
+    Sampling(logit_bias=((0, -100.0), (1, 100.0)))
     Sampling(0.0, 1e-9, 0)
     Sampling(MIN_TEMPERATURE, 1.0, MAX_SEED)
     Sampling(1e30)

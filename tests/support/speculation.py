@@ -84,3 +84,9 @@ def know(engine: Engine, texts: Sequence[list[int]], mistake: Mistake) -> None:
     own = engine.runner.drafts.drafter
     own = own.own if isinstance(own, Knowing) else own
     engine.runner.drafts.drafter = Knowing(own, engine, texts, mistake)
+
+
+def mask_of(allowed: Sequence[int], size: int) -> bytes:
+    """The mask of a constraint that lets these tokens come, of so many."""
+    bits = sum(1 << token for token in allowed)
+    return bits.to_bytes(-(-size // 8), "little")

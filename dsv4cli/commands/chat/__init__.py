@@ -14,6 +14,7 @@ from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline
 from dsv4cli.commands.chat.journal import SessionChoices, state_folder
 from dsv4cli.commands.chat.loop import converse, greet
 from dsv4cli.commands.chat.model import Models, find_model, model_name
+from dsv4cli.commands.chat.remote import OnCommandLine, ServerModels, check_no_key, check_options, read_key
 from dsv4cli.commands.chat.session import Session
 from dsv4cli.commands.chat.settings import check_budget
 from dsv4cli.commands.chat.slash import helps
@@ -29,6 +30,13 @@ from dsv4cli.output import Output
 QuestionArg = Annotated[
     str | None,
     typer.Argument(help="A question to ask first. On a terminal the conversation goes on after it, elsewhere it ends."),
+]
+UrlOpt = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Talk to a server that speaks OpenAI's API, as dsv4 serve does; load no model."),
+]
+ApiKeyFileOpt = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The API key for --url: the first line of this file.")
 ]
 ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Continue the last session.")]
 ResumeOpt = Annotated[
@@ -80,6 +88,8 @@ def chat(
     context: typer.Context,
     options: ModelOptions,
     question: QuestionArg = None,
+    url: UrlOpt = None,
+    api_key_file: ApiKeyFileOpt = None,
     system: SystemOpt = None,
     go_on: ContinueOpt = False,
     resume: ResumeOpt = None,
@@ -107,12 +117,22 @@ def chat(
     """
     out, state = Output(context.obj), state_folder(state_home)
     _check(options.device, torchrun, question)
-    given = given_choices(context, SessionChoices(options.model, options.think, options.temperature, options.top_p))
+    choices = SessionChoices(options.model, options.think, options.temperature, options.top_p, url)
+    given = given_choices(context, choices)
+    if "model" in given and url is None:
+        given["url"] = None  # a model of this machine, also where the session had a server
     begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
-    compiler = early_compiler(options)
-    job = replace(_job(out, begun, "model" in given, options), compiler=compiler)
+    models: Models | ServerModels
+    if begun.choices.url is None:
+        check_no_key(api_key_file)
+        models = _local(out, begun, "model" in given, options, tp or 1)
+    else:
+        check_options(context)
+        asked = OnCommandLine("model" in given, "url" in given)
+        models = ServerModels(out, begun.choices.url, read_key(api_key_file), _led(options, begun), asked)
     display = Display(check_budget(think_budget), show_thinking, not no_markdown, term, question)
-    _start(job, tp or 1, begun, display, _calls(tool_exec, tool_timeout, yes, max_rounds), _history(state, no_history))
+    calls = _calls(tool_exec, tool_timeout, yes, max_rounds)
+    _start(out, models, begun, display, calls, _history(state, no_history))
 
 
 def _history(state: Path, none: bool) -> Path | None:
@@ -129,12 +149,26 @@ def _check(device: str, torchrun: str | None, question: str | None) -> None:
         raise UsageError("the question is empty", 'ask something: dsv4 chat "What is 17 + 25?"')
 
 
+def _local(out: Output, session: Session, named: bool, options: ModelOptions, ranks: int) -> Models:
+    """The model that the session asks for, in this process or in several; named: it was, on the command line. Raises
+    Dsv4Error."""
+    compiler = early_compiler(options)
+    return Models(replace(_job(out, session, named, options), compiler=compiler), ranks)
+
+
 def _job(out: Output, session: Session, named: bool, options: ModelOptions) -> Job:
-    """What is to be loaded, as the session asks for it; named: the model, on the command line. Raises Dsv4Error."""
+    """What is to be loaded, as the session asks for it. Raises Dsv4Error."""
     find = partial(find_model, kept=not named and bool(session.messages))
-    job = open_job(out, replace(options, **asdict(session.choices)), find=find)
+    job = open_job(out, _led(options, session), find=find)
     session.choices = replace(session.choices, model=model_name(job.source))
     return job
+
+
+def _led(options: ModelOptions, session: Session) -> ModelOptions:
+    """The options as the session has chosen them."""
+    chosen = asdict(session.choices)
+    del chosen["url"]
+    return replace(options, **chosen)
 
 
 class Display(NamedTuple):
@@ -156,23 +190,30 @@ class CallOptions(NamedTuple):
     rounds: int
 
 
-def _start(job: Job, ranks: int, session: Session, display: Display, calls: CallOptions, history: Path | None) -> None:
-    """Loads the model and leads the conversation."""
+def _start(
+    out: Output,
+    models: Models | ServerModels,
+    session: Session,
+    display: Display,
+    calls: CallOptions,
+    history: Path | None,
+) -> None:
+    """Loads the model, or finds its server, and leads the conversation."""
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    with Models(job, ranks) as models:
+    with models:
         with keys_wait():
             conversation = models.open()
-            chat = Chat(
-                job.out, job.source.name, conversation, session, job.sampling, Interrupts(), on_terminal=terminal
-            )
+            chat = Chat(out, models.name, conversation, session, models.sampling, Interrupts(), on_terminal=terminal)
             del conversation  # the chat has it alone, for /model to free
+            if isinstance(models, ServerModels):
+                session.choices = replace(session.choices, model=models.name, url=models.url)
             chat.think_budget, chat.show_thinking = display.think_budget, display.show_thinking
             chat.markdown = display.markdown and sys.stdout.isatty() and display.term != "dumb"
             chat.copies = terminal and display.term != "dumb"
             chat.change_model = partial(models.change, chat)
             source = _input(chat, display.term, history)
             chat.edits = source.edits
-            chat.run_calls = Tools(job.out, source, *calls).run
+            chat.run_calls = Tools(out, source, *calls).run
             greet(chat)
         converse(chat, source, display.question)
 

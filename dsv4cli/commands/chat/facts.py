@@ -39,19 +39,17 @@ def show_stats(chat: Chat, _: str) -> None:
         rows.append(["first token of the last answer", f"{last.first:.2f} s"])
     if last.rate:
         rows.append(["then", f"{last.rate:.1f} tokens/s"])
-    drafts = chat.conversation.engine.draft_report()
+    drafts = chat.conversation.all_drafts
     if drafts is not None and drafts.steps:
         rows.append(["drafts", draft_words(drafts)])
     chat.out.table(rows)
-    from dsv4cli.engine.weights.offload import offload_of
-
-    report_traffic(chat.out, offload_of(chat.conversation.model))
+    report_traffic(chat.out, chat.conversation.offload)
 
 
 def show_tokens(chat: Chat, text: str) -> None:
     """Shows the tokens of a text, or of each message."""
     if text:
-        ids = chat.conversation.dialogue.text_ids(text)
+        ids = chat.conversation.text_ids(text)
         chat.out.line(f"{counted(len(ids), 'token')}: {' '.join(map(str, ids))}")
         return
     before = 0
@@ -66,7 +64,10 @@ def show_tokens(chat: Chat, text: str) -> None:
 def show_context(chat: Chat, _: str) -> None:
     """Shows how full the context is."""
     used, room = chat.conversation.tokens(chat.prompt()) if chat.session.messages else 0, chat.conversation.context
-    chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
+    if room is None:
+        chat.out.line(f"{counted(used, 'token')} used; the server does not say how many there can be")
+    else:
+        chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
     if chat.left_out:
         chat.out.line(f"the oldest {counted(chat.left_out, 'message')} are left out of the prompt")
 

@@ -30,12 +30,14 @@ def state_folder(state_home: Path | None) -> Path:
 
 @dataclass(frozen=True)
 class SessionChoices:
-    """What a session is led with beside its messages; temperature and top_p are None for what the model asks for."""
+    """What a session is led with beside its messages; temperature and top_p are None for what the model asks for, url
+    for a model in this process."""
 
     model: str = "nano"
     think: str = "off"
     temperature: float | None = None
     top_p: float | None = None
+    url: str | None = None
 
 
 def _check_choices(value: Any) -> SessionChoices:
@@ -44,8 +46,8 @@ def _check_choices(value: Any) -> SessionChoices:
 
     one = SessionChoices(**value)
     Sampling().chosen(one.temperature, one.top_p, 0)
-    if not (isinstance(one.model, str) and isinstance(one.think, str)):
-        raise ValueError("the model or the thinking level is not a text")
+    if not (isinstance(one.model, str) and isinstance(one.think, str) and isinstance(one.url, str | None)):
+        raise ValueError("the model, the thinking level or the address is not a text")
     return one
 
 

@@ -17,6 +17,7 @@ from dsv4cli.harmless import shell_word
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.conversation import Conversation
     from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+    from dsv4cli.engine.settings import Sampling
 
 
 def find_model(name: str, kept: bool) -> "FolderSource | RandomSource":
@@ -55,6 +56,16 @@ class Models:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.__exit__(kind, error, trace)
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.job.source.name
+
+    @property
+    def sampling(self) -> "Sampling":
+        """How it draws."""
+        return self.job.sampling
 
     def open(self) -> "Conversation":
         """Loads the job's model, for a conversation. Raises Dsv4Error."""

@@ -140,11 +140,15 @@ def _math_begun(line: str) -> str:
 
 @dataclass
 class Renderer:
-    """One answer on its way to the user. Thinking is a line with dots, or in full on request."""
+    """One answer on its way to the user. Thinking is a line with dots, or in full on request.
+
+    tokens: each piece is one; a server's may be several.
+    """
 
     out: Output
     markdown: bool
     thinking: bool
+    tokens: bool = True
     _blocks: Blocks = field(default_factory=Blocks)
     _thought_since: float | None = None
     _thoughts: int = 0
@@ -239,7 +243,8 @@ class Renderer:
     def _end_thinking(self) -> None:
         if self._thought_since is None:
             return
-        took = f"{counted(self._thoughts, 'token')}, {duration_text(perf_counter() - self._thought_since)}"
+        count = f"{counted(self._thoughts, 'token')}, " if self.tokens else ""
+        took = f"{count}{duration_text(perf_counter() - self._thought_since)}"
         if self.thinking:
             self.out.end_line()
             self.out.reasoning(f"(thought: {took})\n")

@@ -80,13 +80,11 @@ class Session:
     def load_file(self, path: Path) -> None:
         """Takes the conversation of a file in place of this one; an empty file has an empty one. Raises UsageError."""
         from dsv4cli.engine.text.inputs import read_messages, read_text
+        from dsv4cli.engine.text.prompt import without_tools
 
         text = read_text(path)
         tools = _tools_without_messages(text)
-        messages = read_messages(path) if tools is None else []
-        named = [tool for message in messages if message["role"] == "system" for tool in message.get("tools") or ()]
-        plain = [{key: value for key, value in message.items() if key != "tools"} for message in messages]
-        self.messages = [one for one in plain if one["role"] != "system" or one.get("content")]
+        self.messages, named = without_tools(read_messages(path) if tools is None else [])
         self.tools = tools or named
         self._note(path, text.encode())
 

@@ -25,14 +25,10 @@ def system(chat: Chat, text: str) -> None:
 
 def think(chat: Chat, level: str) -> None:
     """Shows or sets how hard to reason. Raises UsageError."""
-    from dsv4cli.engine.text.prompt import think_options
-
-    dialogue = chat.conversation.dialogue
     if level:
-        thinking, effort = think_options(dialogue.release, level)
-        chat.conversation.dialogue = dialogue = replace(dialogue, thinking=thinking, effort=effort)
+        chat.conversation.think(level)
         chat.choose(replace(chat.session.choices, think=level))
-    chat.out.status(f"thinking: {dialogue.effort or 'off'}")
+    chat.out.status(f"thinking: {chat.conversation.effort or 'off'}")
 
 
 def model(chat: Chat, name: str) -> None:
@@ -74,8 +70,8 @@ def set_value(chat: Chat, words: str) -> None:
         chat.think_budget = check_budget(int(number))
     else:
         chat.sampling = chat.sampling.chosen(
-            number if name == "temperature" else chat.sampling.temperature,
-            number if name == "top-p" else chat.sampling.top_p,
+            number if name == "temperature" else None,
+            number if name == "top-p" else None,
             int(number) if name == "seed" else chat.sampling.seed,
         )
         if name == "temperature":
@@ -86,11 +82,16 @@ def set_value(chat: Chat, words: str) -> None:
 
 
 def _setting(chat: Chat, name: str) -> object:
+    from dsv4cli.engine.chat.remote import RemoteSampling
+
     if name == "max-tokens":
         return chat.conversation.limits.max_tokens
     if name == "think-budget":
         return "none" if chat.think_budget is None else chat.think_budget
-    return getattr(chat.sampling, name.replace("-", "_"))
+    sampling, field = chat.sampling, name.replace("-", "_")
+    if isinstance(sampling, RemoteSampling) and field not in {"seed", *sampling.given}:
+        return "the server's own"
+    return getattr(sampling, field)
 
 
 def check_budget(tokens: int | None) -> int | None:

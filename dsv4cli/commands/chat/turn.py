@@ -9,18 +9,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.chat.journal import SessionChoices
+from dsv4cli.commands.chat.partner import PartialAnswer, Partner
 from dsv4cli.commands.chat.renderer import Renderer
 from dsv4cli.commands.chat.session import FileChanged, Session
 from dsv4cli.commands.chat.tools import Round
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.job import report_lookalikes
 from dsv4cli.commands.terminal import keys_wait
-from dsv4cli.errors import Dsv4Error
+from dsv4cli.errors import AnswerLost, Dsv4Error
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.chat.answer import Answer
-    from dsv4cli.engine.chat.conversation import Conversation
+    from dsv4cli.engine.chat.answer import Pieces
     from dsv4cli.engine.settings import Sampling
     from dsv4cli.engine.text.prompt import Message
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 TWICE = 2.0
 # used up to this share, the context is said to be nearly full
 NEARLY_FULL = 0.8
+# seconds: tokens that come within so few were held back by a server, and say nothing of its speed
+BURST = 0.01
 # so many tokens to read before an answer are announced
 MANY_TOKENS = 1000
 
@@ -71,7 +73,7 @@ class Chat:
 
     out: Output
     model: str
-    conversation: "Conversation"
+    conversation: Partner
     session: Session
     sampling: "Sampling"
     interrupts: Interrupts
@@ -88,6 +90,7 @@ class Chat:
     count: Count = field(default_factory=Count)
     stopped: bool = False  # the last turn was, by Ctrl-C
     leaving: bool = False  # by the second Ctrl-C
+    _lost: AnswerLost | None = None  # why there is no more of the last answer
     _breakable: bool = False  # the prompt is read or calls are carried out, which Ctrl-C ends at once
     lookalikes: set[str] = field(default_factory=set)  # those that were reported
     left_out: int = 0  # messages after the system message that the context has no room for
@@ -96,7 +99,7 @@ class Chat:
         """A whole turn, with the calls of tools in it; without an answer the conversation is as `before`.
 
         Raises Dsv4Error, at once where the file of the session is not as it was, and KeyboardInterrupt for the second
-        Ctrl-C, after which the text so far is kept."""
+        Ctrl-C, after which the text so far is kept, as after AnswerLost."""
         try:
             self.session.check_file()
         except FileChanged:
@@ -109,6 +112,8 @@ class Chat:
             try:
                 while self._answer():
                     pass
+            except AnswerLost:
+                raise
             except Dsv4Error:
                 self.session.messages[:] = before
                 raise
@@ -154,6 +159,8 @@ class Chat:
         name_calls(message, len(self.session.messages))
         self.session.messages.append({key: value for key, value in message.items() if value or key == "content"})
         self._report(answer)
+        if self._lost is not None:
+            raise self._lost
         if not calls or self.stopped:
             return False
         self._breakable = True
@@ -174,17 +181,17 @@ class Chat:
         asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
         turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
         number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
-        left = self.conversation.context - self.conversation.tokens(turn)
-        return Round(number, max(left // 2 // calls, 0), lambda text: len(self.conversation.dialogue.text_ids(text)))
+        return Round(number, max(self.conversation.left(turn) // 2 // calls, 0), self.conversation.most_tokens)
 
-    def _follow(self, steps: "Iterator[tuple[Answer, Any]]") -> "Answer | None":
-        """Shows an answer as it comes, to its end or until Ctrl-C; None where that came before its first token."""
-        renderer = Renderer(self.out, self.markdown, self.show_thinking)
+    def _follow(self, steps: "Iterator[tuple[PartialAnswer, Pieces]]") -> PartialAnswer | None:
+        """Shows an answer as it comes, to its end, until Ctrl-C or until it is lost; None where Ctrl-C came before its
+        first token."""
+        renderer = Renderer(self.out, self.markdown, self.show_thinking, tokens=self.session.choices.url is None)
         self.last = clock = Clock()
         clock.start = perf_counter()
         if self.stopped:  # before there was a reply to stop
             self.conversation.stop()
-        answer = None
+        answer, self._lost = None, None
         try:
             with keys_wait():
                 for answer, pieces in steps:
@@ -192,16 +199,18 @@ class Chat:
                     self._breakable = self.conversation.breakable
                     if self.on_terminal and not self.conversation.prefilled:
                         self._announce(self.conversation.unread)
-                    if len(answer.tokens) > clock.tokens:
-                        clock.tick(answer.tokens[-1].prepared)
+                    while clock.tokens < answer.drawn:  # a server counts them at the end
+                        clock.tick(answer.prepared)
                     for kind, text in pieces:
                         renderer.push(kind, text)
         except KeyboardInterrupt:
             return None
+        except AnswerLost as error:
+            self._lost = error
         finally:
             self._breakable = False
             renderer.end()
-        return answer if answer is not None and answer.tokens else None
+        return answer if answer is not None and answer.drawn else None
 
     def _announce(self, tokens: int) -> None:
         if tokens >= MANY_TOKENS:
@@ -250,22 +259,30 @@ class Chat:
             )
         return messages[:start] + messages[start + self.left_out :]
 
-    def _report(self, answer: "Answer") -> None:
+    def _report(self, answer: PartialAnswer) -> None:
         """The line below a turn."""
-        drawn, conversation, clock = len(answer.tokens), self.conversation, self.last
+        drawn, conversation, clock = answer.drawn, self.conversation, self.last
         self.count.turns += 1
         self.count.prefilled += conversation.prefilled
         self.count.reused += conversation.reused
         self.count.drawn += drawn
         used = conversation.prompt_tokens + drawn
-        rate = f" · {clock.rate:.1f} tokens/s" if clock.rate else ""
+        rate = f" · {clock.rate:.1f} tokens/s" if clock.rate and clock.last - clock.first > BURST else ""
         drafts = conversation.drafts
         per_step = None if drafts is None else drafts.tokens_per_step
         rate += f", {per_step:.1f} a step" if rate and per_step else ""
         first = f" · first after {clock.first:.2f} s"
         ended = ENDED[answer.closed] if answer.closed else ""
         ended += " · stopped" if self.stopped else " · cut off at its limit" if answer.finish == "length" else ""
-        self.out.status(f"{self.model} · {used:,} of {conversation.context:,} tokens{rate}{first}{ended}")
-        if used > NEARLY_FULL * conversation.context:
-            left = counted(max(conversation.context - used, 0), "token")
+        self.out.status(f"{self.model}{self._used(used)}{rate}{first}{ended}")
+        context = conversation.context
+        if context is not None and used > NEARLY_FULL * context:
+            left = counted(max(context - used, 0), "token")
             self.out.warning(f"{left} left; the oldest questions and answers will soon be left out of the prompt")
+
+    def _used(self, tokens: int) -> str:
+        """How much of the context is used, as far as a server says so."""
+        if not self.conversation.prompt_tokens:
+            return ""
+        context = self.conversation.context
+        return f" · {counted(tokens, 'token')}" if context is None else f" · {tokens:,} of {context:,} tokens"

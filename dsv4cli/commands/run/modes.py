@@ -12,8 +12,7 @@ from dsv4cli.commands.run.show import show_answer, stream_answer
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.chat.answer import Answer
-    from dsv4cli.engine.chat.answers import Pieces
+    from dsv4cli.engine.chat.answer import Answer, Pieces
     from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.runtime.preparing import OnPreparing
     from dsv4cli.engine.runtime.request import Request

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4cli.commands.job import Job
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.chat.answer import Answer
-    from dsv4cli.engine.chat.answers import Pieces
+    from dsv4cli.engine.chat.answer import Answer, Pieces
 
 
 def show_answer(job: Job, answer: "Answer") -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4cli.engine.chat.thinking import Closed
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.lookalikes import lookalikes, marked, unmarked
 from dsv4cli.engine.text.prompt import Message
 from dsv4cli.engine.text.repair import repair_reply
 from dsv4cli.engine.text.reply import Kind, MalformedReply, ParsedReply, ReplyStream, parse_reply, split_reply
@@ -14,6 +15,8 @@ from dsv4cli.engine.text.tokenizer import StreamDecoder, Tokenizer
 if TYPE_CHECKING:
     from dsv4cli.engine.runtime.request import Token
 
+# the text that one token made certain, by kind
+Pieces = list[tuple[Kind, str]]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -22,7 +25,7 @@ class Answer:
     """Takes the tokens of one sequence; `push` returns the text that has become certain, by kind.
 
     finish is set with the last step, `complaint` too where the end token came and the strict parser refused the text.
-    closed: why the thinking was ended from outside, by whoever did.
+    closed: why the thinking was ended from outside, by whoever did. stopped_by: the stop text that has ended it.
     """
 
     tokenizer: Tokenizer
@@ -32,49 +35,89 @@ class Answer:
     finish: FinishReason | None = None
     complaint: str = ""
     closed: Closed = ""
+    stopped_by: str | None = None
 
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
         self._stream = ReplyStream(self.thinking)
         self._text = ""  # everything decoded but the end token, cut at a stop string
+        self._lookalikes: list[int] = []  # where it has text that looks like a special token: lookalikes.py
         self._sent = 0  # characters of it that went into the stream
         self._reply = ParsedReply("")
 
-    def push(self, token: "Token") -> list[tuple[Kind, str]]:
+    @property
+    def drawn(self) -> int:
+        """How many tokens it has so far."""
+        return len(self.tokens)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the step of the newest token has prepared kernels."""
+        return self.tokens[-1].prepared
+
+    def push(self, token: "Token") -> Pieces:
         """Adds a token; sets `finish` when the answer ends with it."""
+        return _unmarked(self.read(token))
+
+    def read(self, token: "Token") -> list[tuple[Kind, str]]:
+        """As `push`, with the marks of lookalikes.py in the text."""
         self.tokens.append(token)
         ended = token.finish == "stop"
-        self._text += "" if ended else self._decoder.push(token.id)
-        self._text += self._decoder.flush() if token.finish else ""
+        special = self.tokenizer.special.get(token.id)
+        # one that is no part of the format has no text
+        if not ended and (special is None or special in tokens.SPECIAL):
+            self._take(self._decoder.push(token.id), special is not None)
+        if token.finish:
+            self._take(self._decoder.flush())
         self.finish = "stop" if self._cut_at_stop() else token.finish
         certain = len(self._text) if self.finish else len(self._text) - self._held_back()
-        pieces = self._stream.push(self._text[self._sent : certain])
+        pieces = self._stream.push(self._marked(self._sent, certain))
         self._sent = certain
         if self.finish:
-            self._reply = self._parse() if ended else split_reply(self._text, thinking=self.thinking)
+            self._reply = self._parse() if ended else split_reply(self._whole, thinking=self.thinking)
             pieces += self._stream.flush()
         return pieces
 
-    def cut(self) -> list[tuple[Kind, str]]:
+    def cut(self) -> Pieces:
         """Ends an answer that was interrupted, without a `finish`; harmless when it has ended."""
+        return _unmarked(self.read_rest())
+
+    def read_rest(self) -> list[tuple[Kind, str]]:
+        """As `cut`, with the marks of lookalikes.py in the text."""
         if self.finish:
             return []
-        self._text += self._decoder.flush()
-        pieces = self._stream.push(self._text[self._sent :]) + self._stream.flush()
+        self._take(self._decoder.flush())
+        pieces = self._stream.push(self._marked(self._sent, len(self._text))) + self._stream.flush()
         self._sent = len(self._text)
-        self._reply = split_reply(self._text, thinking=self.thinking)
+        self._reply = split_reply(self._whole, thinking=self.thinking)
         return pieces
 
     def message(self) -> tuple[Message, list[str]]:
         """An answer that has ended or was cut as a message, and what had to be repaired for that, in words."""
         ended = bool(self.tokens) and self.tokens[-1].finish == "stop"
-        reply, repairs = repair_reply(self._text + (tokens.EOS if ended else ""), thinking=self.thinking)
-        return reply.as_message(), repairs
+        reply, repairs = repair_reply(self._whole + (tokens.EOS if ended else ""), thinking=self.thinking)
+        return reply.changed(unmarked).as_message(), [unmarked(words) for words in repairs]
+
+    @property
+    def _whole(self) -> str:
+        return self._marked(0, len(self._text))
+
+    def _marked(self, start: int, end: int) -> str:
+        """A part of the text as its readers get it."""
+        return marked(self._text, self._lookalikes, start, end)
+
+    def _take(self, text: str, special: bool = False) -> None:
+        """Adds a text, that of a special token or of others."""
+        before = len(self._text)
+        self._text += text
+        if not special:
+            self._lookalikes += lookalikes(self._text, before)
 
     def _cut_at_stop(self) -> bool:
-        found = [start for stop in self.stops if (start := self._text.find(stop, self._sent)) >= 0]
+        found = [(start, stop) for stop in self.stops if (start := self._text.find(stop, self._sent)) >= 0]
         if found:
-            self._text = self._text[: min(found)]
+            start, self.stopped_by = min(found)
+            self._text = self._text[:start]
         return bool(found)
 
     def _held_back(self) -> int:
@@ -92,20 +135,21 @@ class Answer:
 
     def _parse(self) -> ParsedReply:
         try:
-            reply = parse_reply(self._text + tokens.EOS, thinking=self.thinking)
+            reply = parse_reply(self._whole + tokens.EOS, thinking=self.thinking)
         except MalformedReply as error:
-            self.complaint = error.message
-            return split_reply(self._text, thinking=self.thinking)
+            self.complaint = unmarked(error.message)
+            return split_reply(self._whole, thinking=self.thinking)
         if reply.tool_calls:
             self.finish = "tool_calls"
         return reply
 
     def record(self) -> dict[str, Any]:
         """The JSON form: content, reasoning_content, tool_calls, ids (the end token included), finish_reason."""
+        reply = self._reply.changed(unmarked)
         return {
-            "content": self._reply.content,
-            "reasoning_content": self._reply.reasoning_content,
-            "tool_calls": self._reply.tool_calls,
+            "content": reply.content,
+            "reasoning_content": reply.reasoning_content,
+            "tool_calls": reply.tool_calls,
             "ids": [token.id for token in self.tokens],
             "finish_reason": self.finish,
         }
@@ -116,3 +160,7 @@ class Answer:
             {"id": token.id, "logprob": token.logprob, "top": [[id_, value] for id_, value in token.top]}
             for token in self.tokens
         ]
+
+
+def _unmarked(pieces: list[tuple[Kind, str]]) -> list[tuple[Kind, str]]:
+    return [(kind, text) for kind, part in pieces if (text := unmarked(part))]

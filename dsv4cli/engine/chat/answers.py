@@ -4,17 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from dsv4cli.engine.chat.answer import Answer
+from dsv4cli.engine.chat.answer import Answer, Pieces
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.engine import Engine, Followers
 from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting
-from dsv4cli.engine.text.reply import Kind
-
-# the text that one token made certain, by kind
-Pieces = list[tuple[Kind, str]]
 
 
 def do_nothing_more(engine: Engine) -> None:

@@ -1,15 +1,15 @@
 """A conversation with a model: turn after turn in one cache, of which a turn prefills only what it does not hold."""
 
-from bisect import bisect_left
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 import torch
 
-from dsv4cli.engine.chat.answer import Answer
-from dsv4cli.engine.chat.answers import Pieces
+from dsv4cli.engine.chat.answer import Answer, Pieces
 from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.chat.dropping import messages_to_drop
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.draft_report import DraftReport
@@ -20,15 +20,12 @@ from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
-from dsv4cli.engine.text.prompt import Message
-from dsv4cli.engine.weights.offload import offload_of
+from dsv4cli.engine.text.prompt import Message, think_options
+from dsv4cli.engine.weights.offload import ExpertOffload, offload_of
 from dsv4cli.errors import NotEnoughMemory, RankLost, UsageError
 
 SNAPSHOTS = 16
 GO_ON = "dsv4 chat --continue goes on after the last finished turn"
-# an answer has room for as many tokens as it may have, up to this part of the context; where messages must go for that,
-# as many go as leave the larger part free: the prompt is read anew each time
-ANSWER_PART, FREED_PART = 8, 4
 
 Reply = Generator[tuple[Answer, Pieces], None, None]
 
@@ -71,6 +68,7 @@ class Conversation:
         self.engine = Engine(model, capacity, device, followers, drafting)
         self._drafts_before: DraftReport | None = None
         self._reply: Reply | None = None
+        self._request: Request | None = None
         self._stopping = False
 
     def __enter__(self) -> "Conversation":
@@ -92,6 +90,26 @@ class Conversation:
         self.engine.report_preparing(on_preparing)
 
     @property
+    def effort(self) -> str | None:
+        """How hard to reason; None for not at all."""
+        return self.dialogue.effort
+
+    def think(self, level: str) -> None:
+        """How hard to reason from the next turn on, in the words of `think_options`. Raises UsageError."""
+        thinking, effort = think_options(self.dialogue.release, level)
+        self.dialogue = replace(self.dialogue, thinking=thinking, effort=effort)
+
+    @property
+    def all_drafts(self) -> DraftReport | None:
+        """What the drafts of all turns have come to."""
+        return self.engine.draft_report()
+
+    @property
+    def offload(self) -> ExpertOffload | None:
+        """The experts in host memory; None where none are."""
+        return offload_of(self.model)
+
+    @property
     def drafts(self) -> DraftReport | None:
         """What the drafts of the last turn have come to so far; None where none are to be made."""
         report = self.engine.draft_report()
@@ -108,33 +126,27 @@ class Conversation:
         nothing but the cache changes. Launches on a GPU belong together, as do an expert's row and its copy, and
         what several ranks tell each other."""
         on_cpu = self.engine.runner.cache.device.type == "cpu"
-        return self.unread > 1 and on_cpu and offload_of(self.model) is None and self.model.world.size == 1
+        return self.unread > 1 and on_cpu and self.offload is None and self.model.world.size == 1
 
     def tokens(self, messages: Sequence[Message]) -> int:
         """How many tokens the prompt of these messages has."""
         return len(self.dialogue.prompt(messages).ids)
 
+    def text_ids(self, text: str) -> list[int]:
+        """The tokens of a text in a message."""
+        return self.dialogue.text_ids(text)
+
+    def most_tokens(self, text: str) -> int:
+        """How many tokens a text in a message has."""
+        return len(self.text_ids(text))
+
+    def left(self, messages: Sequence[Message]) -> int:
+        """How many tokens of the context the prompt of these messages leaves."""
+        return self.context - self.tokens(messages)
+
     def messages_to_drop(self, messages: Sequence[Message]) -> int:
-        """How many messages, the first after those of the system, must go for the prompt to leave room for an answer: 0
-        if it does already or nothing can go, -1 if the last question alone leaves none. What stays begins with a
-        question."""
-        tokens, room = self.tokens(messages), max(min(self.limits.max_tokens, self.context // ANSWER_PART), 1)
-        if tokens + room <= self.context:
-            return 0
-        roles = [message["role"] for message in messages]
-        first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-        cuts = [i for i in range(first + 1, len(roles)) if roles[i] in ("user", "developer")]
-
-        def left(cut: int) -> int:
-            return self.context - self.tokens([*messages[:first], *messages[cut:]])
-
-        for wanted in (max(room, self.context // FREED_PART), room):
-            nth = bisect_left(cuts, wanted, key=left)
-            if nth < len(cuts):
-                return cuts[nth] - first
-        if cuts and left(cuts[-1]) > 0:
-            return cuts[-1] - first
-        return 0 if not cuts and tokens < self.context else -1
+        """As the function of this name, for this model and its limits."""
+        return messages_to_drop(messages, self.tokens, self.context, self.limits.max_tokens)
 
     def reply(self, messages: Sequence[Message], sampling: Sampling, *, think_budget: int | None = None) -> Reply:
         """Answers the last of these checked messages: before the prompt and after each step of it the answer, still
@@ -171,6 +183,8 @@ class Conversation:
         running, self._reply = self._reply, None
         if running is not None:
             running.close()
+        if self._request is not None:  # an interruption may have kept the reply from ending it
+            self.engine.cancel(self._request)
 
     @contextmanager
     def _advice(self) -> Iterator[None]:
@@ -190,7 +204,7 @@ class Conversation:
 
     def _turn(self, ids: list[int], sampling: Sampling, thinking: Thinking) -> Reply:
         answer = Answer(self.dialogue.tokenizer, self.dialogue.thinking, self.limits.stops)
-        request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
+        self._request = request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
         with self._advice():
             self.engine.add(request)
         self.reused = request.done

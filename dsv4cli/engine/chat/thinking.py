@@ -1,5 +1,6 @@
 """How long an answer may think: when the engine ends the thinking itself, so that there is an answer; no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +43,10 @@ class Thinking:
     def banned(self) -> tuple[int, ...]:
         """The tokens that must not come next: an answer does not end where the engine has begun it."""
         return self.eos if self._just_closed else ()
+
+    def masks(self, drafts: Sequence[int]) -> tuple[()]:
+        """No others."""
+        return ()
 
     def instead(self, token: int) -> int | None:
         """What to take for a token that was drawn, if not the token itself."""

@@ -140,11 +140,12 @@ def demand_of(
     lengths: Sequence[int] | None,
     *,
     ranks: int = 1,
+    sequences: int = 1,
     drawn: bool = True,
     memory: FreeMemory | None = None,
 ) -> Demand:
-    """What prompts of these lengths ask, None where they are not known: one conversation. drawn: whether they are
-    answered."""
+    """What prompts of these lengths ask, None where they are not known: `sequences` conversations at once. drawn:
+    whether they are answered."""
     context = context_of(config, limits)
     ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
     longest = (max(ends),) if ends else tuple(_doublings(min(context, FAR)))
@@ -155,7 +156,7 @@ def demand_of(
         simulate=numerics.simulate,
         exact=numerics.exact,
         ranks=ranks,
-        sequences=min(max(len(lengths or ()), 1), MAX_SLOTS),
+        sequences=min(max(len(lengths or ()), sequences), MAX_SLOTS),
         length=lengths[0] if lengths is not None and len(lengths) == 1 else None,
         longest=longest if drawn else (),
         context=context,

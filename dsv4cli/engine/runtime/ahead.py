@@ -44,7 +44,7 @@ class Ahead:
             and not self._scheduler.joins
             and any(len(request.ids) + 1 < request.end for request in requests)
             and not any(chunk.end in chunk.request.keep for chunk in ran.chunks)
-            and self._cache.free_blocks >= len(requests)
+            and (self._cache.bounded or self._cache.free_blocks >= len(requests))
         )
 
     def launch(self, ran: Ran, tokens: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ Compressed entries live in blocks shared by all layers and addressed through a s
 snapshot also holds is copied before it is written.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.rope import frequencies
 from dsv4cli.engine.model.state import CompressorState, LayerCache, Pool, Ring
+from dsv4cli.engine.runtime.ring_copies import RingCopies, RingCopy
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.formats import FP4_BLOCK
 
@@ -37,16 +39,26 @@ class Sequence:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A sequence at one length: copies of its rings, shares in its blocks. Drop it when no longer needed."""
+    """A sequence at one length: a copy of its rings, shares in its blocks. Drop it when no longer needed."""
 
     length: int
     high: int
     blocks: tuple[int, ...]
-    rings: list[torch.Tensor]
+    rings: RingCopy
+
+
+def gives_nothing() -> bool:
+    """Has no block to give back."""
+    return False
 
 
 class Cache:
-    """The state of up to `slots` sequences of one model on one device; blocks are added as sequences grow."""
+    """The state of up to `slots` sequences of one model on one device; blocks are added as sequences grow, or all made
+    at first where they are bounded.
+
+    copies: of rings. give_way: called where a bounded cache has no free block; whether it gave something back; may be
+    set.
+    """
 
     def __init__(
         self,
@@ -65,7 +77,11 @@ class Cache:
         self.layers = [self._layer(ratio, numerics, slots) for ratio in config.compress_ratios]
         self._free_slots = list(range(slots - 1, -1, -1))
         self._shares: list[int] = []  # per block: how many sequences and snapshots hold it
+        self._versions: list[int] = []  # per block: how often it was taken or may have been written
         self._free_blocks: list[int] = []
+        self.copies = RingCopies(self._rings())
+        self.give_way: Callable[[], bool] = gives_nothing
+        self.bounded = False
 
     def _layer(self, ratio: int, numerics: Numerics, slots: int) -> LayerCache:
         config = self.config
@@ -108,6 +124,11 @@ class Cache:
         return len(self._shares)
 
     @property
+    def block_bytes(self) -> int:
+        """The entries of a block in all layers."""
+        return sum(pool.per_block * pool.data.shape[1] * pool.data.element_size() for pool in self.pools())
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that can be taken without making room for more."""
         return len(self._free_blocks)
@@ -134,27 +155,37 @@ class Cache:
         self._free_slots.append(sequence.slot)
 
     def provide(self, blocks: int) -> None:
-        """Makes room for `blocks` blocks in all, so that the pools need not grow until these are taken."""
+        """Makes room for `blocks` blocks in all, so that the pools need not grow until these are taken; a bounded cache
+        has all its blocks."""
         missing = blocks - self.blocks
-        if missing > 0:
-            for pool in self._pools():
+        if missing > 0 and not self.bounded:
+            for pool in self.pools():
                 pool.grow(blocks)
             self._free_blocks = [*range(blocks - 1, self.blocks - 1, -1), *self._free_blocks]
             self._shares += [0] * missing
+            self._versions += [0] * missing
+
+    def bound(self, blocks: int) -> None:
+        """Makes room for `blocks` blocks, and for no more from now on."""
+        self.provide(blocks)
+        self.bounded = True
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Blocks for the next `tokens` tokens, none of them shared with a snapshot."""
-        first, end = sequence.length // BLOCK_TOKENS, -(-(sequence.length + tokens) // BLOCK_TOKENS)
+        first, end = sequence.length // BLOCK_TOKENS, blocks_of(sequence.length + tokens)
         for number in range(first, min(end, len(sequence.blocks))):
             block = sequence.blocks[number]
+            self._versions[block] += 1
             if self._shares[block] > 1:
-                sequence.blocks[number] = self._take_block()
+                self._find_free_block()
+            if self._shares[block] > 1:  # else its other holders gave way
+                sequence.blocks[number] = self.take_block()
                 sequence.changes += 1
-                for pool in self._pools():
+                for pool in self.pools():
                     pool.copy_block(block, sequence.blocks[number])
                 self._release([block])
         while len(sequence.blocks) < end:
-            sequence.blocks.append(self._take_block())
+            sequence.blocks.append(self.take_block())
             sequence.changes += 1
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
@@ -175,24 +206,33 @@ class Cache:
 
     def snapshot(self, sequence: Sequence) -> Snapshot:
         """The sequence as it is now, to be restored into any sequence of this cache."""
-        for block in sequence.blocks:
-            self._shares[block] += 1
-        rings = [ring.data[sequence.slot].clone() for ring in self._rings()]
-        return Snapshot(sequence.length, sequence.high, tuple(sequence.blocks), rings)
+        rings = self.copies.take()
+        self.copies.save(sequence.slot, rings)
+        blocks = tuple(sequence.blocks[: blocks_of(sequence.length)])
+        self._share(blocks)
+        return Snapshot(sequence.length, sequence.high, blocks, rings)
 
     def restore(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Makes the sequence what the snapshot holds; the snapshot stays usable."""
-        for block in snapshot.blocks:
-            self._shares[block] += 1
+        self._share(snapshot.blocks)
+        self.replace(sequence, list(snapshot.blocks), (snapshot.length, snapshot.high))
+        self.copies.load(sequence.slot, snapshot.rings)
+
+    def replace(self, sequence: Sequence, blocks: list[int], lengths: tuple[int, int]) -> None:
+        """Gives the sequence these blocks, of which it has a share, in the place of its own; lengths: its new ones."""
         self._release(sequence.blocks)
-        sequence.length, sequence.high, sequence.blocks = snapshot.length, snapshot.high, list(snapshot.blocks)
+        sequence.blocks = blocks
+        sequence.length, sequence.high = lengths
         sequence.changes += 1
-        for ring, rows in zip(self._rings(), snapshot.rings, strict=True):
-            ring.data[sequence.slot] = rows
 
     def drop(self, snapshot: Snapshot) -> None:
         """Gives the snapshot's shares in blocks back; it must not be used afterwards."""
         self._release(snapshot.blocks)
+        self.copies.give_back(snapshot.rings)
+
+    def frees(self, snapshot: Snapshot) -> bool:
+        """Whether a block is free when the snapshot is dropped."""
+        return any(self._shares[block] == 1 for block in snapshot.blocks)
 
     def recover(self, sequences: Items[Sequence], snapshots: Items[Snapshot]) -> None:
         """Holds these and nothing else: after an interruption, when what was taken may not have reached its holder."""
@@ -205,21 +245,49 @@ class Cache:
         self._free_blocks = [block for block in range(self.blocks - 1, -1, -1) if not shares[block]]
         self._free_slots = [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken]
 
+    def pools(self) -> list[Pool]:
+        """Every pool of every layer, always in the same order."""
+        return [pool for layer in self.layers for pool in layer.pools()]
+
+    def version(self, block: int) -> int:
+        """A number that is another one when the block has been written since, -1 for a block that nobody holds."""
+        return self._versions[block] if self._shares[block] else -1
+
+    def take_block(self) -> int:
+        """A block of one share. Raises NotEnoughMemory where none gives way."""
+        self._find_free_block()
+        block = self._free_blocks.pop()
+        self._shares[block] = 1
+        self._versions[block] += 1
+        return block
+
+    def share_block(self, block: int) -> None:
+        """Takes one more share of a block that is held."""
+        self._share((block,))
+
     def _rings(self) -> list[Ring]:
         return [ring for layer in self.layers for ring in layer.rings()]
 
-    def _pools(self) -> list[Pool]:
-        return [pool for layer in self.layers for pool in layer.pools()]
+    def _find_free_block(self) -> None:
+        while not self._free_blocks:
+            if not self.bounded:
+                self.provide(max(2 * self.blocks, FEWEST_BLOCKS))
+            elif not self.give_way():
+                raise NotEnoughMemory(
+                    f"all {self.blocks:,} blocks of the cache are taken", "end a sequence or give the cache more memory"
+                )
 
-    def _take_block(self) -> int:
-        if not self._free_blocks:
-            self.provide(max(2 * self.blocks, FEWEST_BLOCKS))
-        block = self._free_blocks.pop()
-        self._shares[block] = 1
-        return block
+    def _share(self, blocks: Items[int]) -> None:
+        for block in blocks:
+            self._shares[block] += 1
 
-    def _release(self, blocks: list[int] | tuple[int, ...]) -> None:
+    def _release(self, blocks: Items[int]) -> None:
         for block in blocks:
             self._shares[block] -= 1
             if not self._shares[block]:
                 self._free_blocks.append(block)
+
+
+def blocks_of(tokens: int) -> int:
+    """The blocks that so many tokens of a sequence take."""
+    return -(-tokens // BLOCK_TOKENS)

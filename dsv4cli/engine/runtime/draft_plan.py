@@ -21,9 +21,10 @@ class DraftPlan:
         self.report = DraftReport(drafter.name, per_position=[0] * bound)
         self._chances: dict[Request, list[float]] = {}
 
-    def begin(self, requests: Sequence[Request]) -> int:
-        """Leaves the active requests the drafts that the next step verifies; how many to make after it."""
-        for gone in self._chances.keys() - set(requests):
+    def begin(self, requests: Sequence[Request], active: Sequence[Request]) -> int:
+        """Leaves the requests of the next step the drafts that it verifies; how many to make after it. active: these
+        and all others that run."""
+        for gone in self._chances.keys() - set(active):
             del self._chances[gone]
         count = self.gate.drafts(len(requests), [self._chances.get(request, []) for request in requests])
         for request in requests:

@@ -6,15 +6,13 @@ from typing import Literal
 import torch
 
 from dsv4cli.engine.runtime.draft_steps import Ran
+from dsv4cli.engine.runtime.drawable import drawable
 from dsv4cli.engine.runtime.logprobs import Drawn, drawn_later, drawn_of
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampler import Draws, sample
-from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.scheduler import Chunk, Pick
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
-
-# far below any logit, and finite at the lowest temperature
-BANNED = -1e30
 
 
 class Drawing:
@@ -25,10 +23,12 @@ class Drawing:
         self.watch, self._next_watch = (Stopwatch(runner.cache.device) for _ in range(2))
         self._runner, self._order, self._tell = runner, order, tell
 
-    def step(self, count: int, ahead: bool) -> tuple[Ran, list[list[Token]], list[list[float]]]:
+    def step(
+        self, count: int, ahead: bool, pick: Pick | None = None
+    ) -> tuple[Ran, list[list[Token]], list[list[float]]]:
         """The next step, the tokens of each request that is ready, and `count` drafts behind these, as `speculate` has
         them. Waits for the device once; again where a constraint asks for other tokens than those that were drawn.
-        ahead: whether the step after it is launched before that, where it can be.
+        ahead: whether the step after it is launched before that, where it can be. pick: whose step it is.
 
         Raises UnsoundResult for logits that are not finite, NotEnoughMemory.
         """
@@ -36,7 +36,7 @@ class Drawing:
             self.watch, self._next_watch = self._next_watch, self.watch
         else:
             self.watch.start()
-        ran = self._runner.run()
+        ran = self._runner.run(pick)
         found, drafts = self._draw(ran, count, ahead and self._runner.ahead.follows(ran))
         self._runner.finish(ran, [[token.id for token in own] for own in found])
         return ran, found, drafts
@@ -103,16 +103,15 @@ class Drawing:
 
 
 def sampled(ran: Ran, logits: torch.Tensor) -> torch.Tensor:
-    """What each row of a step draws as if its drafts were right, fp32 [R, V] -> int64 [R]; that of the newest token as
-    the request's constraint asks."""
+    """What each row of a step draws as if its drafts were right, fp32 [R, V] -> int64 [R]; that of the newest token is
+    what the request's constraint forces, if it does."""
     if not len(logits):
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     requests = [chunk.request for chunk in ran.ready for _ in range(1 + len(chunk.drafts))]
     positions = [len(chunk.request.ids) + number for chunk in ran.ready for number in range(1 + len(chunk.drafts))]
-    firsts = first_rows(ran.ready)
-    allowed = _allowed(ran.ready, firsts, logits)
-    tokens = sample(allowed, Draws.of([request.sampling for request in requests], positions, logits.device))
-    for chunk, row in zip(ran.ready, firsts, strict=True):
+    draws = Draws.of([request.sampling for request in requests], positions, logits.device)
+    tokens = sample(drawable(ran.ready, logits), draws)
+    for chunk, row in zip(ran.ready, first_rows(ran.ready), strict=True):
         forced = None if chunk.request.constraint is None else chunk.request.constraint.forced()
         if forced is not None:
             tokens[row] = forced
@@ -170,18 +169,6 @@ def agreed(chunk: Chunk, drawn: Sequence[Drawn]) -> list[int]:
         if number == len(chunk.drafts) or token != chunk.drafts[number]:
             break
     return tokens
-
-
-def _allowed(ready: Sequence[Chunk], rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """The logits fp32 [R, V] without the tokens that constraints ban; the given ones stay."""
-    allowed = logits
-    for chunk, row in zip(ready, rows, strict=True):
-        constraint = chunk.request.constraint
-        banned = () if constraint is None else constraint.banned()
-        if banned:
-            allowed = logits.clone() if allowed is logits else allowed
-            allowed[row, torch.tensor(banned, device=logits.device)] = BANNED
-    return allowed
 
 
 def _finish(request: Request, token: int, length: int, stop_ids: Sequence[int]) -> Literal["stop", "length"] | None:

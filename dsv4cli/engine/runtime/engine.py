@@ -13,10 +13,13 @@ from dsv4cli.engine.runtime.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawing import Drawing
-from dsv4cli.engine.runtime.limits import check_text, max_new_tokens
+from dsv4cli.engine.runtime.limits import check_bias, check_room, check_text, max_new_tokens
+from dsv4cli.engine.runtime.pace import Pace
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
 from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.runtime.usage import Usage, usage_of
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.kernels.rows import ROWS_EXACT
 
@@ -47,17 +50,22 @@ class Engine:
         device: torch.device | str,
         followers: Followers | None = None,
         drafting: Drafting = Drafting(),  # noqa: B008 - frozen
+        step_ms: float | None = None,
     ) -> None:
-        """drafting: how many drafts of the model's drafter a step verifies; where it has none, none."""
+        """drafting: how many drafts of the model's drafter a step verifies; where it has none, none. step_ms: how much
+        time there may be between two tokens of a request while prompts are read, None for as much as these take. Raises
+        NotEnoughMemory."""
         self.model = model
         self.followers = followers
-        capacity = replace(capacity, drafts=drafting.most != 0 and model.config.drafter != "none")
+        drafts = drafting.most != 0 and model.config.drafter != "none"
+        capacity = replace(capacity, drafts=drafts, chunks=step_ms is not None)
         self.runner = Runner(model, capacity, device)
-        drafts = self.runner.drafts
         # rows of a GPU are alike in steps of so many
         rows = ROWS_EXACT if model.numerics.exact and self.runner.cache.device.type == "cuda" else MAX_SLOTS
-        self._plan = None if drafts is None else DraftPlan(drafts.drafter, drafting, rows)
+        own = self.runner.drafts
+        self._plan = None if own is None else DraftPlan(own.drafter, drafting, rows)
         self._drawing = Drawing(self.runner, self._order, self._tell)
+        self._pace = None if step_ms is None else Pace(step_ms / 1e3)
         self._orders: list[Order] = [("begin", asdict(capacity))]
         self._count = 0
 
@@ -106,10 +114,22 @@ class Engine:
         """How many kernels were compiled in steps so far: those that nobody has compiled ahead."""
         return self.runner.preparing.compiled
 
+    @property
+    def room(self) -> int | None:
+        """The most tokens of a prompt and its answer that the cache has room for, None where nothing bounds it."""
+        return self.runner.scheduler.room
+
+    @property
+    def usage(self) -> Usage:
+        """What runs, waits and is held."""
+        return usage_of(self.runner)
+
     def add(self, request: Request) -> None:
-        """Queues a request. Raises UsageError for a prompt that is empty, fills the context or has ids outside the
-        vocabulary, NotEnoughMemory where the state that it begins with finds no room."""
+        """Queues a request, which begins when there is room for all its tokens. Raises UsageError for a prompt that is
+        empty, fills the context or the cache, or has ids outside the vocabulary, as its logit_bias may, NotEnoughMemory
+        where the state that it begins with finds no room."""
         request.end = end_of(self.model, request)
+        check_room(request, self.room)
         self._queue(request)
 
     def cancel(self, request: Request) -> None:
@@ -124,16 +144,18 @@ class Engine:
 
     def step(self) -> list[Result]:
         """What each request of the next step got; a token with `finish` is its last. Raises UnsoundResult for logits
-        that are not finite, NotEnoughMemory, RankLost."""
-        requests = self.runner.scheduler.active
-        count = 0 if self._plan is None else self._plan.begin(requests)
+        that are not finite, NotEnoughMemory, RankLost; after which no request goes on."""
+        scheduler = self.runner.scheduler
+        pick = self._pick()
+        requests = scheduler.of(pick)
+        count = 0 if self._plan is None else self._plan.begin(requests, scheduler.active)
         drafted = [[one.number, one.drafts] for one in requests if one.drafts]
         # a drafter may have to follow a step once more, which is gone when the next one runs
         ahead = not (count or drafted) and (self._plan is None or not any(one.constraint for one in requests))
-        self._order("step", drafts=drafted, count=count, ahead=ahead)
+        self._order("step", drafts=drafted, count=count, ahead=ahead, pick=None if pick is None else asdict(pick))
         try:
             self._tell()
-            ran, tokens, drafts = self._drawing.step(count, ahead)
+            ran, tokens, drafts = self._drawing.step(count, ahead, pick)
         except Exception as error:
             if self.followers is not None and not lost_others(error):
                 self.followers.rest()  # whoever watches lost ranks sees which one has ended, and how
@@ -143,13 +165,30 @@ class Engine:
             self._plan.take(ran.ready, tokens, drafts)
             if ran.ready and not self.runner.preparing.happened:  # else nothing has waited for the device
                 self._plan.time(ran.chunks, count, self._drawing.watch.seconds())
+        if self._pace is not None:
+            self._pace.note(pick, ran.chunks, self.runner.preparing.happened)
         return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
+
+    def prepare(self) -> bool:
+        """Captures one of the steps that requests may need, while there is time; whether one was missing. Raises
+        NotEnoughMemory."""
+        self._order("prepare")
+        self._tell()
+        prepared = self.runner.prepare()
+        self._rest()
+        return prepared
 
     def forget(self) -> None:
         """Ends every request and gives back what is kept for later ones."""
         self._order("forget")
         self.runner.forget()
         self._rest()
+
+    def _pick(self) -> Pick | None:
+        """Whose step is next; one that runs already is of those that decode."""
+        if self._pace is None:
+            return None
+        return Pick() if self.runner.ahead.launched else self._pace.pick(self.runner.scheduler.active)
 
     def _queue(self, request: Request) -> None:
         request.number = self._count
@@ -192,6 +231,7 @@ class Engine:
 
 def end_of(model: Transformer, request: Request) -> int:
     """The most tokens of a request's prompt and answer. Raises UsageError for what the model cannot take."""
+    check_bias(request.sampling, model.config)
     if request.scored:
         check_text(request.prompt, model.config, request.limits, request.name)
         return len(request.prompt)

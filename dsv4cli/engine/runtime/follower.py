@@ -10,6 +10,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.engine import Order
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.scheduler import Pick
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UnsoundResult
 
@@ -38,6 +39,7 @@ class Follower:
             "add": self._add,
             "end": self._end,
             "forget": self._forget,
+            "prepare": self._prepare,
             "step": self._step,
             "speculate": self._speculate,
             "take_back": self._take_back,
@@ -75,7 +77,7 @@ class Follower:
         **given: Any,
     ) -> None:
         limits = Limits(prefill_chunk=prefill_chunk, max_context=max_context)
-        self._requests[number] = request = Request(prompt, Sampling(**sampling), limits, **given)
+        self._requests[number] = request = Request(prompt, Sampling(**sampling), limits, number=number, **given)
         self.runner.add(request)
 
     def _end(self, number: int) -> None:
@@ -85,13 +87,16 @@ class Follower:
         self.runner.forget()
         self._requests.clear()
 
-    def _step(self, drafts: list[tuple[int, list[int]]], count: int, ahead: bool) -> None:
+    def _prepare(self) -> None:
+        self.runner.prepare()
+
+    def _step(self, drafts: list[tuple[int, list[int]]], count: int, ahead: bool, pick: dict[str, Any] | None) -> None:
         for request in self._requests.values():
             request.drafts = []
         for number, tokens in drafts:
             self._requests[number].drafts = tokens
         with suppress(UnsoundResult):  # the leader says so
-            self._ran = ran = self.runner.run()
+            self._ran = ran = self.runner.run(None if pick is None else Pick(**pick))
             ahead = ahead and self.runner.ahead.follows(ran)
             if ahead or self.runner.drafts is not None:
                 drawn = self._drawn(ran)

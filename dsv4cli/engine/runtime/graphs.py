@@ -80,15 +80,19 @@ class GraphRunner:
         for sequence, _ in work:
             self.cache.reserve(sequence, rows)
             self.cache.touch(sequence, rows)
-        if self._blocks != self.cache.blocks:  # the pools lie elsewhere now
-            self._steps.clear()
-            self._blocks = self.cache.blocks
         key = _size_of(len(work)), rows
-        if key not in self._steps:
+        if not self._holds(key):
             on_preparing()
             self._steps[key] = self._prepared(*key)
         self._steps[key].fill(work)
         return self._steps[key]
+
+    def prepare(self, most: int) -> bool:
+        """Captures a step of one token of each of up to `most` sequences, if one is missing; whether one was."""
+        missing = [size for size in SIZES if size <= _size_of(most) and not self._holds((size, 1))]
+        if missing:
+            self._steps[missing[0], 1] = self._prepared(missing[0], 1)
+        return bool(missing)
 
     def prepared(self, sequences: int) -> bool:
         """Whether the step of one token of each of so many sequences is."""
@@ -130,6 +134,12 @@ class GraphRunner:
                 return compute()
 
         return within
+
+    def _holds(self, key: tuple[int, int]) -> bool:
+        if self._blocks != self.cache.blocks:  # the pools lie elsewhere now
+            self._steps.clear()
+            self._blocks = self.cache.blocks
+        return key in self._steps
 
     def _prepared(self, size: int, rows: int) -> "CapturedStep":
         step = CapturedStep(self.cache, size, rows, self.columns, self.padding)

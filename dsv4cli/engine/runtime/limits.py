@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from dsv4cli.engine.config.model_config import ModelConfig
-from dsv4cli.engine.settings import Limits
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UsageError
 
 
@@ -25,6 +26,22 @@ def max_new_tokens(prompt: list[int], config: ModelConfig, limits: Limits, which
     return min(limits.max_tokens, context - len(prompt))
 
 
+def check_bias(sampling: Sampling, config: ModelConfig) -> None:
+    """Raises UsageError for a logit_bias of a token id outside the vocabulary."""
+    _check_ids([token for token, _ in sampling.logit_bias], config, "logit_bias")
+
+
+def check_room(request: Request, room: int | None) -> None:
+    """Raises UsageError for a request that has more tokens, with those of its answer, than the cache has room for."""
+    if room is not None and request.end > room:
+        answer = request.end - len(request.prompt)
+        raise UsageError(
+            f"{request.name} has {len(request.prompt):,} tokens and its answer may have {answer:,}: the cache has room "
+            f"for {room:,}",
+            "shorten it, lower --max-tokens or raise --cache-memory",
+        )
+
+
 def context_of(config: ModelConfig, limits: Limits) -> int:
     """The most tokens of a prompt and its answer."""
     return min(limits.max_context or config.max_position_embeddings, config.max_position_embeddings)
@@ -34,14 +51,18 @@ def _check(ids: list[int], config: ModelConfig, most: int, which: str, more: str
     """`most` tokens fit into a sequence, with `more` behind it."""
     if not ids:
         raise UsageError(f"{which} has no tokens", "give at least one")
+    _check_ids(ids, config, which)
+    if len(ids) > most:
+        raise UsageError(
+            f"{which} has {len(ids):,} tokens: the context has room for {most:,}{more}",
+            "shorten it" if most + 1 >= config.max_position_embeddings else "shorten it or raise --max-context",
+        )
+
+
+def _check_ids(ids: Sequence[int], config: ModelConfig, which: str) -> None:
     strange = next((token for token in ids if not 0 <= token < config.vocab_size), None)
     if strange is not None:
         raise UsageError(
             f"{which} has the token id {strange}, the model's vocabulary is 0 to {config.vocab_size - 1:,}",
             "use ids of the tokenizer.json that belongs to the model",
-        )
-    if len(ids) > most:
-        raise UsageError(
-            f"{which} has {len(ids):,} tokens: the context has room for {most:,}{more}",
-            "shorten it" if most + 1 >= config.max_position_embeddings else "shorten it or raise --max-context",
         )

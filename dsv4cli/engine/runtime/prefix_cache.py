@@ -1,94 +1,241 @@
-"""How much of a prompt a cache already holds: in the sequence that ran last, or in snapshots of earlier boundaries."""
+"""What earlier requests have left in a cache: states of sequences, for requests whose prompts begin alike.
+
+A state is kept where a request asks for it, at every so many tokens of a prompt, and where a sequence ends. It is found
+by a hash of its tokens up to a block's border, and taken when the tokens themselves are equal. The one that was used
+longest ago goes first: to host memory, if there is any, and from there for good.
+"""
 
 from dataclasses import dataclass
+from itertools import chain
 
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.runtime.cache import Cache, Snapshot
+from dsv4cli.engine.runtime.host_store import HostStore, Stored
 from dsv4cli.engine.runtime.request import Request
 
+# prompts are kept at multiples of so many tokens, for those that begin with the same document
+KEPT_EVERY = 4096
+# so few tokens are read again: prompts of strangers begin with as many
+NOT_WORTH = 2
 
-@dataclass(frozen=True, eq=False)
-class Mark:
-    """A snapshot and the list that its tokens begin, which only grows."""
+# the number of blocks whose tokens a state certainly shares with what goes on from it, and a hash of these
+Border = tuple[int, int]
+
+
+@dataclass(eq=False)
+class KeptState:
+    """A sequence at one length, and the list that its tokens begin, which only grows. used: when it was, in steps of a
+    count."""
 
     ids: list[int]
-    snapshot: Snapshot
+    border: Border
+    held: Snapshot | Stored
+    used: int = 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has."""
+        return self.held.length
 
 
 class Prefixes:
-    """One conversation's state in a cache: the request that ran last and up to `most` marks, by length."""
+    """The states of one cache: on the device up to `most`, in host memory as many as have room there.
 
-    def __init__(self, cache: Cache, most: int, reads_next: bool = False) -> None:
+    hits: requests that have found something; found: tokens that they need not read.
+    """
+
+    def __init__(self, cache: Cache, most: int, reads_next: bool = False, host: HostStore | None = None) -> None:
         """reads_next: whether the state of a position depends on the token after it, which may be another now."""
         self.cache = cache
+        self.hits = self.found = 0
         self._most = most
         self._again = int(reads_next)
-        self._marks: list[Mark] = []
-        self._last: Request | None = None
+        self._host = host
+        self._states: list[KeptState] = []
+        self._at: dict[Border, list[KeptState]] = {}
+        self._count = 0
+        cache.give_way = self._give_way
+
+    @property
+    def states(self) -> list[KeptState]:
+        """All of them, by length."""
+        return sorted(self._states, key=lambda state: state.length)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the states on the device take there; blocks that several hold count once."""
+        held = [state.held for state in self._states if isinstance(state.held, Snapshot)]
+        blocks = len(set(chain.from_iterable(one.blocks for one in held)))
+        return len(held) * self.cache.copies.nbytes + blocks * self.cache.block_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What states take in host memory."""
+        return 0 if self._host is None else self._host.nbytes
 
     def begin(self, request: Request) -> None:
-        """Gives a request a sequence that holds the longest beginning of its prompt, less its last token; it may be
-        empty. Marks that the prompt does not begin with are dropped. Raises NotEnoughMemory."""
-        ids = request.ids
-        for stale in [mark for mark in self._marks if not self._held(mark, ids)]:
-            self._drop(stale)
-        best = max(self._marks, key=lambda mark: self._held(mark, ids), default=None)
-        count = 0 if best is None else self._held(best, ids)
-        last, running = self._last, self._running(ids)
-        sequence = None if last is None else last.sequence
-        if sequence is not None and running == 0 == count:
-            self.cache.free(sequence)
-            sequence = None
-        if sequence is None:
-            sequence = self.cache.allocate()
-        if best is not None and count > running:
-            self.cache.restore(sequence, best.snapshot)
-        count = max(count, running)
-        self.cache.roll_back(sequence, sequence.length - count)
-        request.sequence, request.done = sequence, count
-        self._last = request
+        """Gives a request, of which nothing more was read, the longest beginning of its prompt that is held, less its
+        last token. Without a bound of the cache, states that the prompt does not reach go, and those that have more
+        tokens. Raises NotEnoughMemory."""
+        if request.scored:
+            return
+        ids = request.prompt
+        borders = _borders(ids, request.borders)
+        count, found = self._longest(ids, borders)
+        if found is not None and count > max(request.done, NOT_WORTH):
+            self._take(request, found, count, borders)
+        if not self.cache.bounded:
+            stale = [state for state in self._states if state.length > len(ids) or not self._usable(state, ids)]
+            for state in stale:
+                self._drop(state)
 
-    def mark(self) -> None:
-        """Keeps the state as it is now; a mark of the same length goes, and the second where there are too many."""
-        assert self._last is not None
-        assert self._last.sequence is not None
-        for same in [mark for mark in self._marks if mark.snapshot.length == self._last.done]:
+    def stop(self, request: Request) -> int:
+        """Where the request's next chunk ends at the latest."""
+        stops = [kept for kept in request.keep if kept > request.done]
+        multiple = (request.done // KEPT_EVERY + 1) * KEPT_EVERY
+        if multiple < len(request.prompt):
+            stops.append(multiple)
+        return min([len(request.ids), *stops])
+
+    def kept_at(self, request: Request, end: int) -> bool:
+        """Whether the state is kept where a chunk ends."""
+        return end in request.keep or (end % KEPT_EVERY == 0 and end < len(request.prompt))
+
+    def keep(self, request: Request) -> None:
+        """Keeps the state of a request as it is now, in the place of an earlier one of the same tokens."""
+        sequence = request.sequence
+        assert sequence is not None
+        ids, length = request.ids, sequence.length
+        if request.scored or not length:
+            return
+        borders = _borders(ids, request.borders)
+        number = max(sequence.high - self.cache.rollback + self._again, 0) // BLOCK_TOKENS
+        border = number, borders[number]
+        for same in [
+            state for state in self._at.get(border, []) if state.length == length and state.ids[:length] == ids[:length]
+        ]:
             self._drop(same)
-        self._marks.append(Mark(self._last.ids, self.cache.snapshot(self._last.sequence)))
-        self._marks.sort(key=lambda mark: mark.snapshot.length)
-        if len(self._marks) > self._most:
-            self._drop(self._marks[1])
+        while len(self._on_device()) >= self._most:
+            self._evict(self._oldest())
+        state = KeptState(ids, border, self.cache.snapshot(sequence))
+        self._states.append(state)
+        self._at.setdefault(border, []).append(state)
+        self._use(state, borders)
 
     def recover(self) -> list[Snapshot]:
-        """Forgets the sequence, whose state is in doubt; the snapshots that are still held."""
-        self._last = None
-        return [mark.snapshot for mark in self._marks]
+        """Puts in order what an interruption has left; the snapshots that are held."""
+        self._at.clear()
+        for state in self._states:
+            self._at.setdefault(state.border, []).append(state)
+        held = [state.held for state in self._states]
+        if self._host is not None:
+            self._host.recover([one for one in held if isinstance(one, Stored)])
+        return [one for one in held if isinstance(one, Snapshot)]
 
     def forget(self) -> None:
         """Gives everything back."""
-        for mark in list(self._marks):
-            self._drop(mark)
-        last, self._last = self._last, None
-        if last is not None and last.sequence is not None:
-            self.cache.free(last.sequence)
+        for state in list(self._states):
+            self._drop(state)
+        if not self.cache.bounded:
+            self.cache.copies.forget()
 
-    def _drop(self, mark: Mark) -> None:
-        self._marks.remove(mark)  # first: what is dropped must not be held, also when this is interrupted
-        self.cache.drop(mark.snapshot)
+    def _take(self, request: Request, state: KeptState, count: int, borders: list[int]) -> None:
+        """Gives a request the first `count` tokens of a state."""
+        assert request.sequence is not None
+        self._use(state, borders)
+        if isinstance(state.held, Snapshot):
+            self.cache.restore(request.sequence, state.held)
+        else:
+            assert self._host is not None
+            self._host.restore(request.sequence, state.held)
+        self.cache.roll_back(request.sequence, request.sequence.length - count)
+        self.hits, self.found = self.hits + (not request.cached), self.found + count - request.cached
+        request.done = request.cached = count
 
-    def _held(self, mark: Mark, ids: list[int]) -> int:
-        return self._usable(mark.ids, mark.snapshot.length, mark.snapshot.high, ids)
+    def _longest(self, ids: list[int], borders: list[int]) -> tuple[int, KeptState | None]:
+        """How many of the ids a state holds, and the state: of those filed under the furthest border that has one."""
+        for number in range((len(ids) - 1) // BLOCK_TOKENS, -1, -1):
+            there = [(self._usable(state, ids), state) for state in self._at.get((number, borders[number]), [])]
+            count, best = max(there, key=lambda one: (one[0], isinstance(one[1].held, Snapshot)), default=(0, None))
+            if count:
+                return count, best
+        return 0, None
 
-    def _running(self, ids: list[int]) -> int:
-        last = self._last
-        if last is None or last.sequence is None:
-            return 0
-        return self._usable(last.ids, last.done, last.sequence.high, ids)
-
-    def _usable(self, held: list[int], length: int, high: int, ids: list[int]) -> int:
-        """How many tokens a state of `length` tokens shares with the prompt, less its last one; 0 where rolling back
-        does not reach them."""
-        count = max(shared(held, ids, min(length, len(ids) - 1)) - self._again, 0)
+    def _usable(self, state: KeptState, ids: list[int]) -> int:
+        """How many tokens a state shares with the prompt, less its last one; 0 where rolling back does not reach
+        them."""
+        length, high = state.length, state.held.high
+        count = max(shared(state.ids, ids, min(length, len(ids) - 1)) - self._again, 0)
         return count if high - count <= self.cache.rollback else 0
+
+    def _use(self, state: KeptState, borders: list[int]) -> None:
+        """Notes the use of a state, and of the shortest that its tokens begin with."""
+        self._count += 1
+        state.used = self._count
+        for number in range(state.border[0] + 1):
+            there = self._at.get((number, borders[number]), [])
+            begins = [one for one in there if state.ids[: one.length] == one.ids[: one.length]]
+            if begins:
+                min(begins, key=lambda one: one.length).used = self._count
+                return
+
+    def _on_device(self) -> list[KeptState]:
+        return [state for state in self._states if isinstance(state.held, Snapshot)]
+
+    def _oldest(self) -> KeptState:
+        return min(self._on_device(), key=_age)
+
+    def _give_way(self) -> bool:
+        """Evicts the oldest state whose blocks nobody else holds, or the oldest; whether there was one."""
+        there = self._on_device()
+        alone = [state for state in there if isinstance(state.held, Snapshot) and self.cache.frees(state.held)]
+        if there:
+            self._evict(min(alone or there, key=_age))
+        return bool(there)
+
+    def _evict(self, state: KeptState) -> None:
+        """Takes a state from the device."""
+        snapshot, host = state.held, self._host
+        assert isinstance(snapshot, Snapshot)
+        stored = sorted((one for one in self._states if isinstance(one.held, Stored)), key=_age)
+        if host is None or not host.could_hold(snapshot):
+            self._drop(state)
+            return
+        for one in stored:
+            if host.has_room_for(snapshot):
+                break
+            self._drop(one)
+        if not host.has_room_for(snapshot):  # what is being read back keeps its pages
+            self._drop(state)
+            return
+        state.held = host.store(snapshot)
+        self.cache.drop(snapshot)
+
+    def _drop(self, state: KeptState) -> None:
+        self._states.remove(state)  # first: what is dropped must not be held, also when this is interrupted
+        there = self._at.get(state.border, [])
+        if state in there:
+            there.remove(state)
+        if not there:
+            self._at.pop(state.border, None)
+        if isinstance(state.held, Snapshot):
+            self.cache.drop(state.held)
+        else:
+            assert self._host is not None
+            self._host.drop(state.held)
+
+
+def _age(state: KeptState) -> tuple[int, int]:
+    """By which the oldest is the least; of those that were used at once, the longest."""
+    return state.used, -state.length
+
+
+def _borders(ids: list[int], known: list[int]) -> list[int]:
+    """A hash of the tokens before each border of a block, from that of none on; `known` begins it and takes it all."""
+    known[:] = known or [0]
+    for number in range(len(known) - 1, len(ids) // BLOCK_TOKENS):
+        known.append(hash((known[-1], *ids[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS])))
+    return known
 
 
 def shared(first: list[int], second: list[int], most: int) -> int:

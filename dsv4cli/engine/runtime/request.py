@@ -22,6 +22,14 @@ class Constraint(Protocol):
     def banned(self) -> Items[int]:
         """The tokens that must not come next."""
 
+    def masks(self, drafts: Items[int]) -> Items[bytes | None]:
+        """The tokens that may come next, then those that may behind each of these drafts if it and all before it came.
+
+        A bit a token, that of token n in byte n // 8 as 1 << n % 8, for the whole vocabulary or more; None: all may.
+        So may they where there are fewer masks.
+        """
+        return ()
+
     def instead(self, token: int) -> int | None:
         """What to take for a token that was drawn, if not the token itself."""
 
@@ -31,7 +39,8 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True)
 class Token:
-    """A drawn token, its log-probability at temperature 1, the `logprobs` likeliest tokens there.
+    """A drawn token, its log-probability at temperature 1, the `logprobs` likeliest tokens there: as the model has it,
+    without biases and constraints.
 
     finish: why the request ends with it, "stop" at an end token, "length" at its limit. prepared: the step took time to
     compile kernels or to capture a graph, which others do not.
@@ -57,8 +66,10 @@ class Request:
     The engine sets the rest.
     number: its place in the order in which requests came.
     ids: the prompt and what was drawn; done: how many of them went through the model; end: the most there can be.
+    cached: how many tokens of the prompt were held and need not be read.
     sequence: its state in the cache, None while it waits.
     drafts: tokens that the next step verifies behind the newest.
+    borders: a hash of its tokens up to each border of a block, as far as a prefix cache has asked for them.
     """
 
     prompt: list[int]
@@ -72,8 +83,10 @@ class Request:
     number: int = -1
     end: int = 0
     done: int = 0
+    cached: int = 0
     sequence: "Sequence | None" = None
     drafts: list[int] = field(default_factory=list)
+    borders: list[int] = field(default_factory=list)
     ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +96,11 @@ class Request:
     def caught_up(self) -> bool:
         """Whether every token has gone through the model."""
         return self.done == len(self.ids)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next chunk is its newest token, or a step that runs already has that."""
+        return self.done >= len(self.ids) - 1 and not self.scored
 
 
 @dataclass(frozen=True)

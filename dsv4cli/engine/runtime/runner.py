@@ -7,20 +7,23 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.model.batch import Batch
+from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.ahead import Ahead
 from dsv4cli.engine.runtime.backend import captures
-from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.runtime.cache import FEWEST_BLOCKS, Cache, Sequence
+from dsv4cli.engine.runtime.chunk_graphs import ChunkGraphs
 from dsv4cli.engine.runtime.draft import drafter_of
 from dsv4cli.engine.runtime.draft_steps import DraftSteps, Ran
 from dsv4cli.engine.runtime.graphs import GraphRunner, columns_of
+from dsv4cli.engine.runtime.host_store import HostStore
 from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.runtime.logprobs import score_rows
 from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.preparing import Preparing
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.scheduler import Chunk, Scheduler
+from dsv4cli.engine.runtime.scheduler import Chunk, Pick, Scheduler
 from dsv4cli.engine.system.device import step_memory, step_threads, upload
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.workspace import Workspace
@@ -29,18 +32,31 @@ from dsv4cli.kernels.workspace import Workspace
 BLOCKS_AT_ONCE = 1024
 # the fewest tokens of a sequence that graphs are captured for when a request needs longer ones
 FEWEST_TOKENS = 8192
+# of a bounded cache, one part in so many is for the rings of kept states: Flash's take as much as 3,500 tokens
+KEPT_PART = 4
+# what a block takes at least: of layers that have windows only it is but a number
+LEAST_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much a runner holds. slots: sequences at once. longest: the most tokens of a sequence that steps captured in
-    graphs are prepared for, None for no graphs. snapshots: of one sequence, kept for what begins alike; 0: none.
-    drafts: whether the model's drafter takes part."""
+    """How much a runner holds.
+
+    slots: sequences at once. longest: the most tokens of a sequence that steps captured in graphs are prepared for,
+    None for no graphs. snapshots: states that are kept on the device for what begins alike; 0: none. drafts: whether
+    the model's drafter takes part. chunks: whether chunks of prompts are captured too, which pays where many come.
+    cache_memory: bytes of the device for the entries of all sequences and for kept states, of which there are as many
+    as a part of it holds, whatever `snapshots` says; a request waits until it certainly has room. None: they take what
+    they need. host_memory: bytes of host memory for states that the device has no room for.
+    """
 
     slots: int = 1
     longest: int | None = None
     snapshots: int = 0
     drafts: bool = False
+    chunks: bool = False
+    cache_memory: int | None = None
+    host_memory: int = 0
 
 
 class Runner:
@@ -51,7 +67,7 @@ class Runner:
     """
 
     def __init__(self, model: Transformer, capacity: Capacity, device: torch.device | str) -> None:
-        """With snapshots one request runs at a time: a new one takes the place of the one before."""
+        """Raises NotEnoughMemory, also for a cache memory that has no room for anything."""
         self.model = model
         self._weights = sum(parameter.nbytes for parameter in model.parameters())
         self._slots = max(1, min(capacity.slots, MAX_SLOTS))
@@ -59,48 +75,51 @@ class Runner:
         graphs = capacity.longest is not None and captures(torch.device(device))
         self.preparing = Preparing(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=self._slots + graphs, device=device)
-        self.scheduler = Scheduler(self.cache)
         drafter = drafter_of(model, self.cache) if capacity.drafts else None
-        again = drafter is not None and drafter.reads_next
-        self.prefixes = Prefixes(self.cache, capacity.snapshots, again) if capacity.snapshots else None
+        with step_memory(self.cache.device):
+            self.prefixes = _prefixes(self.cache, capacity, drafter is not None and drafter.reads_next)
+        room = self.cache.blocks - graphs if self.cache.bounded else None
+        self.scheduler = Scheduler(self.cache, self.prefixes, room)
         self.graphs: GraphRunner | None = None
         self._torn = False
         self._workspace = Workspace()
         if graphs and capacity.longest is not None:
             self.graphs = GraphRunner(model, self.cache, capacity.longest, self._workspace)
             self._provide(capacity.longest)
+        self._chunks = ChunkGraphs(self.graphs) if self.graphs is not None and capacity.chunks else None
         self.ahead = Ahead(self.cache, self.scheduler, self.graphs)
         self.drafts = None if drafter is None else DraftSteps(drafter, self.graphs, self.cache.device)
 
     def add(self, request: Request) -> None:
-        """Queues a request; a prefix cache gives it what it holds of the prompt. Raises NotEnoughMemory."""
+        """Queues a request; where there is room it begins with what a prefix cache holds of its prompt. Raises
+        NotEnoughMemory."""
         with self._whole():
             self._lengthen(request)
-            if self.prefixes is not None:
-                for before in self.scheduler.active:
-                    self.ahead.take_back(before)
-                self.scheduler.clear()
-                self.prefixes.begin(request)
             self.scheduler.add(request)
 
     def end(self, request: Request) -> bool:
-        """Ends a request, whose state only a prefix cache keeps; whether it had not ended before."""
-        runs = self.scheduler.remove(request)
-        self.ahead.take_back(request)
-        if runs and self.prefixes is None and request.sequence is not None:
-            self.cache.free(request.sequence)
-            request.sequence = None
-        return runs
+        """Ends a request, of which a prefix cache keeps the state; whether it had not ended before. Raises
+        NotEnoughMemory."""
+        with self._whole(), step_memory(self.cache.device):
+            runs = self.scheduler.remove(request)
+            if runs and request.sequence is not None:
+                self.ahead.take_back(request)
+                # else its last step has given no tokens: what it has left may be unsound
+                if self.prefixes is not None and not request.caught_up:
+                    self.prefixes.keep(request)
+                self.cache.free(request.sequence)
+                request.sequence = None
+            return runs
 
-    def run(self) -> Ran:
-        """The next step, or the one that runs ahead. Its logits may be overwritten by the one after it. Raises
-        NotEnoughMemory, and UnsoundResult for scored rows that are not finite."""
+    def run(self, pick: Pick | None = None) -> Ran:
+        """The next step, or the one that runs ahead; pick: whose it is, None for all. Its logits may be overwritten by
+        the one after it. Raises NotEnoughMemory, and UnsoundResult for scored rows that are not finite."""
         self.preparing.happened = False
         launched = self.ahead.take()
         if launched is not None:
             return self._with_logits(launched)
         with self._whole():
-            chunks = self.scheduler.chunks()
+            chunks = self.scheduler.chunks(pick)
             with self._computing(sum(chunk.tokens for chunk in chunks)):
                 return self._compute(chunks)
 
@@ -108,6 +127,14 @@ class Runner:
         """Launches the step after this one, as `Ahead.launch`. Raises NotEnoughMemory."""
         with self._whole(), self._computing(len(tokens)):
             self.ahead.launch(ran, tokens)
+
+    def prepare(self) -> bool:
+        """Captures one of the steps that requests may need, if one is missing; whether one was. Raises
+        NotEnoughMemory."""
+        if self.graphs is None:
+            return False
+        with self._whole(), self._computing(1):
+            return self.graphs.prepare(self._slots) or (self._chunks is not None and self._chunks.prepare())
 
     def speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor:
         """As `DraftSteps.after`. May be called again with other tokens. Raises NotEnoughMemory."""
@@ -129,13 +156,18 @@ class Runner:
                 self.cache.roll_back(request.sequence, len(chunk.drafts) + 1 - len(tokens))
                 request.ids += tokens
                 request.done += len(tokens) - 1
-            if self.prefixes is not None and any(chunk.end in chunk.request.keep for chunk in ran.chunks):
-                self.prefixes.mark()
+            for chunk in ran.chunks:
+                if self.prefixes is not None and self.prefixes.kept_at(chunk.request, chunk.end):
+                    self.prefixes.keep(chunk.request)
 
     def forget(self) -> None:
         """Ends every request and gives back what a prefix cache holds."""
         self._repair()
         self.ahead.forget()
+        for request in self.scheduler.active:
+            if request.sequence is not None:
+                self.cache.free(request.sequence)
+                request.sequence = None
         self.scheduler.clear()
         if self.prefixes is not None:
             self.prefixes.forget()
@@ -144,8 +176,7 @@ class Runner:
         """Lets go of every request and of the graphs: with several ranks, before they part."""
         self.ahead.forget()
         self.scheduler.clear()
-        if self.graphs is not None:
-            self.graphs.forget()
+        self._forget_graphs()
 
     @contextmanager
     def _computing(self, tokens: int) -> Iterator[None]:
@@ -171,9 +202,14 @@ class Runner:
             self.scheduler.clear()
             snapshots = [] if self.prefixes is None else self.prefixes.recover()
             self.cache.recover([] if self.graphs is None else [self.graphs.padding], snapshots)
-            if self.graphs is not None:
-                self.graphs.forget()
+            self._forget_graphs()
             self._torn = False
+
+    def _forget_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.forget()
+        if self._chunks is not None:
+            self._chunks.forget()
 
     def _lengthen(self, request: Request) -> None:
         """Graphs are captured anew for each doubling."""
@@ -193,6 +229,14 @@ class Runner:
         ran = self._replayed(chunks, given) if self.graphs is not None and decodes else self._computed(chunks, given)
         self._advance(chunks)
         return ran
+
+    def _modelled(self, work: list[tuple[Sequence, list[int]]]) -> tuple[HiddenStates, Batch]:
+        """What the model gives for these tokens, in the first rows."""
+        [(sequence, ids), *others] = work
+        if self._chunks is not None and not others and self._chunks.hold(len(ids)):
+            return self._chunks.run(sequence, ids, self.preparing.begin)
+        batch = make_batch(self.cache, work)
+        return self.model(batch, self.cache.layers), batch
 
     def _advance(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -215,8 +259,7 @@ class Runner:
         return replace(ran, logits=output.logits[upload(torch.tensor(rows), self.cache.device)])
 
     def _computed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> Ran:
-        batch = make_batch(self.cache, work)
-        hidden = self.model(batch, self.cache.layers)
+        hidden, batch = self._modelled(work)
         ran = Ran(chunks, [chunk.row for chunk in chunks], _ready(chunks), hidden, batch)
         rows = upload(torch.tensor(ran.rows(), dtype=torch.int64), self.cache.device)
         logits = self.model.logits(hidden.streams[rows]) if ran.ready else None
@@ -226,3 +269,22 @@ class Runner:
 
 def _ready(chunks: list[Chunk]) -> list[Chunk]:
     return [chunk for chunk in chunks if chunk.end == len(chunk.request.ids) and not chunk.request.scored]
+
+
+def _prefixes(cache: Cache, capacity: Capacity, reads_next: bool) -> Prefixes | None:
+    """Bounds the cache, where it is to be, and makes its prefix cache, if any."""
+    most = capacity.snapshots
+    if capacity.cache_memory is not None:
+        most = max(capacity.cache_memory // KEPT_PART // cache.copies.nbytes, 1)
+        each = max(cache.block_bytes, LEAST_BLOCK)
+        blocks = (capacity.cache_memory - most * cache.copies.nbytes) // each
+        if blocks < FEWEST_BLOCKS:
+            least = KEPT_PART * cache.copies.nbytes + FEWEST_BLOCKS * each
+            raise NotEnoughMemory(
+                f"{capacity.cache_memory / 1e6:,.1f} MB of cache have no room for a conversation",
+                f"give it at least {least / 1e6:,.1f} MB (--cache-memory)",
+            )
+        cache.bound(blocks)
+        cache.copies.provide(most)
+    host = HostStore(cache, capacity.host_memory) if capacity.host_memory else None
+    return Prefixes(cache, most, reads_next, host) if most else None

@@ -1,11 +1,21 @@
-"""Which tokens go through the model in a step: requests join while there are slots, each with its next chunk."""
+"""Which tokens go through the model in a step: requests join while there is room, each with its next chunk."""
 
 from collections import deque
 from dataclasses import dataclass
 
-from dsv4cli.engine.config.capacity import MAX_STEP_TOKENS
-from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK
+from dsv4cli.engine.runtime.cache import Cache, blocks_of
+from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Whose step the next one is, where not all requests share it: of those that decode, or of so many tokens of one
+    request's prompt, by its number."""
+
+    request: int | None = None
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,9 @@ class Chunk:
 class Scheduler:
     """The requests of one cache, in the order in which they came."""
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    def __init__(self, cache: Cache, prefixes: Prefixes | None = None, blocks: int | None = None) -> None:
+        """blocks: what all sequences together may take at most; without that number they take what they need."""
+        self._cache, self._prefixes, self._blocks = cache, prefixes, blocks
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
 
@@ -58,13 +69,24 @@ class Scheduler:
         return list(self._active)
 
     @property
+    def waiting(self) -> int:
+        """How many have none yet."""
+        return len(self._waiting)
+
+    @property
     def joins(self) -> bool:
         """Whether the next step has a request that waits now."""
-        return bool(self._waiting) and self._cache.free_slots > 0
+        return bool(self._waiting) and self._cache.free_slots > 0 and self._fits(self._waiting[0])
+
+    @property
+    def room(self) -> int | None:
+        """The most tokens of a prompt and its answer, None where only memory bounds them."""
+        return None if self._blocks is None else self._blocks * BLOCK_TOKENS - ROLLBACK
 
     def add(self, request: Request) -> None:
         """Queues a request of at least one token; one that has a sequence goes on at once."""
         (self._waiting if request.sequence is None else self._active).append(request)
+        self._admit()
 
     def remove(self, request: Request) -> bool:
         """Takes a request out; whether it was there. Its sequence stays."""
@@ -79,24 +101,55 @@ class Scheduler:
         self._waiting.clear()
         self._active.clear()
 
-    def chunks(self) -> list[Chunk]:
+    def of(self, pick: Pick | None) -> list[Request]:
+        """The requests whose step the next one is."""
+        if pick is None:
+            return self.active
+        if pick.request is None:
+            return [request for request in self._active if request.decodes]
+        return [request for request in self._active if request.number == pick.request]
+
+    def chunks(self, pick: Pick | None = None) -> list[Chunk]:
         """The next step. A chunk ends where the state is to be kept."""
-        while self._waiting and self._cache.free_slots:
-            request = self._waiting.popleft()
-            request.sequence = self._cache.allocate()
-            self._active.append(request)
+        self._admit()
         chunks, row = [], 0
-        for request in self._active:
-            stops = [kept for kept in request.keep if kept > request.done]
-            ahead = min([len(request.ids), *stops]) - request.done
-            count = min(ahead, request.limits.prefill_chunk, MAX_STEP_TOKENS - row)
+        for request in self.of(pick):
+            most = min(request.limits.prefill_chunk, MAX_STEP_TOKENS - row)
+            count = min(self._stop(request) - request.done, most, pick.tokens if pick and pick.tokens else most)
             if count > 0:
                 chunk = Chunk(request, request.done, request.done + count, row, self._drafts(request, count, row))
                 chunks.append(chunk)
                 row += chunk.tokens
         return chunks
 
+    def _admit(self) -> None:
+        """Those that have waited longest get a sequence, while there is room for all that it may become."""
+        while self.joins:
+            request = self._waiting.popleft()
+            request.sequence = self._cache.allocate()
+            self._active.append(request)
+            if self._prefixes is not None:
+                self._prefixes.begin(request)
+
+    def _fits(self, request: Request) -> bool:
+        taken = sum(blocks_at_end(one) for one in self._active)
+        return self._blocks is None or taken + blocks_at_end(request) <= self._blocks
+
+    def _stop(self, request: Request) -> int:
+        """Where the request's next chunk ends at the latest. What others have read of a prompt meanwhile is found when
+        its first chunk comes."""
+        if self._prefixes is None:
+            return len(request.ids)
+        if request.done == request.cached:
+            self._prefixes.begin(request)
+        return self._prefixes.stop(request)
+
     def _drafts(self, request: Request, count: int, row: int) -> list[int]:
         """What follows the next `count` tokens of a request from this row on: drafts behind its newest."""
         catches_up = request.done + count == len(request.ids)
         return request.drafts[: MAX_STEP_TOKENS - row - count] if catches_up else []
+
+
+def blocks_at_end(request: Request) -> int:
+    """The most blocks that a request's sequence can have."""
+    return blocks_of(request.end + ROLLBACK)

@@ -60,7 +60,7 @@ def read_messages(path: Path) -> list[Message]:
     """The conversation in a JSON file: a list of messages, or an object with `messages` and perhaps `tools`."""
     text = read_text(path).removeprefix(BOM)
     try:
-        return _conversation(_parse(text, "write a list of messages as for the OpenAI chat API"))
+        return _conversation(parse_json(text, "write a list of messages as for the OpenAI chat API"))
     except UsageError as error:
         raise UsageError(f"{name_of(path)}: {error.message}", error.remedy) from None
 
@@ -169,13 +169,13 @@ def refuse(path: Path, bad: Sequence[BadLine], otherwise: str = "") -> None:
 
 
 def _object(line: str) -> dict[str, Any]:
-    value = _parse(line, _LINES)
+    value = parse_json(line, _LINES)
     if not isinstance(value, dict):
         raise UsageError("not a JSON object", _LINES)
     return value
 
 
-def _parse(text: str, remedy: str) -> object:
+def parse_json(text: str, remedy: str) -> object:
     """The JSON value of a text. Raises UsageError."""
     try:
         value = json.loads(text)

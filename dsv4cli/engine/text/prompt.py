@@ -42,6 +42,14 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
     return [*messages[:at], system, *messages[at + 1 :]]
 
 
+def without_tools(messages: Sequence[Message]) -> tuple[list[Message], list[Tool]]:
+    """The conversation and the tools that its system messages name, apart; a system message that says nothing else
+    goes."""
+    tools = [tool for message in messages if message["role"] == "system" for tool in message.get("tools") or ()]
+    plain = [{key: value for key, value in message.items() if key != "tools"} for message in messages]
+    return [one for one in plain if one["role"] != "system" or one.get("content")], tools
+
+
 def encode_messages(
     messages: Sequence[Message],
     *,

@@ -4,28 +4,29 @@ import json
 import re
 
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.plain_text import PlainText
 from dsv4cli.engine.text.prompt_text import to_json
 from dsv4cli.engine.text.reply import MalformedReply, ParsedReply, ToolCall, parse_reply
 
-_MARKUP = re.compile(rf"\s*</?{tokens.DSML}|\s*{tokens.DSML}")
-_TAG = re.compile(rf"<?(/?){tokens.DSML}(tool_calls|invoke|parameter)\b([^<>]*)>?")
+_MARKUP = re.compile(rf"</?{tokens.DSML}|{tokens.DSML}")
+_TAG = re.compile(rf"<?(/?){tokens.DSML} ?(tool_calls|invoke|parameter)\b([^<>]*)>?")
+_CALLS_BEGIN = f"\n\n<{tokens.DSML}"
 _NAME = re.compile(rf'name="((?:(?!{tokens.DSML})[^"])*)"')
+_SOUND_NAME = re.compile(rf"(?:(?!{tokens.DSML})[^<>\n])+")
 _TYPE = re.compile(r'string="(true|false)"')
-_SPECIAL = re.compile("|".join(map(re.escape, tokens.SPECIAL)))
 
 
 def repair_reply(text: str, *, thinking: bool) -> tuple[ParsedReply, list[str]]:
     """A reply as the strict parser reads it, or else as well as can be, and what was repaired, in words.
 
     A text without EOS was cut off: a call that is still open there is left out. Content and reasoning have no special
-    tokens and no markup, repaired calls no markup.
+    tokens and no markup, repaired calls no markup. Arguments are JSON.
     """
     ended = tokens.EOS in text
     for whole in (text, text + tokens.EOS):
-        try:
-            return parse_reply(whole, thinking=thinking), []
-        except MalformedReply:
-            continue
+        reply = _sound(whole, thinking)
+        if reply is not None:
+            return reply, []
     words: list[str] = []
     text, _, rest = text.partition(tokens.EOS)
     if rest:
@@ -34,9 +35,26 @@ def repair_reply(text: str, *, thinking: bool) -> tuple[ParsedReply, list[str]]:
     markup = _MARKUP.search(content)
     calls: list[ToolCall] = []
     if markup:
-        content, block = content[: markup.start()], content[markup.start() :]
+        block = content[markup.start() :]
+        content = content[: markup.start()]
+        # no text ends with the empty line before its calls
+        content = content[:-2] if f"{content[-2:]}{block}".startswith(_CALLS_BEGIN) else content.rstrip()
         calls = _Calls(block, ended, words).read()
     return ParsedReply(_plain(content, "content", words), _plain(reasoning, "reasoning", words), calls), words
+
+
+def _sound(text: str, thinking: bool) -> ParsedReply | None:
+    """The reply, if it is well formed and nothing in it needs repair."""
+    try:
+        reply = parse_reply(text, thinking=thinking)
+    except MalformedReply:
+        return None
+    plain = PlainText()
+    plain.push(reply.reasoning_content + reply.content)
+    functions = [call["function"] for call in reply.tool_calls]
+    # the official parser takes all for a name that stands before the next parameter
+    sound = all(is_json(one["arguments"]) and _SOUND_NAME.fullmatch(one["name"]) for one in functions)
+    return reply if sound and not plain.removed else None
 
 
 def _thoughts(text: str, words: list[str]) -> tuple[str, str]:
@@ -49,17 +67,16 @@ def _thoughts(text: str, words: list[str]) -> tuple[str, str]:
         return reasoning, content
     if content.strip():
         words.append("markup of tool calls inside the thinking was left out")
-        return reasoning[: found.start()], content
+        return reasoning[: found.start()].rstrip(), content
     words.append(f"{tokens.THINK_END} was missing before the tool calls")
-    return reasoning[: found.start()], reasoning[found.start() :]
+    return reasoning[: found.start()].rstrip(), reasoning[found.start() :]
 
 
 def _plain(text: str, name: str, words: list[str]) -> str:
     """The text without special tokens."""
-    for token in dict.fromkeys(_SPECIAL.findall(text)):
-        words.append(f"the token {token} was left out of the {name}")
-    while _SPECIAL.search(text):  # what stood around a token may be one
-        text = _SPECIAL.sub("", text)
+    plain = PlainText()
+    text = plain.push(text) + plain.flush()
+    words += [f"the token {token} was left out of the {name}" for token in dict.fromkeys(plain.removed)]
     return text
 
 
@@ -102,7 +119,7 @@ class _Calls:
     def _end(self) -> None:
         if self._name is None:
             return
-        if self._open is not None or not self._ended:
+        if self._open is not None or not self._ended or not self._arguments:
             self._words.append(f"the call of {self._name} was cut off and is left out")
         else:
             self._close_call(whole=False)
@@ -142,7 +159,7 @@ class _Calls:
         value = self._value(key, self._block[start:end])
         if kind is None:
             self._words.append(f"the parameter {key} did not say whether it is text")
-        self._arguments[key] = value if kind != "true" and _is_json(value) else to_json(value)
+        self._arguments[key] = value if kind != "true" and is_json(value) else to_json(value)
 
     def _value(self, key: str, text: str) -> str:
         """The text up to markup that is no tag."""
@@ -153,9 +170,14 @@ class _Calls:
         return text[: markup.start()]
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Whether a text is JSON, as every reader takes it."""
     try:
-        json.loads(text)
-    except ValueError:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return False
     return True
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

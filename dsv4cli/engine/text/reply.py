@@ -1,10 +1,12 @@
 """What the model wrote, taken apart: reasoning, content and tool calls, of a finished text or as it comes."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.plain_text import open_tail
 from dsv4cli.engine.text.prompt_text import (
     CALLS_CLOSE,
     CALLS_OPEN,
@@ -40,6 +42,14 @@ class ParsedReply:
     content: str
     reasoning_content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def changed(self, change: Callable[[str], str]) -> "ParsedReply":
+        """The same with each text changed."""
+        calls = [
+            {**call, "function": {key: change(text) for key, text in call["function"].items()}}
+            for call in self.tool_calls
+        ]
+        return ParsedReply(change(self.content), change(self.reasoning_content), calls)
 
     def as_message(self) -> dict[str, Any]:
         """The reply as a message of the conversation."""
@@ -112,7 +122,7 @@ class ReplyStream:
             self._held = self._held[at + len(mark) :]
             if mark == tokens.THINK_END:
                 self._kind, self._thinking = "content", False
-        certain = len(self._held) - self._open_tail()
+        certain = len(self._held) - open_tail(self._held, self._marks())
         pieces.append((self._kind, self._held[:certain]))
         self._held = self._held[certain:]
         return [piece for piece in pieces if piece[1]]
@@ -132,12 +142,6 @@ class ReplyStream:
     def _next_mark(self) -> tuple[int, str] | None:
         found = ((self._held.find(mark), mark) for mark in self._marks())
         return min((hit for hit in found if hit[0] >= 0), default=None)
-
-    def _open_tail(self) -> int:
-        """Length of the longest end of the held text that a mark begins with."""
-        longest = max(len(mark) for mark in self._marks()) - 1
-        lengths = range(min(longest, len(self._held)), 0, -1)
-        return next((n for n in lengths if any(m.startswith(self._held[-n:]) for m in self._marks())), 0)
 
 
 class _Reader:

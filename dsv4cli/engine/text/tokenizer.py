@@ -83,26 +83,26 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, special tokens where their text stands; UsageError if it is not valid Unicode."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            where = f"character {error.start + 1} (U+{ord(text[error.start]):04X})"
-            raise UsageError(f"the text is not valid Unicode at {where}", "save it as UTF-8") from error
+        check_unicode(text, "the text")
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of `text`, without special tokens; UsageError if it is not valid Unicode."""
+        return self.encode_parts([tokens.Given(text)])[0]
 
     def encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[str]]:
         """The ids of the parts' text, special tokens where their text stands but not in what is `Given`, and the texts
         there that look like one; UsageError if it is not valid Unicode."""
         ids = self.encode("".join(parts))
         pieces = [piece for part in parts for piece in self._pieces(part)]
-        if [id for id in ids if id in self._special] == [id for _, id in pieces if id is not None]:
+        if [id for id in ids if id in self.special] == [id for _, id in pieces if id is not None]:
             return ids, []
         ids = []
         for is_text, run in groupby(pieces, key=lambda piece: piece[1] is None):
             texts, special = zip(*run, strict=True)
             ids += self._plain.encode("".join(texts)).ids if is_text else special
         given = (self._backend.encode(part, add_special_tokens=False).ids for part in parts if _is_given(part))
-        return ids, list(dict.fromkeys(self._special[id] for found in given for id in found if id in self._special))
+        return ids, list(dict.fromkeys(self.special[id] for found in given for id in found if id in self.special))
 
     def _pieces(self, part: str) -> Iterator[tuple[str, int | None]]:
         """The part cut at its special tokens, each with its id, None for text."""
@@ -111,14 +111,14 @@ class Tokenizer:
             return
         encoding, start = self._backend.encode(part, add_special_tokens=False), 0
         for id, (first, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if id in self._special:
+            if id in self.special:
                 yield part[start:first], None
                 yield part[first:end], id
                 start = end
         yield part[start:], None
 
     @cached_property
-    def _special(self) -> dict[int, str]:
+    def special(self) -> dict[int, str]:
         """Each token that is found in a text before all others."""
         return {id: token.content for id, token in self._backend.get_added_tokens_decoder().items()}
 
@@ -170,6 +170,15 @@ class StreamDecoder:
     def flush(self) -> str:
         """What is still open, as U+FFFD; afterwards a new text may begin."""
         return self._utf8.decode(b"", final=True)
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises UsageError for a text that is not valid Unicode; what: how to call it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f"character {error.start + 1} (U+{ord(text[error.start]):04X})"
+        raise UsageError(f"{what} is not valid Unicode at {where}", "save it as UTF-8") from error
 
 
 def _is_given(part: str) -> bool:

@@ -30,6 +30,10 @@ class ForcedTokens:
         """None."""
         return ()
 
+    def masks(self, drafts: Sequence[int]) -> tuple[()]:
+        """None."""
+        return ()
+
     def instead(self, token: int) -> int | None:
         """Nothing."""
         return None

@@ -10,19 +10,19 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from mmap import PAGESIZE
 
 import torch
 from torch import nn
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.system.pinned import host_block, pin, unpin, whole_pages
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.engine.weights.placement import Division, expert_layers, expert_part, is_drafter
-from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels import expert_cache
 from dsv4cli.kernels.expert_cache import ExpertCache
 from dsv4cli.kernels.experts import ExpertWeights
 
+FEWER = "use more GPUs (--tp)"
 # of an expert, as `ExpertWeights` has them
 PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scale")
 SECOND_SCALES = ("w1.scale_2", "w2.scale_2", "w3.scale_2")
@@ -65,7 +65,11 @@ class ExpertOffload:
         self.stacks = {
             part: torch.empty(rows, *shape, dtype=dtype, device=device) for part, (shape, dtype) in plan.parts.items()
         }
-        self._blocks = [_block(sum(map(_whole_pages, self._offloaded_bytes().values()))) for _ in plan.layers]
+        nbytes = sum(map(whole_pages, self._offloaded_bytes().values()))
+        # a layer has a block of its own, for no system gives more at once than it has now
+        self._blocks = [
+            host_block(nbytes, "experts of a layer", f"lower --host-memory, or {FEWER}") for _ in plan.layers
+        ]
         self.host = [self._cut(block) for block in self._blocks]
         numbers = torch.arange(division.experts).repeat(layers, 1)
         at = numbers + torch.arange(layers)[:, None] * division.rows
@@ -85,7 +89,7 @@ class ExpertOffload:
         sizes, start, found = self._offloaded_bytes(), 0, {}
         for part, (shape, dtype) in self.plan.parts.items():
             found[part] = block[start : start + sizes[part]].view(dtype).view(-1, *shape)
-            start += _whole_pages(sizes[part])
+            start += whole_pages(sizes[part])
         return found
 
     def destinations(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,7 +113,7 @@ class ExpertOffload:
             # what loading has left unused: the memory of graphs is not taken from it
             torch.cuda.empty_cache()
             # not before: pinning alone gives memory its pages one after another, reading by several threads at once
-            weakref.finalize(self, _unpin, [_pin(block) for block in self._blocks]).atexit = False
+            weakref.finalize(self, unpin, [pin(block, FEWER) for block in self._blocks]).atexit = False
         for layer, host in enumerate(self.host):
             first = layer * division.rows + division.resident
             for part, stack in self.stacks.items():
@@ -179,39 +183,3 @@ class LayerExperts(nn.Module):
 def offload_of(model: nn.Module) -> ExpertOffload | None:
     """The experts of a loaded model that lie in host memory in part, None where all lie on its device."""
     return next((module.offload for module in model.modules() if isinstance(module, LayerExperts)), None)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGESIZE) * PAGESIZE
-
-
-def _block(nbytes: int) -> torch.Tensor:
-    """Host memory that shares no page: uint8 [nbytes].
-
-    A layer has one of its own, for no system gives more at once than it has now, and some get theirs only with its use.
-    """
-    try:
-        memory = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8, device="cpu")
-    except RuntimeError:  # torch has no class of its own for it
-        raise NotEnoughMemory(
-            f"the system does not give {nbytes / 1e9:.2f} GB of host memory for experts of a layer",
-            "lower --host-memory, or use more GPUs (--tp)",
-        ) from None
-    start = -memory.data_ptr() % PAGESIZE
-    return memory[start : start + nbytes]
-
-
-def _pin(tensor: torch.Tensor) -> int:
-    """Pins memory as it is, for kernels that read it in place: torch's own pinned memory takes a power of two."""
-    address = tensor.data_ptr()
-    if int(torch.cuda.cudart().cudaHostRegister(address, tensor.nbytes, 0)):
-        raise NotEnoughMemory(
-            f"the system does not pin {tensor.nbytes / 1e9:.2f} GB of host memory for the GPU",
-            "raise the limit of locked memory (ulimit -l), or use more GPUs (--tp)",
-        )
-    return address
-
-
-def _unpin(addresses: list[int]) -> None:
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)

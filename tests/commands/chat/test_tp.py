@@ -74,6 +74,11 @@ class Recorder(Followers):
     def rest(self):
         self.busy = False
 
+    def taken(self, engine):
+        """All orders so far, with those that the engine would tell with its next step."""
+        orders, self.orders, engine._orders = [*self.orders, *json.loads(json.dumps(engine._orders))], [], []
+        return orders
+
 
 def state(runner):
     """What a runner holds: of each layer the rings and pools, and which slots and blocks are taken."""
@@ -91,7 +96,7 @@ def test_followers_do_what_the_leader_does(think):
             *_, (answer, _) = conversation.reply([user(question)], Sampling(0.7, 0.9, 5), think_budget=3)
             assert answer.tokens
             assert not recorder.busy
-            orders, recorder.orders = recorder.orders, []
+            orders = recorder.taken(conversation.engine)
             other.carry_out(orders)
             assert state(other.runner) == state(conversation.engine.runner)
         assert conversation.reused > 0
@@ -110,8 +115,7 @@ def test_followers_of_many_requests_end_and_join_as_the_leader_says():
             engine.cancel(requests[0])
         if step == 3:
             engine.add(requests[3])
-        orders, recorder.orders = recorder.orders, []
-        other.carry_out(orders)
+        other.carry_out(recorder.taken(engine))
         assert state(other.runner)[0] == state(engine.runner)[0]
         if not engine.busy:
             break
@@ -131,7 +135,7 @@ def test_ranks_that_may_be_out_of_step_end(monkeypatch):
         reply = conversation.reply([user("hi")], Sampling())
         next(reply)
         monkeypatch.setattr(
-            conversation.engine.runner, "run", lambda: (_ for _ in ()).throw(NotEnoughMemory("full", "less"))
+            conversation.engine.runner, "run", lambda pick: (_ for _ in ()).throw(NotEnoughMemory("full", "less"))
         )
         with pytest.raises(RankLost, match="full"):
             list(reply)
@@ -148,7 +152,7 @@ def test_a_lost_rank_is_reported_by_whoever_watches_them(monkeypatch, error, res
     with Conversation(model(), dialogue(), Limits(5), "cpu", recorder) as conversation:
         reply = conversation.reply([user("hi")], Sampling())
         next(reply)
-        monkeypatch.setattr(conversation.engine.runner, "run", lambda: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(conversation.engine.runner, "run", lambda pick: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             list(reply)
         assert recorder.busy is not resting

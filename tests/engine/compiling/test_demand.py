@@ -45,6 +45,14 @@ def test_a_conversation_grows():
     assert one.length is None
 
 
+def test_many_conversations_are_captured_together():
+    one = replace(demand(None), sequences=64)
+    config, numerics = parse_config(PRESETS["flash"], "flash"), Numerics.reference()
+    same = demand_of(config, Formats(), numerics, Limits(), [GREEDY], Drafting(None), None, sequences=64)
+    assert same == one
+    assert max(len(step.chunks) for step in decoding(one, SIZES)) == 64
+
+
 @pytest.mark.parametrize(("lengths", "most"), [(None, 4096), ([9, 9], 8192)])
 def test_prompts_of_unknown_length_have_every_number_of_tokens(lengths, most):
     spans = [span for span in prompts(demand(lengths)) if isinstance(span, Span) and not (span.place or span.each)]

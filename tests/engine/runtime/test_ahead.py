@@ -7,6 +7,7 @@ import pytest
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.ahead import Ahead
+from dsv4cli.engine.runtime.drawing import Drawing
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.gate import Gate
@@ -14,7 +15,7 @@ from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
-from tests.engine.runtime.test_speculation import Script
+from tests.engine.runtime.test_speculation import Divided, Script
 from tests.engine.runtime.test_speculation_ranks import Meeting
 from tests.engine.runtime.test_speculation_ranks import same as same_ranks
 from tests.support.cache_state import same
@@ -132,6 +133,23 @@ def test_a_constraint_decides_behind_what_was_drawn(launched, monkeypatch):
     assert not launched
 
 
+def test_a_mask_decides_before_the_next_step_is_launched(launched, monkeypatch):
+    """Nothing is taken back: what the step after it begins with was drawn under the mask."""
+    back = []
+    monkeypatch.setattr(Drawing, "_take_back", lambda *_: back.append(True))
+
+    def answers(*rules) -> list[list[int]]:
+        return played(engine(), [asked(number, constraint=rule) for number, rule in enumerate(rules)])
+
+    found = answers(Divided(2), None, Divided(0))
+    assert len(launched) > 9
+    assert not back
+    free = answers(None, None, None)
+    assert [ours == theirs for ours, theirs in zip(found, free, strict=True)] == [False, True, False]
+    read_one_by_one(monkeypatch)
+    assert answers(Divided(2), None, Divided(0)) == found
+
+
 def test_logprobs_are_those_of_the_tokens_own_step(monkeypatch):
     def tokens() -> list:
         rule = Script(instead={(5, token): 9 for token in range(128)})
@@ -166,7 +184,7 @@ def test_a_prefix_cache_keeps_what_was_read(launched, drafting, monkeypatch):
                 if number == 2 and len(request.ids) == len(ids) + 4:
                     one.cancel(request)
             ids = request.ids
-            found.append((request.done, request.sequence.length))
+            found.append((request.done, [state.length for state in one.runner.prefixes.states]))
         return found
 
     found = turns()
@@ -184,12 +202,12 @@ def test_what_is_kept_is_kept_before_the_next_step(launched, monkeypatch):
         one.add(Request(text(20, 2), WARM, Limits(10), keep=(20, 25), stop_ids=()))
         while one.busy:
             one.step()
-        return [(mark.snapshot.length, mark.snapshot.rings) for mark in one.runner.prefixes._marks]
+        return [(state.length, state.held.rings.parts) for state in one.runner.prefixes.states]
 
     found, count = marks(), len(launched)
     read_one_by_one(monkeypatch)
     expected = marks()
-    assert [length for length, _ in found] == [length for length, _ in expected] == [20, 25]
+    assert [length for length, _ in found] == [length for length, _ in expected] == [20, 25, 29]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert all(map(same, ours, theirs))
     # all but the prompt's, the captured one, and the one behind the mark

@@ -17,7 +17,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.draft import Choose, Drafts, Newest
 from dsv4cli.engine.runtime.draft_report import DraftReport
-from dsv4cli.engine.runtime.drawing import BANNED
+from dsv4cli.engine.runtime.drawable import BANNED
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.sampler import Draws, sample

@@ -1,5 +1,7 @@
 """The engine on a small model in plain fp32: what a sequence gets, whatever else is in the batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from dsv4cli.engine.runtime.runner import Capacity, Runner
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.small_model import by_number, drawn, engine, model, prompts, requests
+from tests.support.speculation import mask_of
 
 
 def ids_of(tokens) -> dict[int, list[int]]:
@@ -217,10 +220,11 @@ def test_requests_draw_as_each_would_alone():
 
 
 class Rule:
-    """A constraint: the n-th token is forced, some are banned, one is taken for another."""
+    """A constraint: the n-th token is forced, some are banned, one is taken for another, some alone are allowed."""
 
-    def __init__(self, forced=None, banned=(), instead=None):
+    def __init__(self, forced=None, banned=(), instead=None, allowed=None):
         self._forced, self._banned, self._instead = forced or {}, banned, instead or {}
+        self._mask = None if allowed is None else mask_of(allowed, 512)
         self.seen = []
 
     def forced(self):
@@ -228,6 +232,9 @@ class Rule:
 
     def banned(self):
         return self._banned
+
+    def masks(self, drafts):
+        return [self._mask]
 
     def instead(self, token):
         return self._instead.get(token)
@@ -242,14 +249,38 @@ def test_each_request_has_its_own_constraint():
     free = [token for _, token in drawn(Engine.of(model(), [Request([5, 6], greedy, most)], "cpu"))]
     likeliest, second = (free[0].top[index][0] for index in (0, 1))
     rules = [Rule(forced={0: 9}), Rule(banned=[likeliest]), Rule(instead={likeliest: 11}), None]
+    rules += [Rule(allowed=[second, 7]), Rule(allowed=[likeliest, second], banned=[likeliest])]
     asked = [Request([5, 6], greedy, most, rule) for rule in rules]
     found = by_number(drawn(Engine.of(model(), asked, "cpu")))
-    assert [found[number][0].id for number in range(4)] == [9, second, 11, likeliest]
-    assert [found[number][0].top for number in range(4)] == [found[3][0].top] * 4
+    assert [found[number][0].id for number in range(6)] == [9, second, 11, likeliest, second, second]
+    assert [found[number][0].top for number in range(6)] == [found[3][0].top] * 6
     assert found[1][0].logprob == found[3][0].top[1][1]
     assert found[0][0].logprob < free[0].logprob
     assert [token.id for token in found[3]] == [token.id for token in free]
-    assert all(rule.seen == [token.id for token in found[number]] for number, rule in enumerate(rules[:3]))
+    assert {token.id for token in found[4]} <= {second, 7}
+    assert all(rule.seen == [token.id for token in found[number]] for number, rule in enumerate(rules) if rule)
+
+
+def test_a_bias_is_added_before_a_token_is_drawn():
+    """Of its request alone, with the neighbours' probabilities and its own those of the model."""
+    greedy, most = Sampling(temperature=0), Limits(2, logprobs=2)
+    free = [token for _, token in drawn(Engine.of(model(), [Request([5, 6], greedy, most)], "cpu"))]
+    (likeliest, first), (second, less) = free[0].top
+    enough = first - less + 0.01
+    ways = [((likeliest, -100.0),), ((second, enough),), ((second, enough - 0.02),), ((9, 100.0), (second, 3.0)), ()]
+    asked = [Request([5, 6], replace(greedy, logit_bias=way), most) for way in ways]
+    found = by_number(drawn(Engine.of(model(), asked, "cpu")))
+    assert [found[number][0].id for number in range(5)] == [second, second, likeliest, 9, likeliest]
+    assert [found[number][0].top for number in range(5)] == [free[0].top] * 5
+    assert found[1][0].logprob == less
+    biased = replace(greedy, logit_bias=((9, 100.0), (likeliest, 90.0)))
+    banned = Request([5, 6], biased, most, Rule(banned=[likeliest]))
+    assert next(drawn(Engine.of(model(), [banned], "cpu")))[1].id == 9
+
+
+def test_a_bias_names_tokens_of_the_vocabulary():
+    with pytest.raises(UsageError, match="logit_bias has the token id 512, the model's vocabulary is 0 to 511"):
+        Engine.of(model(), [Request([5], Sampling(logit_bias=((511, 1.0), (512, 1.0))), Limits())], "cpu")
 
 
 def test_each_request_has_its_own_stop_ids():

@@ -6,8 +6,10 @@ from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime import prefix_cache
+from dsv4cli.engine.runtime.cache import Cache, Snapshot
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.host_store import HostStore
 from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Capacity
@@ -15,24 +17,20 @@ from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.support.speculation import model_of
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["running", "restored"])
 @pytest.mark.parametrize(("back", "found"), [(ROLLBACK, 30 - ROLLBACK), (ROLLBACK + 1, 0)])
-def test_as_far_back_as_the_rings_hold(marked, back, found):
-    prefixes = Prefixes(Cache(parse_config(TINY, "test"), Numerics.plain()), 16)
+def test_as_far_back_as_the_rings_hold(back, found):
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    prefixes = Prefixes(cache, 16)
     ids = list(range(30))
-    first = Request(ids, Sampling(), Limits())
+    first = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
     prefixes.begin(first)
-    assert first.done == 0
-    first.done = 30
-    prefixes.cache.advance(first.sequence, 30)
-    if marked:
-        prefixes.mark()
-        prefixes.cache.free(first.sequence)
-        prefixes.recover()
+    assert first.done == first.cached == 0
+    cache.advance(first.sequence, 30)
+    prefixes.keep(first)
     # the last token of a prompt is not taken from what is held
-    begun = Request([*ids[: 30 - back], 99], Sampling(), Limits())
+    begun = Request([*ids[: 30 - back], 99], Sampling(), Limits(), sequence=cache.allocate())
     prefixes.begin(begun)
-    assert (begun.done, begun.sequence.length) == (found, found)
+    assert (begun.done, begun.cached, begun.sequence.length) == (found, found, found)
 
 
 @pytest.mark.parametrize(("drafter", "again"), [("mtp", 1), ("dspark", 0)])
@@ -47,3 +45,63 @@ def test_a_drafter_that_reads_the_token_behind_a_position_reads_the_last_one_aga
     begun = Request([*ids, other, 5], Sampling(0.0), Limits(1))
     one.add(begun)
     assert begun.done == 30 - again
+
+
+def keep(prefixes: Prefixes, ids: list[int]) -> Request:
+    """Has a request keep the state of all its tokens, and end."""
+    cache = prefixes.cache
+    request = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
+    prefixes.begin(request)
+    cache.reserve(request.sequence, len(ids) - request.done)
+    cache.advance(request.sequence, len(ids) - request.done)
+    prefixes.keep(request)
+    cache.free(request.sequence)
+    return request
+
+
+def lengths_on_device(prefixes: Prefixes) -> list[int]:
+    """Of the states there, by length."""
+    return [state.length for state in prefixes.states if isinstance(state.held, Snapshot)]
+
+
+@pytest.mark.parametrize("bytes_of_host", [0, 10**7])
+def test_the_one_that_was_used_longest_ago_goes_first(bytes_of_host):
+    """And the beginning that others have in common is used with each of them."""
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(40)
+    host = HostStore(cache, bytes_of_host) if bytes_of_host else None
+    prefixes = Prefixes(cache, 3, host=host)
+    ids = list(range(400))
+    keep(prefixes, ids[:200])
+    keep(prefixes, ids[:300])
+    keep(prefixes, [9] * 250)
+    keep(prefixes, ids[:350])
+    assert lengths_on_device(prefixes) == [200, 300, 350]
+    assert keep(prefixes, [9] * 251).cached == (250 if host else 0)
+    assert lengths_on_device(prefixes) == [200, 251, 350]
+    prefixes.forget()
+    assert (cache.used_blocks, prefixes.device_bytes, prefixes.host_bytes) == (0, 0, 0)
+
+
+def test_where_blocks_are_needed_the_oldest_that_frees_one_goes():
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(6)
+    prefixes = Prefixes(cache, 8)
+    for number, tokens in enumerate((129, 130, 131)):
+        keep(prefixes, [number] * tokens)
+    running = cache.allocate()
+    cache.restore(running, next(state.held for state in prefixes.states if state.length == 129))
+    cache.reserve(running, 200)  # a block of its own in the place of the shared one, and one more
+    assert lengths_on_device(prefixes) == [129, 131]
+
+
+def test_tokens_are_compared_and_no_hash_is_trusted(monkeypatch):
+    monkeypatch.setattr(prefix_cache, "hash", lambda _: 7, raising=False)
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(40)
+    prefixes = Prefixes(cache, 8)
+    for number in range(3):
+        keep(prefixes, [number] * 300)
+    for number in range(3):
+        assert keep(prefixes, [*[number] * 300, 9]).cached == 300
+    assert keep(prefixes, [5] * 301).cached == 0

@@ -1,8 +1,8 @@
 """Drafts change nothing but the number of steps: tokens, ends and log-probabilities are those without drafts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import chain, cycle, product
+from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, pairwise, product
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from dsv4cli.engine.runtime.speculate import Verified
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory
-from tests.support.speculation import Mistake, know, model_of, open_gate, text
+from tests.support.speculation import Mistake, know, mask_of, model_of, open_gate, text
 
 DRAFTERS = ("mtp", "dspark")
 MOST = {"mtp": 7, "dspark": 5}
@@ -172,8 +172,8 @@ def test_right_drafts_are_all_accepted(most, captured, monkeypatch):
     open_gate(monkeypatch)
     requests, run = asked(GREEDY), runner.Runner.run
 
-    def within(self):
-        ran = run(self)
+    def within(self, pick):
+        ran = run(self, pick)
         assert all(chunk.end + len(chunk.drafts) < chunk.request.end for chunk in ran.ready)
         return ran
 
@@ -249,6 +249,22 @@ class Script(Constraint):
         self.seen.append(token)
 
 
+class Divided(Script):
+    """After each token those may come that make, with it, a multiple of three, from some place of the answer on."""
+
+    def __init__(self, first: int):
+        super().__init__()
+        self._from = first
+
+    def masks(self, drafts):
+        path, made = [*self.seen, *drafts], []
+        for length in range(len(self.seen), len(path) + 1):
+            last = path[length - 1] if length else 0
+            allowed = [token for token in range(128) if (token + last) % 3 == 0]
+            made.append(mask_of(allowed, 128) if length >= self._from else None)
+        return made
+
+
 def constraints(free: list[int]) -> list[Constraint]:
     """free: what comes without any."""
     every = range(128)
@@ -261,6 +277,8 @@ def constraints(free: list[int]) -> list[Constraint]:
         Thinking(True, 20, 4, 50, (free[0], 1)),
         Thinking(True, 12, None, 50, tuple(every[::3])),
         Thinking(True, 20, 0, 50, tuple(every[::5])),
+        Divided(0),
+        Divided(5),
     ]
 
 
@@ -275,7 +293,7 @@ def test_constraints_act_within_a_step(drafter, most, captured, monkeypatch):
 
     [free] = play(engine(drafter), [Request(prompt, WARM, Limits(12), stop_ids=())]).ids
     expected = play(engine(drafter), plainly := requests(free)).ids
-    for texts in ([prompt + ids for ids in expected], [prompt + free] * 8):
+    for texts in ([prompt + ids for ids in expected], [prompt + free] * len(expected)):
         one, ours = engine(drafter, most), requests(free)
         know(one, texts, lambda number, place: 9)
         played = play(one, ours)
@@ -284,7 +302,25 @@ def test_constraints_act_within_a_step(drafter, most, captured, monkeypatch):
         for request, other in zip(ours, plainly, strict=True):
             mine, theirs = request.constraint, other.constraint
             assert vars(mine) == vars(theirs)
-    assert [rule.closed for rule in (one.constraint for one in plainly[5:])] != ["", "", ""]
+    assert [rule.closed for rule in (one.constraint for one in plainly[5:8])] != ["", "", ""]
+    for ids, start in ((expected[8], 0), (expected[9], 5)):
+        path = [0, *ids] if start == 0 else ids[start - 1 :]
+        assert all((first + second) % 3 == 0 for first, second in pairwise(path))
+
+
+@pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=SLOW), WARM])
+def test_a_bias_changes_what_is_drawn_alike(sampling, captured, monkeypatch):
+    open_gate(monkeypatch)
+    prompt = text(6, 8)
+    [free] = play(engine("mtp"), [Request(prompt, sampling, Limits(12), stop_ids=())]).ids
+    biased = replace(sampling, logit_bias=((free[1], -100.0), (9, 1.5), (77, 1.0)))
+    [expected] = play(engine("mtp"), [Request(prompt, biased, Limits(12), stop_ids=())]).ids
+    assert free[1] not in expected
+    one = engine("mtp", 3)
+    know(one, [prompt + expected], lambda number, place: 9)
+    played = play(one, [Request(prompt, biased, Limits(12), stop_ids=())])
+    assert played.ids == [expected]
+    assert max(played.steps) == 4
 
 
 def test_what_is_drafted_anew_follows_the_tokens_that_came(captured, monkeypatch):
@@ -482,8 +518,8 @@ def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
     monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 10)
     one, requests, tokens, run = engine("mtp", 7), asked(GREEDY, 4, prefill_chunk=8), [], runner.Runner.run
 
-    def counted(self):
-        ran = run(self)
+    def counted(self, pick):
+        ran = run(self, pick)
         tokens.append(sum(chunk.tokens for chunk in ran.chunks))
         return ran
 

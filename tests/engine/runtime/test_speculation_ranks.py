@@ -90,7 +90,7 @@ def test_followers_take_the_same_drafts(drafter, captures, meeting, monkeypatch)
     alone = [Engine.of(model_of(drafter), [one], "cpu") for one in asked(prompts)]
     free = []
     for one in alone:
-        [request] = one.runner.scheduler._waiting
+        [request] = one.runner.scheduler.active
         while one.busy:
             one.step()
         free.append(request.ids)

@@ -16,7 +16,8 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
-from dsv4cli.engine.weights import load, offload
+from dsv4cli.engine.system.pinned import host_block
+from dsv4cli.engine.weights import load
 from dsv4cli.engine.weights.fill import total_bytes
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import expert_bytes, offload_of
@@ -192,4 +193,4 @@ def test_host_memory_says_how_much_there_is(monkeypatch):
 
 def test_memory_that_the_system_does_not_give():
     with pytest.raises(NotEnoughMemory, match="does not give"):
-        offload._block(2**60)
+        host_block(2**60, "experts of a layer", "use more GPUs")

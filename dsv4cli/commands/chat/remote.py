@@ -1,0 +1,115 @@
+"""`dsv4 chat --url`: the models of a running server in the place of one that is loaded here."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import typer
+
+from dsv4cli.commands.chat.turn import Chat
+from dsv4cli.errors import ServerError, UsageError
+from dsv4cli.options import ModelOptions
+from dsv4cli.output import Output
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.chat.remote import RemoteConversation
+
+# options of the model's own process
+LOCAL = frozenset(
+    {"special_tokens", "draft", "prefill_chunk", "max_context", "device", "dtype", "exact", "backend"}
+    | {"gpu_memory", "host_memory", "tp"}
+)
+
+
+class OnCommandLine(NamedTuple):
+    """What stands on the command line, and is not as the session was led before."""
+
+    model: bool
+    url: bool
+
+
+class ServerModels:
+    """A server's models, one of which answers; as `Models` is for those of this machine."""
+
+    def __init__(self, out: Output, url: str, key: str, options: ModelOptions, asked: OnCommandLine) -> None:
+        """Raises UsageError, for an address, a limit or a value."""
+        from dsv4cli.engine.chat.api_client import ApiClient
+        from dsv4cli.engine.chat.remote import RemoteSampling
+        from dsv4cli.engine.settings import Limits
+
+        self._out, self._options, self._asked = out, options, asked
+        self._client = ApiClient(url, key)
+        self._limits = Limits(options.max_tokens, stops=tuple(options.stop or ()))
+        self.name = options.model
+        self.sampling = RemoteSampling().chosen(options.temperature, options.top_p, options.seed)
+
+    def __enter__(self) -> "ServerModels":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._client.url
+
+    def open(self) -> "RemoteConversation":
+        """A conversation with the model. Raises ServerError, and UsageError for a model that the server has not."""
+        from dsv4cli.engine.chat.remote import RemoteConversation
+
+        try:
+            conversation = RemoteConversation(self._client, self.name, self._options.think, self._limits)
+        except ServerError as error:
+            if not self._asked.url:
+                error.remedy += "; --model NAME continues with a model of this machine"
+            raise
+        self._conversation = conversation
+        if self._asked.model:
+            self._check(self.name)
+        self.name, context = conversation.model, conversation.context
+        size = "" if context is None else f", a context of {context:,} tokens"
+        self._out.status(f"{self.url}: {self.name}{size}")
+        return conversation
+
+    def change(self, chat: Chat, name: str) -> None:
+        """Another model of the server answers from now on. Raises UsageError where it has none of this name."""
+        self._check(name)
+        self._conversation.model = chat.model = name
+        chat.left_out = 0
+        chat.choose(replace(chat.session.choices, model=name))
+
+    def _check(self, name: str) -> None:
+        names = self._conversation.names
+        if name not in names:
+            raise UsageError(f"{self.url} has no model {name!r}", f"name one of {', '.join(names)}")
+
+
+def check_options(context: typer.Context) -> None:
+    """Raises UsageError for an option that says how to load or compute a model, which the server has done."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name in LOCAL and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"{parameter.opts[0]} cannot be combined with --url", "it is the server's to decide")
+
+
+def check_no_key(file: Path | None) -> None:
+    """Raises UsageError for a key where there is no server."""
+    if file is not None:
+        raise UsageError("--api-key-file needs --url", "add the server's address: --url http://localhost:8000")
+
+
+def read_key(file: Path | None) -> str:
+    """The API key in a file: its first line. Raises UsageError."""
+    from dsv4cli.engine.text.inputs import read_text
+
+    if file is None:
+        return ""
+    key = "".join(read_text(file).splitlines()[:1]).strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise UsageError(f"{file} has no API key in its first line", "write the key, and nothing else, into the file")
+    return key

@@ -1,0 +1,141 @@
+"""A server from its model to its end: loading, what is said, signals."""
+
+import asyncio
+import os
+import signal
+import socket
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dsv4cli.commands.job import Job
+from dsv4cli.commands.ranks import left_by, opened_in_ranks
+from dsv4cli.errors import Dsv4Error
+from dsv4cli.output import ReaderGone
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.model.transformer import Transformer
+    from dsv4cli.engine.runtime.engine import Engine
+    from dsv4cli.engine.server.guard import Guard
+    from dsv4cli.engine.server.http import HttpServer
+    from dsv4cli.engine.server.serving import Offer
+    from dsv4cli.engine.server.warm import Sharing
+
+LOST_RANK = "see whether memory ran out, and start the server again"
+# how long a step that runs at the end may take
+LAST_STEP_SECONDS = 5
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Who may ask, and how much. names: of the model, none for its own. grace: seconds. seed: of requests without
+    one."""
+
+    guard: "Guard"
+    share: "Sharing"
+    names: tuple[str, ...]
+    max_queue: int
+    grace: float
+    seed: int | None
+    reasoning_fields: tuple[str, ...]
+    log_prompts: bool
+
+    def offer(self, job: Job) -> "Offer":
+        """What is served."""
+        from dsv4cli.engine.server.service import Usual
+        from dsv4cli.engine.server.serving import Offer
+
+        name = job.source.name
+        own = PurePath(name).name if os.path.isdir(name) else name  # not where it lies
+        usual = Usual(job.think, job.sampling, self.seed, job.limits, self.reasoning_fields)
+        return Offer(
+            job.dialogue, self.names or (own,), usual, self.guard, self.max_queue, self.grace,
+            log_prompts=self.log_prompts,
+        )  # fmt: skip
+
+
+def serve_model(job: Job, ranks: int, address: Address, policy: Policy) -> int:
+    """Serves until a signal ends it; the exit code. Raises Dsv4Error."""
+    from dsv4cli.engine.config.capacity import MAX_SLOTS
+    from dsv4cli.engine.server.http import bound_socket
+
+    job = replace(job, clients=MAX_SLOTS)
+    _ = job.dialogue  # refused before the model is loaded, as is an address that is taken
+    engine_of = partial(_engine_of, policy.share)
+    with bound_socket(*address) as bound, opened_in_ranks(job, ranks, LOST_RANK, engine_of) as engine:
+        return asyncio.run(Running(job, policy).serve(engine, bound))
+
+
+def _engine_of(share: "Sharing", job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
+    """An engine for many clients that has made its first steps."""
+    from dsv4cli.engine.server.warm import ready_engine
+
+    return ready_engine(model, share, job.limits, job.device, job.followers, job.drafting, job.out.compiling)
+
+
+class Running:
+    """A server while it runs."""
+
+    def __init__(self, job: Job, policy: Policy) -> None:
+        self._job, self._out, self._policy = job, job.out, policy
+        self._number = 0  # of the signal that ends it
+        self._leave = left_by(job.out)
+
+    async def serve(self, engine: "Engine", bound: socket.socket) -> int:
+        """Answers clients until a signal comes; the exit code. Raises what the engine has failed with."""
+        from dsv4cli.engine.server.serving import serving
+
+        asked, server = serving(
+            engine, self._policy.offer(self._job), self._say, self._confess, lambda: self._say_ready(bound)
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._end, number, server)
+        running = asyncio.create_task(server.serve([bound]))
+        ends: set[asyncio.Future[Any]] = {running, asked.failure}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if asked.failure.done():
+            server.stop()
+            await asyncio.wait({running}, timeout=LAST_STEP_SECONDS)
+            raise asked.failure.result()
+        await running
+        if not asked.close(LAST_STEP_SECONDS):
+            self._leave_now()
+        return 128 + self._number
+
+    def _say(self, text: str) -> None:
+        try:
+            self._out.status(text)
+        except ReaderGone:
+            self._out.silent = True  # who does not listen is not the one who asks
+
+    def _confess(self, traceback: str) -> None:
+        """Shows an error that is ours; the server goes on."""
+        with suppress(ReaderGone):
+            what, remedy = "a request has met a fault of this program", "report it, with the lines above"
+            self._out.error(Dsv4Error(what, remedy, traceback.splitlines()))
+
+    def _say_ready(self, bound: socket.socket) -> None:
+        from dsv4cli.engine.server.http import url_of
+
+        self._say("ready; Ctrl-C ends it")
+        self._out.line(url_of(bound))
+
+    def _end(self, number: int, server: "HttpServer") -> None:
+        if self._number:
+            self._leave_now()
+        self._number = number
+        self._say(f"answers that run have {self._policy.grace:g} s to finish; Ctrl-C again ends them")
+        server.stop()
+
+    def _leave_now(self) -> None:
+        self._leave(self._number)
+        os._exit(128 + self._number)

@@ -1,0 +1,204 @@
+"""Which tokens of an answer follow a grammar: by llguidance, which the extra dsv4[grammar] installs; no torch."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.reply_grammar import (
+    DEFINITIONS,
+    AnswerForm,
+    Schema,
+    ToolChoice,
+    json_grammar,
+    parameter_schemas,
+    reply_grammar,
+)
+from dsv4cli.engine.text.tokenizer import Tokenizer, check_unicode
+from dsv4cli.errors import UsageError
+
+# where a schema holds others: by name, in a list, or one
+_NAMED = ("properties", "patternProperties")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+
+
+class Grammars:
+    """Makes the grammars of a model's answers; its vocabulary is read once, for the first of them."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> None:
+        """size: of the model's vocabulary, of which the tokenizer may lack some. eos: what may end an answer."""
+        self._tokenizer, self._size, self._eos = tokenizer, size, list(eos)
+
+    def reply(
+        self,
+        *,
+        thinking: bool,
+        form: AnswerForm | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        choice: ToolChoice = ToolChoice(),  # noqa: B008 - frozen
+    ) -> "Grammar":
+        """The grammar of one answer, as `reply_grammar` has it; where it begins with thinking, of what follows that.
+
+        form or a choice that requires a call must be given. Raises UsageError for what is no grammar, with its place,
+        for one that allows no answer, and where llguidance is not installed.
+        """
+        if find_spec("llguidance") is None:
+            raise UsageError(
+                "a grammar needs llguidance, which is not installed", "install it: pip install 'dsv4[grammar]'"
+            )
+        think_end = self._tokenizer.token_id(tokens.THINK_END)
+        try:
+            matcher = self._compiled(form, tools, choice)
+        except RecursionError:
+            raise UsageError("the grammar is nested too deeply", "make it flatter") from None
+        if not _without(matcher.compute_bitmask(), self._eos):
+            raise UsageError("the grammar allows no answer", "let it match a text")
+        return Grammar(matcher, self._eos, think_end if thinking else None)
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        library = import_module("llguidance")
+        own = library.TokenizerWrapper(_Vocabulary(self._tokenizer, self._size))
+        return library.LLTokenizer(own, n_vocab=self._size, eos_token=self._eos)
+
+    def _compiled(self, form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Any:
+        dsml = self._tokenizer.token_id(tokens.DSML)
+        assert dsml is not None
+        grammar = reply_grammar(form, tools, choice, dsml)
+        check_unicode(grammar, "the grammar")
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            raise self._refusal(matcher.get_error(), form, tools)
+        return matcher
+
+    def _matcher(self, grammar: str) -> Any:
+        return import_module("llguidance").LLMatcher(self._vocabulary, grammar, log_level=0)
+
+    def _refusal(self, reason: str, form: AnswerForm | None, tools: Sequence[Mapping[str, Any]]) -> UsageError:
+        """What to raise about a grammar that was refused."""
+        schemas: list[tuple[str, Schema, bool]] = []
+        if form is not None and isinstance(form.value, Mapping):
+            schemas.append(("the schema", form.value, False))
+        for function in (tool["function"] for tool in tools):
+            parameters = parameter_schemas(function).items()
+            schemas += [(f"the schema of {function['name']}'s {key}", schema, True) for key, schema in parameters]
+        for what, schema, lenient in schemas:
+
+            def refused(part: Schema, lenient: bool = lenient) -> str:
+                return self._matcher(json_grammar(part, lenient)).get_error()
+
+            if refused(schema):
+                definitions = {key: schema[key] for key in DEFINITIONS if isinstance(schema.get(key), dict)}
+                place, why = _place(schema, "#", definitions, refused)
+                return UsageError(f"{what} at {place}: {_line(why)}", "correct it, or leave that out")
+        return UsageError(f"the grammar cannot be read: {_line(reason)}", "correct it")
+
+
+class Grammar:
+    """Follows the tokens of an answer, as a `Constraint`: what its grammar does not allow does not come, and when it is
+    at its end only the end does."""
+
+    def __init__(self, matcher: Any, eos: Sequence[int], begin: int | None) -> None:
+        """matcher: of llguidance. begin: the token behind which the grammar holds, None for everywhere."""
+        self._matcher, self._eos, self._begin = matcher, frozenset(eos), begin
+
+    @property
+    def failure(self) -> str:
+        """Why the rest cannot be followed, so that the answer ends; "" where it can."""
+        return _line(self._matcher.get_error())
+
+    def forced(self) -> int | None:
+        """None: masks say it."""
+        return None
+
+    def banned(self) -> tuple[()]:
+        """None: masks say it."""
+        return ()
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
+        """As `Constraint.masks`; none behind a draft that is not allowed."""
+        made: list[bytes | None] = []
+        begin, taken = self._begin, 0
+        for token in (*drafts, None):
+            mask = None if begin is not None else self._matcher.compute_bitmask()
+            made.append(mask)
+            if mask is None:
+                begin = None if token == begin else begin
+            elif token is None or token in self._eos or not _has(mask, token):
+                break
+            else:
+                self._matcher.consume_token(token)
+                taken += 1
+        self._matcher.rollback(taken)
+        return made
+
+    def instead(self, token: int) -> int | None:
+        """None: masks say it."""
+        return None
+
+    def push(self, token: int) -> None:
+        """Takes notice of the next token."""
+        if self._begin is None:
+            self._matcher.consume_token(token)
+        elif token == self._begin:
+            self._begin = None
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance wants it: the bytes of each token, those that no text is made of apart."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_id, None
+        self.tokens = [tokenizer.token_bytes(id) for id in range(size)]
+        self.special_token_ids = sorted({*tokenizer.special, *range(tokenizer.size, size)})
+        self._encode = tokenizer.encode_plain
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode(errors="replace"))
+
+
+def _has(mask: bytes, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def _without(mask: bytes, tokens: Iterable[int]) -> int:
+    """The bits of a mask but for those of some tokens."""
+    return int.from_bytes(mask, "little") & ~sum(1 << token for token in set(tokens))
+
+
+def _place(schema: Schema, path: str, definitions: Schema, refused: Callable[[Schema], str]) -> tuple[str, str]:
+    """Where in a schema that is refused the innermost one stands that is refused by itself, as a JSON pointer, and why.
+
+    path: where this one stands. definitions: what schemas refer to. refused: the reason, "" for none.
+    """
+    for place, part in _parts(schema):
+        within = path.startswith(str(part.get("$ref")))  # it refers to what it stands in
+        if not within and refused({**part, **definitions}):
+            return _place(part, path + place, definitions, refused)
+    target = str(schema.get("$ref", ""))
+    _, kind, name = [*target.split("/", 2), "", ""][:3]
+    named = definitions.get(kind, {}).get(name)
+    if isinstance(named, dict):
+        return _place(named, target, definitions, refused)
+    return path, refused({**schema, **definitions})
+
+
+def _parts(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas that a schema is made of, each with its place."""
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            held = [(f"/{key}/{name}", part) for name, part in value.items()]
+        elif key in _LISTED and isinstance(value, list):
+            held = [(f"/{key}/{number}", part) for number, part in enumerate(value)]
+        else:
+            held = [(f"/{key}", value)] if key in _SINGLE else []
+        yield from ((place, part) for place, part in held if isinstance(part, dict))
+
+
+def _line(reason: str) -> str:
+    """The line of a reason that says it: of several the first, or the one behind the text that it shows."""
+    _, shown, error = reason.partition("\nerror: ")
+    return (error if shown else reason).partition("\n")[0]

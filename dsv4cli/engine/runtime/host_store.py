@@ -1,0 +1,185 @@
+"""States of sequences in host memory: where they go when the device has no room, and from where they come back.
+
+Memory is in pages of one block of entries of all layers. A copy of rings takes several. What two states share they
+share here too: a block of the device that has a page, and has not been written since, is not copied again, either way.
+Copies run in the order of launches, and nothing waits for them.
+"""
+
+import weakref
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from dsv4cli.engine.model.state import Pool
+from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
+from dsv4cli.engine.system.device import upload
+from dsv4cli.engine.system.pinned import host_block, pin, unpin, whole_pages
+from dsv4cli.kernels.card import is_there
+
+# blocks that are gathered on the device at once: 48 MB for Flash
+AT_ONCE = 64
+# host memory is pinned with its use, so many bytes at once: all of it would take seconds
+PINNED_AT_ONCE = 1 << 28
+REMEDY = "lower --host-memory"
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A sequence at one length, in pages: of its blocks, and of its rings."""
+
+    length: int
+    high: int
+    blocks: tuple[int, ...]
+    rings: tuple[int, ...]
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """All of them."""
+        return self.blocks + self.rings
+
+
+class HostStore:
+    """Host memory for the states of one cache."""
+
+    def __init__(self, cache: Cache, nbytes: int) -> None:
+        """nbytes: the most that it takes."""
+        self._cache = cache
+        self._widths = [_bytes_of(pool).shape[1] for pool in cache.pools()]
+        self._block = cache.block_bytes
+        size = whole_pages(max(self._block, 1))
+        self._pages = host_block(nbytes // size * size, "states of conversations", REMEDY).view(-1, size)
+        self._pinned = 0 if is_there(cache.device) else len(self._pages)
+        self._addresses: list[int] = []
+        weakref.finalize(self, unpin, self._addresses).atexit = False
+        self._shares = [0] * len(self._pages)
+        self._free = list(range(len(self._pages) - 1, -1, -1))
+        # of a block of the device: its page, and its version when both were the same; and the other way round
+        self._page_of: dict[int, tuple[int, int]] = {}
+        self._block_of: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that hold something."""
+        return (len(self._pages) - len(self._free)) * self._pages.shape[1]
+
+    def could_hold(self, snapshot: Snapshot) -> bool:
+        """Whether there are pages enough for the snapshot if nothing else were here."""
+        return len(snapshot.blocks) + self._ring_pages <= len(self._pages)
+
+    def has_room_for(self, snapshot: Snapshot) -> bool:
+        """Whether there are free pages enough for what the snapshot does not share with others."""
+        known = sum(self._known_page(block) is not None for block in snapshot.blocks)
+        return len(snapshot.blocks) - known + self._ring_pages <= len(self._free)
+
+    def store(self, snapshot: Snapshot) -> Stored:
+        """A copy of the snapshot, for which there are enough free pages."""
+        pages, fresh = [], []
+        for block in snapshot.blocks:
+            page = self._known_page(block)
+            if page is None:
+                page = self._take()
+                self._pair(block, page)
+                fresh.append((block, page))
+            else:
+                self._shares[page] += 1
+            pages.append(page)
+        for first in range(0, len(fresh), AT_ONCE):
+            self._save_blocks(fresh[first : first + AT_ONCE])
+        rings = [self._take() for _ in range(self._ring_pages)]
+        for page, part in zip(rings, snapshot.rings.flat.split(self._pages.shape[1]), strict=True):
+            self._pages[page, : len(part)].copy_(part, non_blocking=True)
+        return Stored(snapshot.length, snapshot.high, tuple(pages), tuple(rings))
+
+    def restore(self, sequence: Sequence, stored: Stored) -> None:
+        """Makes the sequence what was stored, which stays here. Raises NotEnoughMemory."""
+        self._cache.replace(sequence, [], (0, 0))  # first: it has room for its tokens once
+        for page in stored.pages:  # taking blocks may have others come here
+            self._shares[page] += 1
+        blocks, fresh = [], []
+        for page in stored.blocks:
+            block = self._known_block(page)
+            if block is None:
+                block = self._cache.take_block()
+                fresh.append((block, page))
+            else:
+                self._cache.share_block(block)
+            blocks.append(block)
+        for first in range(0, len(fresh), AT_ONCE):
+            self._load_blocks(fresh[first : first + AT_ONCE])
+        for block, page in fresh:
+            self._pair(block, page)
+        self._cache.replace(sequence, blocks, (stored.length, stored.high))
+        rings = self._cache.copies.take()
+        for page, part in zip(stored.rings, rings.flat.split(self._pages.shape[1]), strict=True):
+            part.copy_(self._pages[page, : len(part)], non_blocking=True)
+        self._cache.copies.load(sequence.slot, rings)
+        self._cache.copies.give_back(rings)
+        self.drop(stored)
+
+    def drop(self, stored: Stored) -> None:
+        """Gives one share in its pages back."""
+        for page in stored.pages:
+            self._shares[page] -= 1
+            if not self._shares[page]:
+                self._free.append(page)
+                self._block_of.pop(page, None)
+
+    def recover(self, held: Items[Stored]) -> None:
+        """Holds these and nothing else: after an interruption."""
+        self._shares = [0] * len(self._pages)
+        for stored in held:
+            for page in stored.pages:
+                self._shares[page] += 1
+        self._free = [page for page in range(len(self._pages) - 1, -1, -1) if not self._shares[page]]
+        self._page_of.clear()
+        self._block_of.clear()
+
+    @property
+    def _ring_pages(self) -> int:
+        return -(-self._cache.copies.nbytes // self._pages.shape[1])
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        while page >= self._pinned:
+            some = self._pages[self._pinned :][: max(PINNED_AT_ONCE // self._pages.shape[1], 1)]
+            self._addresses.append(pin(some, REMEDY))
+            self._pinned += len(some)
+        self._shares[page] = 1
+        return page
+
+    def _pair(self, block: int, page: int) -> None:
+        """They hold the same from now on, until the block is written or one of them is given back."""
+        self._page_of[block] = page, self._cache.version(block)
+        self._block_of[page] = block
+
+    def _known_page(self, block: int) -> int | None:
+        page, version = self._page_of.get(block, (None, -1))
+        same = page is not None and self._block_of.get(page) == block and self._cache.version(block) == version
+        return page if same else None
+
+    def _known_block(self, page: int) -> int | None:
+        block = self._block_of.get(page)
+        return block if block is not None and self._known_page(block) == page else None
+
+    def _save_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        device = self._cache.device
+        numbers = upload(torch.tensor([block for block, _ in pairs]), device)
+        parts = [_bytes_of(pool)[numbers] for pool in self._cache.pools()]
+        gathered = torch.cat(parts, 1) if parts else torch.empty(len(pairs), 0, dtype=torch.uint8, device=device)
+        for row, (_, page) in zip(gathered, pairs, strict=True):
+            self._pages[page, : self._block].copy_(row, non_blocking=True)
+
+    def _load_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        device = self._cache.device
+        gathered = torch.empty(len(pairs), self._block, dtype=torch.uint8, device=device)
+        for row, (_, page) in zip(gathered, pairs, strict=True):
+            row.copy_(self._pages[page, : self._block], non_blocking=True)
+        numbers = upload(torch.tensor([block for block, _ in pairs]), device)
+        for pool, part in zip(self._cache.pools(), gathered.split(self._widths, 1), strict=True):
+            _bytes_of(pool).index_copy_(0, numbers, part)
+
+
+def _bytes_of(pool: Pool) -> torch.Tensor:
+    """The pool's memory, a row a block: uint8 [blocks, n]."""
+    return pool.data.view(torch.uint8).view(-1, pool.per_block * pool.data.shape[1] * pool.data.element_size())

@@ -1,0 +1,1 @@
+"""How does a program ask over HTTP, and what does it get?"""

@@ -1,0 +1,172 @@
+"""The server's routes, and what surrounds each request: who may ask, errors in the client's shape, a line of log."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter, time
+from traceback import format_exception
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from dsv4cli import __version__
+from dsv4cli.engine.server.chat_completions import chat_completions
+from dsv4cli.engine.server.completions import completions
+from dsv4cli.engine.server.guard import Guard
+from dsv4cli.engine.server.incoming import service_of
+from dsv4cli.engine.server.messages import count_tokens, messages
+from dsv4cli.engine.server.page import page
+from dsv4cli.engine.server.refusals import Refusal, json_response, refusal_of
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.streaming import ClientGone
+from dsv4cli.engine.server.tokens_api import detokenize, tokenize, tokenizer_info
+from dsv4cli.errors import Dsv4Error
+
+STARTED = int(time())
+
+
+async def health(http: HttpRequest) -> Response:
+    """GET /health."""
+    if service_of(http).engine.failure.done():
+        raise Refusal(503, "the engine has failed")
+    return json_response({"status": "ok"})
+
+
+async def version(http: HttpRequest) -> Response:
+    """GET /version."""
+    return json_response({"version": __version__})
+
+
+async def models(http: HttpRequest) -> Response:
+    """GET /v1/models, as OpenAI and as Anthropic have it."""
+    service = service_of(http)
+    listed = [_model(name, service) for name in service.names]
+    names = {"first_id": service.names[0], "last_id": service.names[-1]}
+    return json_response({"object": "list", "data": listed, "has_more": False, **names})
+
+
+async def model(http: HttpRequest) -> Response:
+    """GET /v1/models/NAME."""
+    service, name = service_of(http), http.path_params["name"]
+    if name not in service.names:
+        raise Refusal(404, f"the models here are {', '.join(service.names)}", "model", "model_not_found")
+    return json_response(_model(name, service))
+
+
+def _model(name: str, service: Service) -> dict[str, object]:
+    openai = {"id": name, "object": "model", "created": STARTED, "owned_by": "dsv4", "max_model_len": service.context}
+    return openai | {"type": "model", "display_name": name}
+
+
+async def metrics(http: HttpRequest) -> Response:
+    """GET /metrics."""
+    service = service_of(http)
+    return Response(service.metrics.text(*await service.engine.report()), media_type="text/plain; version=0.0.4")
+
+
+async def start_page(http: HttpRequest) -> Response:
+    """GET /: a page to talk with the model, which asks for a key itself."""
+    body, policy = page()
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(body, headers=headers, media_type="text/html")
+
+
+ROUTES = (
+    Route("/", start_page),
+    Route("/health", health),
+    Route("/version", version),
+    Route("/metrics", metrics),
+    Route("/v1/models", models),
+    Route("/v1/models/{name:path}", model),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info),
+)
+
+
+@dataclass
+class App:
+    """The server as ASGI has it. crowded: whether more clients are connected than may be. bug: takes the traceback of
+    an error that is ours."""
+
+    service: Service
+    guard: Guard
+    crowded: Callable[[], bool]
+    bug: Callable[[str], None]
+    routes: Sequence[Route] = ROUTES
+
+    def __post_init__(self) -> None:
+        self._router = Router(self.routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        assert scope["type"] == "http"
+        start, status = perf_counter(), 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        scope["app"] = self  # for the router to raise what is not found
+        scope["state"] = {"service": self.service}
+        refusal: Refusal | None = None
+        try:
+            await self._answer(scope, receive, noting)
+        except (ClientGone, ClientDisconnect):
+            pass
+        except Exception as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
+            refusal = self._refusal(error)
+            if not status:
+                await refusal.response(_is_anthropic(scope))(scope, receive, noting)
+        finally:
+            self.service.log(_line(scope, status, refusal, perf_counter() - start))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.crowded():
+            raise Refusal(503, "too many clients are connected: try again later")
+        self.guard.check(scope["path"], Headers(scope=scope))
+        await self._router(scope, receive, send)
+
+    def _refusal(self, error: Exception) -> Refusal:
+        if isinstance(error, HTTPException):
+            what = "there is nothing here" if error.status_code == 404 else "this is not how to ask here"
+            return Refusal(error.status_code, f"{what}; /v1/models, /v1/chat/completions and /v1/messages are")
+        if isinstance(error, RecursionError):
+            return Refusal(400, "the body is nested too deeply")
+        if not isinstance(error, Refusal | Dsv4Error):
+            self.bug("".join(format_exception(error)))
+        return refusal_of(error)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.startswith("/v1/messages")
+
+
+def _line(scope: Scope, status: int, refusal: Refusal | None, seconds: float) -> str:
+    """What the log says of a request: nothing of what it said."""
+    client = scope["client"][0] if scope.get("client") else "-"
+    line = f"{client} {scope['method']} {scope['path']} {status or 'gone'}"
+    if "usage" in scope["state"]:
+        usage = scope["state"]["usage"]()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        line += f", {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens"
+        line += f", {cached:,} cached" if cached else ""
+        line += ", not finished" if scope["state"]["call"].broken_off else ""
+    if refusal is not None and refusal.param is not None:
+        line += f", {refusal.param}"
+    return f"{line}, {seconds:.2f} s"

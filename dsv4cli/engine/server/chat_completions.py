@@ -1,0 +1,137 @@
+"""The answers of /v1/chat/completions: one document, or chunks of it."""
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from dsv4cli import __version__
+from dsv4cli.engine.chat.answer_stream import Delta
+from dsv4cli.engine.runtime.request import Token
+from dsv4cli.engine.server.async_engine import EngineCall
+from dsv4cli.engine.server.chat_request import ChatRequest, read_chat
+from dsv4cli.engine.server.choice import Choice, choices_of, pushed
+from dsv4cli.engine.server.incoming import asked_of, service_of
+from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
+from dsv4cli.engine.server.refusals import json_response
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.streaming import EventStream, while_connected
+
+
+async def chat_completions(http: HttpRequest) -> Response:
+    """POST /v1/chat/completions."""
+    service, asked = service_of(http), await asked_of(http, read_chat)
+    requests = await asked.plan.requests(service)
+    call = service.engine.call(requests)
+    reply = ChatReply(service, asked, call, choices_of(asked.plan, requests, service))
+    http.state.call, http.state.usage = call, reply.usage
+    if asked.stream:
+        return EventStream(call, reply.chunks(), event_of_refusal)
+    with call:
+        return json_response(await while_connected(http.receive, reply.document()))
+
+
+@dataclass
+class ChatReply:
+    """What a call's answers become."""
+
+    service: Service
+    asked: ChatRequest
+    call: EngineCall
+    choices: dict[Any, Choice]
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompt and of all answers."""
+        return usage_of(len(self.asked.plan.ids), self.choices.values())
+
+    async def document(self) -> dict[str, Any]:
+        """All answers, once they have ended."""
+        drawn: dict[Choice, list[Token]] = {choice: [] for choice in self.choices.values()}
+        while not all(choice.ended for choice in drawn):
+            for choice, (_, taken) in pushed(await self.call.updates(), self.choices, self.call).items():
+                drawn[choice] += taken
+        choices = [self._choice(choice, taken) for choice, taken in drawn.items()]
+        return self._head("chat.completion") | {"choices": choices, "usage": self.usage()}
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Each step's pieces, as server-sent events."""
+        choices = list(self.choices.values())
+        for choice in choices:
+            yield self._chunk(choice, {"role": "assistant", "content": ""}, None, [])
+        while not all(choice.ended for choice in choices):
+            updates = await self.call.updates()
+            if not updates:
+                yield IDLE
+            for choice, (deltas, taken) in pushed(updates, self.choices, self.call).items():
+                # clients that read reasoning in one place and content in another take one kind a chunk
+                parts = [self._delta([*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
+                if not parts and self.asked.logprobs:
+                    parts = [{}]
+                for nth, part in enumerate(parts):
+                    yield self._chunk(choice, part, None, taken if nth == 0 else [])
+                if choice.ended:
+                    yield self._chunk(choice, {}, choice.finish, [])
+        if self.asked.include_usage:
+            yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()})
+        yield DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.service.names[0],
+            "system_fingerprint": f"dsv4-{__version__}",
+        }
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any], finish: str | None, taken: list[Token]) -> bytes:
+        shown = {"index": choice.index, "delta": delta, "logprobs": self._logprobs(taken), "finish_reason": finish}
+        return event(self._head("chat.completion.chunk") | {"choices": [shown]})
+
+    def _delta(self, deltas: list[Delta]) -> dict[str, Any]:
+        """One step's pieces as OpenAI has them; calls of one step are told apart by their index."""
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for one in deltas:
+            if one.kind != "calls":
+                for name in ("content",) if one.kind == "content" else self.service.usual.reasoning_fields:
+                    delta[name] = delta.get(name, "") + one.text
+                continue
+            call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
+            if one.name:
+                call |= {"id": self._call_id(one.index), "type": "function"}
+                call["function"]["name"] = one.name
+            call["function"]["arguments"] += one.text
+        return delta | ({"tool_calls": list(calls.values())} if calls else {})
+
+    def _choice(self, choice: Choice, taken: list[Token]) -> dict[str, Any]:
+        """An answer that has ended."""
+        message = choice.message
+        shown: dict[str, Any] = {"role": "assistant", "content": message["content"]}
+        if message["reasoning_content"]:
+            shown |= dict.fromkeys(self.service.usual.reasoning_fields, message["reasoning_content"])
+        if message["tool_calls"]:
+            shown["tool_calls"] = [{"id": self._call_id(nth), **call} for nth, call in enumerate(message["tool_calls"])]
+            shown["content"] = message["content"] or None
+        finish = choice.finish
+        return {"index": choice.index, "message": shown, "logprobs": self._logprobs(taken), "finish_reason": finish}
+
+    def _call_id(self, nth: int) -> str:
+        return f"call_{self.id.removeprefix('chatcmpl-')[:16]}_{nth}"
+
+    def _logprobs(self, taken: list[Token]) -> dict[str, Any] | None:
+        if not self.asked.logprobs:
+            return None
+        return {"content": [self._token(one.id, one.logprob) | {"top_logprobs": [self._token(*top) for top in one.top]}
+                            for one in taken if one.finish != "stop"]}  # fmt: skip
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        content = self.service.dialogue.tokenizer.token_bytes(token)
+        return {"token": content.decode(errors="replace"), "logprob": logprob, "bytes": list(content)}

@@ -1,0 +1,108 @@
+"""The body of /v1/chat/completions, checked: its conversation as a prompt, and what is wanted of the answers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4cli.engine.server.efforts import Effort, effort_of
+from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, AnswerPlan, limits_of, prompt_of, sampling_of
+from dsv4cli.engine.server.refusals import Refusal, bad_field
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.shapes import Shape, openai_shape, with_schema
+from dsv4cli.engine.text.prompt import Message, Tool, check_messages, check_tools, with_tools
+from dsv4cli.errors import UsageError
+
+MOST_LOGPROBS = 20
+# what says nothing about the answer
+IDLE = (
+    "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "functions", "function_call", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """stream: in pieces; include_usage: with a last one that has the usage. logprobs: whether tokens are reported."""
+
+    plan: AnswerPlan
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+
+
+def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
+    """What a body asks for. Raises `Refusal` naming the field."""
+    fields = Fields(body)
+    effort = effort_of(fields, service.dialogue.release, service.usual.think)
+    shape = openai_shape(fields, checked_tools(fields.items("tools") or []))
+    ids = prompt_ids(openai_messages(fields.value("messages")), shape, effort, service)
+    logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_LOGPROBS)
+    if top is not None and not logprobs:
+        raise bad_field("top_logprobs", "needs logprobs: true")
+    given = [fields.whole(name, 1) for name in ("max_completion_tokens", "max_tokens")]
+    most = next((one for one in given if one is not None), None)
+    limits = limits_of(fields, service, most, fields.texts("stop", MOST_STOPS), top or 0)
+    count = fields.whole("n", 1, MOST_CHOICES) or 1
+    ignore_eos = fields.flag("ignore_eos")
+    plan = AnswerPlan(ids, sampling_of(fields, service), limits, shape, effort.budget, count, ignore_eos)
+    options = fields.mapping("stream_options")
+    include_usage = options is not None and options.flag("include_usage")
+    request = ChatRequest(plan, fields.flag("stream"), include_usage, logprobs)
+    fields.ignored(*IDLE)
+    service.say_ignored(fields.unknown)
+    return request
+
+
+def conversation_ids(fields: Fields, effort: Effort, service: Service) -> list[int]:
+    """The prompt of `messages` and `tools`. Raises `Refusal`."""
+    shape = openai_shape(fields, checked_tools(fields.items("tools") or []))
+    return prompt_ids(openai_messages(fields.value("messages")), shape, effort, service)
+
+
+def checked_tools(tools: list[Any]) -> list[Tool]:
+    """Tools in OpenAI's shape. Raises `Refusal`."""
+    try:
+        return check_tools(tools)
+    except UsageError as error:
+        raise _refusal(error, "tools") from None
+
+
+def prompt_ids(messages: Any, shape: Shape, effort: Effort, service: Service) -> list[int]:
+    """The prompt of messages in OpenAI's shape, which are checked. Raises `Refusal`."""
+    try:
+        checked = with_schema(with_tools(check_messages(messages), shape.tools), shape.form)
+        return prompt_of(service.dialogue_of(effort), checked, service)
+    except UsageError as error:
+        raise _refusal(error, "messages") from None
+
+
+def _refusal(error: UsageError, field: str) -> Refusal:
+    """Of an error that begins with the field that it is about, as a rule."""
+    where, _, reason = error.message.partition(": ")
+    return bad_field(where, reason) if reason else bad_field(field, error.message)
+
+
+def openai_messages(value: Any) -> Any:
+    """The messages as the prompt format names things: `reasoning` is `reasoning_content`, a developer who speaks
+    before all others is the system, an answer may have no content."""
+    if not isinstance(value, list):
+        return value
+    messages, leading = [], True
+    for one in value:
+        leading = leading and isinstance(one, dict) and one.get("role") in ("system", "developer")
+        messages.append(_message(one, leading) if isinstance(one, dict) else one)
+    return messages
+
+
+def _message(given: Message, leading: bool) -> Message:
+    message = dict(given)
+    if leading:
+        message["role"] = "system"
+    if message.get("role") == "assistant":
+        reasoning = message.pop("reasoning", None)
+        if message.get("reasoning_content") is None and reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if message.get("content") is None:
+            message["content"] = ""
+    # the format's own fields are for tools that write prompts, not for clients
+    return {name: value for name, value in message.items() if name not in ("wo_eos", "tools", "response_format")}

@@ -1,0 +1,86 @@
+"""One answer on its way to a client: the tokens of a request as reasoning, content and calls, and how it ended."""
+
+from collections.abc import Iterable
+
+from dsv4cli.engine.chat.answer import Answer, FinishReason
+from dsv4cli.engine.chat.answer_stream import AnswerStream, Delta
+from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.server.async_engine import EngineCall
+from dsv4cli.engine.server.engine_thread import Update
+from dsv4cli.engine.server.plan import AnswerPlan
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt import Message
+
+
+class Choice:
+    """index: among the answers to one prompt. reasoning_tokens: how many tokens it thought for, the end of that
+    included."""
+
+    def __init__(self, index: int, request: Request, plan: AnswerPlan, service: Service) -> None:
+        self.index, self.request = index, request
+        self._thinks = service.thinks(plan.ids)
+        answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops)
+        self._stream = AnswerStream(answer, calls=plan.shape.choice.kind != "none")
+        self.reasoning_tokens = 0
+        self._think_end = service.dialogue.tokenizer.token_id(tokens.THINK_END)
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why it has ended, None before."""
+        return self._stream.finish
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing follows."""
+        return self._stream.answer.finish is not None
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop text that has ended it."""
+        return self._stream.answer.stopped_by
+
+    @property
+    def drawn(self) -> int:
+        """How many tokens it has, the end token included."""
+        return len(self._stream.answer.tokens)
+
+    @property
+    def cached(self) -> int:
+        """How many tokens of the prompt a cache held."""
+        return self.request.cached
+
+    @property
+    def message(self) -> Message:
+        """The whole answer, which has ended."""
+        return self._stream.message()
+
+    def push(self, given: Iterable[Token], call: EngineCall) -> tuple[list[Delta], list[Token]]:
+        """What tokens add, and those of them that belong to the answer; one that ends with a stop text ends its
+        request too."""
+        deltas, taken = list[Delta](), list[Token]()
+        for token in given:
+            if self.ended:
+                break
+            taken.append(token)
+            self.reasoning_tokens += self._thinks
+            self._thinks = self._thinks and token.id != self._think_end
+            deltas += self._stream.push(token)
+        if self.ended:
+            call.cancel(self.request)
+        return deltas, taken
+
+
+def choices_of(plan: AnswerPlan, requests: list[Request], service: Service) -> dict[Request, Choice]:
+    """The answers to a plan, by their requests."""
+    return {one: Choice(index, one, plan, service) for index, one in enumerate(requests)}
+
+
+def pushed(
+    updates: list[Update], choices: dict[Request, Choice], call: EngineCall
+) -> dict[Choice, tuple[list[Delta], list[Token]]]:
+    """What updates add to each answer that they are of."""
+    tokens_of: dict[Choice, list[Token]] = {}
+    for update in updates:
+        tokens_of.setdefault(choices[update.request], []).extend(update.tokens)
+    return {choice: choice.push(given, call) for choice, given in tokens_of.items() if given}

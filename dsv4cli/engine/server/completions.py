@@ -1,0 +1,146 @@
+"""The answers of /v1/completions: what follows texts, and with echo and logprobs how likely their own tokens are."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.server.async_engine import EngineCall
+from dsv4cli.engine.server.completion_choice import CompletionChoice
+from dsv4cli.engine.server.completion_request import CompletionRequest, read_completion
+from dsv4cli.engine.server.engine_thread import Update
+from dsv4cli.engine.server.incoming import asked_of, service_of
+from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
+from dsv4cli.engine.server.refusals import json_response
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.streaming import EventStream, while_connected
+
+
+async def completions(http: HttpRequest) -> Response:
+    """POST /v1/completions."""
+    service, asked = service_of(http), await asked_of(http, read_completion)
+    scoring, drawing = asked.scoring(), await asked.drawing(service)
+    call = service.engine.call([*scoring, *(one for own in drawing for one in own)])
+    reply = CompletionReply(service, asked, call, scoring, drawing)
+    http.state.call, http.state.usage = call, reply.usage
+    if asked.stream:
+        return EventStream(call, reply.chunks(), event_of_refusal)
+    with call:
+        return json_response(await while_connected(http.receive, reply.document()))
+
+
+@dataclass
+class CompletionReply:
+    """What a call's texts become. scoring: of each prompt, if at all; drawing: what follows each."""
+
+    service: Service
+    asked: CompletionRequest
+    call: EngineCall
+    scoring: Sequence[Request]
+    drawing: Sequence[Sequence[Request]]
+    id: str = field(default_factory=lambda: f"cmpl-{uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        tokenizer = self.service.dialogue.tokenizer
+        self.choices: list[CompletionChoice] = []
+        self._scored: dict[Request, list[CompletionChoice]] = {one: [] for one in self.scoring}
+        for nth, (plan, requests) in enumerate(zip(self.asked.plans, self.drawing, strict=True)):
+            own: Sequence[Request | None] = requests or [None]
+            for request in own:
+                choice = CompletionChoice(len(self.choices), plan, request, tokenizer)
+                self.choices.append(choice)
+                if self.scoring:
+                    self._scored[self.scoring[nth]].append(choice)
+        self._drawn = {choice.request: choice for choice in self.choices if choice.request is not None}
+        self._taken: dict[CompletionChoice, list[Token]] = {choice: [] for choice in self.choices}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all prompts and texts."""
+        return usage_of(sum(len(plan.ids) for plan in self.asked.plans), self.choices)
+
+    async def document(self) -> dict[str, Any]:
+        """All texts, once they have ended."""
+        while self.call.open:
+            for update in await self.call.updates():
+                self._take(update)
+        self._take_likeliest()
+        return self._head() | {"choices": [self._choice(one) for one in self.choices], "usage": self.usage()}
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Each step's pieces, as server-sent events; prompts that are scored come with all that follows them."""
+        if self.scoring:
+            while self.call.open:
+                updates = await self.call.updates()
+                for update in updates:
+                    self._take(update)
+                if not updates:
+                    yield IDLE
+            self._take_likeliest()
+            for choice in self.choices:
+                yield self._chunk(self._choice(choice))
+        else:
+            async for chunk in self._drawn_chunks():
+                yield chunk
+        if self.asked.include_usage:
+            yield event(self._head() | {"choices": [], "usage": self.usage()})
+        yield DONE
+
+    async def _drawn_chunks(self) -> AsyncGenerator[bytes, None]:
+        for choice in self.choices if self.asked.echo else ():
+            choice.offset = len(self._prompt(choice))
+            finish = choice.finish if choice.ended else None
+            yield self._chunk(self._piece(choice, self._prompt(choice), [], finish))
+        while self.call.open:
+            updates = await self.call.updates()
+            if not updates:
+                yield IDLE
+            for update in updates:
+                choice = self._drawn[update.request]
+                added, taken = self._take(update)
+                if added or taken:
+                    yield self._chunk(self._piece(choice, added, taken, choice.finish if choice.ended else None))
+
+    def _take(self, update: Update) -> tuple[str, list[Token]]:
+        """What an update adds to a text; a stop text ends the request too."""
+        if update.scores is not None:
+            for choice in self._scored[update.request]:
+                choice.take_scores(update.scores)
+            return "", []
+        choice = self._drawn[update.request]
+        added, taken = choice.push(update.tokens)
+        self._taken[choice] += taken
+        if choice.ended:
+            self.call.cancel(update.request)
+        return added, taken
+
+    def _take_likeliest(self) -> None:
+        """What follows each prompt, where scoring has found that."""
+        if self.asked.draws and self.asked.one_greedy:
+            for choice in self.choices:
+                choice.ended = False
+                _, self._taken[choice] = choice.push([choice.likeliest(self.service.dialogue.config.eos_token_ids)])
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.service.names[0]}
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return event(self._head() | {"choices": [choice]})
+
+    def _prompt(self, choice: CompletionChoice) -> str:
+        return self.service.dialogue.tokenizer.decode(choice.plan.ids)
+
+    def _choice(self, choice: CompletionChoice) -> dict[str, Any]:
+        """A text that has ended."""
+        prompt = self._prompt(choice) if self.asked.echo else ""
+        choice.offset = 0 if self.asked.scored else len(prompt)
+        return self._piece(choice, prompt + choice.text, self._taken[choice], choice.finish)
+
+    def _piece(self, choice: CompletionChoice, text: str, taken: list[Token], finish: str | None) -> dict[str, Any]:
+        logprobs = None if self.asked.logprobs is None else choice.logprobs(self.asked.scored, taken)
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}

@@ -1,0 +1,85 @@
+"""How hard a client asks the model to think, in the words of OpenAI, DeepSeek, Anthropic, OpenRouter and vLLM."""
+
+from dataclasses import dataclass
+
+from dsv4cli.engine.config.presets import Release
+from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.text.prompt import EFFORTS
+
+# clients' words for little effort, which is the least that a release has, and for the most
+LITTLE, MOST = ("minimal", "low", "medium"), ("xhigh", "max")
+WORDS = ("none", *LITTLE, "high", *MOST)
+TYPES = ("enabled", "disabled", "adaptive")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """level: "off" or one of the release's efforts. budget: the most tokens of thinking. asked: by the client."""
+
+    level: str
+    budget: int | None = None
+    asked: bool = False
+
+
+def effort_of(fields: Fields, release: Release, usual: str) -> Effort:
+    """What a body asks for; what it leaves open is `usual`, the server's own level. Raises `Refusal`."""
+    words, switches, budgets = [fields.choice("reasoning_effort", WORDS)], list[bool | None](), list[int | None]()
+    for own in (_thinking(fields), _template(fields), _reasoning(fields), _output(fields)):
+        word, switch, budget = own
+        words.append(word)
+        switches.append(switch)
+        budgets.append(budget)
+    word = next((one for one in words if one is not None), None)
+    switch = next((one for one in switches if one is not None), None)
+    budget = next((one for one in budgets if one is not None), None)
+    if word is None and switch is None:
+        return Effort(usual, budget)
+    if switch is False or word == "none":
+        return Effort("off", asked=True)
+    return Effort(_level(word, release, usual), budget, asked=True)
+
+
+def _level(word: str | None, release: Release, usual: str) -> str:
+    if word is None:
+        return "high" if usual == "off" else usual
+    return EFFORTS[release][0] if word in LITTLE else "max" if word in MOST else word
+
+
+_Words = tuple[str | None, bool | None, int | None]
+
+
+def _thinking(fields: Fields) -> _Words:
+    """`thinking` of DeepSeek and Anthropic."""
+    given = fields.mapping("thinking")
+    if given is None:
+        return None, None, None
+    kind, budget = given.choice("type", TYPES), given.whole("budget_tokens", 0)
+    given.ignored("display")
+    return None, None if kind is None else kind != "disabled", budget
+
+
+def _template(fields: Fields) -> _Words:
+    """`chat_template_kwargs` of vLLM and SGLang."""
+    given = fields.mapping("chat_template_kwargs")
+    if given is None:
+        return None, None, None
+    flags = [given.flag(name) for name in ("thinking", "enable_thinking") if given.value(name) is not None]
+    return given.choice("reasoning_effort", WORDS), flags[0] if flags else None, None
+
+
+def _reasoning(fields: Fields) -> _Words:
+    """`reasoning` of OpenRouter."""
+    given = fields.mapping("reasoning")
+    if given is None:
+        return None, None, None
+    switch = given.flag("enabled") if given.value("enabled") is not None else None
+    given.ignored("exclude", "summary")
+    return given.choice("effort", WORDS), switch, given.whole("max_tokens", 0)
+
+
+def _output(fields: Fields) -> _Words:
+    """`output_config` of Anthropic, which says how much, not whether."""
+    given = fields.mapping("output_config")
+    effort = None if given is None else given.choice("effort", WORDS)
+    asked = fields.mapping("thinking")
+    return (effort if asked is not None else None), None, None

@@ -1,0 +1,147 @@
+"""The thread that owns the engine: orders in from any thread, what each step gave out; it knows no HTTP."""
+
+from collections import deque
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+from threading import Condition, Thread
+from time import perf_counter
+
+import torch
+
+from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.request import Request, RowScores, Token
+from dsv4cli.engine.runtime.usage import Usage
+from dsv4cli.errors import Dsv4Error, UnsoundResult, UsageError
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a request got in a step that ended at `time` (perf_counter): tokens, rows of scores, or the error that ends
+    it. ended: nothing follows."""
+
+    request: Request
+    time: float
+    tokens: list[Token]
+    scores: RowScores | None = None
+    error: Exception | None = None
+    ended: bool = False
+
+
+Deliver = Callable[[list[Update]], None]
+
+
+class EngineThread:
+    """Runs an engine in a thread of its own, with the backend of the thread that makes it.
+
+    deliver: called in that thread with all that a step gave. failed: called there when the engine cannot go on, with
+    the reason, after which nothing is delivered. While nothing is asked it prepares steps, then waits.
+    """
+
+    def __init__(self, engine: Engine, deliver: Deliver, failed: Callable[[Exception], None]) -> None:
+        self._engine, self._deliver, self._failed = engine, deliver, failed
+        self._wake = Condition()
+        self._orders: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self._requests: dict[Request, None] = {}  # in the order in which they came
+        context = copy_context()
+        self._thread = Thread(target=lambda: context.run(self._run), name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def add(self, request: Request) -> None:
+        """Queues a request, from any thread."""
+        self._order(lambda: self._add(request))
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request before the next step, from any thread; harmless when it has ended."""
+        self._order(lambda: self._cancel(request))
+
+    def report(self, take: Callable[[Usage, DraftReport | None], None]) -> None:
+        """Has a function called in the engine's thread with what it holds, and what drafts have come to."""
+        self._order(lambda: take(self._engine.usage, self._engine.draft_report()))
+
+    def close(self, seconds: float) -> bool:
+        """Ends after the step that runs; whether that was in so many seconds."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _order(self, order: Callable[[], None]) -> None:
+        with self._wake:
+            self._orders.append(order)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        device = self._engine.runner.cache.device
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
+        try:
+            while self._carry_out_orders():
+                if self._engine.busy:
+                    self._step()
+                elif not self._orders and not self._engine.prepare():
+                    self._wait()
+        except Exception as error:  # noqa: BLE001 - whoever has made the thread says so
+            self._failed(error)
+
+    def _wait(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._orders or self._closed)
+
+    def _carry_out_orders(self) -> bool:
+        """Carries out what has been asked; whether it goes on."""
+        with self._wake:
+            orders, self._orders = self._orders, deque()
+        for order in orders:
+            order()
+        return not self._closed
+
+    def _add(self, request: Request) -> None:
+        self._requests[request] = None
+        try:
+            self._engine.add(request)
+        except UsageError as error:
+            del self._requests[request]
+            self._deliver([_failure(request, error)])
+        except Dsv4Error as error:
+            self._fail_all(error)
+
+    def _cancel(self, request: Request) -> None:
+        if request in self._requests:
+            del self._requests[request]
+            self._engine.cancel(request)
+
+    def _step(self) -> None:
+        try:
+            results = self._engine.step()
+        except Dsv4Error as error:
+            self._fail_all(error)
+            return
+        now, updates = perf_counter(), []
+        for result in results:
+            request, tokens = result.request, result.tokens
+            ended = request.caught_up if request.scored else bool(tokens and tokens[-1].finish)
+            updates.append(Update(request, now, tokens, result.scores, ended=ended))
+            if ended:
+                del self._requests[request]
+        self._deliver(updates)
+
+    def _fail_all(self, error: Dsv4Error) -> None:
+        """Ends every request with an error, after which others can be asked; with several ranks these may be at
+        different points then. Raises the error there."""
+        requests, self._requests = list(self._requests), {}
+        self._deliver([_failure(request, error) for request in requests])
+        if self._engine.followers is not None and not isinstance(error, UnsoundResult):
+            raise error
+        for request in requests:
+            self._engine.cancel(request)
+
+
+def _failure(request: Request, error: Exception) -> Update:
+    return Update(request, perf_counter(), [], error=error, ended=True)

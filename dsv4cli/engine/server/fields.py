@@ -1,0 +1,109 @@
+"""The fields of a JSON body, each checked where it is asked for; what nobody asks for is unknown; no torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsv4cli.engine.server.refusals import bad_field
+
+
+class Fields:
+    """An object of a body; a field that is absent or null is None. Each method raises `Refusal` naming the field."""
+
+    def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
+        self._given, self._where = given, where
+        self._known: set[str] = set()
+
+    @property
+    def unknown(self) -> list[str]:
+        """The names of fields that nobody has asked for."""
+        return [self.name(name) for name in self._given if name not in self._known]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all fields."""
+        return list(self._given)
+
+    def name(self, name: str) -> str:
+        """A field's name as a client finds it."""
+        return f"{self._where}.{name}" if self._where else name
+
+    def value(self, name: str) -> Any:
+        """A field of any kind."""
+        self._known.add(name)
+        return self._given.get(name)
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(name, "expected a string", value)
+        return value
+
+    def flag(self, name: str, otherwise: bool = False) -> bool:
+        """true or false."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(name, "expected true or false", value)
+        return otherwise if value is None else value
+
+    def whole(self, name: str, low: int, high: int | None = None) -> int | None:
+        """A whole number from low to high."""
+        value = self.value(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None:
+            return None
+        if type(value) is not int or value < low or (high is not None and value > high):
+            upper = "on" if high is None else f"to {high:,}"
+            raise self.wrong(name, f"expected a whole number from {low:,} {upper}", value)
+        return value
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        """A number from low to high."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
+            raise self.wrong(name, f"expected a number from {low:g} to {high:g}", value)
+        return float(value)
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str | None:
+        """One of some words."""
+        value = self.text(name)
+        if value is not None and value not in allowed:
+            raise self.wrong(name, f"expected one of {', '.join(allowed)}", value)
+        return value
+
+    def mapping(self, name: str) -> "Fields | None":
+        """An object."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(name, "expected an object", value)
+        return Fields(value, self.name(name))
+
+    def items(self, name: str) -> list[Any] | None:
+        """A list."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, list):
+            raise self.wrong(name, "expected a list", value)
+        return value
+
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """A string or a list of strings, none of them empty."""
+        value = self.value(name)
+        given = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(given, list) or not all(isinstance(one, str) and one for one in given) or len(given) > most:
+            raise self.wrong(name, f"expected a text or a list of up to {most} texts, none of them empty", value)
+        return tuple(given)
+
+    def ignored(self, *names: str) -> None:
+        """Fields that change nothing here, as a client expects."""
+        self._known.update(names)
+
+    def wrong(self, name: str, reason: str, value: object) -> Exception:
+        """What to raise for a field's value."""
+        shown = repr(value)
+        return bad_field(self.name(name), f"{reason}, got {shown if len(shown) <= 60 else shown[:60] + '...'}")

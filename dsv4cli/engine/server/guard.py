@@ -1,0 +1,68 @@
+"""Who may ask: API keys, and where a request comes from; no torch."""
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.errors import UsageError
+
+# what answers without a key: the page asks for it, and a monitor needs none
+OPEN_PATHS = ("/", "/health")
+SHORTEST_KEY = 8
+
+
+def read_keys(file: Path) -> tuple[bytes, ...]:
+    """The keys in a file, one a line. Raises UsageError."""
+    try:
+        lines = file.read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}", "give a readable file with a key a line") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is not UTF-8", "give a file with a key a line") from None
+    if not lines or any(len(line) < SHORTEST_KEY or not line.isascii() for line in lines):
+        what = "has no key" if not lines else f"has a key of fewer than {SHORTEST_KEY} characters, or not in ASCII"
+        raise UsageError(f"{file} {what}", f"make one: openssl rand -hex 24 > {file}")
+    return tuple(line.encode() for line in lines)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """keys: of which one is needed; none where there are none. host: what the server listens on."""
+
+    keys: Sequence[bytes]
+    host: str
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raises `Refusal` for a request that is not to be carried out."""
+        self._check_origin(headers)
+        if not self.keys or path in OPEN_PATHS:
+            return
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = (bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
+        # each is compared: how long that takes says nothing about them
+        if not sum(hmac.compare_digest(given, key) for key in self.keys):
+            raise Refusal(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key")
+
+    def _check_origin(self, headers: Headers) -> None:
+        """A page of another site must not ask through somebody's browser, under its own name or under one that it has
+        had resolved to this machine."""
+        host = headers.get("host", "")
+        if is_loopback(self.host) and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+            raise Refusal(403, "this server answers this machine only: ask it as localhost")
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise Refusal(403, "pages of other sites cannot ask this server")

@@ -1,0 +1,163 @@
+"""The body of Anthropic's /v1/messages, checked: its blocks as messages of the prompt format."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4cli.engine.server.chat_request import checked_tools, prompt_ids
+from dsv4cli.engine.server.efforts import Effort, effort_of
+from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.plan import MOST_STOPS, AnswerPlan, limits_of, sampling_of
+from dsv4cli.engine.server.refusals import bad_field
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.shapes import Shape, anthropic_shape
+from dsv4cli.engine.text.prompt import Message, Tool
+from dsv4cli.engine.text.prompt_text import to_json
+
+# what says nothing about the answer
+IDLE = (
+    "model", "metadata", "service_tier", "cache_control", "container", "context_management", "diagnostics",
+    "inference_geo", "speed", "user_profile_id", "workspace_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MessageRequest:
+    """thinking: whether the client wants to see it."""
+
+    plan: AnswerPlan
+    stream: bool
+    thinking: bool
+
+
+def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
+    """What a body asks for. Raises `Refusal` naming the field."""
+    fields = Fields(body)
+    effort = effort_of(fields, service.dialogue.release, service.usual.think)
+    shape = anthropic_shape(fields, _tools(fields))
+    ids = _prompt(fields, shape, effort, service)
+    most = fields.whole("max_tokens", 1)
+    limits = limits_of(fields, service, most, fields.texts("stop_sequences", MOST_STOPS), 0)
+    plan = AnswerPlan(ids, sampling_of(fields, service), limits, shape, effort.budget)
+    request = MessageRequest(plan, fields.flag("stream"), effort.asked)
+    fields.ignored(*IDLE)
+    service.say_ignored(fields.unknown)
+    return request
+
+
+def message_ids(body: dict[str, Any], service: Service) -> list[int]:
+    """The prompt of a body that asks for no answer. Raises `Refusal`."""
+    fields = Fields(body)
+    effort = effort_of(fields, service.dialogue.release, service.usual.think)
+    return _prompt(fields, anthropic_shape(fields, _tools(fields)), effort, service)
+
+
+def _prompt(fields: Fields, shape: Shape, effort: Effort, service: Service) -> list[int]:
+    """That of `system`, `messages` and `tools`."""
+    given = fields.items("messages")
+    if not given:
+        raise bad_field("messages", "expected a list of messages")
+    messages = _system(fields.value("system"))
+    for nth, one in enumerate(given):
+        messages += _messages(one, f"messages[{nth}]")
+    return prompt_ids(messages, shape, effort, service)
+
+
+def _tools(fields: Fields) -> list[Tool]:
+    return checked_tools([_tool(one, f"tools[{nth}]") for nth, one in enumerate(fields.items("tools") or [])])
+
+
+def _system(given: Any) -> list[Message]:
+    if given is None:
+        return []
+    return [{"role": "system", "content": _text(given, "system")}]
+
+
+def _text(given: Any, where: str) -> str:
+    """A text, or the texts of blocks."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise bad_field(where, "expected a text or a list of blocks")
+    texts = []
+    for nth, one in enumerate(given):
+        block = _block(one, f"{where}[{nth}]")
+        if block.text("type") != "text":
+            raise bad_field(f"{where}[{nth}].type", 'expected "text", which is all that DeepSeek-V4 reads')
+        texts.append(_needed(block, "text"))
+    return "\n\n".join(texts)
+
+
+def _block(given: Any, where: str) -> Fields:
+    if not isinstance(given, dict):
+        raise bad_field(where, "expected an object")
+    return Fields(given, where)
+
+
+def _needed(fields: Fields, name: str) -> str:
+    value = fields.text(name)
+    if value is None:
+        raise bad_field(fields.name(name), "expected a string, got nothing")
+    return value
+
+
+def _messages(given: Any, where: str) -> list[Message]:
+    """What a message of blocks is in the prompt format: results of tools are messages of their own."""
+    fields = _block(given, where)
+    role, content = fields.choice("role", ("user", "assistant", "system")), fields.value("content")
+    if role is None:
+        raise bad_field(fields.name("role"), "expected user or assistant, got nothing")
+    if role == "system":
+        return [{"role": role, "content": _text(content, fields.name("content"))}]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise bad_field(fields.name("content"), "expected a text or a list of blocks")
+    own = [_block(one, f"{fields.name('content')}[{nth}]") for nth, one in enumerate(blocks)]
+    return [_answer(own)] if role == "assistant" else [_said(one) for one in own]
+
+
+def _said(block: Fields) -> Message:
+    kind = block.text("type")
+    if kind == "tool_result":
+        content = block.value("content")
+        text = "" if content is None else _text(content, block.name("content"))
+        return {"role": "tool", "tool_call_id": _needed(block, "tool_use_id"), "content": text}
+    if kind != "text":
+        reason = "expected text or tool_result: DeepSeek-V4 reads text, and nothing is fetched for a client"
+        raise block.wrong("type", reason, kind)
+    return {"role": "user", "content": _needed(block, "text")}
+
+
+def _answer(blocks: list[Fields]) -> Message:
+    reasoning, content, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for block in blocks:
+        match block.text("type"):
+            case "text":
+                content.append(_needed(block, "text"))
+            case "thinking":
+                reasoning.append(_needed(block, "thinking"))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                arguments = to_json(block.value("input") or {})
+                function = {"name": _needed(block, "name"), "arguments": arguments}
+                calls.append({"id": _needed(block, "id"), "type": "function", "function": function})
+            case kind:
+                raise block.wrong("type", "expected text, thinking or tool_use", kind)
+    # no empty line between: an answer's text that calls have cut is one
+    return {
+        "role": "assistant",
+        "content": "".join(content),
+        "reasoning_content": "".join(reasoning),
+        "tool_calls": calls,
+    }
+
+
+def _tool(given: Any, where: str) -> Tool:
+    fields = _block(given, where)
+    if fields.text("type") not in (None, "custom"):
+        raise fields.wrong("type", "expected custom: this server has no tools of its own", fields.value("type"))
+    schema = fields.mapping("input_schema")
+    if schema is None:
+        raise bad_field(fields.name("input_schema"), "expected an object, got nothing")
+    function = {"name": _needed(fields, "name"), "description": fields.text("description") or ""}
+    return {"type": "function", "function": {**function, "parameters": given["input_schema"]}}

@@ -1,0 +1,172 @@
+"""The answers of Anthropic's /v1/messages: one document, or the events of its blocks."""
+
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from dsv4cli.engine.chat.answer_stream import Delta
+from dsv4cli.engine.server.async_engine import EngineCall
+from dsv4cli.engine.server.choice import Choice, choices_of, pushed
+from dsv4cli.engine.server.incoming import asked_of, service_of
+from dsv4cli.engine.server.message_request import MessageRequest, message_ids, read_message
+from dsv4cli.engine.server.openai import usage_of
+from dsv4cli.engine.server.refusals import Refusal, json_response, to_bytes
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.streaming import EventStream, while_connected
+
+# clients send it back with the thinking; nothing here reads it
+SIGNATURE = "dsv4"
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def messages(http: HttpRequest) -> Response:
+    """POST /v1/messages."""
+    service, asked = service_of(http), await asked_of(http, read_message)
+    requests = await asked.plan.requests(service)
+    call = service.engine.call(requests)
+    [choice] = choices_of(asked.plan, requests, service).values()
+    reply = MessageReply(service, asked, call, choice)
+    http.state.call, http.state.usage = call, lambda: usage_of(len(asked.plan.ids), [choice])
+    if asked.stream:
+        return EventStream(call, reply.events(), _event_of_refusal)
+    with call:
+        return json_response(await while_connected(http.receive, reply.document()))
+
+
+async def count_tokens(http: HttpRequest) -> Response:
+    """POST /v1/messages/count_tokens."""
+    return json_response({"input_tokens": len(await asked_of(http, message_ids))})
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + to_bytes({"type": kind, **fields}) + b"\n\n"
+
+
+def _event_of_refusal(refusal: Refusal) -> bytes:
+    return b"event: error\ndata: " + to_bytes(refusal.body(anthropic=True)) + b"\n\n"
+
+
+@dataclass
+class MessageReply:
+    """What a call's one answer becomes."""
+
+    service: Service
+    asked: MessageRequest
+    call: EngineCall
+    choice: Choice
+    id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
+
+    async def document(self) -> dict[str, Any]:
+        """The answer, once it has ended."""
+        while not self.choice.ended:
+            pushed(await self.call.updates(), {self.choice.request: self.choice}, self.call)
+        message = self.choice.message
+        content: list[dict[str, Any]] = []
+        if self.asked.thinking and message["reasoning_content"]:
+            content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": SIGNATURE})
+        if message["content"]:
+            content.append({"type": "text", "text": message["content"]})
+        for nth, call in enumerate(message["tool_calls"]):
+            content.append(self._tool_use(nth, call["function"]["name"], _input(call["function"]["arguments"])))
+        return self._head() | {"content": content, **self._end(), "usage": self._usage()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Its blocks as they come."""
+        usage = {"input_tokens": len(self.asked.plan.ids), "output_tokens": 0}
+        head = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=head)
+        yield _event("ping")
+        blocks = MessageBlocks(self)
+        while not self.choice.ended:
+            updates = await self.call.updates()
+            if not updates:
+                yield _event("ping")
+            for deltas, _ in pushed(updates, {self.choice.request: self.choice}, self.call).values():
+                for delta in deltas:
+                    if delta.kind != "reasoning" or self.asked.thinking:
+                        for event in blocks.take(delta):
+                            yield event
+        for event in blocks.close():
+            yield event
+        yield _event("message_delta", delta=self._end(), usage=self._usage())
+        yield _event("message_stop")
+
+    def tool_id(self, nth: int) -> str:
+        """The id of call number nth."""
+        return f"toolu_{self.id.removeprefix('msg_')[:20]}_{nth}"
+
+    def _tool_use(self, nth: int, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "tool_use", "id": self.tool_id(nth), "name": name, "input": given}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.service.names[0]}
+
+    def _end(self) -> dict[str, Any]:
+        stop = self.choice.stopped_by
+        reason = "stop_sequence" if stop is not None else STOP_REASONS[self.choice.finish or "stop"]
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _usage(self) -> dict[str, int]:
+        cached = self.choice.cached
+        return {
+            "input_tokens": len(self.asked.plan.ids) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self.choice.drawn,
+        }
+
+
+class MessageBlocks:
+    """The blocks of a message as events: one is open at a time."""
+
+    def __init__(self, reply: MessageReply) -> None:
+        self._reply = reply
+        self._index = -1
+        self._open = ""  # the kind of the block that is
+
+    def take(self, delta: Delta) -> list[bytes]:
+        """The events of what a step has added."""
+        match delta.kind:
+            case "reasoning":
+                events = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                return [*events, self._delta(type="thinking_delta", thinking=delta.text)]
+            case "content":
+                return [
+                    *self._begin("text", {"type": "text", "text": ""}),
+                    self._delta(type="text_delta", text=delta.text),
+                ]
+        block = {"type": "tool_use", "id": self._reply.tool_id(delta.index), "name": delta.name, "input": {}}
+        events = self._begin(f"tool_use {delta.index}", block)
+        return [*events, self._delta(type="input_json_delta", partial_json=delta.text)]
+
+    def close(self) -> list[bytes]:
+        """The events that end what is open."""
+        if not self._open:
+            return []
+        signature = [self._delta(type="signature_delta", signature=SIGNATURE)] if self._open == "thinking" else []
+        self._open = ""
+        return [*signature, _event("content_block_stop", index=self._index)]
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        if kind == self._open:
+            return []
+        before = self.close()
+        self._index, self._open = self._index + 1, kind
+        return [*before, _event("content_block_start", index=self._index, content_block=block)]
+
+    def _delta(self, **delta: Any) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments; what is no object is under a name of its own."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": value}

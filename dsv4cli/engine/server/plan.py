@@ -1,0 +1,130 @@
+"""What a client wants drawn: a prompt, how its answers are drawn and read; and the requests that are made of it."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from dsv4cli.engine.chat.constraints import Constraints
+from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.runtime.request import Constraint, Request
+from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.refusals import bad_field
+from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.shapes import ANY_SHAPE, Shape
+from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt import Message
+from dsv4cli.errors import UsageError
+
+MOST_CHOICES = 64
+MOST_STOPS = 16
+MOST_TEMPERATURE = 100.0
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """A prompt's ids; `count` answers to it. shape: of them. budget: the most tokens of their thinking. ignore_eos:
+    they end at their limit only."""
+
+    ids: list[int]
+    sampling: Sampling
+    limits: Limits
+    shape: Shape = ANY_SHAPE
+    budget: int | None = None
+    count: int = 1
+    ignore_eos: bool = False
+
+    async def requests(self, service: Service) -> list[Request]:
+        """The requests, each with its own seed. Raises `Refusal` for a prompt that leaves no room for an answer, and
+        for a shape that is none."""
+        limits = replace(self.limits, max_tokens=min(self.limits.max_tokens, service.room(self.ids)))
+        constraints = [self._thinking(limits.max_tokens, service) for _ in range(self.count)]
+        if self.shape.needs_grammar:
+            # it may take long, and other answers go on
+            constraints = await asyncio.to_thread(lambda: [self._with_grammar(one, service) for one in constraints])
+        elif self.shape.choice.kind == "none":
+            constraints = [Constraints(*_parts(one), service.no_calls()) for one in constraints]
+        return [
+            Request(
+                self.ids,
+                self.sampling.plus(number),
+                limits,
+                constraint,
+                stop_ids=() if self.ignore_eos else None,
+                keep=_boundaries(self.ids, service),
+            )
+            for number, constraint in enumerate(constraints)
+        ]
+
+    def _thinking(self, room: int, service: Service) -> Constraint | None:
+        return service.thinking(self.ids, room, self.budget) if service.thinks(self.ids) else None
+
+    def _with_grammar(self, constraint: Constraint | None, service: Service) -> Constraint:
+        shape = self.shape
+        try:
+            grammar = service.grammars.reply(
+                thinking=service.thinks(self.ids), form=shape.form, tools=shape.tools, choice=shape.choice
+            )
+        except UsageError as error:
+            raise bad_field("response_format" if shape.form is not None else "tool_choice", error.message) from None
+        return Constraints(*_parts(constraint), grammar)
+
+
+def _parts(constraint: Constraint | None) -> list[Constraint]:
+    return [] if constraint is None else [constraint]
+
+
+def sampling_of(fields: Fields, service: Service) -> Sampling:
+    """How a body wants tokens to be drawn. Raises `Refusal`."""
+    usual = service.usual.sampling
+    temperature = fields.number("temperature", 0, MOST_TEMPERATURE)
+    top_p = fields.number("top_p", 0, 1)
+    if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+        temperature = 0.0
+    seed = fields.value("seed")
+    if seed is not None and type(seed) is not int:
+        raise fields.wrong("seed", "expected a whole number", seed)
+    if top_p == 0:
+        temperature, top_p = 0.0, 1.0  # only the likeliest
+    return Sampling(
+        usual.temperature if temperature is None else temperature,
+        usual.top_p if top_p is None else top_p,
+        service.seed(seed),
+        _biases(fields, service),
+    )
+
+
+def _biases(fields: Fields, service: Service) -> tuple[tuple[int, float], ...]:
+    """What is added to the logits of tokens, by their ids."""
+    given, size = fields.mapping("logit_bias"), service.dialogue.config.vocab_size
+    if given is None:
+        return ()
+    biases: dict[int, float] = {}
+    for name in given.names:
+        token = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else size
+        if token >= size:
+            raise bad_field(given.name(name), f"expected a token id of the model, 0 to {size - 1:,}")
+        biases[token] = given.number(name, -MOST_BIAS, MOST_BIAS) or 0.0
+    return tuple(biases.items())
+
+
+def limits_of(fields: Fields, service: Service, most: int | None, stops: tuple[str, ...], logprobs: int) -> Limits:
+    """When an answer ends at the latest, and what is reported of its tokens."""
+    usual = service.usual.limits
+    return replace(usual, max_tokens=most or usual.max_tokens, stops=usual.stops + stops, logprobs=logprobs)
+
+
+def _boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
+    """Where to keep the state: before the last question, which another may replace, and at the end, for the same prompt
+    again and for what follows an answer that lacks its thinking then."""
+    user = service.dialogue.tokenizer.token_id(tokens.USER)
+    question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
+    return (question, len(ids))
+
+
+def prompt_of(dialogue: Dialogue, messages: list[Message], service: Service) -> list[int]:
+    """The ids of a checked conversation; one that ends with an answer is gone on with there."""
+    if messages[-1]["role"] == "assistant":
+        messages = [*messages[:-1], {**messages[-1], "wo_eos": True}]
+    prompt = dialogue.prompt(messages)
+    service.say_prompt(prompt.text)
+    return prompt.ids

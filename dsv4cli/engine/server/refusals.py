@@ -1,0 +1,75 @@
+"""What is wrong with a request, and what a client reads of it: in OpenAI's shape, or in Anthropic's; no torch."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from dsv4cli.errors import Dsv4Error, NotEnoughMemory, UsageError
+
+# status: OpenAI's type of the error, Anthropic's
+TYPES: Mapping[int, tuple[str, str]] = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout_error", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
+    500: ("server_error", "api_error"),
+    503: ("overloaded_error", "overloaded_error"),
+}
+# seconds after which a client that was refused for now may ask again
+RETRY_AFTER = 2
+
+
+class Refusal(Exception):
+    """A request that is not carried out: the status, the reason, and the field that it is about."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self, anthropic: bool) -> dict[str, Any]:
+        """The JSON document of the error."""
+        openai_type, anthropic_type = TYPES[self.status]
+        if anthropic:
+            return {"type": "error", "error": {"type": anthropic_type, "message": self.message}}
+        return {"error": {"message": self.message, "type": openai_type, "param": self.param, "code": self.code}}
+
+    def response(self, anthropic: bool) -> Response:
+        """The error as a response; the connection ends where the rest of the request is not to be read."""
+        headers = {"retry-after": str(RETRY_AFTER)} if self.status == 503 else {}
+        headers |= {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        headers |= {"connection": "close"} if self.status in (408, 413, 415, 503) else {}
+        return json_response(self.body(anthropic), self.status, headers)
+
+
+def bad_field(name: str, reason: str) -> Refusal:
+    """A field of the body that cannot be."""
+    return Refusal(400, f"{name}: {reason}", name)
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What a client is told of an error of the engine."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, UsageError):
+        return Refusal(400, error.message)
+    if isinstance(error, NotEnoughMemory):
+        return Refusal(503, "the server has no memory for this request now")
+    if isinstance(error, Dsv4Error):
+        return Refusal(500, error.message)
+    return Refusal(500, "the server has failed; its log says why")
+
+
+def json_response(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON document as a response."""
+    return Response(to_bytes(value), status, headers, media_type="application/json")
+
+
+def to_bytes(value: Mapping[str, Any]) -> bytes:
+    """JSON in UTF-8, without spaces."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -1,0 +1,41 @@
+"""A server put together: the engine in its thread, the routes, the HTTP around them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.config.capacity import MAX_SLOTS
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.server.app import App
+from dsv4cli.engine.server.async_engine import AsyncEngine
+from dsv4cli.engine.server.guard import Guard
+from dsv4cli.engine.server.http import HttpLimits, HttpServer
+from dsv4cli.engine.server.metrics import Metrics
+from dsv4cli.engine.server.service import Service, Usual
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What is served, to whom, and how much of it. names: of the model, the first is that of answers. max_queue:
+    requests that may wait beside those that run. grace: seconds that answers have to finish at the end."""
+
+    dialogue: Dialogue
+    names: tuple[str, ...]
+    usual: Usual
+    guard: Guard
+    max_queue: int = 256
+    grace: float = 30.0
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    log_prompts: bool = False
+
+
+def serving(
+    engine: Engine, offer: Offer, log: Callable[[str], None], bug: Callable[[str], None], ready: Callable[[], None]
+) -> tuple[AsyncEngine, HttpServer]:
+    """The engine as the running event loop sees it, and its server, which is to be started. log: takes a line a
+    request; bug: the traceback of an error that is ours; ready: called once clients can connect."""
+    metrics = Metrics()
+    asked = AsyncEngine(engine, MAX_SLOTS + offer.max_queue, metrics)
+    service = Service(offer.dialogue, offer.names, offer.usual, asked, metrics, log, offer.log_prompts)
+    server = HttpServer(App(service, offer.guard, lambda: server.crowded, bug), offer.limits, offer.grace, ready)
+    return asked, server

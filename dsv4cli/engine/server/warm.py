@@ -1,0 +1,76 @@
+"""An engine for many clients, which has made its first steps: the first client waits for no kernel."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4cli.engine.config.capacity import MAX_SLOTS
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.runtime.engine import Engine, Followers
+from dsv4cli.engine.runtime.limits import context_of
+from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.runner import FEWEST_TOKENS, Capacity
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.engine.system.device import free_memory
+from dsv4cli.engine.system.host_memory import host_memory
+
+# a prompt and its answer in tokens, any will do
+PROMPT, ANSWER = 8, 8
+# of the free memory of a GPU, for the cache; steps take their part of the rest
+DEVICE_PART = 2
+# of that of the host, for what a GPU has no room for, or for the cache where a CPU computes
+HOST_PART = 8
+# a step of a CPU takes longer by itself
+GPU_STEP_MS = 50.0
+# the most that a CPU's cache takes by itself
+CPU_BYTES = 10**9
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What clients share.
+
+    cache_memory: bytes of the device for prompts and answers, of those that run and kept for those that begin alike; as
+    much of the host's keeps more. None: half of what is free. step_ms: how much time there may be between two tokens of
+    an answer while prompts of others are read, 0 for as much as these take. None: `GPU_STEP_MS`, on a CPU 0.
+    """
+
+    cache_memory: int | None = None
+    step_ms: float | None = None
+
+
+def ready_engine(
+    model: Transformer,
+    share: Sharing,
+    limits: Limits,
+    device: torch.device | str,
+    followers: Followers | None,
+    drafting: Drafting,
+    on_preparing: OnPreparing,
+) -> Engine:
+    """The engine; on_preparing: as `Preparing` has it, until it is ready. Raises UnsoundResult, NotEnoughMemory."""
+    context = context_of(model.config, limits)
+    own, host = _memory(share, torch.device(device))
+    capacity = Capacity(MAX_SLOTS, min(FEWEST_TOKENS, context), cache_memory=own, host_memory=host)
+    usual = GPU_STEP_MS if torch.device(device).type == "cuda" else 0
+    step_ms = usual if share.step_ms is None else share.step_ms
+    engine = Engine(model, capacity, device, followers, drafting, step_ms or None)
+    engine.report_preparing(on_preparing)
+    prompt = list(range(min(PROMPT, context - 1)))
+    engine.add(Request(prompt, Sampling(0.0), Limits(ANSWER, limits.max_context), stop_ids=()))
+    while engine.busy:
+        engine.step()
+    engine.forget()
+    engine.report_preparing(do_nothing)
+    return engine
+
+
+def _memory(share: Sharing, device: torch.device) -> tuple[int, int]:
+    """Bytes of the device for the cache, and of host memory for what that has no room for."""
+    host = host_memory()
+    spare = CPU_BYTES if host is None else host.free // HOST_PART
+    if device.type != "cuda":
+        return share.cache_memory or min(CPU_BYTES, spare), 0
+    own = share.cache_memory or (free_memory(device) or 0) // DEVICE_PART
+    return own, min(own, spare)

@@ -1,0 +1,41 @@
+"""Text without special tokens, which may come in pieces."""
+
+from dsv4cli.engine.text import tokens
+
+_LAST = {token[-1] for token in tokens.SPECIAL}
+
+
+def open_tail(text: str, marks: tuple[str, ...]) -> int:
+    """Length of the longest end of a text that one of the marks begins with, the whole marks aside."""
+    longest = max(map(len, marks)) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((length for length in lengths if any(mark.startswith(text[-length:]) for mark in marks)), 0)
+
+
+class PlainText:
+    """Takes the special tokens out of a text, those too that are made of what stood around others. removed: which."""
+
+    def __init__(self) -> None:
+        self.removed: list[str] = []
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """What is certain now."""
+        for character in text:
+            self._held += character
+            if character in _LAST:
+                self._remove()
+        certain = len(self._held) - open_tail(self._held, tokens.SPECIAL)
+        given, self._held = self._held[:certain], self._held[certain:]
+        return given
+
+    def flush(self) -> str:
+        """The rest, now that nothing follows."""
+        given, self._held = self._held, ""
+        return given
+
+    def _remove(self) -> None:
+        token = next((token for token in tokens.SPECIAL if self._held.endswith(token)), None)
+        if token is not None:
+            self.removed.append(token)
+            self._held = self._held[: -len(token)]

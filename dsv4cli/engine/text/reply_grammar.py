@@ -1,0 +1,264 @@
+"""What an answer may be, as a grammar in Lark's notation as llguidance reads it: a form of answer, calls of tools."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dsv4cli.engine.text.prompt_text import (
+    CALLS_CLOSE,
+    CALLS_OPEN,
+    INVOKE_CLOSE,
+    INVOKE_OPEN,
+    PARAMETER_CLOSE,
+    PARAMETER_OPEN,
+    to_json,
+)
+from dsv4cli.engine.text.tokens import DSML
+from dsv4cli.errors import UsageError
+
+Schema = Mapping[str, Any]
+# between the parts of JSON, a line's beginning or one space: in any number of them weak models get lost
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
+# between two tags, before a name, and between the name of a parameter and its value
+BREAK, NAME, END_OF_NAME, TYPE = "\n", ' name="', '">', '" string="{}">'
+DEFINITIONS = ("$defs", "definitions")
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form of an answer's text: JSON of a schema, what a regex matches, or what a grammar in Lark's notation does.
+
+    value: the schema, or the text of the regex or of the grammar.
+    """
+
+    kind: Literal["json", "regex", "lark"]
+    value: Any
+
+
+ANY_JSON = AnswerForm("json", {"type": "object"})
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which calls an answer has. kind: "auto" where it may have some; "required" for at least one. name: the function
+    that is called once, of those with "required". parallel: whether there may be several."""
+
+    kind: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """How a parameter may be written: as text, any or one of these; as JSON of a schema. None: not so."""
+
+    texts: Sequence[str] | Literal["any"] | None
+    json: Schema | None
+
+
+class _Rules:
+    """A grammar that grows by a rule at a time. dsml: the id of the token that markup is made of."""
+
+    def __init__(self, dsml: int) -> None:
+        self._token = f"<[{dsml}]>"
+        self._rules: dict[str, str] = {}
+
+    @property
+    def text(self) -> str:
+        """All of them."""
+        return "\n".join(f"{name}: {rule}" for name, rule in self._rules.items())
+
+    def add(self, name: str, *alternatives: str) -> str:
+        """Its name; a rule that is there already stays."""
+        self._rules.setdefault(name, " | ".join(alternatives))
+        return name
+
+    def markup(self, text: str) -> str:
+        """A text whose markup is the token. A line break stands alone: what is read in one piece must not begin like
+        another piece that may come there."""
+        parts = re.split(f"({DSML}|\n)", text)
+        return " ".join(self._token if part == DSML else _literal(part) for part in parts if part)
+
+
+def reply_grammar(form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, dsml: int) -> str:
+    """The grammar of what follows the thinking, as JSON for llguidance: the answer in its form, if there is one, or
+    calls of the tools (OpenAI's shape), as the choice has it. dsml: the id of the token that markup is made of.
+
+    A call has the parameters of its schema in their order; those that are not required may be left out. A schema
+    without properties takes any. What a schema says about a text beyond `enum`, and what no grammar can hold, is left
+    to the tool. Raises UsageError for a schema that is none, and for a choice that is not among the tools.
+    """
+    rules = _Rules(dsml)
+    starts, named = list[str](), list[dict[str, Any]]()
+    if form is not None and choice.kind != "required":
+        starts.append("@form")
+        named.append(_named("form", form))
+    if choice.kind == "required" and not tools:
+        raise UsageError("tool_choice requires a call, and there are no tools", "give tools, or leave it out")
+    if tools and choice.kind != "none":
+        functions = [tool["function"] for tool in tools]
+        if choice.name is not None:
+            functions = _only(functions, choice.name)
+        starts.append(_add_calls(rules, functions, several=choice.parallel and choice.name is None))
+    rules.add("start", *starts)
+    return to_json({"grammars": [{"name": "reply", "lark_grammar": rules.text}, *named]})
+
+
+def json_grammar(schema: Schema, lenient: bool) -> str:
+    """The grammar of JSON of a schema alone. lenient: what the schema says that no grammar holds is passed over."""
+    return to_json({"grammars": [{"name": "form", "json_schema": _guided(schema, lenient)}]})
+
+
+def parameter_schemas(function: Mapping[str, Any]) -> dict[str, Schema]:
+    """The schemas of a function's parameters, each with the definitions of all. Raises UsageError for what is none."""
+    name = function["name"]
+    whole = _schema_of(function.get("parameters") or {}, f"the schema of {name}")
+    properties = _schema_of(whole.get("properties") or {}, f"what {name} has as properties")
+    definitions = {key: whole[key] for key in DEFINITIONS if isinstance(whole.get(key), Mapping)}
+    return {key: {**_schema_of(own, f"the schema of {name}'s {key}"), **definitions} for key, own in properties.items()}
+
+
+def _named(name: str, form: AnswerForm) -> dict[str, Any]:
+    if form.kind == "json":
+        return {"name": name, "json_schema": _guided(_schema_of(form.value, "the schema"), lenient=False)}
+    if form.kind == "regex":
+        # in Lark's notation a slash ends a regex
+        text = form.value.replace("/", r"\/")
+        return {"name": name, "lark_grammar": f"start: /{text}/"}
+    return {"name": name, "lark_grammar": form.value}
+
+
+def _guided(schema: Schema, lenient: bool) -> Schema:
+    """A schema with what llguidance is to do with it."""
+    return {**schema, "x-guidance": {"lenient": lenient, "whitespace_pattern": WHITESPACE}}
+
+
+def _schema_of(value: object, what: str) -> Schema:
+    if value is True:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _no_schema(what)
+    return value
+
+
+def _no_schema(what: str) -> UsageError:
+    return UsageError(f"{what} is not a JSON schema: it must be an object", 'write it as {"type": ...}')
+
+
+def _only(functions: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    found = [function for function in functions if function["name"] == name]
+    if not found:
+        names = ", ".join(function["name"] for function in functions)
+        raise UsageError(f"tool_choice names the tool {name}, which is not among the tools", f"use one of {names}")
+    return found[:1]
+
+
+def _add_calls(rules: _Rules, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+    call = rules.add("call", *(_add_call(rules, f"f{number}", one) for number, one in enumerate(functions)))
+    block = f"{call} ({rules.markup(BREAK)} {call})*" if several else call
+    return rules.add("calls", f"{rules.markup(f'{CALLS_OPEN}>{BREAK}')} {block} {rules.markup(BREAK + CALLS_CLOSE)}")
+
+
+def _add_call(rules: _Rules, rule: str, function: Mapping[str, Any]) -> str:
+    name, schemas = function["name"], parameter_schemas(function)
+    required = function["parameters"].get("required") if schemas else None
+    parameters = [
+        (_add_parameter(rules, f"{rule}p{place}", f"{name}'s {key}", key, schema), _holds(required, key))
+        for place, (key, schema) in enumerate(schemas.items())
+    ]
+    inside = _add_in_order(rules, rule, parameters) if parameters else _add_any(rules)
+    opened = f"{rules.markup(INVOKE_OPEN + NAME)} {_literal(name + END_OF_NAME)} {rules.markup(BREAK)}"
+    return rules.add(rule, f"{opened} {inside} {rules.markup(f'{BREAK}{INVOKE_CLOSE}>')}")
+
+
+def _add_in_order(rules: _Rules, rule: str, parameters: Sequence[tuple[str, bool]]) -> str:
+    """Parameters by their rules, a line each; those that are not required may be left out."""
+    first = later = '""'  # what may follow where none was written, and behind one
+    for place, (parameter, required) in reversed([*enumerate(parameters)]):
+        left_out = [[] if required else [rest] for rest in (first, later)]
+        first = rules.add(f"{rule}first{place}", f"{parameter} {later}", *left_out[0])
+        later = rules.add(f"{rule}later{place}", f"{rules.markup(BREAK)} {parameter} {later}", *left_out[1])
+    return first
+
+
+def _add_any(rules: _Rules) -> str:
+    """Any parameters."""
+    rules.add("ANY_NAME", r"/[^\x00-\x1F\"<>]+/")
+    opened = rules.markup(PARAMETER_OPEN + NAME)
+    one = rules.add("one", *(f"{opened} ANY_NAME {form}" for form in _add_forms(rules, _Forms("any", {}), {})))
+    return rules.add("any", f"({one} ({rules.markup(BREAK)} {one})*)?")
+
+
+def _add_parameter(rules: _Rules, rule: str, what: str, name: str, schema: Schema) -> str:
+    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    forms = _forms(schema, definitions)
+    if forms.texts is None and forms.json is None:
+        raise UsageError(f"the schema of {what} allows no value", "correct it")
+    opened = f"{rules.markup(PARAMETER_OPEN + NAME)} {_literal(name)}"
+    return rules.add(rule, *(f"{opened} {form}" for form in _add_forms(rules, forms, definitions)))
+
+
+def _add_forms(rules: _Rules, forms: _Forms, definitions: Schema) -> list[str]:
+    """What may follow a parameter's name. definitions: what its schema refers to."""
+    closed, found = rules.markup(f"{PARAMETER_CLOSE.removeprefix('/')}>"), []
+    if forms.texts is not None:
+        # what stands before the token that closes it belongs to the text: where it may go on is known there only
+        text = rules.add("TEXT", r"/(?s:.*)<\//") if forms.texts == "any" else _any_of(forms.texts)
+        found.append(f"{_literal(TYPE.format('true'))} {text} {closed}")
+    if forms.json is not None:
+        # a tool checks what a grammar cannot
+        json = to_json(_guided({**forms.json, **definitions}, lenient=True))
+        found.append(f"{_literal(TYPE.format('false'))} %json {json} {_literal('</')} {closed}")
+    return found
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    return f"({' | '.join(_literal(f'{text}</') for text in texts)})"
+
+
+def _forms(schema: Schema, definitions: Schema) -> _Forms:
+    """How a parameter of this schema may be written."""
+    schema = _resolved(schema, definitions)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        texts, others = ([value for value in values if isinstance(value, str) == text] for text in (True, False))
+        return _Forms(texts or None, {"enum": others} if others else None)
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    if "type" not in schema and isinstance(branches, list):
+        return _either([_forms(branch, definitions) for branch in branches if isinstance(branch, Mapping)])
+    types = schema.get("type", _TYPES)
+    if not isinstance(types, str | list | tuple):
+        return _Forms(None, schema)  # which is refused
+    types = [types] if isinstance(types, str) else types
+    others = [one for one in types if one != "string"]
+    return _Forms("any" if "string" in types else None, {**schema, "type": others} if others else None)
+
+
+def _either(forms: Sequence[_Forms]) -> _Forms:
+    """As one of these."""
+    texts = [one.texts for one in forms if one.texts is not None]
+    schemas = [one.json for one in forms if one.json is not None]
+    some = [text for own in texts if own != "any" for text in own]
+    return _Forms("any" if "any" in texts else some or None, {"anyOf": schemas} if schemas else None)
+
+
+def _resolved(schema: Schema, definitions: Schema) -> Schema:
+    """What a schema refers to, if it refers to one of the definitions."""
+    for _ in range(sum(map(len, definitions.values()))):
+        kind, _, name = str(schema.get("$ref", "")).removeprefix("#/").partition("/")
+        found = definitions.get(kind, {}).get(name)
+        if not isinstance(found, Mapping):
+            break
+        schema = found
+    return schema
+
+
+def _holds(names: object, name: str) -> bool:
+    return isinstance(names, list | tuple) and name in names
+
+
+def _literal(text: str) -> str:
+    """A text in Lark's notation."""
+    return to_json(text)

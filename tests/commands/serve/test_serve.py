@@ -1,0 +1,164 @@
+"""`dsv4 serve` as a process of its own: how it begins, what it says, how it ends; and what it refuses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.support.program import IMPORTS_NOTHING_HEAVY, ROOT, Program, gone
+
+SERVE = [sys.executable, "-m", "dsv4cli", "serve", "--port", "0", "--cache-memory", "64MB"]
+ENDLESS = {"messages": [{"role": "user", "content": "go on"}], "ignore_eos": True, "max_tokens": 5000, "stream": True}
+KEY = "a-key-of-this-test"
+SECONDS = 90
+
+
+@contextmanager
+def running(*arguments):
+    """A server and its address; it is killed if it has not ended."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*SERVE, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    killer = threading.Timer(SECONDS, process.kill)
+    killer.start()
+    try:
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:"), process.stderr.read()
+        yield process, url
+    finally:
+        killer.cancel()
+        process.kill()
+        process.communicate()
+
+
+def ask(url, body=None, **headers):
+    """The response to a request, open."""
+    data = None if body is None else json.dumps(body).encode()
+    return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
+
+
+def ended(process, seconds=30):
+    """How it has ended, and what it has said."""
+    out, err = process.communicate(timeout=seconds)
+    assert out == ""
+    return process.returncode, err.splitlines()
+
+
+def test_it_serves_until_ctrl_c_and_lets_answers_finish(tmp_path):
+    (tmp_path / "keys").write_text(KEY)
+    with running("--api-key-file", str(tmp_path / "keys"), "--alias", "deepseek-chat", "--alias", "b") as (
+        process,
+        url,
+    ):
+        with pytest.raises(HTTPError, match="401"):
+            ask(f"{url}/v1/models")
+        models = json.load(ask(f"{url}/v1/models", authorization=f"Bearer {KEY}"))
+        assert [one["id"] for one in models["data"]] == ["deepseek-chat", "b"]
+        body = {**ENDLESS, "max_tokens": 25, "stream_options": {"include_usage": True}}
+        stream = ask(f"{url}/v1/chat/completions", body, authorization=f"Bearer {KEY}")
+        assert stream.read(5) == b"data:"
+        process.send_signal(signal.SIGINT)
+        rest = stream.read().decode()
+        assert rest.endswith("data: [DONE]\n\n")
+        assert '"completion_tokens":25' in rest
+        code, lines = ended(process)
+    assert code == 130
+    assert "ready; Ctrl-C ends it" in lines
+    assert "answers that run have 30 s to finish; Ctrl-C again ends them" in lines
+    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 200, \d+ \+ 25 tokens, [\d.]+ s", lines[-1])
+    assert not any(KEY in line or "go on" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once():
+    with running("--log-prompts") as (process, url):
+        stream = ask(f"{url}/v1/chat/completions", ENDLESS)
+        assert stream.read(5) == b"data:"
+        process.send_signal(signal.SIGTERM)
+        while "answers that run" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143
+        stream.close()
+
+
+@pytest.mark.slow
+def test_after_its_grace_it_ends_what_runs():
+    with running("--grace", "0") as (process, url):
+        stream = ask(f"{url}/v1/chat/completions", ENDLESS)
+        assert stream.read(5) == b"data:"
+        process.send_signal(signal.SIGTERM)
+        code, lines = ended(process)
+        stream.close()
+    assert code == 143
+    assert "not finished" in lines[-1]
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_as_one_and_end_together():
+    with running("--tp", "2") as (process, url):
+        others = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        body = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
+        for _ in range(2):
+            document = json.load(ask(f"{url}/v1/chat/completions", body))
+            assert document["choices"][0]["message"]["content"] == "17 + 25 = 42."
+        process.send_signal(signal.SIGINT)
+        assert ended(process)[0] == 130
+    assert others
+    assert all(map(gone, others))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_server():
+    with running("--tp", "2") as (process, url):
+        [other] = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        stream = ask(f"{url}/v1/chat/completions", ENDLESS)
+        assert stream.read(5) == b"data:"
+        os.kill(other, signal.SIGKILL)
+        code, lines = ended(process)
+        stream.close()
+    assert code == 1
+    assert "error: rank 1 was killed by SIGKILL" in lines
+
+
+def test_help_loads_nothing_heavy():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_NOTHING_HEAVY, "serve", "--help"], cwd=ROOT, capture_output=True
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "remedy"),
+    [
+        (["--host", "no.such.invalid"], "there is no address no.such.invalid", "--host 127.0.0.1"),
+        (["--api-key-file", "no-such-file"], "no-such-file cannot be read", "a key a line"),
+        (["--cache-memory", "much"], "'much' is not a size", "GB"),
+        (["--think", "low"], 'release v4 has no thinking level "low"', "off, high, max"),
+        (["--device", "gpu"], "--device cannot be 'gpu'", "cuda"),
+        (["--model", "nothing"], "neither a folder nor a known model", "nano"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_before_it_loads(monkeypatch, capsys, arguments, message, remedy):
+    done = Program(monkeypatch, capsys)("serve", "--port", "0", *arguments)
+    assert (done.code, done.out) == (2, "")
+    first, second = done.err.splitlines()[-2:]
+    assert message in first
+    assert remedy in second
+
+
+def test_what_is_missing_is_said_with_the_command(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    done = Program(monkeypatch, capsys)("serve")
+    assert (done.code, done.err) == (2, "error: dsv4 serve needs starlette\n→ pip install 'dsv4[serve]'\n")

@@ -1,0 +1,142 @@
+"""A conversation with a server: what its events make, how it is stopped, and when it is asked to count."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from dsv4cli.engine.chat import api_client
+from dsv4cli.engine.chat.api_client import ApiClient
+from dsv4cli.engine.chat.remote import RemoteAnswer, RemoteConversation, RemoteSampling
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.errors import ServerError
+from tests.support.chat_server import MODEL, ChatServer, Says
+
+
+@pytest.fixture
+def server():
+    with ChatServer().running() as one:
+        yield one
+
+
+def conversation(server, **limits):
+    return RemoteConversation(ApiClient(server.url), MODEL, "off", Limits(**limits))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_it_may_be_broken_off_until_something_has_come(server):
+    server.script = [Says(["a", "b"])]
+    one = conversation(server)
+    seen = [(one.breakable, answer.drawn) for answer, _ in one.reply([user("x")], Sampling())]
+    assert seen[0] == (True, 0)
+    assert (False, 1) in seen
+    assert all(breakable == (drawn == 0) for breakable, drawn in seen)
+    assert (one.prompt_tokens, one.reused, one.prefilled) == (20, 0, 20)
+
+
+def test_after_a_stop_nothing_more_is_shown_even_of_what_has_come(server):
+    server.script = [Says([f"{number} " for number in range(50)])]
+    one, shown, answers = conversation(server), [], []
+    for answer, pieces in one.reply([user("x")], Sampling()):
+        shown += [text for _, text in pieces]
+        answers.append(answer)
+        if len(shown) == 1:
+            time.sleep(0.2)  # the rest comes meanwhile
+            one.stop()
+    assert shown == ["0 "]
+    assert answers[-1].message()[0]["content"] == "0 "
+
+
+def test_a_stop_from_another_thread_ends_a_wait(server):
+    server.script = [Says(["a", "b"], pause=2)]
+    one = conversation(server)
+    start = time.monotonic()
+    threading.Timer(0.2, one.stop).start()
+    *_, (answer, _) = one.reply([user("x")], Sampling())
+    assert time.monotonic() - start < 1.5
+    assert answer.finish is None
+
+
+def test_a_new_question_ends_the_last_answer(server):
+    server.script = [Says(["a "] * 500, pause=0.01), Says(["b"])]
+    one = conversation(server)
+    first = one.reply([user("x")], Sampling())
+    while not next(first)[1]:
+        pass
+    *_, (answer, _) = one.reply([user("y")], Sampling())
+    assert answer.message()[0]["content"] == "b"
+    assert server.ended.wait(5)
+
+
+def test_what_is_sent_is_what_was_chosen(server):
+    for sampling, sent in (
+        (RemoteSampling(), {}),
+        (RemoteSampling().chosen(None, 0.5, None).chosen(0.25, None, 1), {"temperature": 0.25, "top_p": 0.5}),
+        (Sampling(0.75, 1.0), {"temperature": 0.75, "top_p": 1.0}),
+    ):
+        list(conversation(server).reply([user("x")], sampling))
+        body = server.bodies.pop()
+        assert {name: body[name] for name in ("temperature", "top_p") if name in body} == sent
+
+
+def test_a_server_is_asked_to_count_only_where_there_may_be_too_many(server):
+    server.models[0]["max_model_len"] = 65536
+    one = conversation(server, max_tokens=8192)
+    turns = [user("a" * 30000), {"role": "assistant", "content": "b"}, user("c" * 28000)]
+    assert one.messages_to_drop(turns[:1]) == server.counted == 0
+    assert one.messages_to_drop(turns) == 2
+    assert server.counted > 0
+    server.counts = False
+    assert one.messages_to_drop(turns) == 0
+    assert 0 < one.left(turns) <= 65536 - 58001
+    assert one.most_tokens("€") == 3
+
+
+def test_cached_tokens_are_not_read(server):
+    server.script = [
+        Says(["a"], usage={"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 7}})
+    ]
+    one = conversation(server)
+    list(one.reply([user("x")], Sampling()))
+    assert (one.prompt_tokens, one.reused, one.prefilled) == (9, 7, 2)
+
+
+@pytest.mark.parametrize("models", [[], [{}], ["x"], None])
+def test_a_server_that_names_no_model(server, models):
+    server.models = models
+    with pytest.raises(ServerError, match="does not answer as OpenAI's API does"):
+        conversation(server)
+
+
+def test_who_listens_and_says_nothing_is_no_server(monkeypatch):
+    monkeypatch.setattr(api_client, "LONGEST_WAIT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = ApiClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ServerError, match=r"no server answers at .*: timed out"):
+            client.get("/v1/models")
+
+
+ODD = (
+    {}, {"choices": None}, {"choices": []}, {"choices": [{}]}, {"choices": [{"delta": None}]}, {"usage": None},
+    {"choices": [{"delta": {"tool_calls": [{}]}, "finish_reason": "content_filter"}]}, {"usage": {"x": 1}},
+)  # fmt: skip
+
+
+def test_events_that_say_nothing():
+    answer = RemoteAnswer()
+    for event in ODD:
+        assert answer.push(event) == []
+    assert answer.finish == "stop"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"choices": 7}, {"choices": [{"delta": {"content": 7}}]}, {"usage": {"prompt_tokens": "x"}}, {"usage": [7]}],
+)
+def test_events_of_another_format(event):
+    with pytest.raises((TypeError, ValueError, LookupError, AttributeError)):
+        RemoteAnswer().push(event)

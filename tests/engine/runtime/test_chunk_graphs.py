@@ -1,0 +1,74 @@
+"""Chunks of prompts in captured steps, with padding behind them, give what computed ones give, and leave its state."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.chunk_graphs import TOKENS
+from dsv4cli.engine.runtime.prepare import Extent
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.settings import Limits, Sampling
+from tests.engine.runtime.test_speculation_state import state_of
+from tests.support.cache_state import same
+from tests.support.speculation import model_of, text
+
+SLOW = pytest.mark.slow
+# of each step the tokens of the text that go through the model
+STEPS = ([30, 1, 2, 33], [128, 5], [127, 129, 64], [257, 200], [512, 1])
+LONGEST = 700
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    """As on a GPU, but for the graphs."""
+    monkeypatch.setattr(runner, "captures", lambda device: True)
+
+
+def read(steps: list[int], chunks: bool, drafts: bool = False):
+    """The logits after each step, and the state after the last."""
+    ids = text(sum(steps), 4)
+    one = Runner(model_of("mtp", reference=True), Capacity(2, LONGEST, drafts=drafts, chunks=chunks), "cpu")
+    request = Request(ids[: steps[0]], Sampling(0.0), Limits(), number=0, end=LONGEST)
+    one.add(request)
+    found, end = [], 0
+    for count in steps:
+        end += count
+        request.ids[:] = ids[:end]
+        ran = one.run()
+        found.append(ran.logits.clone())
+        if drafts:
+            tokens = ran.logits.argmax(-1)
+            found.append(one.speculate(ran, tokens, [0], 3))
+    return found, state_of(one, request)
+
+
+@pytest.mark.parametrize("steps", [STEPS[0], *(pytest.param(one, marks=SLOW) for one in STEPS[1:])], ids=str)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_chunk_and_its_state_are_those_of_a_computed_step(steps, drafts):
+    (logits, state), (expected, expected_state) = read(steps, True, drafts), read(steps, False, drafts)
+    assert all(map(same, logits, expected))
+    assert all(map(same, state, expected_state))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_step_has_as_many_groups_wherever_its_chunk_ends(tokens):
+    """So that one graph holds all of them."""
+    config = model_of("mtp").config
+    of_all = {str(Extent.of(config, [own, tokens + 1 - own], BLOCK_TOKENS).groups) for own in range(1, tokens + 1)}
+    assert of_all == {str(Extent.of(config, [tokens, 1], BLOCK_TOKENS).groups)}
+
+
+def test_steps_are_captured_while_there_is_time():
+    one = Runner(model_of("mtp"), Capacity(3, LONGEST, chunks=True, cache_memory=10**7), "cpu")
+    count = 0
+    while one.prepare():
+        count += 1
+    assert count == 3 + len(TOKENS)  # 1, 2 and 4 sequences
+    one.add(Request(text(40, 1), Sampling(), Limits(), end=50))
+    one.preparing.happened = True
+    one.run()
+    assert not one.preparing.happened
+    assert not Runner(model_of("mtp"), replace(Capacity(), longest=None), "cpu").prepare()

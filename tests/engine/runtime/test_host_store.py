@@ -1,0 +1,140 @@
+"""States in host memory and copies of rings: bit for bit what the sequence had, whoever shares its blocks."""
+
+import pytest
+import torch
+
+from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
+from dsv4cli.engine.runtime.host_store import HostStore
+from tests.support.cache_state import same, state
+from tests.support.speculation import model_of
+
+
+def cache(drafter: str = "mtp", blocks: int = 6) -> Cache:
+    """A bounded one of two slots."""
+    model = model_of(drafter)
+    one = Cache(model.config, model.numerics, slots=2)
+    one.bound(blocks)
+    return one
+
+
+def write(one: Cache, sequence: Sequence, tokens: int, seed: int) -> None:
+    """Has a sequence grow by tokens whose state is anything."""
+    one.reserve(sequence, tokens)
+    first = sequence.length // 128
+    generator = torch.Generator().manual_seed(seed)
+
+    def any_like(data: torch.Tensor) -> torch.Tensor:
+        return torch.randint(0, 99, data.shape, generator=generator).to(data.dtype)
+
+    for layer in one.layers:
+        for ring in layer.rings():
+            ring.data[sequence.slot] = any_like(ring.data[sequence.slot])
+        for pool in layer.pools():
+            rows = pool.data.unflatten(0, (-1, pool.per_block))
+            for block in sequence.blocks[first:]:
+                rows[block] = any_like(rows[block])
+    one.advance(sequence, tokens)
+
+
+def held(one: Cache, sequence: Sequence) -> list[torch.Tensor]:
+    return [part.clone() for part in state(one, sequence)]
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(same, ours, theirs))
+
+
+def kept(one: Cache, length: int) -> tuple[Snapshot, list[torch.Tensor]]:
+    """The snapshot of a sequence that has ended, and what it had."""
+    sequence = one.allocate()
+    write(one, sequence, length, length)
+    found = one.snapshot(sequence), held(one, sequence)
+    one.free(sequence)
+    return found
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "dspark"])
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("length", [1, 128, 300])
+def test_all_of_a_state_comes_back(length, place, drafter):
+    one = cache(drafter)
+    store = HostStore(one, 10**7)
+    snapshot, expected = kept(one, length)
+    other = one.allocate()
+    write(one, other, 200, 7)
+    if place == "host":
+        stored = store.store(snapshot)
+        one.drop(snapshot)
+        write(one, other, 300, 8)
+        store.restore(other, stored)
+        assert equal(held(one, other), expected)
+        store.drop(stored)
+        assert store.nbytes == 0
+    else:
+        one.restore(other, snapshot)
+        assert equal(held(one, other), expected)
+        one.drop(snapshot)
+    assert (other.length, other.high) == (length, length)
+    one.free(other)
+    assert (one.used_blocks, one.free_slots) == (0, 2)
+
+
+def test_a_block_that_was_written_since_is_copied_again():
+    """Its page holds what it held before."""
+    one = cache()
+    store = HostStore(one, 10**7)
+    sequence = one.allocate()
+    write(one, sequence, 100, 1)
+    early, expected = one.snapshot(sequence), held(one, sequence)
+    stored = store.store(early)
+    one.drop(early)
+    write(one, sequence, 20, 2)  # in the same block
+    late, expected_later = one.snapshot(sequence), held(one, sequence)
+    stored_later = store.store(late)
+    one.drop(late)
+    one.free(sequence)
+    for found, wanted in ((stored, expected), (stored_later, expected_later)):
+        other = one.allocate()
+        store.restore(other, found)
+        assert equal(held(one, other), wanted)
+        one.free(other)
+
+
+def test_blocks_that_are_known_here_are_not_copied_back():
+    """Two sequences that begin with one state share its full blocks until one of them writes."""
+    one = cache()
+    store = HostStore(one, 10**7)
+    snapshot, expected = kept(one, 300)
+    stored = store.store(snapshot)
+    one.drop(snapshot)
+    first, second = one.allocate(), one.allocate()
+    store.restore(first, stored)
+    store.restore(second, stored)
+    assert (first.blocks, one.used_blocks) == (second.blocks, 3)
+    write(one, first, 50, 3)
+    assert (first.blocks[:2], one.used_blocks) == (second.blocks[:2], 4)
+    assert equal(held(one, second), expected)
+
+
+def test_a_state_that_is_read_back_keeps_its_pages():
+    """Where its blocks need room, for which others come to host memory in its place."""
+    one = cache(blocks=6)
+    snapshot, expected = kept(one, 300)
+    pages = 3 + -(-one.copies.nbytes // HostStore(one, 0)._pages.shape[1])
+    store = HostStore(one, 2 * pages * HostStore(one, 0)._pages.shape[1])
+    stored = store.store(snapshot)
+    one.drop(snapshot)
+    others = [kept(one, 300)[0] for _ in range(2)]  # all blocks
+
+    def give_way() -> bool:
+        other = others.pop()
+        if len(others) == 1:
+            store.drop(stored)  # as the one that was used longest ago
+        store.store(other)
+        one.drop(other)
+        return True
+
+    one.give_way = give_way
+    sequence = one.allocate()
+    store.restore(sequence, stored)
+    assert equal(held(one, sequence), expected)

@@ -1,0 +1,181 @@
+"""What surrounds the routes: models, health, metrics, errors in the client's shape, who may ask, the log."""
+
+import json
+import re
+
+import pytest
+from starlette.datastructures import Headers
+
+from dsv4cli.engine.server import metrics
+from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
+from dsv4cli.engine.server.incoming import MOST_BODY
+from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.errors import UsageError
+from tests.support.serving import asking, comes
+
+KEYS = (b"first-key", b"second-key")
+
+
+def test_models_are_listed(nano):
+    status, document = nano.get("/v1/models")
+    assert status == 200
+    [one] = document["data"]
+    assert (document["object"], one["id"], one["object"], one["max_model_len"]) == ("list", "nano", "model", 8192)
+    assert nano.get("/v1/models/nano") == (200, one)
+    status, document = nano.get("/v1/models/other")
+    assert (status, document["error"]["code"]) == (404, "model_not_found")
+
+
+def test_the_page_may_load_nothing_from_elsewhere(nano):
+    response = nano.send("GET", "/")
+    assert (response.status, response.getheader("content-type")) == (200, "text/html; charset=utf-8")
+    assert (response.getheader("content-security-policy") or "").startswith("default-src 'none'")
+    assert b"<title>" in response.read()
+
+
+def test_health_and_version(nano):
+    assert nano.get("/health") == (200, {"status": "ok"})
+    assert nano.get("/version")[1]["version"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/health", 405),
+        ("PUT", "/version", 405),
+    ],
+)
+def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, status):
+    response = nano.send(method, path, b"{}")
+    assert response.status == status
+    assert json.loads(response.read())["error"]["message"]
+
+
+def numbers(nano):
+    lines = [line.rsplit(" ", 1) for line in nano.get("/metrics")[1].splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_metrics_count_what_has_happened(nano):
+    before = numbers(nano)
+    usage = nano.chat("What is 2 + 3?")["usage"]
+    after = numbers(nano)
+
+    def grown(name):
+        return after[name] - before.get(name, 0)
+
+    assert grown('dsv4_requests_total{outcome="finished"}') == 1
+    assert grown("dsv4_prompt_tokens_total") == usage["prompt_tokens"]
+    assert grown("dsv4_generated_tokens_total") == usage["completion_tokens"]
+    assert grown("dsv4_time_to_first_token_seconds_count") == 1
+    assert grown("dsv4_time_between_tokens_seconds_count") >= 1
+    assert after["dsv4_requests_running"] == after["dsv4_requests_waiting"] == 0
+    assert after["dsv4_drafts_total"] >= after["dsv4_drafts_accepted_total"] > 0
+
+
+def test_a_fault_of_ours_is_a_500_that_does_not_tell_it(nano, monkeypatch):
+    monkeypatch.setattr(metrics, "generate_latest", lambda _: 1 / 0)
+    status, document = nano.get("/metrics")
+    assert (status, document["error"]["type"]) == (500, "server_error")
+    assert "Zero" not in document["error"]["message"]
+    assert "ZeroDivisionError" in nano.bugs.pop()
+
+
+def test_the_log_has_a_line_a_request_and_no_prompt(nano):
+    def asked():
+        return [line for line in nano.lines if "/v1/chat" in line]
+
+    lines = len(asked())
+    nano.chat("What is 2 + 3?", max_tokens=2)
+    assert comes(lambda: len(asked()) > lines)  # it comes behind the answer
+    nano.post("/v1/chat/completions", asking("secret") | {"temperature": "secret"})
+    assert comes(lambda: len(asked()) > lines + 1)
+    fine, wrong = asked()[-2:]
+    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 200, \d+ \+ \d+ tokens(, \d+ cached)?, [\d.]+ s", fine)
+    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 400, temperature, [\d.]+ s", wrong)
+
+
+def test_a_body_has_a_limit(nano):
+    connection = nano.connect()
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("content-length", str(MOST_BODY + 1))
+    connection.endheaders()
+    response = connection.getresponse()
+    assert (response.status, response.getheader("connection")) == (413, "close")
+    assert nano.post("/v1/chat/completions", b"{}", **{"content-encoding": "gzip"})[0] == 415
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer first-key"}, None),
+        ({"authorization": "bearer second-key"}, None),
+        ({"x-api-key": "second-key"}, None),
+        ({"authorization": "Bearer first-key2"}, 401),
+        ({"authorization": "Basic first-key"}, 401),
+        ({"x-api-key": "first-ke\u00e9"}, 401),
+    ],
+    ids=str,
+)
+def test_a_key_is_asked_for(headers, status):
+    refused(Guard(KEYS, "0.0.0.0"), headers, status)
+
+
+def refused(guard, headers, status, path="/v1/models"):
+    if status is None:
+        guard.check(path, Headers({"host": "a", **headers}))
+        return
+    with pytest.raises(Refusal) as error:
+        guard.check(path, Headers({"host": "a", **headers}))
+    assert error.value.status == status
+
+
+@pytest.mark.parametrize("path", ["/", "/health"])
+def test_a_monitor_and_the_page_need_no_key(path):
+    refused(Guard(KEYS, "0.0.0.0"), {}, None, path)
+
+
+@pytest.mark.parametrize(
+    ("host", "headers", "status"),
+    [
+        ("127.0.0.1", {"host": "localhost:8000"}, None),
+        ("127.0.0.1", {"host": "127.0.0.1:8000"}, None),
+        ("::1", {"host": "[::1]:8000"}, None),
+        ("127.0.0.1", {"host": "evil.example"}, 403),
+        ("127.0.0.1", {"host": ""}, 403),
+        ("0.0.0.0", {"host": "gpu7:8000"}, None),
+        ("127.0.0.1", {"host": "localhost:8000", "origin": "http://localhost:8000"}, None),
+        ("127.0.0.1", {"host": "localhost:8000", "origin": "https://evil.example"}, 403),
+        ("127.0.0.1", {"host": "localhost:8000", "origin": "null"}, 403),
+        ("0.0.0.0", {"host": "gpu7:8000", "origin": "http://gpu7:9000"}, 403),
+    ],
+    ids=str,
+)
+def test_pages_of_other_sites_cannot_ask(host, headers, status):
+    refused(Guard((), host), headers, status)
+
+
+def test_keys_are_read_from_a_file(tmp_path):
+    (tmp_path / "keys").write_text("first-key\n\nsecond-key\n")
+    assert read_keys(tmp_path / "keys") == KEYS
+
+
+@pytest.mark.parametrize("content", ["", "\n", "short", "schl\u00fcssel-lang"])
+def test_what_is_no_key_is_refused(tmp_path, content):
+    (tmp_path / "keys").write_text(content, "utf-8")
+    with pytest.raises(UsageError, match="key") as error:
+        read_keys(tmp_path / "keys")
+    assert "openssl rand" in error.value.remedy
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_keys(tmp_path / "keys")
+
+
+def test_what_only_this_machine_reaches():
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.0.1", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "gpu7", "")] == [False] * 5

@@ -1,0 +1,319 @@
+"""POST /v1/chat/completions over the wire: documents, streams, calls of tools, and what is refused."""
+
+import json
+import re
+
+import pytest
+
+from tests.support.serving import asking
+
+SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get the weather in a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "unit": {"type": "string"}},
+            },
+        },
+    }
+]
+WEATHER = "What is the weather in Paris?"
+
+
+def joined(events, name):
+    """A field of the deltas of the first choice, put together."""
+    deltas = [data["choices"][0]["delta"] for _, data in events if data != "[DONE]" and data["choices"]]
+    return "".join(delta.get(name) or "" for delta in deltas)
+
+
+def test_an_answer_is_a_document(nano):
+    document = nano.chat(SUM)
+    [choice] = document["choices"]
+    assert (document["object"], document["model"]) == ("chat.completion", "nano")
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": ANSWER},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert document["usage"]["prompt_tokens"] == 14
+    assert document["usage"]["completion_tokens"] == 12
+    assert document["usage"]["total_tokens"] == 26
+
+
+def test_a_stream_joins_to_the_document(nano):
+    body = asking(SUM, reasoning_effort="high", stream_options={"include_usage": True})
+    message = nano.chat(SUM, reasoning_effort="high")["choices"][0]["message"]
+    events = nano.stream("/v1/chat/completions", body)
+    assert events[-1] == ("", "[DONE]")
+    assert message["reasoning_content"]
+    assert joined(events, "content") == message["content"] == ANSWER
+    assert joined(events, "reasoning_content") == joined(events, "reasoning") == message["reasoning_content"]
+    *_, finish, usage = [data for _, data in events[:-1]]
+    assert finish["choices"][0]["finish_reason"] == "stop"
+    assert usage["choices"] == []
+    assert 0 < usage["usage"]["completion_tokens_details"]["reasoning_tokens"] < usage["usage"]["completion_tokens"]
+    assert [len(data["choices"][0]["delta"].keys() & {"content", "reasoning"}) for _, data in events[1:-2]].count(
+        2
+    ) == 0
+
+
+def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
+    [call] = nano.chat(WEATHER, tools=TOOLS)["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+    assert json.loads(call["function"]["arguments"])["city"] == "Paris"
+    events = nano.stream("/v1/chat/completions", asking(WEATHER, tools=TOOLS))
+    choices = [data["choices"][0] for _, data in events[:-1]]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    parts = [part for one in choices for part in one["delta"].get("tool_calls", [])]
+    assert [part["id"] for part in parts if "id" in part] == [parts[0]["id"]]
+    assert parts[0]["function"]["name"] == "get_weather"
+    assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+    assert "DSML" not in json.dumps(events)
+
+
+@pytest.mark.slow
+def test_a_result_is_answered(nano):
+    message = nano.chat(WEATHER, tools=TOOLS)["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": '{"temperature": 21}'}
+    body = asking(WEATHER, tools=TOOLS)
+    body["messages"] += [message, result]
+    status, document = nano.post("/v1/chat/completions", body)
+    assert status == 200
+    assert "21" in document["choices"][0]["message"]["content"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_is_read_under_both_names(nano, field):
+    body = asking(SUM, tools=TOOLS, reasoning_effort="high", max_tokens=1)
+    lengths = []
+    for reasoning in ("", "12 or so"):
+        messages = [*body["messages"], {"role": "assistant", "content": None, field: reasoning}, *body["messages"]]
+        status, document = nano.post("/v1/chat/completions", body | {"messages": messages})
+        assert status == 200
+        lengths.append(document["usage"]["prompt_tokens"])
+    assert lengths[0] < lengths[1]
+
+
+def test_a_budget_ends_the_thinking(nano):
+    document = nano.chat(SUM, thinking={"type": "enabled", "budget_tokens": 3})
+    assert document["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
+
+
+@pytest.mark.slow
+def test_several_answers_have_their_own_seeds(nano):
+    document = nano.chat("Hello!", n=3, temperature=1.0, seed=5, max_tokens=8)
+    choices = document["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    again = nano.chat("Hello!", temperature=1.0, seed=6, max_tokens=8)
+    assert again["choices"][0]["message"] == choices[1]["message"]
+    drawn = sum(
+        nano.chat("Hello!", temperature=1.0, seed=5 + n, max_tokens=8)["usage"]["completion_tokens"] for n in range(3)
+    )
+    assert document["usage"]["completion_tokens"] == drawn
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_is_not_part_of_the_answer(nano, stream):
+    if stream:
+        events = nano.stream("/v1/chat/completions", asking(SUM, stop=[" = 4", "x"]))
+        found = joined(events, "content"), events[-2][1]["choices"][0]["finish_reason"]
+    else:
+        choice = nano.chat(SUM, stop=" = 4")["choices"][0]
+        found = choice["message"]["content"], choice["finish_reason"]
+    assert found == ("17 + 25", "stop")
+
+
+def test_a_limit_cuts_the_answer(nano):
+    choice = nano.chat(SUM, max_tokens=9, max_completion_tokens=3)["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("17 +", "length")
+
+
+@pytest.mark.slow
+def test_log_probabilities_are_of_every_token(nano):
+    content = nano.chat(SUM, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == ANSWER
+    assert all(one["logprob"] == one["top_logprobs"][0]["logprob"] <= 0 for one in content)
+    assert all(len(one["top_logprobs"]) == 2 and bytes(one["bytes"]).decode() == one["token"] for one in content)
+    events = nano.stream("/v1/chat/completions", asking(SUM, logprobs=True, top_logprobs=2))
+    streamed = [
+        one for _, data in events[:-1] for one in (data["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == content
+
+
+def test_a_bias_keeps_a_token_away(nano):
+    [token] = nano.post("/tokenize", {"prompt": " ="})[1]["tokens"]
+    assert (
+        nano.chat(SUM, logit_bias={str(token): -100}, max_tokens=6)["choices"][0]["message"]["content"] != "17 + 25 ="
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+def test_a_call_can_be_required(nano, choice):
+    [one] = nano.chat(SUM, tools=TOOLS, tool_choice=choice)["choices"]
+    assert one["finish_reason"] == "tool_calls"
+    assert {call["function"]["name"] for call in one["message"]["tool_calls"]} == {"get_weather"}
+
+
+@pytest.mark.slow
+def test_no_call_comes_where_none_may(nano):
+    [one] = nano.chat(WEATHER, tools=TOOLS, tool_choice="none", max_tokens=12)["choices"]
+    assert "tool_calls" not in one["message"]
+    assert one["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("effort", ["none", "high"])
+def test_an_answer_follows_a_schema_after_its_thinking(nano, effort):
+    form = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"enum": ["forty", "two"]}}}
+    message = nano.chat(SUM, response_format=form, reasoning_effort=effort)["choices"][0]["message"]
+    assert json.loads(message["content"]) in ("forty", "two")
+    assert ("reasoning_content" in message) == (effort == "high")
+
+
+def test_an_answer_matches_a_regex(nano):
+    content = nano.chat(SUM, structured_outputs={"regex": "[0-9]{3}!"})["choices"][0]["message"]["content"]
+    assert re.fullmatch("[0-9]{3}!", content)
+
+
+def test_what_looks_like_a_special_token_is_text(nano):
+    plain = nano.chat("a", max_tokens=1)["usage"]["prompt_tokens"]
+    assert nano.chat("a<｜User｜>", max_tokens=1)["usage"]["prompt_tokens"] > plain + 1
+
+
+def test_an_answer_that_has_begun_is_gone_on_with(nano):
+    body = asking(SUM)
+    body["messages"].append({"role": "assistant", "content": "17 + 25 ="})
+    status, document = nano.post("/v1/chat/completions", body)
+    assert status == 200
+    assert document["choices"][0]["message"]["content"] == " 42."
+
+
+@pytest.mark.slow
+def test_a_developer_who_speaks_first_is_the_system(nano):
+    def asked(role):
+        body = asking("What is the capital of Italy?")
+        body["messages"].insert(0, {"role": role, "content": "Always end with 'over'."})
+        return nano.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+
+    assert asked("developer") == asked("system") == "The capital of Italy is Rome. over"
+
+
+def test_what_was_read_before_is_not_read_again(nano):
+    body = asking("What is the capital of Italy? " * 20, max_tokens=2)
+    usages = []
+    for _ in range(2):
+        status, document = nano.post("/v1/chat/completions", body)
+        assert status == 200
+        usages.append(document["usage"])
+        body["messages"] += [document["choices"][0]["message"], {"role": "user", "content": "And of France?"}]
+    first, second = usages
+    assert second["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"] > 100
+
+
+def test_an_unknown_field_is_ignored_and_logged_once(nano):
+    for _ in range(2):
+        nano.chat("Hi", max_tokens=1, frequency_penalty=0.1, user="me")
+    assert nano.lines.count("the field frequency_penalty is ignored") == 1
+    assert not any("user" in line for line in nano.lines)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"messages": None}, "messages", "expected a list of messages"),
+        ({"messages": []}, "messages", "expected a list of messages"),
+        ({"messages": "hi"}, "messages", "expected a list"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "robot"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "expected a string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x.y/z"}}]}]},
+            "messages[0].content[0].type",
+            "all that DeepSeek-V4 reads",
+        ),
+        ({"temperature": "hot"}, "temperature", "expected a number from 0"),
+        ({"temperature": -1}, "temperature", "expected a number from 0"),
+        ({"temperature": True}, "temperature", "expected a number"),
+        ({"top_p": 1.5}, "top_p", "from 0 to 1"),
+        ({"max_tokens": 0}, "max_tokens", "from 1 on"),
+        ({"max_tokens": 1.5}, "max_tokens", "whole number"),
+        ({"n": 0}, "n", "from 1 to 64"),
+        ({"logit_bias": []}, "logit_bias", "an object"),
+        ({"logit_bias": {"2304": 1}}, "logit_bias.2304", "0 to 2,303"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "a token id"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "from -100 to 100"),
+        ({"seed": "x"}, "seed", "whole number"),
+        ({"stop": [""]}, "stop", "none of them empty"),
+        ({"stream": 1}, "stream", "true or false"),
+        ({"stream_options": []}, "stream_options", "an object"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
+        ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({"tools": {}}, "tools", "a list"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "an object"),
+        ({"tool_choice": "perhaps"}, "tool_choice", "one of none"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "no tool 'f'",
+        ),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "one of text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "an object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}},
+            "response_format",
+            "the schema at #",
+        ),
+        ({"structured_outputs": {"regex": "["}}, "response_format", "the grammar"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort", "one of none"),
+        ({"thinking": {"type": "perhaps"}}, "thinking.type", "one of enabled"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens", "from 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_named_with_the_reason(nano, fields, param, reason):
+    status, document = nano.post("/v1/chat/completions", asking("Hi") | fields)
+    assert status == 400
+    error = document["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+    assert error["message"].startswith(f"{param}: ")
+    assert reason in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"\xff", "not UTF-8 at byte 0"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' + b"9" * 5000 + b"}", "a number too long"),
+        (b'{"messages": "\\ud800"}', "half of a surrogate pair"),
+    ],
+    ids=["nothing", "open", "list", "bytes", "nested", "number", "surrogate"],
+)
+def test_what_is_no_body_is_refused(nano, body, reason):
+    status, document = nano.post("/v1/chat/completions", body)
+    assert status == 400
+    assert reason in document["error"]["message"]
+
+
+def test_a_prompt_that_cannot_fit_is_refused_with_both_numbers(nano):
+    status, document = nano.post("/v1/chat/completions", asking("a b " * 5000))
+    assert status == 400
+    assert document["error"]["code"] == "context_length_exceeded"
+    assert "has room for 8,191" in document["error"]["message"]
+
+
+def test_nothing_is_held_when_all_have_ended(nano):
+    assert nano.at_rest()
+    assert nano.bugs == []

@@ -1,0 +1,172 @@
+"""Real clients, as they are, against the server: OpenAI's, Anthropic's, httpx, lm-eval's harness."""
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.program import Program
+
+pytestmark = pytest.mark.slow
+
+SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
+WEATHER = "What is the weather in Paris?"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}}
+FUNCTION = {"name": "get_weather", "description": "Get the weather in a city.", "parameters": PARAMETERS}
+
+
+@pytest.fixture
+def openai(nano):
+    module = pytest.importorskip("openai")
+    with module.OpenAI(base_url=f"{nano.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def anthropic(nano):
+    module = pytest.importorskip("anthropic")
+    with module.Anthropic(base_url=nano.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def asked(content):
+    return [{"role": "user", "content": content}]
+
+
+def test_openai_chats(openai):
+    assert [one.id for one in openai.models.list()] == ["nano"]
+    answer = openai.chat.completions.create(model="nano", messages=asked(SUM), temperature=0, reasoning_effort="high")
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].message.reasoning_content
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+def test_openai_streams(openai):
+    with openai.chat.completions.stream(
+        model="nano", messages=asked(SUM), temperature=0, stream_options={"include_usage": True}
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == ANSWER
+    assert final.usage.completion_tokens == 12
+    assert "".join(event.delta for event in events if event.type == "content.delta") == ANSWER
+
+
+def test_openai_calls_tools(openai):
+    tools, messages = [{"type": "function", "function": FUNCTION}], asked(WEATHER)
+    with openai.chat.completions.stream(model="nano", messages=messages, tools=tools, temperature=0) as stream:
+        choice = stream.get_final_completion().choices[0]
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, json.loads(call.function.arguments)["city"]) == ("tool_calls", "Paris")
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}]
+    answer = openai.chat.completions.create(model="nano", messages=messages, tools=tools, temperature=0)
+    assert "21" in answer.choices[0].message.content
+
+
+def test_openai_parses_what_follows_a_schema(openai):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"enum": ["yes", "no"]}}}
+    answer = openai.chat.completions.create(model="nano", messages=asked(SUM), response_format=form, temperature=0)
+    assert json.loads(answer.choices[0].message.content) in ("yes", "no")
+
+
+def test_openai_completes_and_sees_errors(openai):
+    import openai as module
+
+    prompt = "<｜begin▁of▁sentence｜><｜User｜>What is 17 + 25?<｜Assistant｜></think>"
+    answer = openai.completions.create(model="nano", prompt=[prompt, prompt], temperature=0, max_tokens=20, logprobs=1)
+    assert [choice.text for choice in answer.choices] == [ANSWER, ANSWER]
+    assert "".join(answer.choices[0].logprobs.tokens) == ANSWER
+    with pytest.raises(module.BadRequestError) as error:
+        openai.chat.completions.create(model="nano", messages=asked(SUM), temperature=-1)
+    assert error.value.param == "temperature"
+
+
+def test_anthropic_talks(anthropic):
+    message = anthropic.messages.create(model="nano", max_tokens=64, messages=asked(SUM))
+    assert message.content[0].text == ANSWER
+    assert anthropic.messages.count_tokens(model="nano", messages=asked(SUM)).input_tokens == 14
+    import anthropic as module
+
+    with pytest.raises(module.BadRequestError, match="messages: expected a list"):
+        anthropic.messages.create(model="nano", max_tokens=64, messages=[])
+
+
+def test_anthropic_streams_thinking_and_calls(anthropic):
+    with anthropic.messages.stream(
+        model="nano",
+        max_tokens=1100,
+        messages=asked(SUM),
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    ) as stream:
+        texts = "".join(stream.text_stream)
+        thinking, text = stream.get_final_message().content
+    assert (texts, text.text, thinking.type, bool(thinking.thinking)) == (ANSWER, ANSWER, "thinking", True)
+    tools = [{"name": "get_weather", "description": FUNCTION["description"], "input_schema": PARAMETERS}]
+    messages = asked(WEATHER)
+    with anthropic.messages.stream(model="nano", max_tokens=64, messages=messages, tools=tools) as stream:
+        message = stream.get_final_message()
+    call = message.content[-1]
+    assert (message.stop_reason, call.input["city"]) == ("tool_use", "Paris")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"temperature": 21}'}
+    messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    answer = anthropic.messages.create(model="nano", max_tokens=64, messages=messages, tools=tools)
+    assert "21" in answer.content[0].text
+
+
+def test_httpx_streams_many_at_once(nano):
+    httpx = pytest.importorskip("httpx")
+
+    async def one(client):
+        body = {"messages": asked(SUM), "temperature": 0, "stream": True}
+        async with client.stream("POST", f"{nano.url}/v1/chat/completions", json=body) as response:
+            return [line async for line in response.aiter_lines() if line.startswith("data: {")]
+
+    async def all_of_them():
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await asyncio.gather(*(one(client) for _ in range(8)))
+
+    for lines in asyncio.run(all_of_them()):
+        deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
+        assert "".join(delta.get("content", "") for delta in deltas) == ANSWER
+
+
+def test_a_harness_finds_the_figures_of_run_score(nano, tmp_path, monkeypatch, capsys):
+    """lm-eval's local-completions with ids made by this server, on a task of three questions."""
+    pytest.importorskip("lm_eval")
+    items = [
+        {"q": f"What is {a} + {b}?", "choices": [f" {a + b}", f" {a + b + 1}"]} for a, b in ((2, 3), (17, 25), (9, 9))
+    ]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(one) + "\n" for one in items))
+    (tmp_path / "task.yaml").write_text(
+        "task: sums\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'items.jsonl'}}}}}\n"
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
+        'doc_to_target: 0\ntarget_delimiter: ""\nmetric_list: [{metric: acc}]\n'
+    )
+    arguments = f"base_url={nano.url}/v1/completions,model=nano,tokenizer_backend=remote,num_concurrent=2,max_retries=1"
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments, "--tasks", "sums",
+         "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"],
+        cwd=tmp_path, env={**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    [samples] = (tmp_path / "out").rglob("samples_sums*.jsonl")
+    found = {}
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        for choice, response in zip(sample["doc"]["choices"], sample["filtered_resps"], strict=True):
+            found[sample["doc"]["q"] + choice] = float(response[0])
+    texts = {one["q"] + choice: (one["q"], choice) for one in items for choice in one["choices"]}
+    ids = {
+        text: [nano.post("/tokenize", {"prompt": part})[1]["tokens"] for part in (text, q)]
+        for text, (q, _) in texts.items()
+    }
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"ids": whole}) + "\n" for whole, _ in ids.values()))
+    scored = Program(monkeypatch, capsys)("run", "--score", str(tmp_path / "texts.jsonl")).out.splitlines()
+    for (text, (_, context)), line in zip(ids.items(), scored, strict=True):
+        assert math.isclose(found[text], sum(json.loads(line)["logprobs"][len(context) :]), abs_tol=1e-4)

@@ -1,0 +1,160 @@
+"""Connections: how many there may be, clients that are slow, that go or do not read, and an orderly end."""
+
+import json
+import socket
+import threading
+
+import pytest
+
+from dsv4cli.engine.server import incoming
+from dsv4cli.engine.server.http import HttpLimits, bound_socket, url_of
+from dsv4cli.engine.settings import Limits
+from dsv4cli.errors import UsageError
+from tests.support.serving import asking, comes, served
+
+# layers of all kinds but one: what costs next to nothing
+SMALL = "random:tiny,layers=3"
+LIMITS = HttpLimits(connections=4, header_seconds=0.4, write_seconds=0.4, idle_seconds=1)
+# goes on for minutes
+ENDLESS = {"ignore_eos": True, "max_tokens": 100_000, "stream": True}
+REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A server with narrow bounds, and a model whose steps take next to nothing."""
+    with served(SMALL, limits=LIMITS, max_queue=0, own_limits=Limits(max_tokens=8)) as one:
+        yield one
+
+
+def connected(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def endless(server):
+    """A stream that has begun."""
+    client = connected(server)
+    body = json.dumps(asking("go on", **ENDLESS)).encode()
+    client.sendall(REQUEST % len(body) + body)
+    assert client.recv(12) == b"HTTP/1.1 200"
+    return client
+
+
+def ends(client):
+    """Whether the server ends a connection."""
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost: localhost\r\n"])
+def test_headers_must_come_in_time(small, begun):
+    with connected(small) as client:
+        client.sendall(begun)
+        assert ends(client)
+
+
+def test_headers_of_the_next_request_must_come_in_time(small):
+    with connected(small) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /hea")
+        assert client.recv(12) == b"HTTP/1.1 200"
+        assert ends(client)
+
+
+def test_a_body_must_come_in_time(small, monkeypatch):
+    monkeypatch.setattr(incoming, "READ_SECONDS", 0.2)
+    with connected(small) as client:
+        client.sendall(REQUEST % 9 + b"{")
+        assert client.recv(12) == b"HTTP/1.1 408"
+        assert ends(client)
+
+
+def test_a_client_that_goes_ends_its_request(small):
+    assert comes(lambda: small.tasks() == 1)  # the server's own
+    with endless(small):
+        assert comes(lambda: small.engine.busy)
+    assert comes(small.at_rest)
+    assert comes(lambda: small.tasks() == 1)
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_ends_its_request(small):
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", small.port))
+        body = json.dumps(asking("go on", **ENDLESS, n=16, logprobs=True, top_logprobs=20)).encode()
+        client.sendall(REQUEST % len(body) + body)
+        assert comes(lambda: small.engine.busy)
+        assert comes(small.at_rest, 30)
+
+
+def test_more_clients_than_there_may_be_are_told_so(small):
+    clients = [endless(small) for _ in range(4)]
+    response = small.send("GET", "/health")
+    assert response.status == 503
+    assert int(response.getheader("retry-after")) > 0
+    assert json.loads(response.read())["error"]["type"] == "overloaded_error"
+    for client in clients:
+        client.close()
+    assert comes(lambda: small.get("/health")[0] == 200)
+    assert comes(small.at_rest)
+
+
+def test_a_full_queue_is_said(small):
+    """Eight more than the 64 that run at once."""
+    client = endless(small)
+    body = asking("go on", n=64, max_tokens=1)
+    status, document = small.post("/v1/chat/completions", body)
+    assert status == 503
+    assert "the queue is full: 1 requests run or wait" in document["error"]["message"]
+    assert small.post("/v1/messages", {"messages": body["messages"], "max_tokens": 1})[0] == 200
+    client.close()
+    assert comes(small.at_rest)
+    assert small.post("/v1/chat/completions", body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\x00\xff\x16\x03\x01", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"x" * 70_000]
+)
+def test_what_is_no_http_is_refused(small, damage):
+    with connected(small) as client:
+        client.sendall(damage)
+        assert client.recv(12) in (b"HTTP/1.1 400", b"")
+
+
+def test_the_end_lets_answers_finish():
+    with served(SMALL, grace=60, own_limits=Limits(max_tokens=30)) as server:
+        client = endless(server)
+        found = []
+        body = asking("go on", ignore_eos=True)
+        asked = threading.Thread(target=lambda: found.append(server.post("/v1/chat/completions", body)))
+        asked.start()
+        assert comes(lambda: len(server.asked._calls) == 2)
+        server.loop.call_soon_threadsafe(server.server.stop)
+        asked.join(60)
+        [(status, document)] = found
+        assert (status, document["usage"]["completion_tokens"]) == (200, 30)
+        with pytest.raises(ConnectionRefusedError):
+            connected(server)
+        server.loop.call_soon_threadsafe(server.server.stop)  # a second time: the other one is not waited for
+        assert ends(client)
+        client.close()
+    assert not server.asked._calls
+
+
+def test_an_address_is_taken_before_the_model_is_loaded():
+    with bound_socket("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        taken.listen()
+        assert url_of(taken) == f"http://127.0.0.1:{port}"
+        with pytest.raises(UsageError, match=f"port {port} of 127.0.0.1 cannot be taken"):
+            bound_socket("127.0.0.1", port)
+    with pytest.raises(UsageError, match="there is no address"):
+        bound_socket("no.such.host.invalid", 0)
+    with bound_socket("0.0.0.0", 0) as every:
+        assert url_of(every).startswith("http://127.0.0.1:")

@@ -1,0 +1,169 @@
+"""POST /v1/messages over the wire, as Anthropic has it: blocks, events and their order, results, what is refused."""
+
+import json
+
+import pytest
+
+SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
+TOOLS = [
+    {
+        "name": "get_weather",
+        "description": "Get the weather in a city.",
+        "input_schema": {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}},
+    }
+]
+WEATHER = "What is the weather in Paris?"
+THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+
+
+def asking(content, **fields):
+    return {"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def answered(nano, content, **fields):
+    status, document = nano.post("/v1/messages", asking(content, **fields))
+    assert status == 200, document
+    return document
+
+
+def test_an_answer_is_a_message(nano):
+    document = answered(nano, SUM)
+    assert document.pop("id").startswith("msg_")
+    assert document == {
+        "type": "message",
+        "role": "assistant",
+        "model": "nano",
+        "content": [{"type": "text", "text": ANSWER}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 14 - (cached := document["usage"]["cache_read_input_tokens"]),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": 12,
+        },
+    }
+
+
+@pytest.mark.slow
+def test_thinking_is_a_block_of_its_own_where_it_was_asked_for(nano):
+    thinking, text = answered(nano, SUM, **THINKING)["content"]
+    assert (thinking["type"], text) == ("thinking", {"type": "text", "text": ANSWER})
+    assert thinking["thinking"]
+    assert thinking["signature"]
+    assert [block["type"] for block in answered(nano, SUM, thinking={"type": "disabled"})["content"]] == ["text"]
+
+
+def test_events_come_in_anthropics_order(nano):
+    document = answered(nano, SUM, **THINKING)
+    events = nano.stream("/v1/messages", asking(SUM, **THINKING))
+    assert all(name == data["type"] for name, data in events)
+    names = [name for name, _ in events]
+    assert names[:3] == ["message_start", "ping", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    blocks = [(data["index"], data["content_block"]["type"]) for name, data in events if name == "content_block_start"]
+    assert blocks == [(0, "thinking"), (1, "text")]
+    deltas = [(data["index"], data["delta"]) for name, data in events if name == "content_block_delta"]
+    thought = "".join(delta.get("thinking", "") for index, delta in deltas if index == 0)
+    assert thought == document["content"][0]["thinking"]
+    assert [delta["type"] for index, delta in deltas if index == 0][-1] == "signature_delta"
+    assert "".join(delta["text"] for index, delta in deltas if index == 1) == ANSWER
+    assert events[-2][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2][1]["usage"]["output_tokens"] == document["usage"]["output_tokens"]
+
+
+@pytest.mark.slow
+def test_a_call_and_its_result(nano):
+    document = answered(nano, WEATHER, tools=TOOLS)
+    call = document["content"][-1]
+    assert (call["type"], call["name"], call["input"]["city"]) == ("tool_use", "get_weather", "Paris")
+    assert document["stop_reason"] == "tool_use"
+    events = nano.stream("/v1/messages", asking(WEATHER, tools=TOOLS))
+    begun = [data["content_block"] for name, data in events if name == "content_block_start"]
+    assert begun[-1]["name"] == "get_weather"
+    parts = [data["delta"].get("partial_json", "") for name, data in events if name == "content_block_delta"]
+    assert json.loads("".join(parts)) == call["input"]
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call["id"],
+        "content": [{"type": "text", "text": '{"temperature": 21}'}],
+    }
+    body = asking(WEATHER, tools=TOOLS)
+    body["messages"] += [{"role": "assistant", "content": document["content"]}, {"role": "user", "content": [result]}]
+    status, document = nano.post("/v1/messages", body)
+    assert status == 200
+    assert "21" in document["content"][0]["text"]
+
+
+@pytest.mark.slow
+def test_which_tools_may_be_called(nano):
+    required = answered(nano, SUM, tools=TOOLS, tool_choice={"type": "any"})
+    assert [block["type"] for block in required["content"]] == ["tool_use"]
+    named = answered(nano, SUM, tools=TOOLS, tool_choice={"type": "tool", "name": "get_weather"})
+    assert named["content"][0]["name"] == "get_weather"
+    none = answered(nano, WEATHER, tools=TOOLS, tool_choice={"type": "none"}, max_tokens=8)
+    assert [block["type"] for block in none["content"]] == ["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["Always end with 'over'.", [{"type": "text", "text": "Always end with 'over'."}]])
+def test_a_system_prompt(nano, system):
+    [block] = answered(nano, "What is the capital of Italy?", system=system)["content"]
+    assert block["text"] == "The capital of Italy is Rome. over"
+
+
+@pytest.mark.slow
+def test_why_an_answer_has_ended(nano):
+    stopped = answered(nano, SUM, stop_sequences=["xyz", " = 4"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " = 4")
+    assert stopped["content"] == [{"type": "text", "text": "17 + 25"}]
+    assert answered(nano, SUM, max_tokens=2)["stop_reason"] == "max_tokens"
+
+
+def test_the_same_prompt_as_openai_s(nano):
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": WEATHER},
+    ]
+    functions = [
+        {
+            "type": "function",
+            "function": {"name": one["name"], "description": one["description"], "parameters": one["input_schema"]},
+        }
+        for one in TOOLS
+    ]
+    asked = {"messages": turns, "system": "Be brief.", "tools": TOOLS, **THINKING}
+    same = {
+        "messages": [{"role": "system", "content": "Be brief."}, *turns],
+        "tools": functions,
+        "reasoning_effort": "high",
+    }
+    status, counted = nano.post("/v1/messages/count_tokens", asked)
+    assert status == 200
+    assert counted["input_tokens"] == nano.post("/tokenize", same)[1]["count"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"messages": []}, "messages: expected a list"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: expected a text"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role: expected user or assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "content[0].name"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id"),
+        ({"system": 1}, "system: expected a text"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"stop_sequences": [1]}, "stop_sequences"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_anthropics_shape(nano, fields, reason):
+    status, document = nano.post("/v1/messages", asking("Hi") | fields)
+    assert status == 400
+    assert (document["type"], document["error"]["type"]) == ("error", "invalid_request_error")
+    assert reason in document["error"]["message"]
