@@ -24,11 +24,11 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.processes import joined
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.profiling.step import fill
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model

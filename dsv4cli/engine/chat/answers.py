@@ -7,7 +7,8 @@ import torch
 from dsv4cli.engine.chat.answer import Answer, Pieces
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.engine import Engine, Followers
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.orders import Followers
 from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting

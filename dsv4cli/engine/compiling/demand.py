@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from dsv4cli.engine.config.capacity import MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS
 from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
 from dsv4cli.engine.runtime.limits import context_of
-from dsv4cli.engine.runtime.runner import FEWEST_TOKENS
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.weights.placement import FreeMemory
 

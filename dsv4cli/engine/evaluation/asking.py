@@ -11,11 +11,12 @@ from dsv4cli.engine.evaluation.items import EvalItem
 from dsv4cli.engine.evaluation.judge import judge
 from dsv4cli.engine.evaluation.outcome import Outcome
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.engine import Engine, Followers, end_of
-from dsv4cli.engine.runtime.limits import check_text, max_new_tokens
+from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.limits import check_text, end_of, max_new_tokens
+from dsv4cli.engine.runtime.orders import Followers
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Alternatives, Request, Result, Token
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import EFFORTS, think_options
@@ -145,7 +146,7 @@ def carry_out(
     """
     ordered = sorted(posed, key=lambda one: not one.drawn)
     owners = {request: one for one in ordered for request in one.requests}
-    lengths = [end_of(model, request) for request, one in owners.items() if one.drawn]
+    lengths = [end_of(request, model.config) for request, one in owners.items() if one.drawn]
     capacity = Capacity(len(owners), max(lengths, default=None))
     with Engine(model, capacity, device, followers, drafting if lengths else NO_DRAFTS) as engine:
         engine.report_preparing(on_preparing)

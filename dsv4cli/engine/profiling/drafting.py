@@ -14,12 +14,13 @@ from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.step import FEWEST, MOST, SECONDS, WARM, StepShape, fill
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawing import sampled
 from dsv4cli.engine.runtime.gate import size_of
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampler import check_finite
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling

@@ -1,6 +1,6 @@
 """What a step's logits give each request: its next token, and those behind it that its drafts had right."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawable import drawable
 from dsv4cli.engine.runtime.logprobs import Drawn, drawn_later, drawn_of
+from dsv4cli.engine.runtime.orders import Orders
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampler import Draws, sample
@@ -18,10 +19,10 @@ from dsv4cli.engine.runtime.stopwatch import Stopwatch
 class Drawing:
     """Draws the tokens of a runner's steps and has its drafter follow them. watch: of the last step's two parts."""
 
-    def __init__(self, runner: Runner, order: Callable[..., None], tell: Callable[[], None]) -> None:
-        """order: takes what the other ranks are to do as well, its name and what it is given; tell: has them do it."""
+    def __init__(self, runner: Runner, orders: Orders) -> None:
+        """orders: take what the other ranks are to do as well."""
         self.watch, self._next_watch = (Stopwatch(runner.cache.device) for _ in range(2))
-        self._runner, self._order, self._tell = runner, order, tell
+        self._runner, self._orders = runner, orders
 
     def step(
         self, count: int, ahead: bool, pick: Pick | None = None
@@ -82,7 +83,7 @@ class Drawing:
         for chunk, own, drawn in zip(ready, found, known, strict=True):
             if own[0].id != drawn[0]:
                 self._runner.ahead.take_back(chunk.request)
-                self._order("take_back", number=chunk.request.number)
+                self._orders.add("take_back", number=chunk.request.number)
 
     def _speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor | None:
         return None if self._runner.drafts is None else self._runner.speculate(ran, tokens, considered, count)
@@ -90,8 +91,8 @@ class Drawing:
     def _speculate_again(self, ran: Ran, found: list[list[Token]], count: int) -> list[list[float]]:
         """What is drafted behind tokens that are not those that were drawn."""
         considered = [len(own) - 1 for own in found]
-        self._order("speculate", considered=considered, count=count)
-        self._tell()
+        self._orders.add("speculate", considered=considered, count=count)
+        self._orders.tell()
         padded = [
             [token.id for token in own] + [0] * (len(chunk.drafts) - most)
             for own, chunk, most in zip(found, ran.ready, considered, strict=True)

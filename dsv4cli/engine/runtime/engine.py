@@ -2,39 +2,27 @@
 
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Protocol
 
 import torch
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import lost_others
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.draft_report import DraftReport
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawing import Drawing
-from dsv4cli.engine.runtime.limits import check_bias, check_room, check_text, max_new_tokens
+from dsv4cli.engine.runtime.limits import check_room, end_of
+from dsv4cli.engine.runtime.orders import Followers, Orders, described
 from dsv4cli.engine.runtime.pace import Pace
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
-from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
 from dsv4cli.engine.runtime.usage import Usage, usage_of
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.kernels.rows import ROWS_EXACT
-
-# the name of an order and what it carries, as JSON has them
-Order = tuple[str, dict[str, Any]]
-
-
-class Followers(Protocol):
-    """The other ranks of a model, as the leader's engine sees them: parallel/followers.py."""
-
-    def tell(self, orders: list[Order] | None) -> None:
-        """Sends them orders, which keep them busy until `rest`."""
-
-    def rest(self) -> None:
-        """They wait for more."""
 
 
 class Engine:
@@ -63,10 +51,11 @@ class Engine:
         # rows of a GPU are alike in steps of so many
         rows = ROWS_EXACT if model.numerics.exact and self.runner.cache.device.type == "cuda" else MAX_SLOTS
         own = self.runner.drafts
+        self._orders = Orders(followers)
+        self._orders.add("begin", **asdict(capacity))
         self._plan = None if own is None else DraftPlan(own.drafter, drafting, rows)
-        self._drawing = Drawing(self.runner, self._order, self._tell)
+        self._drawing = Drawing(self.runner, self._orders)
         self._pace = None if step_ms is None else Pace(step_ms / 1e3)
-        self._orders: list[Order] = [("begin", asdict(capacity))]
         self._count = 0
 
     @classmethod
@@ -84,7 +73,7 @@ class Engine:
             for number, one in enumerate(requests):
                 one.name = f"{'text' if one.scored else 'prompt'} {number}"
         for one in requests:
-            one.end = end_of(model, one)
+            one.end = end_of(one, model.config)
         longest = None if any(one.scored for one in requests) else max((one.end for one in requests), default=1)
         engine = cls(model, Capacity(len(requests), longest), device, followers, drafting)
         for one in requests:
@@ -128,14 +117,14 @@ class Engine:
         """Queues a request, which begins when there is room for all its tokens. Raises UsageError for a prompt that is
         empty, fills the context or the cache, or has ids outside the vocabulary, as its logit_bias may, NotEnoughMemory
         where the state that it begins with finds no room."""
-        request.end = end_of(self.model, request)
+        request.end = end_of(request, self.model.config)
         check_room(request, self.room)
         self._queue(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request before its next step; harmless when it has ended."""
         if self.runner.end(request):
-            self._order("end", number=request.number)
+            self._orders.add("end", number=request.number)
             self._rest()
 
     def draft_report(self) -> DraftReport | None:
@@ -152,15 +141,15 @@ class Engine:
         drafted = [[one.number, one.drafts] for one in requests if one.drafts]
         # a drafter may have to follow a step once more, which is gone when the next one runs
         ahead = not (count or drafted) and (self._plan is None or not any(one.constraint for one in requests))
-        self._order("step", drafts=drafted, count=count, ahead=ahead, pick=None if pick is None else asdict(pick))
+        self._orders.add("step", drafts=drafted, count=count, ahead=ahead, pick=None if pick is None else asdict(pick))
         try:
-            self._tell()
+            self._orders.tell()
             ran, tokens, drafts = self._drawing.step(count, ahead, pick)
         except Exception as error:
-            if self.followers is not None and not lost_others(error):
-                self.followers.rest()  # whoever watches lost ranks sees which one has ended, and how
+            if not lost_others(error):
+                self._orders.rest()  # whoever watches lost ranks sees which one has ended, and how
             raise
-        self._order("finish", drawn=[[token.id for token in own] for own in tokens])
+        self._orders.add("finish", drawn=[[token.id for token in own] for own in tokens])
         if self._plan is not None:
             self._plan.take(ran.ready, tokens, drafts)
             if ran.ready and not self.runner.preparing.happened:  # else nothing has waited for the device
@@ -172,15 +161,15 @@ class Engine:
     def prepare(self) -> bool:
         """Captures one of the steps that requests may need, while there is time; whether one was missing. Raises
         NotEnoughMemory."""
-        self._order("prepare")
-        self._tell()
+        self._orders.add("prepare")
+        self._orders.tell()
         prepared = self.runner.prepare()
         self._rest()
         return prepared
 
     def forget(self) -> None:
         """Ends every request and gives back what is kept for later ones."""
-        self._order("forget")
+        self._orders.add("forget")
         self.runner.forget()
         self._rest()
 
@@ -193,31 +182,12 @@ class Engine:
     def _queue(self, request: Request) -> None:
         request.number = self._count
         self._count += 1
-        self._order(
-            "add",
-            number=request.number,
-            prompt=request.prompt,
-            prefill_chunk=request.limits.prefill_chunk,
-            max_context=request.limits.max_context,
-            end=request.end,
-            keep=request.keep,
-            scored=request.scored,
-            sampling=asdict(request.sampling),
-        )
+        self._orders.add("add", **described(request))
         self.runner.add(request)
 
-    def _order(self, name: str, **given: Any) -> None:
-        if self.followers is not None:
-            self._orders.append((name, given))
-
-    def _tell(self) -> None:
-        orders, self._orders = self._orders, []
-        if self.followers is not None:
-            self.followers.tell(orders)
-
     def _rest(self) -> None:
-        if self.followers is not None and not self.busy:
-            self.followers.rest()
+        if not self.busy:
+            self._orders.rest()
 
     def _results(self, ran: Ran, drawn: dict[Request, list[Token]]) -> list[Result]:
         results = []
@@ -227,12 +197,3 @@ class Engine:
                 self.cancel(request)
             results.append(Result(request, tokens, ran.scores.get(request)))
         return results
-
-
-def end_of(model: Transformer, request: Request) -> int:
-    """The most tokens of a request's prompt and answer. Raises UsageError for what the model cannot take."""
-    check_bias(request.sampling, model.config)
-    if request.scored:
-        check_text(request.prompt, model.config, request.limits, request.name)
-        return len(request.prompt)
-    return len(request.prompt) + max_new_tokens(request.prompt, model.config, request.limits, request.name)

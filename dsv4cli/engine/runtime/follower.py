@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.engine import Order
+from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime.orders import Order
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UnsoundResult

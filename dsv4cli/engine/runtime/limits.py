@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.settings import Limits
 from dsv4cli.errors import UsageError
 
 
@@ -26,9 +26,13 @@ def max_new_tokens(prompt: list[int], config: ModelConfig, limits: Limits, which
     return min(limits.max_tokens, context - len(prompt))
 
 
-def check_bias(sampling: Sampling, config: ModelConfig) -> None:
-    """Raises UsageError for a logit_bias of a token id outside the vocabulary."""
-    _check_ids([token for token, _ in sampling.logit_bias], config, "logit_bias")
+def end_of(request: Request, config: ModelConfig) -> int:
+    """The most tokens of a request's prompt and answer. Raises UsageError for what the model cannot take."""
+    _check_ids([token for token, _ in request.sampling.logit_bias], config, "logit_bias")
+    if request.scored:
+        check_text(request.prompt, config, request.limits, request.name)
+        return len(request.prompt)
+    return len(request.prompt) + max_new_tokens(request.prompt, config, request.limits, request.name)
 
 
 def check_room(request: Request, room: int | None) -> None:

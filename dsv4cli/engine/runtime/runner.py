@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,15 +11,14 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.ahead import Ahead
 from dsv4cli.engine.runtime.backend import captures
-from dsv4cli.engine.runtime.cache import FEWEST_BLOCKS, Cache, Sequence
+from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS, Capacity, prefixes_of
 from dsv4cli.engine.runtime.chunk_graphs import ChunkGraphs
 from dsv4cli.engine.runtime.draft import drafter_of
 from dsv4cli.engine.runtime.draft_steps import DraftSteps, Ran
 from dsv4cli.engine.runtime.graphs import GraphRunner, columns_of
-from dsv4cli.engine.runtime.host_store import HostStore
 from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.runtime.logprobs import score_rows
-from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.preparing import Preparing
 from dsv4cli.engine.runtime.request import Request
@@ -30,33 +29,6 @@ from dsv4cli.kernels.workspace import Workspace
 
 # the most blocks that are made before a token comes: 131,072 tokens, 0.8 GB for Flash
 BLOCKS_AT_ONCE = 1024
-# the fewest tokens of a sequence that graphs are captured for when a request needs longer ones
-FEWEST_TOKENS = 8192
-# of a bounded cache, one part in so many is for the rings of kept states: Flash's take as much as 3,500 tokens
-KEPT_PART = 4
-# what a block takes at least: of layers that have windows only it is but a number
-LEAST_BLOCK = 1024
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """How much a runner holds.
-
-    slots: sequences at once. longest: the most tokens of a sequence that steps captured in graphs are prepared for,
-    None for no graphs. snapshots: states that are kept on the device for what begins alike; 0: none. drafts: whether
-    the model's drafter takes part. chunks: whether chunks of prompts are captured too, which pays where many come.
-    cache_memory: bytes of the device for the entries of all sequences and for kept states, of which there are as many
-    as a part of it holds, whatever `snapshots` says; a request waits until it certainly has room. None: they take what
-    they need. host_memory: bytes of host memory for states that the device has no room for.
-    """
-
-    slots: int = 1
-    longest: int | None = None
-    snapshots: int = 0
-    drafts: bool = False
-    chunks: bool = False
-    cache_memory: int | None = None
-    host_memory: int = 0
 
 
 class Runner:
@@ -77,7 +49,7 @@ class Runner:
         self.cache = Cache(model.config, model.numerics, slots=self._slots + graphs, device=device)
         drafter = drafter_of(model, self.cache) if capacity.drafts else None
         with step_memory(self.cache.device):
-            self.prefixes = _prefixes(self.cache, capacity, drafter is not None and drafter.reads_next)
+            self.prefixes = prefixes_of(self.cache, capacity, drafter is not None and drafter.reads_next)
         room = self.cache.blocks - graphs if self.cache.bounded else None
         self.scheduler = Scheduler(self.cache, self.prefixes, room)
         self.graphs: GraphRunner | None = None
@@ -269,22 +241,3 @@ class Runner:
 
 def _ready(chunks: list[Chunk]) -> list[Chunk]:
     return [chunk for chunk in chunks if chunk.end == len(chunk.request.ids) and not chunk.request.scored]
-
-
-def _prefixes(cache: Cache, capacity: Capacity, reads_next: bool) -> Prefixes | None:
-    """Bounds the cache, where it is to be, and makes its prefix cache, if any."""
-    most = capacity.snapshots
-    if capacity.cache_memory is not None:
-        most = max(capacity.cache_memory // KEPT_PART // cache.copies.nbytes, 1)
-        each = max(cache.block_bytes, LEAST_BLOCK)
-        blocks = (capacity.cache_memory - most * cache.copies.nbytes) // each
-        if blocks < FEWEST_BLOCKS:
-            least = KEPT_PART * cache.copies.nbytes + FEWEST_BLOCKS * each
-            raise NotEnoughMemory(
-                f"{capacity.cache_memory / 1e6:,.1f} MB of cache have no room for a conversation",
-                f"give it at least {least / 1e6:,.1f} MB (--cache-memory)",
-            )
-        cache.bound(blocks)
-        cache.copies.provide(most)
-    host = HostStore(cache, capacity.host_memory) if capacity.host_memory else None
-    return Prefixes(cache, most, reads_next, host) if most else None

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.engine import Engine, Followers
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.orders import Followers
 from dsv4cli.engine.runtime.request import Alternatives, Request
 from dsv4cli.engine.settings import Limits, Sampling
 

@@ -6,11 +6,12 @@ import torch
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.engine import Engine, Followers
+from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS, Capacity
+from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.limits import context_of
+from dsv4cli.engine.runtime.orders import Followers
 from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.system.host_memory import host_memory

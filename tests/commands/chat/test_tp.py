@@ -76,7 +76,8 @@ class Recorder(Followers):
 
     def taken(self, engine):
         """All orders so far, with those that the engine would tell with its next step."""
-        orders, self.orders, engine._orders = [*self.orders, *json.loads(json.dumps(engine._orders))], [], []
+        waiting = json.loads(json.dumps(engine._orders.waiting))
+        orders, self.orders, engine._orders.waiting = [*self.orders, *waiting], [], []
         return orders
 
 

@@ -14,9 +14,9 @@ from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.reply import parse_reply

@@ -7,10 +7,10 @@ import pytest
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime import pace, prefix_cache, runner
+from dsv4cli.engine.runtime import capacity, pace, prefix_cache, runner
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.engine.runtime.test_reuse import alone, answers, asked, check_empty
@@ -24,7 +24,7 @@ SLOW = pytest.mark.slow
 def memory(blocks: int, states: int) -> int:
     """Bytes for so many blocks, and for so many states in the part of it that is theirs."""
     cache = runner.Cache(model_of("mtp").config, model_of("mtp").numerics)
-    nbytes = runner.KEPT_PART * states * cache.copies.nbytes
+    nbytes = capacity.KEPT_PART * states * cache.copies.nbytes
     assert nbytes >= blocks * cache.block_bytes + states * cache.copies.nbytes
     return nbytes
 
@@ -213,8 +213,7 @@ def test_followers_do_the_same(drafting, few_blocks, monkeypatch):
     monkeypatch.setattr(pace, "perf_counter", lambda: next(clock) * 0.01)
     for _ in range(40):
         play.move()
-        meeting.tell(one._orders)  # what it would tell with the next step
-        one._orders = []
+        one._orders.tell()  # what it would tell with the next step
         picks += [given["pick"] for name, given in meeting.orders if name == "step"]
         meeting.follow(other)
         assert same(one.runner, other.runner)

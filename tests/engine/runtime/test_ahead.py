@@ -7,13 +7,13 @@ import pytest
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.ahead import Ahead
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.drawing import Drawing
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_speculation import Divided, Script
 from tests.engine.runtime.test_speculation_ranks import Meeting
@@ -239,8 +239,7 @@ def test_followers_run_ahead_too(drafting, monkeypatch):
     def follow(step: int) -> None:
         if step == 7:
             one.cancel(requests[2])
-        meeting.tell(one._orders)  # what it would tell with the next step
-        one._orders = []
+        one._orders.tell()  # what it would tell with the next step
         names.extend(meeting.follow(other))
         assert same_ranks(one.runner, other.runner)
         assert one.runner.ahead.launched == other.runner.ahead.launched

@@ -6,10 +6,11 @@ import pytest
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.chunk_graphs import TOKENS
 from dsv4cli.engine.runtime.prepare import Extent
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import Limits, Sampling
 from tests.engine.runtime.test_speculation_state import state_of
 from tests.support.cache_state import same

@@ -7,10 +7,10 @@ import torch
 
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.drawable import BANNED, drawable
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import build_random

@@ -8,11 +8,12 @@ import torch
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import drawing, runner, scheduler, score
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.graphs import SIZES
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request, Token
-from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.small_model import by_number, drawn, engine, model, prompts, requests

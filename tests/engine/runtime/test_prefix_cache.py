@@ -8,11 +8,11 @@ from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime import prefix_cache
 from dsv4cli.engine.runtime.cache import Cache, Snapshot
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.host_store import HostStore
 from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.support.speculation import model_of
 

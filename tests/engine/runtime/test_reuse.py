@@ -11,9 +11,9 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, Token
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model

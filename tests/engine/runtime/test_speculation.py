@@ -9,10 +9,10 @@ import torch
 
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.runtime import runner, scheduler
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.draft_steps import DraftSteps
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.runtime.speculate import Verified
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling

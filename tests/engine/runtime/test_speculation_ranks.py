@@ -8,10 +8,10 @@ import torch
 from dsv4cli.engine.parallel.followers import Followers
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_speculation import Script, everywhere
 from tests.support.speculation import know, model_of, open_gate, text
@@ -110,8 +110,7 @@ def test_followers_take_the_same_drafts(drafter, captures, meeting, monkeypatch)
             one.add(requests[2])
         if steps == 7:
             one.cancel(requests[0])
-        meeting.tell(one._orders)  # what it would tell with the next step
-        one._orders = []
+        one._orders.tell()  # what it would tell with the next step
         names += meeting.follow(other)
         assert same(one.runner, other.runner)
         assert not meeting.sent
@@ -134,8 +133,7 @@ def test_followers_keep_the_same_prefixes(meeting):
         know(one, [*[[]] * number, ids + text(20, 9)], everywhere())
         while one.busy:
             one.step()
-        meeting.tell(one._orders)
-        one._orders = []
+        one._orders.tell()
         meeting.follow(other)
         assert same(one.runner, other.runner)
         ids = request.ids[: len(request.ids) - 2 * number] + text(5, number)

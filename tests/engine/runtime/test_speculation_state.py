@@ -16,10 +16,11 @@ from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.runtime import runner as runners
 from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.support.drafting import mtp_logits
 from tests.support.speculation import VOCABULARY, know, model_of, open_gate, text

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.runner import Capacity, Runner
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import ONE_THREAD_BYTES, ONE_THREAD_TOKENS, step_threads
 from tests.support.small_model import model
