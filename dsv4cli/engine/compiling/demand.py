@@ -118,10 +118,12 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
             several = _parts(min(demand.sequences, MAX_STEP_TOKENS // each))
             yield from (Span(first, last, one, longest, each=each, count=drafts) for first, last in several)
     for place in PLACES:
+        # what steps are captured for when a sequence is as long as that
+        longer = min((one for one in demand.longest if one > place + FEW), default=max(demand.longest, default=None))
         for first, last in _parts(min(FEW, demand.context - place)) if place < demand.context else ():
-            yield Span(first, last, sampling, longest, place)
+            yield Span(first, last, sampling, longer, place)
         if place + FEW < demand.context:
-            yield Span(FEW + 1, FEW + 1, sampling, longest, place)
+            yield Span(FEW + 1, FEW + 1, sampling, longer, place)
 
 
 def _parts(most: int) -> Iterator[tuple[int, int]]:

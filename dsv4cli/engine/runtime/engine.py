@@ -146,8 +146,8 @@ class Engine:
             self._orders.tell()
             ran, tokens, drafts = self._drawing.step(count, ahead, pick)
         except Exception as error:
-            if not lost_others(error):
-                self._orders.rest()  # whoever watches lost ranks sees which one has ended, and how
+            self._orders.lost = lost_others(error)
+            self._orders.rest()
             raise
         self._orders.add("finish", drawn=[[token.id for token in own] for own in tokens])
         if self._plan is not None:

@@ -20,10 +20,15 @@ class Followers(Protocol):
 
 
 class Orders:
-    """The orders of one engine; where nobody follows there are none. waiting: those that were not told yet."""
+    """The orders of one engine; where nobody follows there are none.
+
+    waiting: those that were not told yet. lost: whether another rank is gone: whoever watches them sees which one, and
+    how, as long as they count as busy.
+    """
 
     def __init__(self, followers: Followers | None) -> None:
         self.waiting: list[Order] = []
+        self.lost = False
         self._followers = followers
 
     def add(self, name: str, **given: Any) -> None:
@@ -39,7 +44,7 @@ class Orders:
 
     def rest(self) -> None:
         """Nothing more comes for now."""
-        if self._followers is not None:
+        if self._followers is not None and not self.lost:
             self._followers.rest()
 
 

@@ -66,3 +66,9 @@ def test_scores_draw_nothing():
     assert (one.longest, one.drafts, one.config.drafter) == ((), 0, "none")
     assert list(prompts(one)) == [Step(((7, 0),), GREEDY, None)]
     assert not list(decoding(one, SIZES))
+
+
+def test_steps_far_behind_are_captured_for_as_many_tokens():
+    spans = [span for span in prompts(demand(None)) if isinstance(span, Span) and span.place]
+    assert max(span.place for span in spans) > 16_384
+    assert all(span.longest > span.place + span.last for span in spans)

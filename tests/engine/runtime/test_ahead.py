@@ -280,3 +280,23 @@ def test_no_rank_holds_a_captured_step_when_it_has_ended(monkeypatch):
     other.close()
     assert len(steps) > 1
     assert [step() for step in steps] == [None] * len(steps)
+
+
+def test_ranks_are_busy_once_one_is_lost():
+    """However their requests end: who watches them says which one it was."""
+    rests = []
+
+    class Lost(Meeting):
+        def tell(self, orders):
+            raise RuntimeError("Connection closed by peer")
+
+        def rest(self):
+            rests.append(True)
+
+    one = Engine(model_of("mtp"), Capacity(3, 300), "cpu", Lost(), Drafting(0))
+    request = asked(0)
+    one.add(request)
+    with pytest.raises(RuntimeError, match="Connection"):
+        one.step()
+    one.cancel(request)
+    assert rests == []
