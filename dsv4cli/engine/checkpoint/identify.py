@@ -38,7 +38,8 @@ from dsv4cli.errors import CheckpointError
 # the tensor that tells a drafter
 DRAFTER_SIGNS: dict[str, Drafter] = {"mtp.0.e_proj.weight": "mtp", "mtp.0.main_proj.weight": "dspark"}
 # what compressed-tensors calls what is known of it; with the last, groups have formats of their own
-COMPRESSED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
+MIXED = "mixed-precision"
+COMPRESSED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", MIXED)
 # linear and experts -> a word for the layout
 LAYOUTS: Mapping[tuple[FormatName, FormatName], str] = {
     ("fp8", "fp4"): "official",
@@ -153,12 +154,12 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
     if any(name.startswith("model.") for name in names):
         return TransformersNaming(config)
     if any(name.endswith(".weight_packed") for name in checkpoint.tensors):
-        return _compressed(checkpoint)
+        return compressed_naming(checkpoint)
     return OfficialNaming()
 
 
-def _compressed(checkpoint: Checkpoint) -> CompressedNaming:
-    """As most of its scales are stored."""
+def compressed_naming(checkpoint: Checkpoint) -> CompressedNaming:
+    """compressed-tensors' names, as most of the scales are stored."""
     shapes, dtypes = Counter[tuple[int, ...]](), Counter[str]()
     for name, info in checkpoint.tensors.items():
         if name.endswith(".weight_global_scale"):

@@ -1,49 +1,38 @@
-"""The exports of compressed-tensors: packed weights beside their scales, under official names; no numpy.
+"""The exports of compressed-tensors that the engine does not run, under official names; no numpy.
 
-mxfp4-pack-quantized: FP4 with other names. nvfp4-pack-quantized: NVFP4 whose global scale is 1 / weight_scale_2.
 pack-quantized: integers of 4 or 8 bits with scales of groups (W4A16, W8A16). float-quantized: e4m3 with scales of
-blocks, channels or the tensor. The last two are seen as their values in fp32. Source: compressed-tensors 0.20.
+blocks, channels or the tensor. Both are seen as their values in fp32; what FP4 and NVFP4 stands beside them
+(mixed-precision) as `CompressedNaming` has it. Source: compressed-tensors 0.20.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.checkpoint.foreign import OFFICIAL
 from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo, scan_checkpoint
-from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
+from dsv4cli.engine.checkpoint.identify import COMPRESSED_FORMATS, MIXED, FolderIdentity, compressed_naming, describe
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.checkpoint.naming import Location
-from dsv4cli.engine.config.formats import Role
+from dsv4cli.engine.checkpoint.naming import COMPRESSED_NAMES, CompressedNaming, Location
+from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.config.model_config import parse_config, read_json
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
 CONFIG, METHOD = "config.json", "compressed-tensors"
-PACKED, SCALE = "weight_packed", "weight_scale"
+PACKED, SCALE = COMPRESSED_NAMES["weight"], COMPRESSED_NAMES["scale"]
 # of a matrix that an export has left as the release has it
 OFFICIAL_SCALE = "scale"
-# role in the table -> last part of the name, dtype in a header where it is another
-FP4_PARTS: Mapping[Role, tuple[str, str]] = {"weight": (PACKED, "U8"), "scale": (SCALE, "U8")}
-NVFP4_PARTS: Mapping[Role, tuple[str, str]] = {
-    "weight": (PACKED, "U8"),
-    "weight_scale": (SCALE, "F8_E4M3"),
-    "weight_scale_2": ("weight_global_scale", "F32"),
-    "input_scale": ("input_global_scale", "F32"),
-}
-# numbers that are stored as 1 / the table's
-INVERTED: tuple[Role, ...] = ("weight_scale_2", "input_scale")
 # what stands beside packed integers and e4m3
 COMPANIONS = (SCALE, "weight_shape", "weight_zero_point")
 REORDERED = "weight_g_idx"
-# the engine runs these: see CompressedNaming
-PACKED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+# dtypes in a header: two e2m1 codes a byte, which integers are not, and e4m3
+CODES, E4M3 = STORAGE["nvfp4"].dtype, STORAGE["fp8"].dtype
 VIEWS = {
-    "mxfp4": Formats("f32", "fp4", "bf16"),
-    "nvfp4": Formats("f32", "nvfp4", "bf16"),
+    "mxfp4": Formats("fp4", "fp4", "bf16"),
+    "nvfp4": Formats("nvfp4", "nvfp4", "bf16"),
     "fp8": Formats("fp8", "fp8", "bf16"),
     "bf16": Formats("bf16", "bf16", "bf16"),
     "values": Formats("f32", "f32", "f32"),
@@ -52,23 +41,18 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class PackedNaming:
-    """The names of compressed-tensors. found: the tensors of a checkpoint, none of one that is to be written."""
+    """The names of compressed-tensors. found: the tensors of a checkpoint. compressed: of its FP4 and NVFP4."""
 
-    found: Mapping[str, TensorInfo] = field(default_factory=dict)
+    found: Mapping[str, TensorInfo]
+    compressed: CompressedNaming
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The stored tensor, of packed integers and e4m3 with what stands beside it."""
         own = (Location(spec.name, spec.dtype, spec.shape),)
-        if not spec.columns or f"{spec.matrix}.{OFFICIAL_SCALE}" in self.found:
+        if spec.form is None or f"{spec.matrix}.{OFFICIAL_SCALE}" in self.found:
             return own
-        parts = FP4_PARTS if spec.dtype == "I8" or spec.role == "scale" else NVFP4_PARTS
-        if spec.is_scale or spec.dtype in ("I8", "U8"):
-            last, dtype = parts[spec.role]
-            name = f"{spec.matrix}.{last}"
-            # one number is stored as [] or [1]
-            scalar = self.found[name].shape if name in self.found else (1,)
-            shape = spec.shape or (scalar if prod(scalar) == 1 else (1,))
-            return (Location(name, dtype, shape, reciprocal=spec.role in INVERTED),)
+        if STORAGE[spec.form].codes > 1:
+            return self.compressed.locations(spec)
         names = [f"{spec.matrix}.{last}" for last in (PACKED, *COMPANIONS)]
         there = [self.found[name] for name in names if name in self.found]
         if names[0] in self.found and names[1] not in self.found:
@@ -92,7 +76,7 @@ class PackedIdentity(FolderIdentity):
         tables = {kind: matrices(expected_tensors(self.config, view).values()) for kind, view in VIEWS.items()}
         stored, found = self.checkpoint.tensors, dict[str, TensorSpec]()
         for name, roles in tables["bf16"].items():
-            kind = _kind(stored, name, roles["weight"])
+            kind = _kind(stored, name)
             seen = tables[kind].get(name, roles)
             if f"{name}.input_global_scale" not in stored:
                 # an export without quantised activations has no scale for them
@@ -106,26 +90,37 @@ class PackedIdentity(FolderIdentity):
         return METHOD
 
 
-def _kind(stored: Mapping[str, TensorInfo], matrix: str, weight: TensorSpec) -> str:
+def _kind(stored: Mapping[str, TensorInfo], matrix: str) -> str:
     """How a matrix or plain tensor is seen."""
-    packed = stored.get(f"{matrix}.{PACKED}") if weight.columns else None
+    packed = stored.get(f"{matrix}.{PACKED}")
     if packed is not None:
-        if packed.dtype != "U8":
+        if packed.dtype != CODES:
             return "values"
         return "nvfp4" if f"{matrix}.weight_global_scale" in stored else "mxfp4"
-    plain = stored.get(weight.name)
+    plain = stored.get(f"{matrix}.weight") or stored.get(matrix)
     if plain is not None and f"{matrix}.{OFFICIAL_SCALE}" in stored:
-        return "fp8" if plain.dtype == "F8_E4M3" else "mxfp4"
-    return "bf16" if plain is None or plain.dtype == "BF16" else "values"
+        return "fp8" if plain.dtype == E4M3 else "mxfp4"
+    return "bf16" if plain is None or plain.dtype == STORAGE["bf16"].dtype else "values"
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a folder's config.json says that it is an export of compressed-tensors in other formats than the engine
-    runs."""
+    """Whether a folder is an export of compressed-tensors in formats that the engine does not run: as its config.json
+    says, and where that leaves it to groups of tensors, as these are. Raises CheckpointError for damaged headers."""
     quantization = _values(folder).get("quantization_config")
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != METHOD:
         return False
-    return quantization.get("format") not in PACKED_FORMATS
+    if quantization.get("format") != MIXED:
+        return quantization.get("format") not in COMPRESSED_FORMATS
+    stored = scan_checkpoint(folder).tensors
+    return any(_has_values(stored, info) for info in stored.values())
+
+
+def _has_values(stored: Mapping[str, TensorInfo], info: TensorInfo) -> bool:
+    """Whether a weight is of integers, or of e4m3 with scales that no release has."""
+    matrix, _, last = info.name.rpartition(".")
+    if last == PACKED:
+        return info.dtype != CODES
+    return last == "weight" and info.dtype == E4M3 and f"{matrix}.{SCALE}" in stored
 
 
 def recognise_packed(folder: Path) -> PackedIdentity:
@@ -159,7 +154,8 @@ def packed_identity(checkpoint: Checkpoint, values: Mapping[str, Any], where: st
     model = {key: value for key, value in values.items() if key != "quantization_config"}
     config = parse_config(model, where, any("mtp." in name for name in names))
     identity = describe(config, _formats(checkpoint))
-    return PackedIdentity(identity.size, config, identity.formats, checkpoint, PackedNaming(checkpoint.tensors))
+    naming = PackedNaming(checkpoint.tensors, compressed_naming(checkpoint))
+    return PackedIdentity(identity.size, config, identity.formats, checkpoint, naming)
 
 
 def _values(folder: Path) -> dict[str, Any]:
@@ -171,11 +167,9 @@ def _values(folder: Path) -> dict[str, Any]:
 
 def _formats(checkpoint: Checkpoint) -> Formats:
     """How most matrices are seen, by the first of each kind."""
-    stored = checkpoint.tensors
-    expert = next((name for name in stored if ".ffn.experts." in name and name.endswith(PACKED)), "")
-    kind = "values"
-    if expert and stored[expert].dtype == "U8":
-        kind = "nvfp4" if expert.replace(PACKED, "weight_global_scale") in stored else "mxfp4"
-    plain = next((info for name, info in stored.items() if name.endswith(".attn.wq_a.weight")), None)
-    linear = {"BF16": "bf16", "F8_E4M3": "fp8"}.get(plain.dtype, "values") if plain else "values"
-    return Formats(VIEWS[linear].linear, VIEWS[kind].experts, "bf16")
+
+    def first(part: str) -> Formats:
+        name = next((name for name in checkpoint.tensors if part in name), "")
+        return VIEWS[_kind(checkpoint.tensors, name.rpartition(".")[0])]
+
+    return Formats(first(".attn.wq_a.").linear, first(".ffn.experts.").experts, "bf16")

@@ -6,7 +6,7 @@ import numpy as np
 
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.layout import TensorSpec
-from dsv4cli.engine.checkpoint.packed import PACKED, SCALE
+from dsv4cli.engine.checkpoint.packed import E4M3, PACKED, SCALE
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import NUMPY_DTYPES, Raw, StoredModel
 from dsv4cli.engine.checkpoint.values import decode, e4m3_values
@@ -71,8 +71,8 @@ class PackedStoredModel(StoredModel):
     def _e4m3(self, infos: Mapping[str, TensorInfo], spec: TensorSpec, start: int, stop: int) -> Raw:
         """code * scale of e4m3: a scale for the tensor, for a row, or for a block."""
         info, scale = infos["weight"], infos[SCALE]
-        if info.dtype != "F8_E4M3":
-            raise self._odd(info, "F8_E4M3")
+        if info.dtype != E4M3:
+            raise self._odd(info, E4M3)
         self._expect(info, spec.shape)
         high, wide = (*scale.shape, 1, 1)[:2]
         if (high, wide) not in ((1, 1), (spec.shape[0], 1), tuple(-(-size // BLOCK) for size in spec.shape)):

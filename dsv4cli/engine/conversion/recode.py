@@ -8,11 +8,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dsv4cli.engine.checkpoint.compare import Comparison
 from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
-from dsv4cli.engine.checkpoint.values import Form, decode, form_of, scale_rows
+from dsv4cli.engine.checkpoint.values import Form, Values, decode, form_of, scale_rows
 from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.errors import CheckpointError
@@ -95,11 +94,9 @@ class Recipe:
         # only formats with a scale for each row are cut inside a block
         return {role: array[begin - first :] if array.ndim else array for role, array in found.items()}
 
-    def compared(self, begin: int, end: int) -> Comparison:
-        """How rows of the target, from a multiple of 128 on, differ from those of the source. Raises as `rows`."""
-        result = Comparison()
-        result.add(decode(self.form, self._read(slice(begin, end))), decode(self.target, self.rows(begin, end)), begin)
-        return result
+    def source_values(self, begin: int, end: int) -> Values:
+        """The values of rows of the source, from a multiple of 128 on."""
+        return decode(self.form, self._read(slice(begin, end)))
 
     def _read(self, rows: slice) -> dict[Role, Raw]:
         source, form = self.recoder.source, self.form

@@ -18,14 +18,13 @@ from dsv4cli.engine.checkpoint.headers import UNFINISHED
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.values import Raw
 from dsv4cli.engine.config.formats import Role
-from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode
+from dsv4cli.engine.conversion.gguf.encode import encode_matrix
 from dsv4cli.engine.conversion.hashed_file import HashedFile, Room
 from dsv4cli.engine.conversion.journal import Journal
 from dsv4cli.engine.conversion.manifest import changed, hash_file
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
 from dsv4cli.engine.conversion.recode import Recipe, Recoder
 from dsv4cli.engine.system.atomic import publish
-from dsv4cli.errors import CheckpointError
 
 # bytes written in one step of a worker: on a CPU its arrays stay in the second-level cache, on a GPU a step is worth
 # its transfers
@@ -257,7 +256,7 @@ def write_rows(
     for begin, end in steps:
         arrays = recipe.rows(begin, end)
         if item.encoding:
-            arrays = {"weight": _encoded(item, arrays)}
+            arrays = {"weight": encode_matrix(item.matrix, item.encoding, arrays)}
         written = 0
         for slot in item.slots:
             part = _part(arrays[slot.role], slot)
@@ -265,16 +264,6 @@ def write_rows(
             if part.ndim or begin == item.rows[0]:
                 written += write(part.reshape(-1).view(np.uint8).data, _offset(slot, item, begin, part))
         yield written
-
-
-def _encoded(item: Item, arrays: Mapping[Role, Raw]) -> Raw:
-    try:
-        return encode(item.encoding, arrays)
-    except NotFinite:
-        raise CheckpointError(
-            f"{item.matrix} has values that {item.encoding} cannot hold",
-            "--attention bf16 can hold every value; `dsv4 inspect SRC --values full` shows what is damaged",
-        ) from None
 
 
 def _part(array: Raw, slot: Slot) -> Raw:

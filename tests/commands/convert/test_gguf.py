@@ -12,7 +12,7 @@ from dsv4cli import Model
 from dsv4cli.engine.checkpoint.gguf.header import read_gguf
 from dsv4cli.engine.checkpoint.gguf.types import TYPES
 from dsv4cli.engine.conversion import plan, write
-from dsv4cli.engine.conversion.gguf.encode import encode
+from dsv4cli.engine.conversion.gguf.encode import encode_matrix
 from dsv4cli.engine.text.prompt import encode_messages
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from tests.support import crashing, damage, questions
@@ -132,6 +132,22 @@ def test_the_report_says_that_the_drafter_is_left_out(tmp_path):
     assert "drafter" not in err
 
 
+def test_what_q8_0_rounds_is_told_before_anything_is_written(tmp_path):
+    lines = [json.loads(line) for line in convert(NANO, tmp_path / "out", "--to", "gguf", "--json").splitlines()]
+    assert [line["event"] for line in lines][:2] == ["rounding", "file"]
+    told, compared = lines[0]["tensors"], lines[-1]["verified"]
+    assert not any(".experts." in name and "shared" not in name for name in told)
+    assert list(told.values()) == sorted(told.values(), reverse=True)
+    # half a step of 254, less where a block has small values; the comparison reads other rows than the first
+    assert 0.001 < max(told.values()) < 0.01
+    assert max(told.values()) == pytest.approx(max(compared["inexact"].values()), rel=0.2)
+
+
+def test_what_bf16_holds_is_not_rounded(tmp_path):
+    plan = json.loads(convert(NANO, tmp_path / "out", "--to", "gguf", "--attention", "bf16", "--json", "--dry-run"))
+    assert plan["rounded"] == {}
+
+
 def test_small_files_hold_the_same(made, tmp_path):
     gguf = pytest.importorskip("gguf")
     convert(NANO, tmp_path / "out", "--to", "gguf", "--max-shard-size", "2MB")
@@ -158,14 +174,14 @@ def test_an_interrupted_job_goes_on(made, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "BATCH", crashing.BATCH)
     left = iter(range(60))
 
-    def stop(kind, arrays):
+    def stop(matrix, kind, arrays):
         if next(left, None) is None:
             raise KeyboardInterrupt
-        return encode(kind, arrays)
+        return encode_matrix(matrix, kind, arrays)
 
-    monkeypatch.setattr(write, "encode", stop)
+    monkeypatch.setattr(write, "encode_matrix", stop)
     assert run("convert", NANO, tmp_path / "out", "--to", "gguf", "--workers", "1")[0] == 130
-    monkeypatch.setattr(write, "encode", encode)
+    monkeypatch.setattr(write, "encode_matrix", encode_matrix)
     convert(NANO, tmp_path / "out", "--to", "gguf")
     assert files(tmp_path / "out") == files(made / "q8")
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4cli.engine.checkpoint.identify import identify
 from dsv4cli.engine.checkpoint.layouts import recognise_stored
 from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.checkpoint.values import decode, form_of
@@ -205,6 +206,45 @@ def test_e4m3_with_scales_of_any_shape(tmp_path, shape):
             np.testing.assert_array_equal(model.read(spec, slice(100, 140)), value.numpy()[100:140])
 
 
+def mixed(exported: Path, folder: Path) -> Path:
+    """A copy of the NVFP4 export that says that groups of tensors have formats of their own."""
+    folder.mkdir()
+    for path in (exported / "nvfp4").glob("*.*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    say = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    damage.edit_config(folder, quantization_config=say)
+    return folder
+
+
+def test_of_mixed_formats_the_tensors_tell_what_runs(exported, tmp_path):
+    """What the engine runs is recognised as the engine does, whoever asks."""
+    folder = mixed(exported, tmp_path / "net")
+    assert recognise_stored(folder) == identify(folder)
+
+
+def test_e4m3_beside_nvfp4(exported, tmp_path):
+    folder = mixed(exported, tmp_path / "net")
+    scale, wanted = torch.tensor([0.75]), {}
+
+    def export(name: str, entry: Stored) -> dict[str, Stored]:
+        if not name.endswith(".attn.wq_a.weight"):
+            return {name: entry}
+        codes = tensor(entry).float().to(torch.float8_e4m3fn)
+        wanted[name] = codes.float() * scale
+        return {name: as_stored(codes), name + "_scale": as_stored(scale)}
+
+    damage.rewrite(folder, export)
+    convert(folder, tmp_path / "out", "--to", "official", "--no-mtp")
+    found, values = official_values(stored(tmp_path / "out")), official_values(stored(NANO))
+    experts = [name for name in found if ".ffn.experts." in name]
+    assert differing({name: values[name] for name in experts}, {name: found[name] for name in experts}) == []
+    identity = recognise_stored(folder)
+    assert (identity.formats.linear, identity.formats.experts) == ("f32", "nvfp4")
+    with open_stored(identity) as model:
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(model.read(identity.specs[name]), value.numpy())
+
+
 def renamed(old, new):
     return lambda name, entry: {name.replace(old, new): entry}
 
@@ -222,7 +262,7 @@ def test_other_names_and_orders_are_refused(exported, tmp_path, change, sentence
     for path in (exported / "fp4").glob("*.*"):
         (folder / path.name).write_bytes(path.read_bytes())
     damage.rewrite(folder, change)
-    say = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    say = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     damage.edit_config(folder, quantization_config=say)
     with pytest.raises(UnsupportedCheckpoint, match=sentence):
         recognise_stored(folder)

@@ -12,6 +12,7 @@ from math import prod
 from dsv4cli.engine.checkpoint.gguf.types import TYPES, row_bytes
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.naming import Location
+from dsv4cli.engine.config.formats import FormatName
 
 TOP = {
     "embed.weight": "token_embd.weight",
@@ -59,6 +60,9 @@ LAYER = {
     "ffn.experts.w2": "ffn_down_exps.weight",
     "ffn.experts.w3": "ffn_up_exps.weight",
 }
+# tensor type in which a matrix of a format of the table is written, and a plain tensor of a dtype where it has another
+MATRIX_TYPES: Mapping[FormatName, str] = {"fp4": "MXFP4", "bf16": "BF16", "f32": "Q8_0"}
+PLAIN_TYPES = {"I64": "I32"}
 EXPERT = re.compile(r"\.experts\.\d+\.")
 IN_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
@@ -102,13 +106,12 @@ def written_types(specs: Iterable[TensorSpec]) -> dict[str, str]:
 
     FP4 is MXFP4 in another order of nibbles; a matrix in fp32 is rounded to Q8_0; token ids take 32 bits.
     """
-    types = {"I8": "MXFP4", "I64": "I32"}
-    return {
-        gguf_name(spec): "Q8_0" if _rounds(spec) else types.get(spec.dtype, spec.dtype)
-        for spec in specs
-        if not spec.is_scale
-    }
+    return {gguf_name(spec): _written(spec) for spec in specs if not spec.is_scale}
 
 
-def _rounds(spec: TensorSpec) -> bool:
-    return spec.dtype == "F32" and spec.columns > 0 and spec.columns % TYPES["Q8_0"].values == 0
+def _written(spec: TensorSpec) -> str:
+    if spec.form is None:
+        return PLAIN_TYPES.get(spec.dtype, spec.dtype)
+    found = MATRIX_TYPES[spec.form]
+    # a row of no whole number of blocks stays as it is
+    return spec.dtype if found == "Q8_0" and spec.columns % TYPES[found].values else found

@@ -34,8 +34,6 @@ class GgufStoredModel(StoredModel):
 
 def _seen(spec: TensorSpec, kind: str, raw: Raw) -> Raw:
     """Rows of a tensor in the format of the table."""
-    if spec.dtype == "I8":
-        return mxfp4_codes(raw)
-    if spec.role == "scale":
-        return mxfp4_scales(raw)
+    if spec.form == "fp4":
+        return mxfp4_scales(raw) if spec.is_scale else mxfp4_codes(raw)
     return raw.view(np.uint16) if spec.dtype == kind == "BF16" else values(kind, raw)

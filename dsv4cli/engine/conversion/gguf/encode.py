@@ -7,6 +7,7 @@ import numpy as np
 from dsv4cli.engine.checkpoint.gguf.types import TYPES
 from dsv4cli.engine.checkpoint.values import Raw
 from dsv4cli.engine.config.formats import Role
+from dsv4cli.errors import CheckpointError
 
 # int8 codes of Q8_0 go to 127 on both sides, so that their scale is amax / 127 (ggml-quants.c, quantize_row_q8_0_ref)
 LARGEST = 127
@@ -14,6 +15,17 @@ LARGEST = 127
 
 class NotFinite(Exception):
     """A value has no code: NaN, or too large for an fp16 scale."""
+
+
+def encode_matrix(matrix: str, kind: str, arrays: Mapping[Role, Raw]) -> Raw:
+    """As `encode`. Raises CheckpointError, naming the matrix, for a value that the type cannot hold."""
+    try:
+        return encode(kind, arrays)
+    except NotFinite:
+        raise CheckpointError(
+            f"{matrix} has values that {kind} cannot hold",
+            "--attention bf16 can hold every value; `dsv4 inspect SRC --values full` shows what is damaged",
+        ) from None
 
 
 def encode(kind: str, arrays: Mapping[Role, Raw]) -> Raw:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.checkpoint.gguf.header import ALIGNMENT
+from dsv4cli.engine.checkpoint.gguf.naming import MATRIX_TYPES
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.config.gguf import ARCHITECTURE, end_tokens, gguf_values
 from dsv4cli.engine.config.model_config import ModelConfig, read_json
@@ -22,7 +23,7 @@ QUANTIZATION_VERSION = 2
 
 def stem(source: FolderIdentity, formats: Formats) -> str:
     """The name of the files without their ending: the model's and the type of its experts."""
-    return f"{_name(source)}-{_kind(formats)}"
+    return f"{_name(source)}-{MATRIX_TYPES[formats.experts]}"
 
 
 def gguf_metadata(
@@ -46,7 +47,7 @@ def gguf_metadata(
         "general.type": "model",
         "general.name": _name(source),
         "general.alignment": ALIGNMENT,
-        "general.file_type": FILE_TYPES[_kind(formats)],
+        "general.file_type": FILE_TYPES[MATRIX_TYPES[formats.experts]],
         "general.quantization_version": QUANTIZATION_VERSION,
     }
     return general | gguf_values(config) | words | end_tokens(config)
@@ -57,10 +58,6 @@ def _name(source: FolderIdentity) -> str:
     if not usual:
         return "model"
     return usual + ("-0731" if source.release == "0731" else "")
-
-
-def _kind(formats: Formats) -> str:
-    return "MXFP4" if formats.experts == "fp4" else "BF16"
 
 
 def _text(path: Path) -> str | None:
