@@ -120,3 +120,15 @@ def test_a_step_that_captures_a_graph_teaches_nothing(monkeypatch):
     machine._fixed = 0.004
     machine.step(one, active)
     assert one._reading == before
+
+
+def test_a_chunk_that_took_long_once_counts_twice_at_most(monkeypatch):
+    machine, one = Machine(monkeypatch), Pace(TARGET)
+    active = [request(0, 100, decodes=True), request(1, 100_000)]
+    for _ in range(20):
+        machine.step(one, active)
+    before = dict(one._reading)
+    machine._fixed = 3.0
+    for _ in range(3):  # a chunk, and tokens behind it
+        machine.step(one, active)
+    assert max(one._reading[size] / before[size] for size in before) == pytest.approx(2)

@@ -6,6 +6,7 @@ from math import inf
 import pytest
 import torch
 
+from dsv4cli.engine.tracing import compare
 from dsv4cli.engine.tracing.compare import StageDifference, differences, rounding_of
 from dsv4cli.engine.tracing.feed import Jitter, format_rounding, rounding_between, sum_rounding
 from dsv4cli.engine.tracing.judge import FACTOR, Moved, judged, load_noise, save_noise
@@ -55,8 +56,10 @@ def test_rows_with_other_choices_before_them_are_left_out():
     assert excess(found, _0=[0.1] * 10) == pytest.approx(1 / FACTOR)
 
 
-def test_what_is_no_number_is_never_explained():
-    assert excess(difference([0.0] * 9 + [inf]), _0=[1.0] * 10) == inf
+@pytest.mark.parametrize("alike", [[True] * 10, [True] * 9 + [False]])
+def test_what_is_no_number_is_never_explained(alike):
+    """Nor where another choice came before it."""
+    assert excess(difference([0.0] * 9 + [inf], alike=alike), _0=[1.0] * 10) == inf
 
 
 def test_few_logits_move_as_the_streams_do():
@@ -95,7 +98,9 @@ class InMemory:
         return self._rows[first:end]
 
 
-def test_cosine_relative_and_the_largest_difference():
+@pytest.mark.parametrize("at_once", [24, compare.AT_ONCE])
+def test_cosine_relative_and_the_largest_difference(monkeypatch, at_once):
+    monkeypatch.setattr(compare, "AT_ONCE", at_once)
     a = torch.zeros(20, 3, 2)
     a[..., 0] = 1
     b = a.clone()
