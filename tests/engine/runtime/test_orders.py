@@ -1,0 +1,72 @@
+"""What the other ranks are told, and when."""
+
+import json
+
+from dsv4cli.engine.parallel.followers import Followers
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.follower import Follower
+from dsv4cli.engine.runtime.orders import Orders, described
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.settings import Limits, Sampling
+from tests.support.speculation import model_of
+
+
+class Heard(Followers):
+    """What ranks that are not there hear."""
+
+    def __init__(self):
+        super().__init__(World())
+        self.heard = []
+
+    def tell(self, orders):
+        self.heard.append(orders)
+
+    def rest(self):
+        self.heard.append("rest")
+
+
+def test_orders_are_told_once_in_their_order():
+    followers = Heard()
+    orders = Orders(followers)
+    orders.add("end", number=3)
+    orders.add("prepare")
+    orders.tell()
+    orders.tell()
+    orders.rest()
+    assert followers.heard == [[("end", {"number": 3}), ("prepare", {})], [], "rest"]
+
+
+def test_where_nobody_follows_nothing_is_kept():
+    orders = Orders(None)
+    orders.add("prepare")
+    assert orders.waiting == []
+    orders.tell()
+    orders.rest()
+
+
+def test_followers_rest_when_the_last_request_has_ended():
+    followers = Heard()
+    with Engine(model_of("mtp"), Capacity(2), "cpu", followers) as engine:
+        requests = [Request([1, 2, 3], Sampling(0.0), Limits(2), stop_ids=()) for _ in range(2)]
+        for request in requests:
+            engine.add(request)
+        engine.step()
+        engine.cancel(requests[0])
+        assert "rest" not in followers.heard
+        engine.cancel(requests[1])
+        assert followers.heard[-1] == "rest"
+
+
+def test_a_follower_has_the_request_that_was_described():
+    limits = Limits(max_tokens=9, max_context=90, prefill_chunk=7)
+    sampling = Sampling(0.7, 0.9, 5, logit_bias=((3, 1.5),))
+    request = Request([1, 2, 3], sampling, limits, keep=(2,), scored=True, number=4, end=12)
+    follower = Follower(model_of("mtp"), "cpu")
+    follower.carry_out([("begin", {}), ("add", json.loads(json.dumps(described(request))))])
+    [own] = follower.runner.scheduler.active
+    assert (own.number, own.prompt, own.end, [*own.keep], own.scored) == (4, [1, 2, 3], 12, [2], True)
+    assert (own.limits.prefill_chunk, own.limits.max_context) == (7, 90)
+    assert (own.sampling.temperature, own.sampling.top_p, own.sampling.seed) == (0.7, 0.9, 5)
+    assert [(token, bias) for token, bias in own.sampling.logit_bias] == [(3, 1.5)]
