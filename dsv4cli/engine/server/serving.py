@@ -1,5 +1,6 @@
 """A server put together: the engine in its thread, the routes, the HTTP around them."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,9 @@ from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import HttpLimits, HttpServer
 from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.service import Service, Usual
+
+# how long the event loop may keep the engine's thread from Python's lock: its usual 5 ms are a seventh of a step of 64
+SWITCH_SECONDS = 5e-4
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ def serving(
 ) -> tuple[AsyncEngine, HttpServer]:
     """The engine as the running event loop sees it, and its server, which is to be started. log: takes a line a
     request; bug: the traceback of an error that is ours; ready: called once clients can connect."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     metrics = Metrics()
     asked = AsyncEngine(engine, MAX_SLOTS + offer.max_queue, metrics)
     service = Service(offer.dialogue, offer.names, offer.usual, asked, metrics, log, offer.log_prompts)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 from starlette.datastructures import Headers
@@ -10,6 +11,7 @@ from dsv4cli.engine.server import metrics
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.engine.server.serving import SWITCH_SECONDS
 from dsv4cli.errors import UsageError
 from tests.support.serving import asking, comes
 
@@ -31,6 +33,11 @@ def test_the_page_may_load_nothing_from_elsewhere(nano):
     assert (response.status, response.getheader("content-type")) == (200, "text/html; charset=utf-8")
     assert (response.getheader("content-security-policy") or "").startswith("default-src 'none'")
     assert b"<title>" in response.read()
+
+
+@pytest.mark.usefixtures("nano")
+def test_the_event_loop_gives_way_to_the_engine():
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
 
 
 def test_health_and_version(nano):
