@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from dsv4cli.commands.chat import turn
 from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.checkpoint import source
 from dsv4cli.engine.checkpoint.source import RandomSource
@@ -234,6 +235,7 @@ def test_drafts_are_told_in_the_line_and_in_the_stats(chat, dsv4):
     alone = chat("hello", "/stats", answers=("seventy",))
     assert "a step" not in alone.err + alone.out
     ManyTokens(dsv4.patch)
+    dsv4.patch.setattr(turn, "BURST", 0.0)  # however fast it is
     done = chat("hello", "again", "/stats", answers=("seventy",))
     assert done.out.startswith("seventy\nseventy\n")
     assert len(re.findall(r" tokens · \d[\d.]* tokens/s, 2\.0 a step · first after ", done.err)) == 2

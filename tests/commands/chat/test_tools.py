@@ -193,7 +193,7 @@ def test_on_a_terminal(tmp_path):
     prepare = speaking(says(CALL, "It is **so**."), 0, 0)
     (tmp_path / "call.py").write_text("import sys; sys.exit('\\x1b]0;title\\x07bad')")
     options = ("--tool-exec", f"{sys.executable} {tmp_path}/call.py")
-    one = Terminal("chat", "--model", SMALL, *options, prepare=prepare, XDG_STATE_HOME=str(tmp_path))
+    one = Terminal("chat", "--model", SMALL, *options, prepare=prepare, columns=200, XDG_STATE_HOME=str(tmp_path))
     one.until("Ctrl-D quits\n", ">")
     one.type("weather?\r")
     one.until("y or n", ">")
