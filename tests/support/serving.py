@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
@@ -151,7 +151,8 @@ def served(model: str = "nano", keys: tuple[bytes, ...] = (), think: str = "off"
     try:
         yield one
     finally:
-        one.loop.call_soon_threadsafe(one.server.stop)
+        with suppress(RuntimeError):  # it has ended already
+            one.loop.call_soon_threadsafe(one.server.stop)
         thread.join(60)
         assert not thread.is_alive()
     assert bugs == []
