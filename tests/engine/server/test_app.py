@@ -170,12 +170,19 @@ def test_keys_are_read_from_a_file(tmp_path):
     assert read_keys(tmp_path / "keys") == KEYS
 
 
-@pytest.mark.parametrize("content", ["", "\n", "short", "schl\u00fcssel-lang"])
+@pytest.mark.parametrize("content", ["", "\n", "short", "schl\u00fcssel-lang", "two-keys in-a-line", "# a comment"])
 def test_what_is_no_key_is_refused(tmp_path, content):
     (tmp_path / "keys").write_text(content, "utf-8")
     with pytest.raises(UsageError, match="key") as error:
         read_keys(tmp_path / "keys")
     assert "openssl rand" in error.value.remedy
+    assert not content.strip() or ">" not in error.value.remedy  # keys that are there stay
+
+
+def test_the_line_of_a_wrong_key_is_named(tmp_path):
+    (tmp_path / "keys").write_text("first-key\n\nshort\n")
+    with pytest.raises(UsageError, match=r"line 3 of .*keys is no key"):
+        read_keys(tmp_path / "keys")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
