@@ -46,18 +46,20 @@ def test_health_and_version(nano):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
+    ("method", "path", "status", "message"),
     [
-        ("GET", "/v1/nothing", 404),
-        ("GET", "/v1/chat/completions", 405),
-        ("POST", "/health", 405),
-        ("PUT", "/version", 405),
+        ("GET", "/v1/nothing", 404, "there is nothing at this path; there are /v1/chat/completions, "),
+        ("GET", "/v1/chat/completions", 405, "this path takes POST"),
+        ("POST", "/health", 405, "this path takes GET or HEAD"),
+        ("PUT", "/version", 405, "this path takes GET or HEAD"),
     ],
 )
-def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, status):
+def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, status, message):
     response = nano.send(method, path, b"{}")
     assert response.status == status
-    assert json.loads(response.read())["error"]["message"]
+    assert json.loads(response.read())["error"]["message"].startswith(message)
+    # whoever reads the log finds the reason too
+    assert comes(lambda: any(f"{method} {path} {status}, {message}" in line for line in nano.lines))
 
 
 def numbers(nano):
