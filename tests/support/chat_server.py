@@ -54,7 +54,7 @@ class ChatServer:
     """Answers are taken from `script`, one a question, the last one again and again. bodies: what was asked, as JSON.
 
     key: what it wants as an API key. counts: it has /tokenize, for which a byte is a token; counted: how often it was
-    asked. ended: the other side has closed a connection in an answer.
+    asked. ended: the other side has closed a connection in an answer. stopped: nothing is answered any more.
     """
 
     def __init__(self) -> None:
@@ -64,14 +64,17 @@ class ChatServer:
         self.key = ""
         self.counts, self.counted = True, 0
         self.ended = threading.Event()
+        self.stopped = False
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                server.get(self)
+                if not server.stopped:
+                    server.get(self)
 
             def do_POST(self) -> None:
-                server.post(self)
+                if not server.stopped:
+                    server.post(self)
 
             def log_message(self, *_: object) -> None:
                 """Says nothing."""
@@ -92,7 +95,8 @@ class ChatServer:
             thread.join()
 
     def stop(self) -> None:
-        """Nobody listens any more; harmless the second time."""
+        """Nobody listens any more, nor on a connection that a browser has opened ahead; harmless the second time."""
+        self.stopped = True
         self._server.shutdown()
         self._server.server_close()
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Literal
 
 import typer
@@ -79,7 +80,7 @@ def serve(
     Options of answers hold where a request does not say otherwise. stdout has the server's address once it is ready.
     Ctrl-C lets running answers finish, twice it ends at once.
     """
-    out = Output(context.obj, quiet=quiet)
+    start, out = perf_counter(), Output(context.obj, quiet=quiet)
     _check(options.device, torchrun)
     compiler = early_compiler(options)
     from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
@@ -93,7 +94,7 @@ def serve(
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
     share = Sharing(memory, step_ms)
     policy = Policy(Guard(keys, host), share, tuple(alias or ()), max_queue, grace, options.seed, fields, log_prompts)
-    code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy)
+    code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy, start)
     raise typer.Exit(code)
 
 

@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.ranks import left_by, opened_in_ranks
 from dsv4cli.errors import Dsv4Error
-from dsv4cli.output import ReaderGone
+from dsv4cli.output import ReaderGone, duration_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.model.transformer import Transformer
@@ -63,16 +64,16 @@ class Policy:
         )  # fmt: skip
 
 
-def serve_model(job: Job, ranks: int, address: Address, policy: Policy) -> int:
-    """Serves until a signal ends it; the exit code. Raises Dsv4Error."""
-    from dsv4cli.engine.config.capacity import MAX_SLOTS
+def serve_model(job: Job, ranks: int, address: Address, policy: Policy, start: float) -> int:
+    """Serves until a signal ends it; the exit code. start: when the program began (perf_counter). Raises Dsv4Error."""
+    from dsv4cli.engine.server import serving  # noqa: F401 - now: nothing is imported when the weights are there
     from dsv4cli.engine.server.http import bound_socket
 
-    job = replace(job, clients=MAX_SLOTS)
-    _ = job.dialogue  # refused before the model is loaded, as is an address that is taken
+    running = Running(job, policy, start)
+    _ = running.job.dialogue  # refused before the model is loaded, as is an address that is taken
     engine_of = partial(_engine_of, policy.share)
-    with bound_socket(*address) as bound, opened_in_ranks(job, ranks, LOST_RANK, engine_of) as engine:
-        return asyncio.run(Running(job, policy).serve(engine, bound))
+    with bound_socket(*address) as bound, opened_in_ranks(running.job, ranks, LOST_RANK, engine_of) as engine:
+        return asyncio.run(running.serve(engine, bound))
 
 
 def _engine_of(share: "Sharing", job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
@@ -83,10 +84,14 @@ def _engine_of(share: "Sharing", job: Job, model: "Transformer") -> "AbstractCon
 
 
 class Running:
-    """A server while it runs."""
+    """A server from its start to its end. job: with many clients."""
 
-    def __init__(self, job: Job, policy: Policy) -> None:
-        self._job, self._out, self._policy = job, job.out, policy
+    def __init__(self, job: Job, policy: Policy, start: float) -> None:
+        from dsv4cli.engine.config.capacity import MAX_SLOTS
+
+        self.job = replace(job, clients=MAX_SLOTS, loaded=self._note_weights)
+        self._out, self._policy = job.out, policy
+        self._start = self._weights = start
         self._number = 0  # of the signal that ends it
         self._leave = left_by(job.out)
 
@@ -95,7 +100,7 @@ class Running:
         from dsv4cli.engine.server.serving import serving
 
         asked, server = serving(
-            engine, self._policy.offer(self._job), self._say, self._confess, lambda: self._say_ready(bound)
+            engine, self._policy.offer(self.job), self._say, self._confess, lambda: self._say_ready(bound)
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number, server)
@@ -110,6 +115,9 @@ class Running:
         if not asked.close(LAST_STEP_SECONDS):
             self._leave_now()
         return 128 + self._number
+
+    def _note_weights(self) -> None:
+        self._weights = perf_counter()
 
     def _say(self, text: str) -> None:
         try:
@@ -126,7 +134,9 @@ class Running:
     def _say_ready(self, bound: socket.socket) -> None:
         from dsv4cli.engine.server.http import url_of
 
-        self._say("ready; Ctrl-C ends it")
+        now = perf_counter()
+        after, all_of_it = duration_text(now - self._weights), duration_text(now - self._start)
+        self._say(f"ready {after} after the weights, {all_of_it} after the start; Ctrl-C ends it")
         self._out.line(url_of(bound))
 
     def _end(self, number: int, server: "HttpServer") -> None:

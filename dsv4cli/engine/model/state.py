@@ -40,7 +40,8 @@ class Pool:
         """Makes room for `blocks` blocks in all."""
         missing = blocks * self.per_block - self.data.shape[0]
         if missing > 0:
-            self.data = torch.cat((self.data, self.data.new_zeros(missing, self.data.shape[1])))
+            fresh = self.data.new_zeros(missing, self.data.shape[1])
+            self.data = torch.cat((self.data, fresh)) if len(self.data) else fresh  # never twice at once
 
 
 @dataclass

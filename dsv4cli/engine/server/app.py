@@ -143,13 +143,21 @@ class App:
 
     def _refusal(self, error: Exception) -> Refusal:
         if isinstance(error, HTTPException):
-            what = "there is nothing here" if error.status_code == 404 else "this is not how to ask here"
-            return Refusal(error.status_code, f"{what}; /v1/models, /v1/chat/completions and /v1/messages are")
+            return _misplaced(error)
         if isinstance(error, RecursionError):
             return Refusal(400, "the body is nested too deeply")
         if not isinstance(error, Refusal | Dsv4Error):
             self.bug("".join(format_exception(error)))
         return refusal_of(error)
+
+
+def _misplaced(error: HTTPException) -> Refusal:
+    """A path that is not there, or another method than it takes."""
+    if error.status_code == 405:
+        methods = " or ".join(sorted((error.headers or {})["Allow"].split(", ")))
+        return Refusal(405, f"this path takes {methods}")
+    paths = "/v1/chat/completions, /v1/completions, /v1/messages and /v1/models"
+    return Refusal(error.status_code, f"there is nothing at this path; there are {paths}")
 
 
 def _is_anthropic(scope: Scope) -> bool:
@@ -167,6 +175,6 @@ def _line(scope: Scope, status: int, refusal: Refusal | None, seconds: float) ->
         line += f", {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens"
         line += f", {cached:,} cached" if cached else ""
         line += ", not finished" if scope["state"]["call"].broken_off else ""
-    if refusal is not None and refusal.param is not None:
-        line += f", {refusal.param}"
+    if refusal is not None:
+        line += f", {refusal.param or refusal.message}"  # what is said of a field may have its value
     return f"{line}, {seconds:.2f} s"

@@ -20,15 +20,19 @@ SHORTEST_KEY = 8
 def read_keys(file: Path) -> tuple[bytes, ...]:
     """The keys in a file, one a line. Raises UsageError."""
     try:
-        lines = file.read_text(encoding="utf-8").split()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}", "give a readable file with a key a line") from None
     except UnicodeDecodeError:
         raise UsageError(f"{file} is not UTF-8", "give a file with a key a line") from None
-    if not lines or any(len(line) < SHORTEST_KEY or not line.isascii() for line in lines):
-        what = "has no key" if not lines else f"has a key of fewer than {SHORTEST_KEY} characters, or not in ASCII"
-        raise UsageError(f"{file} {what}", f"make one: openssl rand -hex 24 > {file}")
-    return tuple(line.encode() for line in lines)
+    keys = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, key in keys:
+        if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            what = f"line {number} of {file} is no key: it needs {SHORTEST_KEY} characters of ASCII or more, no spaces"
+            raise UsageError(what, "make one: openssl rand -hex 24")
+    if not keys:
+        raise UsageError(f"{file} has no key", f"make one: openssl rand -hex 24 > {file}")
+    return tuple(key.encode() for _, key in keys)
 
 
 def is_loopback(host: str) -> bool:

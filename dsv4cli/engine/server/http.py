@@ -1,6 +1,7 @@
 """The HTTP server around an ASGI app: connections within bounds, and an end that lets answers finish; no torch."""
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from dsv4cli.errors import UsageError
 MOST_HEADER = 64 << 10
 # bytes that the system keeps for a client that does not read
 SEND_BUFFER = 256 << 10
+LISTEN = "use --host 127.0.0.1 or --host 0.0.0.0"
 
 
 @dataclass(frozen=True)
@@ -129,16 +131,17 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """A socket at an address, which nobody can connect to yet. Raises UsageError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        made = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends at once (TCP_NODELAY) only where the protocol is named: else an answer waits 40 ms for an ACK
+        made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
-        raise UsageError(
-            f"there is no address {host}: {error.strerror}", "use --host 127.0.0.1 or --host 0.0.0.0"
-        ) from None
+        raise UsageError(f"there is no address {host}: {error.strerror}", LISTEN) from None
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:
         made.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(f"{host} is no address of this machine", LISTEN) from None
         raise UsageError(
             f"port {port} of {host} cannot be taken: {error.strerror}", "give another --port, or 0 for any that is free"
         ) from None

@@ -46,18 +46,20 @@ def test_health_and_version(nano):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
+    ("method", "path", "status", "message"),
     [
-        ("GET", "/v1/nothing", 404),
-        ("GET", "/v1/chat/completions", 405),
-        ("POST", "/health", 405),
-        ("PUT", "/version", 405),
+        ("GET", "/v1/nothing", 404, "there is nothing at this path; there are /v1/chat/completions, "),
+        ("GET", "/v1/chat/completions", 405, "this path takes POST"),
+        ("POST", "/health", 405, "this path takes GET or HEAD"),
+        ("PUT", "/version", 405, "this path takes GET or HEAD"),
     ],
 )
-def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, status):
+def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, status, message):
     response = nano.send(method, path, b"{}")
     assert response.status == status
-    assert json.loads(response.read())["error"]["message"]
+    assert json.loads(response.read())["error"]["message"].startswith(message)
+    # whoever reads the log finds the reason too
+    assert comes(lambda: any(f"{method} {path} {status}, {message}" in line for line in nano.lines))
 
 
 def numbers(nano):
@@ -170,12 +172,19 @@ def test_keys_are_read_from_a_file(tmp_path):
     assert read_keys(tmp_path / "keys") == KEYS
 
 
-@pytest.mark.parametrize("content", ["", "\n", "short", "schl\u00fcssel-lang"])
+@pytest.mark.parametrize("content", ["", "\n", "short", "schl\u00fcssel-lang", "two-keys in-a-line", "# a comment"])
 def test_what_is_no_key_is_refused(tmp_path, content):
     (tmp_path / "keys").write_text(content, "utf-8")
     with pytest.raises(UsageError, match="key") as error:
         read_keys(tmp_path / "keys")
     assert "openssl rand" in error.value.remedy
+    assert not content.strip() or ">" not in error.value.remedy  # keys that are there stay
+
+
+def test_the_line_of_a_wrong_key_is_named(tmp_path):
+    (tmp_path / "keys").write_text("first-key\n\nshort\n")
+    with pytest.raises(UsageError, match=r"line 3 of .*keys is no key"):
+        read_keys(tmp_path / "keys")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from dsv4cli.engine.evaluation.forms import NANO_FILE
 from tests.support.program import Program
 
 pytestmark = pytest.mark.slow
@@ -134,31 +135,46 @@ def test_httpx_streams_many_at_once(nano):
         assert "".join(delta.get("content", "") for delta in deltas) == ANSWER
 
 
-def test_a_harness_finds_the_figures_of_run_score(nano, tmp_path, monkeypatch, capsys):
-    """lm-eval's local-completions with ids made by this server, on a task of three questions."""
+@pytest.fixture
+def harness(nano, tmp_path):
+    """What lm-eval finds when it asks the server: the samples of a task of its own, and its results."""
     pytest.importorskip("lm_eval")
-    items = [
-        {"q": f"What is {a} + {b}?", "choices": [f" {a + b}", f" {a + b + 1}"]} for a, b in ((2, 3), (17, 25), (9, 9))
-    ]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(one) + "\n" for one in items))
-    (tmp_path / "task.yaml").write_text(
-        "task: sums\ndataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'items.jsonl'}}}}}\n"
-        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
-        'doc_to_target: 0\ntarget_delimiter: ""\nmetric_list: [{metric: acc}]\n'
-    )
-    arguments = f"base_url={nano.url}/v1/completions,model=nano,tokenizer_backend=remote,num_concurrent=2,max_retries=1"
-    done = subprocess.run(
-        [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments, "--tasks", "sums",
-         "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"],
-        cwd=tmp_path, env={**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    [samples] = (tmp_path / "out").rglob("samples_sums*.jsonl")
+
+    def evaluate(model, path, items, task, *arguments):
+        (tmp_path / "items.jsonl").write_text("".join(json.dumps(one) + "\n" for one in items))
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}}}
+        (tmp_path / "task.yaml").write_text(json.dumps({"task": "own", **data, "test_split": "test", **task}))
+        server = f"base_url={nano.url}{path},model=nano,num_concurrent=2,max_retries=1"
+        done = subprocess.run(
+            [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", server, "--tasks", "own",
+             "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples", *arguments],
+            cwd=tmp_path, env={**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        [samples] = (tmp_path / "out").rglob("samples_own*.jsonl")
+        [results] = (tmp_path / "out").rglob("results*.json")
+        samples = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+        return samples, json.loads(results.read_text())["results"]["own"]
+
+    return evaluate
+
+
+def test_a_harness_finds_the_figures_of_run_score(nano, harness, tmp_path, monkeypatch, capsys):
+    """lm-eval's local-completions with ids made by this server, on a task of three questions."""
+    sums = ((2, 3), (17, 25), (9, 9))
+    items = [{"q": f"What is {a} + {b}?", "choices": [f" {a + b}", f" {a + b + 1}"]} for a, b in sums]
+    task = {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 0,
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
+    samples, _ = harness("local-completions", "/v1/completions", items, task)
     found = {}
-    for line in samples.read_text().splitlines():
-        sample = json.loads(line)
+    for sample in samples:
         for choice, response in zip(sample["doc"]["choices"], sample["filtered_resps"], strict=True):
             found[sample["doc"]["q"] + choice] = float(response[0])
     texts = {one["q"] + choice: (one["q"], choice) for one in items for choice in one["choices"]}
@@ -170,3 +186,33 @@ def test_a_harness_finds_the_figures_of_run_score(nano, tmp_path, monkeypatch, c
     scored = Program(monkeypatch, capsys)("run", "--score", str(tmp_path / "texts.jsonl")).out.splitlines()
     for (text, (_, context)), line in zip(ids.items(), scored, strict=True):
         assert math.isclose(found[text], sum(json.loads(line)["logprobs"][len(context) :]), abs_tol=1e-4)
+
+
+def test_a_harness_in_its_chat_form_finds_the_figures_of_eval(harness, tmp_path, monkeypatch, capsys):
+    """lm-eval's local-chat-completions; nano has some of these questions wrong."""
+    names = {"spelling", "counting", "units", "chinese", "greetings"}
+    own = [item for item in map(json.loads, NANO_FILE.read_text().splitlines()) if item["task"] in names]
+    asked = [
+        {"prompt": item["messages"][0]["content"], "score": "exact", "answer": item["answer"]}
+        for item in own
+        if len(item["messages"]) == 1
+    ]
+    task = {
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": [], "max_gen_toks": 64, "temperature": 0},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    samples, results = harness("local-chat-completions", "/v1/chat/completions", asked, task, "--apply_chat_template")
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    dsv4, out = Program(monkeypatch, capsys), tmp_path / "results.jsonl"
+    options = ("--temperature", "0", "--max-tokens", "64", "--out", str(out), "--json")
+    scored = json.loads(dsv4("eval", str(tmp_path / "asked.jsonl"), *options).out)
+    given = [json.loads(line) for line in out.read_text().splitlines()[1:]]
+    assert [sample["filtered_resps"] for sample in samples] == [[one["content"]] for one in given]
+    assert [sample["exact_match"] for sample in samples] == [one["ruling"] == "correct" for one in given]
+    assert scored["cut"] == 0  # the harness counts such an answer as wrong
+    assert math.isclose(results["exact_match,none"], scored["score"])
+    assert 0 < scored["score"] < 1
+    assert len(samples) == scored["items"] == 27

@@ -147,6 +147,14 @@ def test_the_end_lets_answers_finish():
     assert not server.asked._calls
 
 
+def test_what_is_sent_waits_for_no_acknowledgement(small):
+    """Headers and body, and the tokens of a stream, go out as they are written: no 40 ms between them."""
+    with connected(small):
+        assert comes(lambda: bool(small.server.server_state.connections))
+        [one] = small.server.server_state.connections
+        assert one.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_an_address_is_taken_before_the_model_is_loaded():
     with bound_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -156,5 +164,10 @@ def test_an_address_is_taken_before_the_model_is_loaded():
             bound_socket("127.0.0.1", port)
     with pytest.raises(UsageError, match="there is no address"):
         bound_socket("no.such.host.invalid", 0)
+    with pytest.raises(
+        UsageError, match=r"192\.0\.2\.1 is no address of this machine"
+    ) as error:  # of no machine: RFC 5737
+        bound_socket("192.0.2.1", 0)
+    assert "--host 127.0.0.1" in error.value.remedy
     with bound_socket("0.0.0.0", 0) as every:
         assert url_of(every).startswith("http://127.0.0.1:")
