@@ -89,6 +89,12 @@ def _memory_is_kept() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _files_need_not_outlive_the_machine() -> None:
+    """A disk is not waited for: syncing takes most of the time of a small conversion."""
+    os.fsync = os.fdatasync = lambda descriptor: None
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _signatures_are_read_once() -> None:
     """Typer would read those of all commands anew for each call: 20 ms."""
     from tests.support.program import command
