@@ -102,6 +102,14 @@ def _signatures_are_read_once() -> None:
     typer.main.get_command = typer.testing._get_command = command
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _weights_of_shared_models_are_decoded_once() -> None:
+    """Decoding them at each step is a third of it."""
+    from tests.support.shared_models import decode_once
+
+    decode_once()
+
+
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed torch, and poison the uninitialised memory that the package asks for."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4cli.engine.checkpoint.source import IN_PACKAGE, FolderSource, RandomSource
+from dsv4cli.engine.checkpoint.source import IN_PACKAGE, FolderSource, RandomSource, resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
@@ -68,12 +68,21 @@ def _shared() -> SharedModels:
     return SharedModels()
 
 
+def shared_model(name: str) -> Transformer:
+    """The model of this name, which nobody changes, in the reference's numerics."""
+    return _shared().load(resolve_model(name), Numerics.reference())
+
+
 def share_models(patch: pytest.MonkeyPatch) -> None:
     """Programs take the models of this process."""
     patch.setattr(load, "load_model", _shared().load)
-    patch.setattr(block_scale, "dequantise", _shared().dequantise)
 
 
 def load_models_anew(patch: pytest.MonkeyPatch) -> None:
     """Each program loads its own again."""
     patch.setattr(load, "load_model", load_anew)
+
+
+def decode_once() -> None:
+    """Weights of shared models are decoded once, for the rest of the process."""
+    block_scale.dequantise = _shared().dequantise
