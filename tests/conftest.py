@@ -104,7 +104,7 @@ def _signatures_are_read_once() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _weights_of_shared_models_are_decoded_once() -> None:
-    """Decoding them at each step is a third of it."""
+    """They do not change: decoding them anew at each step would give the same values."""
     from tests.support.shared_models import decode_once
 
     decode_once()
