@@ -89,11 +89,25 @@ def _memory_is_kept() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _files_need_not_outlive_the_machine() -> None:
+    """A disk is not waited for: syncing takes most of the time of a small conversion."""
+    os.fsync = os.fdatasync = lambda descriptor: None
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _signatures_are_read_once() -> None:
     """Typer would read those of all commands anew for each call: 20 ms."""
     from tests.support.program import command
 
     typer.main.get_command = typer.testing._get_command = command
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _weights_of_shared_models_are_decoded_once() -> None:
+    """They do not change: decoding them anew at each step would give the same values."""
+    from tests.support.shared_models import decode_once
+
+    decode_once()
 
 
 @pytest.fixture(autouse=True)

@@ -35,11 +35,15 @@ def correct() -> None:
     launched: set[str] = set()
     interpreter._patch_lang = once(interpreter._patch_lang, launched)
     executor.__call__ = quiet(executor.__call__, launched)
-    interpreter._patch_builtin = with_known_members(interpreter._patch_builtin)
+    interpreter._patch_builtin = patch_known_members
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     core = interpreter.tl.core
     core.block_type.__init__ = like_the_first_block(core.block_type.__init__)
     core.tensor.__init__ = like_the_first_tensor(core.tensor.__init__)
+    core.dtype.__eq__ = by_name(core.dtype.__eq__)
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.broadcast_impl_value = unless_alike(semantic.broadcast_impl_value)
+    semantic.computation_type_impl = once_a_pair(semantic.computation_type_impl)
     running = interpreter.interpreter_builder
     # it computes everything anew in 64 bits, and without `debug` drops what it finds
     running.options = dataclasses.replace(running.options, sanitize_overflow=False)
@@ -78,8 +82,11 @@ def wide_operation(operation: Method) -> Method:
     import triton.language as tl
 
     def call(self: Any, first: Any, *rest: Any) -> Any:
-        *others, op = rest
-        result = operation(self, wide(first), *map(wide, others), op)
+        if narrow_dtype(first.dtype) is None:  # the operands have one dtype
+            result = operation(self, first, *rest)
+        else:
+            *others, op = rest
+            result = operation(self, wide(first), *map(wide, others), op)
         if result.data.dtype == np.bool_:
             result.dtype = tl.int1
             return result
@@ -153,20 +160,27 @@ def remembered(numpy_dtype: Method) -> Method:
     return call
 
 
-def with_known_members(patch: Method) -> Method:
-    """It goes through everything in the language at each launch to find what to patch: 1 ms."""
-    from triton.runtime.interpreter import _patch_attr, tl
+def patch_known_members(owner: Any, builder: Any, scope: Any) -> None:
+    """Triton's goes through everything in the language at each launch to find what to patch: 1 ms."""
+    for name, member, interpreted in _builtins(owner):
+        if getattr(owner, name) is member:
+            scope.set_attr(owner, name, interpreted)
 
-    @cache
-    def builtins(owner: Any) -> dict[str, Any]:
-        return {name: member for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member)}
 
-    def call(owner: Any, builder: Any, scope: Any) -> None:
-        for name, member in builtins(owner).items():
-            if getattr(owner, name) is member:
-                _patch_attr(owner, name, member, builder, scope)
+@cache
+def _builtins(owner: Any) -> list[tuple[str, Method, Method]]:
+    """Those of a module or class, by name: each as it is, and as kernels call it."""
+    from triton.runtime.interpreter import interpreter_semantic, tl
 
-    return call
+    def interpreted(member: Method) -> Method:
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter_semantic
+            return member(*arguments, **named)
+
+        return call
+
+    found = inspect.getmembers(owner)
+    return [(name, member, interpreted(member)) for name, member in found if tl.core.is_builtin(member)]
 
 
 def like_the_first_block(init: Method) -> Method:
@@ -192,6 +206,38 @@ def like_the_first_tensor(init: Method) -> Method:
             init(self, handle, type)
             known[type.name] = dict(vars(self))
         vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    return call
+
+
+def by_name(equal: Method) -> Method:
+    """Types of numbers are compared at every operation."""
+
+    def call(self: Any, other: Any) -> bool:
+        return self.name == other.name if type(other) is type(self) else equal(self, other)
+
+    return call
+
+
+def unless_alike(broadcast: Method) -> Method:
+    """Blocks of one shape, as most are, come back as they are."""
+
+    def call(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        alike = left.type.is_block() and right.type.is_block() and left.handle.data.shape == right.handle.data.shape
+        return (left, right) if alike else broadcast(self, left, right)
+
+    return call
+
+
+def once_a_pair(computation_type: Method) -> Method:
+    """The type that an operation computes in follows from the types of its operands."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def call(self: Any, left: Any, left_is_number: bool, right: Any, right_is_number: bool, divides: bool) -> Any:
+        key = left.name, left_is_number, right.name, right_is_number, divides
+        if key not in known:
+            known[key] = computation_type(self, left, left_is_number, right, right_is_number, divides)
+        return known[key]
 
     return call
 

@@ -23,6 +23,7 @@ from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.runtime import drawing
 from dsv4cli.engine.text.prompt_text import calls_parts
 from dsv4cli.engine.text.tokenizer import Tokenizer
+from tests.support.shared_models import share_models
 
 ROOT = Path(__file__).resolve().parents[2]
 # one layer: what a command does with the tokens is tested, not the model
@@ -68,6 +69,7 @@ class Program:
         self.patch = patch
         self.capture = capture
         patch.setattr(torch.cuda, "is_available", lambda: False)
+        share_models(patch)
 
     def __call__(self, *arguments: str, stdin: bytes | None = None) -> Done:
         """Runs one command; stdin is a file of these bytes, or /dev/null."""

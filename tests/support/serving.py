@@ -12,7 +12,6 @@ from typing import Any
 
 from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.server.async_engine import AsyncEngine
@@ -22,7 +21,7 @@ from dsv4cli.engine.server.service import Usual
 from dsv4cli.engine.server.serving import Offer, serving
 from dsv4cli.engine.server.warm import Sharing, ready_engine
 from dsv4cli.engine.settings import AUTO_DRAFTING, Limits, Sampling
-from dsv4cli.engine.weights.load import load_model
+from tests.support.shared_models import shared_model
 
 GREEDY = Sampling(0.0)
 SHARE = Sharing(64 << 20, 50.0)
@@ -127,7 +126,7 @@ def served(model: str = "nano", keys: tuple[bytes, ...] = (), think: str = "off"
     """A server for a model, by its name; its answers are greedy where a request does not say otherwise."""
     source = resolve_model(model)
     dialogue = open_dialogue(source, think)
-    loaded = load_model(source, Numerics.reference(), drafting=AUTO_DRAFTING)
+    loaded = shared_model(model)
     limits, share = offered.pop("own_limits", Limits(max_tokens=64)), offered.pop("share", SHARE)
     offer = Offer(dialogue, (model,), Usual(think, GREEDY, None, limits), Guard(keys, "127.0.0.1"), **offered)
     ready, made = threading.Event(), []

@@ -33,7 +33,7 @@ class DryRun:
     def __init__(self, demand: Demand, card: Card) -> None:
         self._demand, division = placed(demand)
         with ExitStack() as stack:
-            for inside in (use("triton"), described(card), driven_by(card), NoData(), torch.no_grad()):
+            for inside in (use("triton"), described(card), driven_by(card), NoData(), torch.inference_mode()):
                 stack.enter_context(inside)
             self._recorder = stack.enter_context(recording())
             self._model = dry_model(self._demand, division, CUDA)

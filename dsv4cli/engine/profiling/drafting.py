@@ -162,7 +162,7 @@ def _check_room(config: ModelConfig, load: StepShape, drafts: int) -> None:
         )
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def profile_drafts(
     model: Transformer,
     load: StepShape,

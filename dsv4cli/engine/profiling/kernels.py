@@ -157,7 +157,7 @@ def profile_kernels(
     return (_one(case, bench, backend) for bench, cases in plans for case in cases)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def time_again(shapes: Shapes, lines: Iterable[dict[str, Any]], device: torch.device, backend: Backend) -> None:
     """A second pass over lines of a document: each gets another time, taken on other inputs, as its "second_pass"."""
     plans: dict[tuple[int, int], tuple[BenchmarkInputs, dict[str, Case]]] = {}
@@ -186,7 +186,7 @@ def _one(case: Case, bench: BenchmarkInputs, backend: Backend) -> MeasuredOperat
         return measure(case, bench, backend)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def measure(case: Case, bench: BenchmarkInputs, backend: Backend) -> MeasuredOperation:
     """One case: whether it fits, then whether it is right, then how long it takes, and its twin and its rival."""
     refusal = _refusal(case, bench.device)

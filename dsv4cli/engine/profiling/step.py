@@ -86,7 +86,7 @@ def choose_load(config: ModelConfig, tokens: int, context: int | None, batch: in
     return load
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def profile_step(
     model: Transformer, load: StepShape, device: torch.device, backend: Backend = "auto", trace: Path | None = None
 ) -> StepProfile:

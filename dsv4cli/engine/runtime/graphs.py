@@ -130,7 +130,7 @@ class GraphRunner:
         workspace = self._workspace
 
         def within() -> T:
-            with torch.no_grad(), workspace.current():
+            with torch.inference_mode(), workspace.current():
                 return compute()
 
         return within

@@ -26,7 +26,7 @@ def drawn_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Dra
     return drawn_later(logits, tokens, count, None)()[0]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def drawn_later(
     logits: torch.Tensor, tokens: torch.Tensor, count: int, more: torch.Tensor | None
 ) -> Callable[[], tuple[list[Drawn], list[list[float]]]]:
@@ -63,7 +63,7 @@ def _rows(numbers: list[float], count: int, width: int) -> list[list[float]]:
     return [numbers[row * width : (row + 1) * width] for row in range(count)]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def score_rows(model: Transformer, chunks: Sequence[Chunk], streams: torch.Tensor) -> dict[Request, RowScores]:
     """The scores of these chunks' rows in a step whose last layer gave streams [T, N, D].
 

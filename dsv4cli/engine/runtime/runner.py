@@ -153,7 +153,7 @@ class Runner:
     @contextmanager
     def _computing(self, tokens: int) -> Iterator[None]:
         threads = step_threads(tokens, self._weights)
-        with step_memory(self.cache.device), threads, self.preparing, self._workspace.current(), torch.no_grad():
+        with torch.inference_mode(), step_memory(self.cache.device), threads, self.preparing, self._workspace.current():
             yield
 
     @contextmanager

@@ -16,6 +16,7 @@ from dsv4cli.engine.weights import load as loading
 from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.commands.chat.test_chat import assistant, chat, conversation, dsv4, user
 from tests.support.program import SMALL
+from tests.support.shared_models import load_models_anew
 from tests.support.terminals import says, speak
 
 __all__ = ["chat", "dsv4"]  # fixtures
@@ -224,6 +225,7 @@ def test_choices_of_another_program_are_refused(chat, tmp_path):
 @pytest.fixture
 def models(dsv4):
     """Loads real models; for each that has been loaded, how many others were still there."""
+    load_models_anew(dsv4.patch)
     load, made, alive = loading.load_model, [], []
 
     def loads(source, *arguments, **more):

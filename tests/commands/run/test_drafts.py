@@ -20,6 +20,7 @@ from dsv4cli.options import ModelOptions
 from dsv4cli.output import Colours, Output
 from tests.support.drafts import ManyTokens
 from tests.support.program import SMALL, Program
+from tests.support.shared_models import load_models_anew
 
 ASK = ("run", "What is 17 + 25?", "--temperature", "0", "--draft", "off")
 KEYS = ["drafter", "steps", "drafted", "accepted", "per_position", "tokens_per_step"]
@@ -32,8 +33,9 @@ def dsv4(monkeypatch, capsys):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def asked(dsv4, monkeypatch):
     """What loading was asked for, and what engines were."""
+    load_models_anew(monkeypatch)
     found = {"loaded": [], "engines": []}
     decide, init = load.decide, Engine.__init__
 

@@ -12,6 +12,7 @@ from dsv4cli.engine.weights import load
 from tests.support import damage
 from tests.support.foreign import FOREIGN, INCOMPLETE
 from tests.support.program import SMALL, Program, save_tokenizer
+from tests.support.shared_models import load_models_anew
 
 FLASH = str(damage.GOLDEN / "tiny-flash")
 HARMS = damage.DAMAGES | {damage.scale_is_nan: (damage.SCALE, "scale byte 255")} | FOREIGN | INCOMPLETE
@@ -91,6 +92,7 @@ def test_an_answer_that_becomes_unsound_keeps_what_was_printed(dsv4, monkeypatch
 
 
 def test_weights_that_do_not_fit(dsv4, monkeypatch):
+    load_models_anew(monkeypatch)
     monkeypatch.setattr(load, "free_memory", lambda device: 10**6)
     refused(dsv4("run", "hi"), 5, "the weights take 0.01 GB and cpu has 0.00 GB free")
 

@@ -23,6 +23,7 @@ from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.tokens import THINK_END
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult
+from tests.support.shared_models import shared_model
 from tests.support.small_model import model
 
 SEEDED = Sampling(seed=3)
@@ -34,9 +35,8 @@ def dialogue(think="off"):
     return open_dialogue(resolve_model("random:tiny,layers=4"), think)
 
 
-@cache
 def nano():
-    return load_model(resolve_model("nano"), Numerics.reference())
+    return shared_model("nano")
 
 
 END = dialogue().tokenizer.token_id(THINK_END)

@@ -11,13 +11,12 @@ from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.evaluation.asking import carry_out, pose
 from dsv4cli.engine.evaluation.items import EvalItem
-from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.score import score
 from dsv4cli.engine.settings import AUTO_DRAFTING, NO_DRAFTS, Limits, Sampling
 from dsv4cli.engine.text.inputs import from_prompt
-from dsv4cli.engine.weights.load import load_model
 from dsv4cli.errors import UsageError
+from tests.support.shared_models import shared_model
 
 CPU = torch.device("cpu")
 LIMITS = Limits(max_tokens=60)
@@ -26,8 +25,7 @@ GREEDY = Sampling(0.0)
 
 @pytest.fixture(scope="module")
 def nano():
-    source = resolve_model("nano")
-    return load_model(source, Numerics.reference()), open_dialogue(source, "off")
+    return shared_model("nano"), open_dialogue(resolve_model("nano"), "off")
 
 
 def item(id_, prompt, score_, answer="", **more):
