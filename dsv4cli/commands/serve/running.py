@@ -68,7 +68,7 @@ def serve_model(job: Job, ranks: int, address: Address, policy: Policy) -> int:
     from dsv4cli.engine.config.capacity import MAX_SLOTS
     from dsv4cli.engine.server.http import bound_socket
 
-    job = replace(job, clients=MAX_SLOTS)
+    job = replace(job, clients=MAX_SLOTS, cache_memory=policy.share.cache_memory)
     _ = job.dialogue  # refused before the model is loaded, as is an address that is taken
     engine_of = partial(_engine_of, policy.share)
     with bound_socket(*address) as bound, opened_in_ranks(job, ranks, LOST_RANK, engine_of) as engine:

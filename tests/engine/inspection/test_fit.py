@@ -28,10 +28,8 @@ from dsv4cli.engine.inspection.fit import machine as machines
 from dsv4cli.engine.inspection.fit.advice import advise
 from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
 from dsv4cli.engine.inspection.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
-from dsv4cli.engine.inspection.fit.memory import Workload, cache_bytes, weigh
+from dsv4cli.engine.inspection.fit.memory import weigh
 from dsv4cli.engine.inspection.fit.plan import plan_fit
-from dsv4cli.engine.inspection.fit.share import GPU_RESERVE
-from dsv4cli.engine.inspection.fit.step import WidestStep
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.engine.model.numerics import Numerics
@@ -42,6 +40,8 @@ from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.system import host_memory
 from dsv4cli.engine.weights import fill
 from dsv4cli.engine.weights.load import build_random
+from dsv4cli.engine.weights.reference_step import WidestStep
+from dsv4cli.engine.weights.reserve import Workload, cache_bytes
 from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
 from dsv4cli.kernels import alike
 from dsv4cli.kernels.attention import ref as attention_ref
