@@ -40,6 +40,7 @@ PRESETS = {"flash": FLASH, "pro": PRO, "flash-0731": FLASH_0731}
 SMALL, H100, H200 = 24 * GB, 84_500 * 10**6, 149_600 * 10**6
 
 
+EMBEDDING = 129_280 * 4096 * 2
 # beside weights
 SEVEN = (Reserve(4096, 0, 7 * GB),)
 
@@ -65,19 +66,19 @@ def test_the_drafter_is_what_a_model_without_it_lacks():
 
 
 def test_all_of_flash_on_an_h100_with_134_gb():
-    """85 GB must lie in host memory; all experts, which a slot for each would put there, are 147."""
+    """84 GB must lie in host memory, with the embedding; all experts, which a slot for each would put there, are 147."""
     placement = decide(sizes_of("flash", 1), FreeMemory(H100, 134 * GB), SEVEN)
     division = placement.division
     assert division is not None
-    assert (division.rows, division.slots, division.offloaded) == (116, 63, 203)
-    assert placement.host == 43 * 203 * 13_369_344 <= 134 * GB * 7 // 8
+    assert (division.rows, division.slots, division.offloaded) == (118, 64, 202)
+    assert placement.host == 43 * 202 * 13_369_344 + EMBEDDING <= 134 * GB * 7 // 8
     assert placement.device <= H100 - 7 * GB
     # enough memory: as many slots as rows
-    assert decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB), SEVEN).host == 43 * 256 * 13_369_344
-    least = least_in_host(sizes_of("flash", 1), 116)
+    assert decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB), SEVEN).host == 43 * 256 * 13_369_344 + EMBEDDING
+    least = least_in_host(sizes_of("flash", 1), 118)
     assert round(least / GB) == 84
     assert decide(sizes_of("flash", 1), FreeMemory(H100, 0, limits=MemoryLimits(host=least)), SEVEN).division.slots == 6
-    with pytest.raises(NotEnoughMemory, match=r"need at least 83\.93 GB of host memory, and may have 83\.93 GB"):
+    with pytest.raises(NotEnoughMemory, match=r"need at least 83\.84 GB of host memory, and may have 83\.84 GB"):
         decide(sizes_of("flash", 1), FreeMemory(H100, 0, limits=MemoryLimits(host=least - 1)), SEVEN)
 
 
@@ -140,10 +141,10 @@ def test_a_drafter_that_is_asked_for_and_finds_no_room():
 def test_beside_experts_in_host_memory_it_is_loaded_only_if_asked_for():
     sizes, room = sizes_of("flash", 1), FreeMemory(H100, 400 * GB)
     without = decide(sizes, room, SEVEN)
-    assert (without.drafter, without.division.rows) == (False, 116)
+    assert (without.drafter, without.division.rows) == (False, 118)
     assert decide(sizes, room, SEVEN, Drafting(0)) == without
     beside = decide(sizes, room, SEVEN, Drafting(3))
-    assert (beside.drafter, beside.division.rows) == (True, 109)
+    assert (beside.drafter, beside.division.rows) == (True, 111)
     assert beside.device <= H100 - 7 * GB
     # room for what lies there in any case, for six experts of each layer, and for nothing else
     least = least_on_gpu(sizes)
@@ -168,6 +169,46 @@ def test_more_memory_never_takes_rows():
     rows = [most_rows(sizes, most * GB) for most in range(10, 160)]
     assert rows == sorted(rows)
     assert rows[-1] == 255
+
+
+ROOM = (Reserve(8192, 0, 20 * GB), Reserve(4096, 0, 10 * GB), Reserve(1024, 0, 5 * GB), Reserve(64, 0, GB))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "drafter", "chunk"),
+    [
+        (FLASH_TOTAL + 20 * GB, True, 8192),
+        (FLASH_TOTAL + 20 * GB - 1, True, 4096),
+        (FLASH_TOTAL + 5 * GB, True, 1024),
+        # a drafter is not worth chunks of 64, weights that lie on the GPU are
+        (FLASH_TOTAL + 5 * GB - 1, False, 1024),
+        (FLASH_MAIN + GB, False, 64),
+    ],
+)
+def test_chunks_are_as_large_as_there_is_room_beside_all_weights(gpu, drafter, chunk):
+    found = decide(sizes_of("flash", 1), FreeMemory(gpu, 400 * GB), ROOM)
+    assert (found.division, found.drafter, found.chunk) == (None, drafter, chunk)
+
+
+def test_chunks_beside_experts_in_host_memory_are_not_the_largest():
+    sizes = sizes_of("flash", 1)
+    found = decide(sizes, FreeMemory(H100, 400 * GB), ROOM)
+    assert (found.division.rows, found.chunk) == (most_rows(sizes, H100 - 10 * GB), 4096)
+    least = least_on_gpu(sizes)
+    assert decide(sizes, FreeMemory(least + 10 * GB, 400 * GB), ROOM).chunk == 4096
+    assert decide(sizes, FreeMemory(least + 10 * GB - 1, 400 * GB), ROOM).chunk == 1024
+    with pytest.raises(NotEnoughMemory, match="too few for the weights"):
+        decide(sizes, FreeMemory(least + GB - 1, 400 * GB), ROOM)
+    # whoever says how many bytes of weights there may be gets them, with the chunk that has room beside them
+    limits = MemoryLimits(gpu=70 * GB)
+    assert decide(sizes, FreeMemory(80 * GB, 400 * GB, limits=limits), ROOM).chunk == 4096
+    assert decide(sizes, FreeMemory(75 * GB, 400 * GB, limits=limits), ROOM).chunk == 1024
+
+
+def test_a_chunk_that_is_asked_for_is_kept():
+    for gpu in (FLASH_TOTAL + 20 * GB, H100, None):
+        assert decide(sizes_of("flash", 1), FreeMemory(gpu, 400 * GB), ROOM[:1]).chunk == 8192
+    assert decide(sizes_of("flash", 1), FreeMemory(None, 400 * GB), ROOM).chunk == 4096
 
 
 def test_loading_asks_with_what_it_finds(monkeypatch):
