@@ -110,8 +110,8 @@ HostMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most host memory for experts and the embedding, for all ranks of a machine together. If absent, 7/8 of the free "
-        "memory. Give it where the system reports less than there is.",
+        help="The most host memory for experts and the embedding, for all ranks of a machine together. If absent, 7/8 "
+        "of the free memory. Give it where the system reports less than there is.",
     ),
 ]
 

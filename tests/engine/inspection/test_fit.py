@@ -435,12 +435,12 @@ def test_advice_where_nothing_holds_it_says_what_would():
     assert steps_of(gpus(6, 6, 6, 6))[0].command.startswith(f"{RUN} --tp 4")
     ram, _ = steps_of(with_ram(gpus(), 8))
     assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 10GB"
-    (last,) = steps_of(with_ram(gpus(), 5.5))[1:]
+    (last,) = steps_of(with_ram(gpus(), 5.8))[1:]
     assert last.why == "its first layer fits the RAM, for tests"
 
 
 def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
-    shorter, _ = steps_of(gpus(7, 7), 1048576, 16)
+    shorter, _ = steps_of(gpus(7.5, 7.5), 500_000, 16)
     limit = re.fullmatch(r"with at most ([\d,]+) tokens it fits", shorter.why)
     assert limit is not None
     assert f"--max-context {limit[1].replace(',', '')} --tp 2" in shorter.command
@@ -457,12 +457,12 @@ def test_advice_where_host_memory_helps_a_gpu():
     assert "stay in host memory" in one.why
     assert one.command == f"{RUN} 'What is 17 + 25?'"
     assert ram.command == f"{RUN} --device cpu 'What is 17 + 25?'"
-    assert any("9.6 GB of host memory" in step.why for step in steps(15, ram=9.5))
-    assert steps(15, ram=9.6)[0].command == f"{RUN} 'What is 17 + 25?'"
+    assert any("7.3 GB of host memory" in step.why for step in steps(12, ram=5))
+    assert steps(12, ram=7.3)[0].command == f"{RUN} 'What is 17 + 25?'"
     # what is no expert has to fit: the CPU runs it
-    cpu, more = steps(9, ram=80)
+    cpu, more = steps(6, ram=80)
     assert "--device cpu" in cpu.command
-    assert "--gpus 4x8GB" in more.command
+    assert "--gpus 8x6GB" in more.command
 
 
 def test_unlike_gpus_keep_their_numbers():
@@ -534,9 +534,9 @@ def test_the_table_fits_a_terminal(capsys, gpus, model):
 def test_the_answer_of_the_command(capsys):
     answer, text = shown(capsys, SHORT, "8x4GB")
     assert answer is True
-    assert f"{SHORT} fits 2 GPUs together\nfor 8,192 tokens\n" in text
-    assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 2 " in text
-    assert re.search(r"fits +no +yes", text)
+    assert f"{SHORT} fits 4 GPUs together\nfor 8,192 tokens\n" in text
+    assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 4 " in text
+    assert re.search(r"fits +no +no +yes", text)
     assert "Whole on every GPU: the cache, and these weights:" in text
     answer, text = shown(capsys, SHORT, "1x1GB")
     assert answer is False

@@ -66,7 +66,7 @@ def test_the_drafter_is_what_a_model_without_it_lacks():
 
 
 def test_all_of_flash_on_an_h100_with_134_gb():
-    """84 GB must lie in host memory, with the embedding; all experts, which a slot for each would put there, are 147."""
+    """84 GB must lie in host memory, with the embedding; all experts, which slots for each would put there, are 147."""
     placement = decide(sizes_of("flash", 1), FreeMemory(H100, 134 * GB), SEVEN)
     division = placement.division
     assert division is not None
