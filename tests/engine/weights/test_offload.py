@@ -137,6 +137,11 @@ def test_every_tensor_has_its_place():
             assert torch.equal(on_device, every[:5])
             assert torch.equal(offload.host[number][part].view(torch.uint8), every[2:])
             assert offload.host[number][part].data_ptr() % PAGESIZE == 0
+    assert model.embed.weight is offload.embedding
+    assert torch.equal(model.embed.weight, whole["embed.weight"])
+    assert offload.plan.host_bytes == (
+        len(offload.plan.layers) * 6 * expert_bytes(offload.plan.parts) + whole["embed.weight"].nbytes
+    )
     # the drafter is left out
     others = {name for name in whole if ".ffn.experts." not in name and not name.startswith("mtp.")}
     assert dict(model.named_parameters()).keys() == others
