@@ -96,7 +96,7 @@ class Request:
         self.ids = list(self.prompt)
 
     @property
-    def chunk(self) -> int:
+    def prefill_chunk(self) -> int:
         """The most tokens of it in a step."""
         return self.limits.prefill_chunk or self.usual_chunk
 
