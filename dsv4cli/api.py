@@ -17,6 +17,7 @@ from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.backend import Backend, resolve_backend, use
+from dsv4cli.engine.runtime.limits import workload_of
 from dsv4cli.engine.runtime.score import Score, score
 from dsv4cli.engine.settings import Drafting, Limits, Sampling, check_device, parse_drafting, require
 from dsv4cli.engine.system.device import resolve_device
@@ -112,7 +113,10 @@ class Model:
         limits = Limits(max_context=max_context)
         memory = MemoryLimits(gpu=gpu_memory)
         with use(self._kernels), self._compiled(numerics, limits, drafting, memory):
-            loaded = load_model(self._source, numerics, device=self._device, limits=memory, drafting=drafting)
+            loaded = load_model(
+                self._source, numerics, device=self._device, limits=memory, drafting=drafting,
+                load=workload_of(self._source.identity.config, limits, None),
+            )  # fmt: skip
         with use(self._kernels):
             self._conversation: Conversation | None = Conversation(
                 loaded, dialogue, limits, self._device, drafting=drafting

@@ -68,9 +68,10 @@ SeedOpt = Annotated[
 ]
 StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
 PrefillChunkOpt = Annotated[
-    int,
+    int | None,
     typer.Option(
-        help="The most prompt tokens in one step: more is faster and takes more memory; 1 computes as decoding does."
+        help="The most prompt tokens in one step: more is faster and takes more memory; 1 computes as decoding does. "
+        "If absent, 8192 on a GPU that has room for that beside all weights, else 4096, or fewer where room is short."
     ),
 ]
 MaxContextOpt = Annotated[
@@ -101,16 +102,16 @@ GpuMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most GPU memory for weights, as in 120GB. If absent, the free memory less 7 GB. Experts beyond it "
-        "stay in host memory.",
+        help="The most GPU memory for weights, as in 120GB. If absent, the free memory less what --max-context tokens "
+        "need. Experts beyond it stay in host memory.",
     ),
 ]
 HostMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most host memory for experts, for all ranks of a machine together. If absent, 7/8 of the free "
-        "memory. Give it where the system reports less than there is.",
+        help="The most host memory for experts and the embedding, for all ranks of a machine together. If absent, 7/8 "
+        "of the free memory. Give it where the system reports less than there is.",
     ),
 ]
 
@@ -137,7 +138,7 @@ class ModelOptions:
     stop: StopOpt = None
     special_tokens: SpecialTokensOpt = False
     draft: DraftOpt = "auto"
-    prefill_chunk: PrefillChunkOpt = 4096
+    prefill_chunk: PrefillChunkOpt = None
     max_context: MaxContextOpt = None
     device: DeviceOpt = "auto"
     dtype: DtypeOpt = "auto"

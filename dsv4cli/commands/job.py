@@ -37,7 +37,8 @@ class Job:
     """What every mode needs. device_name, dtype, exact, backend: the options' words. drafting: what of a drafter is
     loaded and used. memory: what the model may take. world, followers: None in one process. compiler: a process that
     waits for what to compile. clients: how many conversations there may be at once, each drawn as it likes if there are
-    several. loaded: called once the model is there. plan: what of its steps `dsv4 trace` records."""
+    several; cache_memory: what these share of a GPU. loaded: called once the model is there. plan: what of its steps
+    `dsv4 trace` records."""
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -55,6 +56,7 @@ class Job:
     followers: "Followers | None" = None
     compiler: "Popen[str] | None" = None
     clients: int = 1
+    cache_memory: int | None = None
     loaded: Callable[[], None] = lambda: None
     plan: "Plan | None" = None
 
@@ -89,7 +91,7 @@ class Job:
         from dsv4cli.engine.runtime.backend import use
 
         with use(self.kernels), self._compiled(prompts, drawn) as compiled:
-            model = self._load(compiled.note)
+            model = self._load(compiled.note, prompts, drawn)
             self.loaded()
             compiled.finish()
             yield model
@@ -117,6 +119,7 @@ class Job:
             ranks=ranks,
             sequences=self.clients,
             drawn=drawn,
+            cache_memory=self.cache_memory,
             memory=found_memory(self.device, self.memory or MemoryLimits(), ranks),
         )
         with compiled_meanwhile(self.out, demand, self.device, self.compiler) as compiled:
@@ -133,9 +136,10 @@ class Job:
             return Numerics.reference(self.exact)
         return Numerics.plain(getattr(torch, self.dtype), self.exact)
 
-    def _load(self, note: Callable[[], str]) -> "Transformer":
+    def _load(self, note: Callable[[], str], prompts: Sequence[int] | None, drawn: bool) -> "Transformer":
         from dsv4cli.engine.checkpoint.source import BUILT_IN, RandomSource
         from dsv4cli.engine.parallel.world import SINGLE
+        from dsv4cli.engine.runtime.limits import workload_of
         from dsv4cli.engine.weights.load import load_model
         from dsv4cli.engine.weights.offload import offload_of
 
@@ -143,6 +147,10 @@ class Job:
         if self.followers is not None:
             self.followers.tell([])  # they load too
         start = perf_counter()
+        load = workload_of(
+            self.source.identity.config, self.limits, prompts,
+            sequences=self.clients, drawn=drawn, cache_memory=self.cache_memory,
+        )  # fmt: skip
         with self.out.progress("loading", note) as progress:
             model = load_model(
                 self.source,
@@ -152,6 +160,7 @@ class Job:
                 progress=progress,
                 limits=self.memory,
                 drafting=self.drafting,
+                load=load,
             )
         seconds, offload = perf_counter() - start, offload_of(model)
         size = sum(parameter.nbytes for parameter in model.parameters()) + (offload.nbytes if offload else 0)

@@ -24,7 +24,7 @@ def division_sentence(experts: "ExpertOffload") -> str:
     plan, division = experts.plan, experts.plan.division
     return (
         f"of each layer's {division.experts} experts {division.rows} are on the GPU at a time; {division.offloaded} "
-        f"stay in host memory, {size_text(plan.host_bytes)} in all"
+        f"stay in host memory, with the embedding {size_text(plan.host_bytes)} in all"
     )
 
 

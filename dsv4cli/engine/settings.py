@@ -77,19 +77,24 @@ class Sampling:
 @dataclass(frozen=True)
 class Limits:
     """max_tokens: of an answer. max_context: of prompt and answer, None for the model's own. prefill_chunk: tokens of
-    one prompt in a step. logprobs: alternatives to report for each token, at most the vocabulary. stops: texts that end
-    an answer."""
+    one prompt in a step, None for as many as have room. logprobs: alternatives to report for each token, at most the
+    vocabulary. stops: texts that end an answer."""
 
     max_tokens: int = 4096
     max_context: int | None = None
-    prefill_chunk: int = 4096
+    prefill_chunk: int | None = None
     logprobs: int = 0
     stops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.max_tokens > 0, "--max-tokens", self.max_tokens, "use at least 1")
         require(self.max_context is None or self.max_context > 1, "--max-context", self.max_context, "use at least 2")
-        require(self.prefill_chunk > 0, "--prefill-chunk", self.prefill_chunk, "use at least 1")
+        require(
+            self.prefill_chunk is None or self.prefill_chunk > 0,
+            "--prefill-chunk",
+            self.prefill_chunk,
+            "use at least 1",
+        )
         require(self.logprobs >= 0, "--logprobs", self.logprobs, "use a number from 0 to the size of the vocabulary")
         require(all(self.stops), "--stop", "an empty text", "give the text that ends an answer")
 

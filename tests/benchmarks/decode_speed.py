@@ -33,6 +33,7 @@ from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
+from dsv4cli.engine.weights.reserve import Workload
 
 # steps, the first of which are not timed: experts from host memory need some until those often chosen are there
 STEPS, WARM = 65, 30
@@ -172,7 +173,7 @@ def traffic(model: Transformer) -> tuple[int, int, int]:
     return (so_far.chosen, so_far.found, so_far.nbytes) if so_far else (0, 0, 0)
 
 
-def prefill(model: Transformer, world: World, device: torch.device, tokens: int, chunk: int) -> None:
+def prefill(model: Transformer, world: World, device: torch.device, tokens: int, chunk: int | None) -> None:
     """Prints the median of prompts of `tokens` tokens, in chunks."""
     engine = Engine(model, Capacity(), device)
     engine.runner.cache.provide(tokens // 128 + 2)
@@ -188,8 +189,15 @@ def prefill(model: Transformer, world: World, device: torch.device, tokens: int,
     middle = median(seconds[1:])
     say(
         world,
-        f"prefill of {tokens:,} tokens in chunks of {chunk:,}: {middle * 1e3:.0f} ms, {tokens / middle:,.0f} tokens/s",
+        f"prefill of {tokens:,} tokens in chunks of {chunk or model.prefill_chunk:,}: {middle * 1e3:.0f} ms, "
+        f"{tokens / middle:,.0f} tokens/s",
     )
+
+
+def workload(asked: argparse.Namespace) -> Workload:
+    """The largest that is asked for."""
+    context = max([*(asked.context or [4096]), *asked.prefill]) + (STEPS + TRACED) * 8 + 1
+    return Workload(context, max(asked.batch or [1]), max(asked.chunk) if asked.chunk else None)
 
 
 def main() -> None:
@@ -203,7 +211,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="rows of a step do not depend on each other")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prefill", type=int, action="append", default=[], help="tokens of a prompt")
-    parser.add_argument("--chunk", type=int, action="append", help="of a prompt; 4096 if absent")
+    parser.add_argument("--chunk", type=int, action="append", help="of a prompt; if absent, what has room")
     parser.add_argument("--host-memory", metavar="SIZE", help="what experts of all ranks may take of it")
     parser.add_argument("--trace", metavar="FILE.json", help="a trace of three steps of the first rank, for Perfetto")
     asked = parser.parse_args()
@@ -213,13 +221,14 @@ def main() -> None:
         begin = perf_counter()
         limits = memory_limits(None, asked.host_memory)
         numerics = Numerics.reference(exact=asked.exact)
-        model = load_model(resolve_model(asked.model), numerics, device=device, world=world, limits=limits)
+        source, load = resolve_model(asked.model), workload(asked)
+        model = load_model(source, numerics, device=device, world=world, limits=limits, load=load)
         held = offload_of(model)
         size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
         say(world, f"{torch.cuda.get_device_name()}, {world.size} of it; torch {torch.__version__}")
         say(world, f"{asked.model}: {size / 1e9:.1f} GB a GPU in {perf_counter() - begin:.1f} s")
         for tokens in asked.prefill:
-            for chunk in asked.chunk or [4096]:
+            for chunk in asked.chunk or [None]:
                 prefill(model, world, device, tokens, chunk)
         for context in asked.context or [4096]:
             for batch in asked.batch or [1]:

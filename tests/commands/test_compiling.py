@@ -31,7 +31,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(job, "compiled_meanwhile", meanwhile)
     monkeypatch.setattr(ahead, "found_memory", lambda *given: FreeMemory(10**12, 10**12))
     monkeypatch.setattr(Job, "kernels", "triton")
-    monkeypatch.setattr(Job, "_load", lambda job, note: f"a model{note()}")
+    monkeypatch.setattr(Job, "_load", lambda job, note, prompts, drawn: f"a model{note()}")
     return found
 
 

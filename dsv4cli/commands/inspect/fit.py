@@ -137,7 +137,7 @@ def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
         division = placement.division
         yield (
             f"{where} are {division.rows} of each layer's {division.experts} experts at a time; {division.offloaded} "
-            f"stay in host memory, {size_text(best.host * best.ranks)} in all."
+            f"stay in host memory, with the embedding {size_text(best.host * best.ranks)} in all."
         )
     if fit.drafter == "none":
         yield "The model has no drafter: no drafts."

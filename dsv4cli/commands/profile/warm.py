@@ -84,10 +84,11 @@ def _demand(
     """What `run` and `chat` may ask of the model. Raises Dsv4Error."""
     from dsv4cli.engine.checkpoint.sharding import check_dimensions
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
-    from dsv4cli.engine.compiling.demand import FAR, demand_of
+    from dsv4cli.engine.compiling.demand import demand_of
     from dsv4cli.engine.config.presets import PRESETS
     from dsv4cli.engine.model.numerics import Numerics
     from dsv4cli.engine.settings import Limits, Sampling, parse_drafting
+    from dsv4cli.engine.weights.reserve import FAR
 
     source, drafting = resolve_model(f"random:{model}" if model in PRESETS else model), parse_drafting(draft)
     check_drafter(source, drafting)

@@ -66,10 +66,11 @@ class Policy:
 
 def serve_model(job: Job, ranks: int, address: Address, policy: Policy, start: float) -> int:
     """Serves until a signal ends it; the exit code. start: when the program began (perf_counter). Raises Dsv4Error."""
+    from dsv4cli.engine.config.capacity import MAX_SLOTS
     from dsv4cli.engine.server import serving  # noqa: F401 - now: nothing is imported when the weights are there
     from dsv4cli.engine.server.http import bound_socket
 
-    running = Running(job, policy, start)
+    running = Running(replace(job, clients=MAX_SLOTS, cache_memory=policy.share.cache_memory), policy, start)
     _ = running.job.dialogue  # refused before the model is loaded, as is an address that is taken
     engine_of = partial(_engine_of, policy.share)
     with bound_socket(*address) as bound, opened_in_ranks(running.job, ranks, LOST_RANK, engine_of) as engine:

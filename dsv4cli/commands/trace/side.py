@@ -58,7 +58,14 @@ def walk_of(job: Job, model: "Transformer", drafting: "Drafting | None" = None) 
     from dsv4cli.engine.tracing.walk import Walk
 
     drafts = replace(job.drafting, always=True) if drafting is None else drafting
-    return Walk(model, job.device, job.limits.prefill_chunk, drafts, job.followers)
+    return Walk(model, job.device, chunk_of(job), drafts, job.followers)
+
+
+def chunk_of(job: Job) -> int:
+    """Tokens of a prompt in a step: a fixed number, so that the recordings of two machines have the same steps."""
+    from dsv4cli.engine.config.capacity import USUAL_CHUNK
+
+    return job.limits.prefill_chunk or USUAL_CHUNK
 
 
 def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "TraceManifest":
@@ -73,5 +80,5 @@ def finished(job: Job, plan: "Plan", manifest: "TraceManifest", ranks: int | Non
     """The recordings of a plan, once every rank has written its part."""
     from dsv4cli.engine.profiling.machine import describe_machine
 
-    how = {"backend": job.kernels, "chunk": job.limits.prefill_chunk, "drafts": job.drafting.most}
+    how = {"backend": job.kernels, "chunk": chunk_of(job), "drafts": job.drafting.most}
     return plan.finish(replace(manifest, ranks=ranks or 1, how=how | describe_machine(job.device)))

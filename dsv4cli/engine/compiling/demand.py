@@ -10,15 +10,14 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS
 from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
-from dsv4cli.engine.runtime.limits import context_of
+from dsv4cli.engine.runtime.limits import context_of, workload_of
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.weights.placement import FreeMemory
+from dsv4cli.engine.weights.reserve import CHUNKS, FAR, Workload
 
 if TYPE_CHECKING:
     from dsv4cli.engine.model.numerics import Numerics
 
-# the longest sequences that are thought of where lengths are not known; longer ones compile what else they need
-FAR = 131_072
 # tokens before a chunk of a prompt whose length is not known
 PLACES = tuple(1 << power for power in range(2, 17))
 # numbers from which the search for those that need other kernels begins
@@ -37,7 +36,7 @@ class Demand:
     longest: the most tokens of a sequence that steps are captured for, one after another; none where nothing is drawn.
     context: the most tokens of a sequence. chunk: the most of a prompt in a step.
     samplings: how tokens may be drawn. drafting: what of a drafter is used.
-    memory: what each rank finds; None where all weights lie on the GPU."""
+    memory: what each rank finds, None where all weights lie on the GPU. load: for which that has to do, chunks, too."""
 
     config: ModelConfig
     formats: Formats
@@ -53,6 +52,7 @@ class Demand:
     samplings: tuple[Sampling, ...]
     drafting: Drafting
     memory: FreeMemory | None = None
+    load: Workload = Workload()  # noqa: RUF009 - frozen
 
     @property
     def drafts(self) -> int:
@@ -145,9 +145,10 @@ def demand_of(
     sequences: int = 1,
     drawn: bool = True,
     memory: FreeMemory | None = None,
+    cache_memory: int | None = None,
 ) -> Demand:
-    """What prompts of these lengths ask, None where they are not known: `sequences` conversations at once. drawn:
-    whether they are answered."""
+    """What prompts of these lengths ask, None where they are not known: `sequences` conversations at once, which share
+    `cache_memory` bytes if they are told to. drawn: whether they are answered."""
     context = context_of(config, limits)
     ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
     longest = (max(ends),) if ends else tuple(_doublings(min(context, FAR)))
@@ -162,10 +163,11 @@ def demand_of(
         length=lengths[0] if lengths is not None and len(lengths) == 1 else None,
         longest=longest if drawn else (),
         context=context,
-        chunk=limits.prefill_chunk,
+        chunk=limits.prefill_chunk or CHUNKS[0],
         samplings=tuple(replace(one, seed=0) for one in samplings),
         drafting=drafting if drawn else NO_DRAFTS,
         memory=memory,
+        load=workload_of(config, limits, lengths, sequences=sequences, drawn=drawn, cache_memory=cache_memory),
     )
 
 

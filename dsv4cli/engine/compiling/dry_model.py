@@ -12,7 +12,9 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.weights.fill import allocate
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
-from dsv4cli.engine.weights.placement import Division, decide, measure
+from dsv4cli.engine.weights.placement import Division, decide
+from dsv4cli.engine.weights.reserve import reserves
+from dsv4cli.engine.weights.sizes import measure
 from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_reduce, buffer_shape
 
 
@@ -39,15 +41,17 @@ class DryWorld(World):
 
 
 def placed(demand: Demand) -> tuple[Demand, Division | None]:
-    """The demand without a drafter where there is no room for it, and how experts are divided where not all have room.
-    Raises NotEnoughMemory."""
+    """The demand without a drafter where there is no room for it, with the chunks that have room, and how experts are
+    divided where not all have. Raises NotEnoughMemory."""
     if demand.memory is None:
         return demand, None
     config = demand.config
     specs = loaded_tensors(config, demand.formats)
     sizes = measure(specs.values(), config.num_experts_per_tok, demand.ranks)
-    placement = decide(sizes, demand.memory, demand.drafting)
-    return replace(demand, config=config if placement.drafter else config.without_drafter()), placement.division
+    beside = reserves(config, demand.formats, demand.load, demand.ranks)
+    placement = decide(sizes, demand.memory, beside, demand.drafting)
+    config = config if placement.drafter else config.without_drafter()
+    return replace(demand, config=config, chunk=placement.chunk), placement.division
 
 
 def dry_model(demand: Demand, division: Division | None, device: torch.device) -> Transformer:
@@ -58,8 +62,7 @@ def dry_model(demand: Demand, division: Division | None, device: torch.device) -
     if division is not None:
         plan = plan_of(specs.values(), division, world.size)
         offload = ExpertOffload(plan, device)
-        for number, module in enumerate(plan.layers):
-            model.set_submodule(module, offload.layer(number))
+        offload.install(model)
         elsewhere = {name for name, _ in offload.destinations(specs.values())}
         specs = {name: spec for name, spec in specs.items() if name not in elsewhere}
     allocate(model, specs, device, world)

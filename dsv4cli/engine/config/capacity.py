@@ -11,3 +11,5 @@ MAX_STEP_TOKENS = 8192
 LIST_BLOCK = 64
 # rows that the reference kernels multiply at once where a step has few
 PRODUCT_ROWS = 4
+# tokens of a prompt in a step where nothing says more, as on a CPU
+USUAL_CHUNK = 4096

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.kernels import gemm, norm
+from dsv4cli.kernels import embedding, gemm, norm
 
 
 def unfilled() -> nn.Parameter:
@@ -15,7 +15,7 @@ def unfilled() -> nn.Parameter:
 
 
 class Embedding(nn.Module):
-    """Every rank holds the whole of it."""
+    """Every rank holds the whole of it, on its device or in host memory, which is read in place."""
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, D]."""
-        return self.weight[ids].to(self.numerics.dtype)
+        return embedding.embed(ids, self.weight).to(self.numerics.dtype)
 
 
 class StoredMatrix(nn.Module):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dsv4cli.engine.checkpoint.sharding import check_dimensions
+from dsv4cli.engine.config.capacity import USUAL_CHUNK
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.block import Block
@@ -30,10 +31,14 @@ class HiddenStates:
 
 
 class Transformer(nn.Module):
-    """DeepSeek-V4. Parameters carry the checkpoint's names (experts stacked) and are filled by `weights.fill`."""
+    """DeepSeek-V4. Parameters carry the checkpoint's names (experts stacked) and are filled by `weights.fill`.
+
+    prefill_chunk: how many tokens of a prompt a step has where a request does not say: what loading has found room for.
+    """
 
     norm: RMSNorm
     mtp: nn.ModuleList
+    prefill_chunk = USUAL_CHUNK
 
     def __init__(self, config: ModelConfig, numerics: Numerics, world: World = SINGLE) -> None:
         super().__init__()

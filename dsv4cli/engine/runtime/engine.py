@@ -180,7 +180,7 @@ class Engine:
         return Pick() if self.runner.ahead.launched else self._pace.pick(self.runner.scheduler.active)
 
     def _queue(self, request: Request) -> None:
-        request.number = self._count
+        request.number, request.usual_chunk = self._count, self.model.prefill_chunk
         self._count += 1
         self._orders.add("add", **described(request))
         self.runner.add(request)

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits
+from dsv4cli.engine.weights.reserve import FAR, Workload
 from dsv4cli.errors import UsageError
 
 
@@ -49,6 +51,24 @@ def check_room(request: Request, room: int | None) -> None:
 def context_of(config: ModelConfig, limits: Limits) -> int:
     """The most tokens of a prompt and its answer."""
     return min(limits.max_context or config.max_position_embeddings, config.max_position_embeddings)
+
+
+def workload_of(
+    config: ModelConfig,
+    limits: Limits,
+    lengths: Sequence[int] | None,
+    *,
+    sequences: int = 1,
+    drawn: bool = True,
+    cache_memory: int | None = None,
+) -> Workload:
+    """What prompts of these lengths ask of a model, or, None where they are not known, so many conversations at once:
+    of a server, if there are several. drawn: whether they are answered."""
+    context, answer = context_of(config, limits), limits.max_tokens if drawn else 0
+    if lengths is None:
+        return Workload(min(context, FAR), sequences, limits.prefill_chunk, sequences > 1, cache_memory)
+    longest = max((min(length + answer, context) for length in lengths), default=1)
+    return Workload(longest, min(max(len(lengths), 1), MAX_SLOTS), limits.prefill_chunk)
 
 
 def _check(ids: list[int], config: ModelConfig, most: int, which: str, more: str) -> None:

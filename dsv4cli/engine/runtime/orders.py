@@ -53,7 +53,7 @@ def described(request: Request) -> dict[str, Any]:
     return {
         "number": request.number,
         "prompt": request.prompt,
-        "prefill_chunk": request.limits.prefill_chunk,
+        "prefill_chunk": request.prefill_chunk,
         "max_context": request.limits.max_context,
         "end": request.end,
         "keep": request.keep,

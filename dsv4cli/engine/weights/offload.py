@@ -1,4 +1,5 @@
-"""Routed experts that do not fit on the device: which lie there, which in host memory, and the way from there.
+"""Routed experts that do not fit on the device: which lie there, which in host memory, and the way from there. The
+embedding, of which a token takes one row, lies in host memory beside them.
 
 The first experts of a layer lie on the device for good, the others in pinned host memory; of these as many as there are
 slots lie on the device too, those used last. What gets no slot in a step, as in a long prompt, lies in staging, rows
@@ -17,7 +18,8 @@ from torch import nn
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.system.pinned import host_block, pin, unpin, whole_pages
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
-from dsv4cli.engine.weights.placement import Division, expert_layers, expert_part, is_drafter
+from dsv4cli.engine.weights.placement import Division
+from dsv4cli.engine.weights.sizes import EMBEDDING, expert_layers, expert_part, is_drafter
 from dsv4cli.kernels import expert_cache
 from dsv4cli.kernels.expert_cache import ExpertCache
 from dsv4cli.kernels.experts import ExpertWeights
@@ -31,16 +33,18 @@ SECOND_SCALES = ("w1.scale_2", "w2.scale_2", "w3.scale_2")
 @dataclass(frozen=True)
 class OffloadPlan:
     """What of a model's weights lies in host memory. layers: the modules whose experts are divided, equal in form;
-    parts: shape and dtype of an expert's matrices and scales, by name."""
+    parts: shape and dtype of an expert's matrices and scales, by name; embedding: its shape and dtype."""
 
     layers: tuple[str, ...]
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
     division: Division
+    embedding: tuple[tuple[int, ...], torch.dtype]
 
     @property
     def host_bytes(self) -> int:
         """The host memory that it takes."""
-        return len(self.layers) * self.division.offloaded * expert_bytes(self.parts)
+        experts = len(self.layers) * self.division.offloaded * expert_bytes(self.parts)
+        return experts + expert_bytes({EMBEDDING: self.embedding})
 
 
 def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
@@ -50,8 +54,11 @@ def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> OffloadPlan:
     """The plan of a table whose experts, but for those of a drafter, are divided so."""
-    layers, form = expert_layers((spec for spec in specs if not is_drafter(spec)), ranks)
-    return OffloadPlan(layers, {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}, division)
+    table = [spec for spec in specs if not is_drafter(spec)]
+    layers, form = expert_layers(table, ranks)
+    parts = {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}
+    embedding = next(spec for spec in table if spec.name == EMBEDDING)
+    return OffloadPlan(layers, parts, division, (embedding.shape, TORCH_DTYPES[embedding.dtype]))
 
 
 class ExpertOffload:
@@ -71,6 +78,9 @@ class ExpertOffload:
             host_block(nbytes, "experts of a layer", f"lower --host-memory, or {FEWER}") for _ in plan.layers
         ]
         self.host = [self._cut(block) for block in self._blocks]
+        shape, dtype = plan.embedding
+        self._blocks.append(host_block(prod(shape) * dtype.itemsize, "the embedding", FEWER))
+        self.embedding = nn.Parameter(self._blocks[-1].view(dtype).view(shape), requires_grad=False)
         numbers = torch.arange(division.experts).repeat(layers, 1)
         at = numbers + torch.arange(layers)[:, None] * division.rows
         self._row_of_expert = torch.where(numbers < division.rows, at, -1).to(device)
@@ -92,8 +102,15 @@ class ExpertOffload:
             start += whole_pages(sizes[part])
         return found
 
+    def install(self, model: nn.Module) -> None:
+        """Puts its experts and its embedding into a model."""
+        for number, module in enumerate(self.plan.layers):
+            model.set_submodule(module, self.layer(number))
+        model.get_submodule(EMBEDDING.rpartition(".")[0]).register_parameter("weight", self.embedding)
+
     def destinations(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Where the tensors of experts go, by name."""
+        """Where the tensors of experts and of the embedding go, by name."""
+        yield EMBEDDING, self.embedding.data
         division, numbers = self.plan.division, {module: number for number, module in enumerate(self.plan.layers)}
         for spec in specs:
             if spec.expert is None:

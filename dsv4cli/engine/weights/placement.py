@@ -3,56 +3,26 @@
 Loading asks with what it finds, `inspect --fit` with the machine that it describes. Sizes are those of one rank's part.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 
-from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
-from dsv4cli.engine.checkpoint.layout import TensorSpec
-from dsv4cli.engine.checkpoint.sharding import part_shape
+from dsv4cli.engine.config.capacity import USUAL_CHUNK
 from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
+from dsv4cli.engine.weights.reserve import Reserve
+from dsv4cli.engine.weights.sizes import RankSizes
 from dsv4cli.errors import NotEnoughMemory
 
-# of a GPU's free memory: the cache, a step of 4,096 tokens, graphs, what CUDA and Triton load
-RESERVE = 7 * 10**9
+# the smallest chunks of prompts that a drafter beside the other weights is worth
+DRAFTER_CHUNK = 1024
 # of free host memory so many eighths may be pinned for experts
 HOST_EIGHTHS = 7
-# shape and dtype (as a safetensors header names it) of each matrix and scale of an expert
-Form = dict[str, tuple[tuple[int, ...], str]]
-
-
-@dataclass(frozen=True)
-class RankSizes:
-    """Bytes of one rank's part of a model.
-
-    total: all tensors. drafter: those of the drafter. layers: how many have `experts` routed experts of `expert` bytes
-    each that may lie in host memory. chosen: how many of them a token takes.
-    """
-
-    total: int
-    drafter: int
-    layers: int
-    experts: int
-    expert: int
-    chosen: int
-
-    @property
-    def main(self) -> int:
-        """Without the drafter."""
-        return self.total - self.drafter
-
-    @property
-    def rest(self) -> int:
-        """What lies on the device in any case."""
-        return self.main - self.layers * self.experts * self.expert
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
     """What a user allows, in bytes: of weights on each GPU, of host memory for all ranks of a machine. None: what is
-    free, but for a reserve."""
+    free, but for what else needs it."""
 
     gpu: int | None = None
     host: int | None = None
@@ -72,11 +42,17 @@ class FreeMemory:
     limits: MemoryLimits = MemoryLimits()
 
     @property
-    def device_weights(self) -> int | None:
+    def each(self) -> int | None:
+        """What a rank has where it computes."""
+        if self.gpu is not None:
+            return self.gpu
+        return None if self.host_weights is None else self.host_weights // self.ranks_here
+
+    def weights(self, beside: Reserve) -> int:
         """The most bytes of weights on the GPU."""
-        if self.limits.gpu is not None or self.gpu is None:
-            return self.limits.gpu
-        return most_weights(self.gpu)
+        if self.limits.gpu is None:
+            return (self.gpu or 0) - beside.total
+        return self.limits.gpu
 
     @property
     def host_experts(self) -> int | None:
@@ -121,75 +97,36 @@ class Division:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank's weights lie. drafter: whether one is loaded. division: None where all experts lie on the device.
-    device, host: bytes of weights on the device, of experts in host memory."""
+    """Where one rank's weights lie. drafter: whether one is loaded. division: None where all experts lie on the device;
+    else the embedding lies in host memory too. device, host: bytes of weights there. chunk: how many tokens of a prompt
+    a step may have."""
 
     drafter: bool
     division: Division | None
     device: int
     host: int = 0
+    chunk: int = USUAL_CHUNK
 
 
-def most_weights(free: int) -> int:
-    """The most bytes of weights on a GPU that has so many free: a small one keeps half for all else."""
-    return max(free - RESERVE, free // 2)
+def decide(
+    sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve], drafting: Drafting = AUTO_DRAFTING
+) -> Placement:
+    """Where the weights of each rank lie: all on the device, with the largest chunks of prompts that there is room for,
+    else with experts in host memory. The drafter is loaded where it fits beside all other weights; beside experts in
+    host memory only if a number of drafts is asked for, as drafts do not pay there.
 
-
-def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
-    """Adds up one rank's part of a table, of which a token takes `chosen` experts of a layer.
-
-    Raises CheckpointError for a tensor that the ranks do not divide.
+    beside: what a GPU holds beside weights, for each chunk that may be, the most wanted first. Raises NotEnoughMemory.
     """
-    table = list(specs)
-    # experts are many and alike
-    kinds = Counter((spec.dtype, spec.shape, spec.shard, is_drafter(spec)) for spec in table)
-    examples = {(spec.dtype, spec.shape, spec.shard): spec for spec in table}
-    total = drafter = 0
-    for (dtype, shape, shard, drafts), count in kinds.items():
-        nbytes = count * prod(part_shape(examples[dtype, shape, shard], ranks)) * DTYPE_BITS[dtype] // 8
-        total += nbytes
-        drafter += nbytes * drafts
-    layers, form = expert_layers((spec for spec in table if not is_drafter(spec)), ranks)
-    return RankSizes(
-        total=total,
-        drafter=drafter,
-        layers=len(layers),
-        experts=1 + max((spec.expert for spec in table if spec.expert is not None), default=-1),
-        expert=sum(prod(shape) * DTYPE_BITS[dtype] // 8 for shape, dtype in form.values()),
-        chosen=chosen,
-    )
-
-
-def is_drafter(spec: TensorSpec) -> bool:
-    """Whether it is a tensor of the drafter."""
-    return spec.name.startswith("mtp.")
-
-
-def expert_layers(specs: Iterable[TensorSpec], ranks: int) -> tuple[tuple[str, ...], Form]:
-    """The modules whose experts are of the form of the first module's, and this form."""
-    forms: dict[str, Form] = {}
-    for spec in specs:
-        if spec.expert == 0:
-            module, part = expert_part(spec)
-            forms.setdefault(module, {})[part] = (part_shape(spec, ranks), spec.dtype)
-    first = next(iter(forms.values()), {})
-    return tuple(module for module, form in forms.items() if form == first), first
-
-
-def expert_part(spec: TensorSpec) -> tuple[str, str]:
-    """The module of an expert's tensor, and which part of the expert it is."""
-    module, matrix, role = spec.parameter.rsplit(".", 2)
-    return module, f"{matrix}.{role}"
-
-
-def decide(sizes: RankSizes, room: FreeMemory, drafting: Drafting = AUTO_DRAFTING) -> Placement:
-    """Where the weights of each rank lie: all on the device, else with experts in host memory. The drafter is loaded
-    where it fits beside all other weights; beside experts in host memory only if a number of drafts is asked for, as
-    drafts do not pay there. Raises NotEnoughMemory."""
     without = replace(sizes, total=sizes.main, drafter=0)
-    found = _place(without, room)
-    if drafting.most != 0 and sizes.drafter:
-        found = _with_drafter(sizes, room, found, drafting)
+    wanted = drafting.most != 0 and sizes.drafter > 0
+    large = [one for one in beside if one.chunk >= DRAFTER_CHUNK]
+    found = _whole(sizes, room, beside if drafting.required else large or beside) if wanted else None
+    if found is not None:
+        found = replace(found, drafter=True)
+    else:
+        found = _whole(without, room, beside) or _divided(without, room, beside)
+    if drafting.required and wanted and not found.drafter:
+        found = _with_drafter(sizes, room, beside, found)
     if room.gpu is not None and found.device > room.gpu:
         raise NotEnoughMemory(
             f"the weights on the GPU take {found.device / 1e9:.4g} GB, and {room.gpu / 1e9:.4g} GB of it are free",
@@ -198,57 +135,75 @@ def decide(sizes: RankSizes, room: FreeMemory, drafting: Drafting = AUTO_DRAFTIN
     return found
 
 
-def _with_drafter(sizes: RankSizes, room: FreeMemory, without: Placement, drafting: Drafting) -> Placement:
-    """The placement with the drafter where it has room; else the one `without` it, or NotEnoughMemory."""
-    found = None
-    if without.division is None or drafting.required:
+def _with_drafter(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve], without: Placement) -> Placement:
+    """The placement with the drafter beside experts in host memory. Raises NotEnoughMemory."""
+    if without.division is not None:
         with suppress(NotEnoughMemory):
-            found = replace(_place(replace(sizes, drafter=0), room), drafter=True)
-    if found is not None and (found.division is None or without.division is not None):
-        return found
-    if drafting.required:
-        raise NotEnoughMemory(
-            f"the drafter takes {sizes.drafter / 1e9:.4g} GB and finds no room beside the other weights",
-            "give --draft off, or make room: a higher --gpu-memory, more GPUs (--tp), a machine with more memory",
-        )
-    return without
+            return replace(_divided(replace(sizes, drafter=0), room, beside), drafter=True)
+    raise NotEnoughMemory(
+        f"the drafter takes {sizes.drafter / 1e9:.4g} GB and finds no room beside the other weights",
+        "give --draft off, or make room: a higher --gpu-memory, more GPUs (--tp), a machine with more memory",
+    )
 
 
-def _place(sizes: RankSizes, room: FreeMemory) -> Placement:
-    """Where weights lie of which none can be left out. Raises NotEnoughMemory."""
-    most = room.device_weights
-    if most is None:
-        _check_host(sizes.total, room)
-        return Placement(False, None, sizes.total)
-    if sizes.total <= most:
-        return Placement(False, None, sizes.total)
-    return _divided(sizes, room, most)
+def _whole(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement | None:
+    """All weights on the device; None where they, or what is needed beside them, find no room there."""
+    if room.gpu is None and room.limits.gpu is None:
+        fitting = _usual(beside) if room.each is None or sizes.total <= room.each else []
+    else:
+        fitting = [one for one in beside if sizes.total <= room.weights(one)]
+    return Placement(False, None, sizes.total, chunk=_roomy(fitting, sizes.total, room).chunk) if fitting else None
 
 
-def _check_host(needed: int, room: FreeMemory) -> None:
-    """Raises NotEnoughMemory where the ranks of a machine do not find `needed` bytes of it each."""
-    free = room.host_weights
-    if free is not None and needed * room.ranks_here > free:
-        ranks = f" of {room.ranks_here} ranks" if room.ranks_here > 1 else ""
-        raise NotEnoughMemory(
-            f"the weights{ranks} take {needed * room.ranks_here / 1e9:.2f} GB and cpu has {free / 1e9:.2f} GB free",
-            "use a machine with more memory, or fewer layers of random weights: random:flash,layers=4,experts=16",
-        )
+def _roomy(beside: Sequence[Reserve], weights: int, room: FreeMemory) -> Reserve:
+    """The first that has room beside so many bytes of weights; else the last."""
+    return next((one for one in beside if room.each is None or weights + one.total <= room.each), beside[-1])
 
 
-def _divided(sizes: RankSizes, room: FreeMemory, most: int) -> Placement:
+def _usual(beside: Sequence[Reserve]) -> Sequence[Reserve]:
+    """Those that are tried where larger chunks do not pay: on a CPU, and beside experts in host memory."""
+    return [one for one in beside if one.chunk <= USUAL_CHUNK] or beside
+
+
+def _divided(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement:
+    """The placement with experts in host memory, with the first chunk that leaves room for those of a token."""
+    if room.gpu is None and room.limits.gpu is None:
+        raise _host_is_short(sizes.total, room)
+    usual = _usual(beside)
+    one = next((one for one in usual if most_rows(sizes, room.weights(one)) >= sizes.chosen), usual[-1])
+    most = room.weights(one)
     rows = most_rows(sizes, most)
     if rows < sizes.chosen:
         raise NotEnoughMemory(
-            f"{most / 1e9:.4g} GB of GPU memory are too few for the weights",
+            f"{max(most, 0) / 1e9:.4g} GB of GPU memory are too few for the weights",
             f"from --gpu-memory {-(-least_on_gpu(sizes) // 10**6)}MB on they run; more GPUs share them (--tp)",
         )
+    division, device = Division(sizes.experts, rows, _slots(sizes, room, rows)), on_gpu(sizes, rows)
+    host = sizes.layers * division.offloaded * sizes.expert + sizes.embedding
+    return Placement(
+        False, division, device, host, (one if room.limits.gpu is None else _roomy(usual, device, room)).chunk
+    )
+
+
+def _host_is_short(needed: int, room: FreeMemory) -> NotEnoughMemory:
+    """What the ranks of a machine are answered with that do not find `needed` bytes of it each."""
+    assert room.host_weights is not None
+    ranks = f" of {room.ranks_here} ranks" if room.ranks_here > 1 else ""
+    return NotEnoughMemory(
+        f"the weights{ranks} take {needed * room.ranks_here / 1e9:.2f} GB and cpu has "
+        f"{room.host_weights / 1e9:.2f} GB free",
+        "use a machine with more memory, or fewer layers of random weights: random:flash,layers=4,experts=16",
+    )
+
+
+def _slots(sizes: RankSizes, room: FreeMemory, rows: int) -> int:
+    """How many rows change hands. Raises NotEnoughMemory where host memory has no room for what that takes."""
     slots, limit = max(sizes.chosen, min(rows, sizes.experts - rows)), room.host_experts
-    if limit is not None:
-        waiting = limit // room.ranks_here // (sizes.layers * sizes.expert)
-        slots = min(slots, waiting + rows - sizes.experts)
+    if limit is None:
+        return slots
+    waiting = (limit // room.ranks_here - sizes.embedding) // (sizes.layers * sizes.expert)
+    slots = min(slots, waiting + rows - sizes.experts)
     if slots < sizes.chosen:
-        assert limit is not None
         each = least_in_host(sizes, rows)
         ranks = f" by {room.ranks_here} ranks" if room.ranks_here > 1 else ""
         raise NotEnoughMemory(
@@ -257,8 +212,7 @@ def _divided(sizes: RankSizes, room: FreeMemory, most: int) -> Placement:
             "use more GPUs (--tp) or a machine with more memory; where the system reports less than there is, "
             "give --host-memory SIZE",
         )
-    division = Division(sizes.experts, rows, slots)
-    return Placement(False, division, on_gpu(sizes, rows), sizes.layers * division.offloaded * sizes.expert)
+    return slots
 
 
 def most_rows(sizes: RankSizes, most: int) -> int:
@@ -280,5 +234,5 @@ def least_on_gpu(sizes: RankSizes) -> int:
 
 
 def least_in_host(sizes: RankSizes, rows: int) -> int:
-    """The fewest bytes of experts in host memory when so many of each layer lie on the device."""
-    return sizes.layers * (sizes.experts - rows + sizes.chosen) * sizes.expert
+    """The fewest bytes in host memory when so many experts of each layer lie on the device."""
+    return sizes.layers * (sizes.experts - rows + sizes.chosen) * sizes.expert + sizes.embedding

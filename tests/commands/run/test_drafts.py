@@ -39,9 +39,9 @@ def asked(dsv4, monkeypatch):
     found = {"loaded": [], "engines": []}
     decide, init = load.decide, Engine.__init__
 
-    def decided(sizes, room, drafting):
+    def decided(sizes, room, beside, drafting):
         found["loaded"].append(drafting)
-        return decide(sizes, room, drafting)
+        return decide(sizes, room, beside, drafting)
 
     def made(self, model, capacity, device, followers=None, drafting=None):
         found["engines"].append(drafting)
@@ -81,7 +81,7 @@ def test_a_model_without_a_drafter_is_refused_before_it_is_loaded():
 
 
 def test_other_ranks_are_given_all_of_a_job_that_is_not_their_own():
-    own = {"out", "device_name", "world", "followers", "loaded", "compiler", "clients"}
+    own = {"out", "device_name", "world", "followers", "loaded", "compiler", "clients", "cache_memory"}
     assert {field.name for field in fields(Job)} - own == set(SHARED)
 
 

@@ -78,7 +78,7 @@ def test_gpu_memory_that_is_no_size_or_too_small(dsv4):
     refused(dsv4("run", "hi", "--gpu-memory", "120"), 2, "--gpu-memory '120' is not a size")
     done = dsv4("run", "hi", "--gpu-memory", "5MB")
     refused(done, 5, "0.005 GB of GPU memory are too few")
-    assert "--gpu-memory 9MB" in done.err.splitlines()[-1]
+    assert "--gpu-memory 8MB" in done.err.splitlines()[-1]
 
 
 def test_an_answer_that_becomes_unsound_keeps_what_was_printed(dsv4, monkeypatch):

@@ -57,8 +57,8 @@ def test_the_same_answer_in_little_memory(dsv4):
     loaded, division, drafts, _, traffic, _ = few.err.splitlines()
     assert drafts == "no drafts: they do not pay with experts in host memory"
     assert loaded.startswith("nano on cpu: ")
-    lie = r"of each layer's 8 experts \d are on the GPU at a time; \d stay in host memory, \d\.\d\d MB in all"
-    assert re.fullmatch(lie, division)
+    lie = r"of each layer's 8 experts \d are on the GPU at a time; \d stay in host memory, "
+    assert re.fullmatch(lie + r"with the embedding \d\.\d\d MB in all", division)
     words = r"[1-9]\d\.\d % of the experts were on the GPU; \d+\.\d\d kB a token came from host memory"
     assert re.fullmatch(words, traffic)
     assert "host memory" not in enough.err

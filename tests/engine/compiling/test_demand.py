@@ -11,6 +11,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.graphs import SIZES
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.engine.weights.reserve import Workload
 
 GREEDY = Sampling(0.0)
 
@@ -24,6 +25,8 @@ def demand(lengths: list[int] | None, drafts: int | None = None, drawn: bool = T
 def test_a_prompt_of_known_length_has_its_chunks():
     one = demand([5000], max_tokens=100)
     assert (one.longest, one.samplings, one.drafts) == ((5100,), (GREEDY,), 3)
+    assert list(prompts(one)) == [Step(((5000, 0),), GREEDY, 5100, 0, 3)]
+    one = replace(one, chunk=4096)
     assert list(prompts(one)) == [Step(((4096, 0),), GREEDY, 5100), Step(((904, 4096),), GREEDY, 5100, 0, 3)]
 
 
@@ -46,14 +49,14 @@ def test_a_conversation_grows():
 
 
 def test_many_conversations_are_captured_together():
-    one = replace(demand(None), sequences=64)
+    one = replace(demand(None), sequences=64, load=Workload(131_072, 64, None, serves=True))
     config, numerics = parse_config(PRESETS["flash"], "flash"), Numerics.reference()
     same = demand_of(config, Formats(), numerics, Limits(), [GREEDY], Drafting(None), None, sequences=64)
     assert same == one
     assert max(len(step.chunks) for step in decoding(one, SIZES)) == 64
 
 
-@pytest.mark.parametrize(("lengths", "most"), [(None, 4096), ([9, 9], 8192)])
+@pytest.mark.parametrize(("lengths", "most"), [(None, 8192), ([9, 9], 8192)])
 def test_prompts_of_unknown_length_have_every_number_of_tokens(lengths, most):
     spans = [span for span in prompts(demand(lengths)) if isinstance(span, Span) and not (span.place or span.each)]
     numbers = {number for span in spans for number in (span.first, span.last)}

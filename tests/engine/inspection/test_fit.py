@@ -28,10 +28,8 @@ from dsv4cli.engine.inspection.fit import machine as machines
 from dsv4cli.engine.inspection.fit.advice import advise
 from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
 from dsv4cli.engine.inspection.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
-from dsv4cli.engine.inspection.fit.memory import Workload, cache_bytes, weigh
+from dsv4cli.engine.inspection.fit.memory import weigh
 from dsv4cli.engine.inspection.fit.plan import plan_fit
-from dsv4cli.engine.inspection.fit.share import GPU_RESERVE
-from dsv4cli.engine.inspection.fit.step import WidestStep
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.engine.model.numerics import Numerics
@@ -42,6 +40,8 @@ from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.system import host_memory
 from dsv4cli.engine.weights import fill
 from dsv4cli.engine.weights.load import build_random
+from dsv4cli.engine.weights.reference_step import WidestStep
+from dsv4cli.engine.weights.reserve import Workload, cache_bytes
 from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
 from dsv4cli.kernels import alike
 from dsv4cli.kernels.attention import ref as attention_ref
@@ -116,7 +116,7 @@ def test_the_cache_takes_what_the_engine_s_takes(config, batch, context):
     ],
 )
 def test_the_tokens_of_a_step(load, tokens):
-    assert load.tokens == tokens
+    assert load.tokens(load.chunk) == tokens
 
 
 class Peak(TorchDispatchMode):
@@ -361,7 +361,7 @@ def test_the_emptiest_gpu_runs_it_and_the_ram_where_none_does():
 
 
 def test_the_limits_are_the_last_that_fit():
-    machine, config = gpus(13), parse_config(TWELVE_LAYERS, "short")
+    machine, config = gpus(10), parse_config(TWELVE_LAYERS, "short")
     fit = plan_fit(config, OFFICIAL, machine, context=300_000, batch=2)
     assert 1 < fit.largest_batch < capacity.MAX_SLOTS
     assert 300_000 < fit.largest_context < config.max_position_embeddings
@@ -377,19 +377,18 @@ def test_the_limits_are_the_last_that_fit():
 
 def test_a_shorter_chunk_where_the_default_does_not_fit():
     wide = plan_fit(SMALL_FLASH, OFFICIAL, gpus(80), context=1048576, batch=1).shares[0]
-    assert wide.chunk == 4096
+    assert wide.chunk == 8192
     machine = gpus((wide.needed - 1) / GB)
     fit = plan_fit(SMALL_FLASH, OFFICIAL, machine, context=1048576, batch=1)
     assert fit.best is not None
-    assert fit.best.chunk == 2048
+    assert fit.best.chunk == 4096
     assert fit.best.workspace < wide.workspace
-    assert advise(fit, "x")[0].command == (
-        "dsv4 run --model x --max-context 1048576 --prefill-chunk 2048 'What is 17 + 25?'"
-    )
+    # loading finds it by itself
+    assert advise(fit, "x")[0].command == "dsv4 run --model x --max-context 1048576 'What is 17 + 25?'"
 
 
 def test_the_first_layers_that_fit():
-    machine = gpus(8)
+    machine = gpus(7)
     config = parse_config(TWELVE_LAYERS, "short")
     layers = plan_fit(config, OFFICIAL, machine, context=8192, batch=1).layers
     assert layers is not None
@@ -421,27 +420,27 @@ def test_advice_where_it_fits():
 
 
 def test_advice_where_only_several_gpus_hold_it():
-    (step,) = steps_of(gpus(9, 9))
+    (step,) = steps_of(gpus(7, 7))
     assert step.command == f"{RUN} --tp 2 'What is 17 + 25?'"
 
 
 def test_advice_where_nothing_holds_it_says_what_would():
-    host, more, fewer = steps_of(gpus(7, 7))
-    assert host.why == "2 GPUs run it where 3.0 GB of host memory are free, for experts beyond theirs"
-    assert host.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 3GB"
-    assert more.command == "dsv4 inspect 'my model' --fit --context 8192 --gpus 4x7GB"
+    host, more, fewer = steps_of(gpus(6, 6))
+    assert host.why == "2 GPUs run it where 4.5 GB of host memory are free, for experts beyond theirs"
+    assert host.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 5GB"
+    assert more.command == "dsv4 inspect 'my model' --fit --context 8192 --gpus 4x6GB"
     assert re.fullmatch(r"dsv4 convert 'my model' OUT --to official --layers 0-\d --no-mtp", fewer.command)
     # what it asks for runs it
-    assert steps_of(with_ram(gpus(7, 7), 3.0))[0].command.startswith(f"{RUN} --tp 2")
-    assert steps_of(gpus(7, 7, 7, 7))[0].command.startswith(f"{RUN} --tp 4")
+    assert steps_of(with_ram(gpus(6, 6), 4.5))[0].command.startswith(f"{RUN} --tp 2")
+    assert steps_of(gpus(6, 6, 6, 6))[0].command.startswith(f"{RUN} --tp 4")
     ram, _ = steps_of(with_ram(gpus(), 8))
     assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 10GB"
-    (last,) = steps_of(with_ram(gpus(), 5.5))[1:]
+    (last,) = steps_of(with_ram(gpus(), 5.8))[1:]
     assert last.why == "its first layer fits the RAM, for tests"
 
 
 def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
-    shorter, _ = steps_of(gpus(9, 9), 1048576, 16)
+    shorter, _ = steps_of(gpus(7.5, 7.5), 500_000, 16)
     limit = re.fullmatch(r"with at most ([\d,]+) tokens it fits", shorter.why)
     assert limit is not None
     assert f"--max-context {limit[1].replace(',', '')} --tp 2" in shorter.command
@@ -454,23 +453,23 @@ def test_advice_where_host_memory_helps_a_gpu():
         return steps_of(with_ram(gpus(*free), ram), config=config)
 
     several, one, ram = steps(15, 15, ram=80)
-    assert several.command == f"{RUN} --tp 2 --gpu-memory 9697MB 'What is 17 + 25?'"
+    assert several.command == f"{RUN} --tp 2 'What is 17 + 25?'"
     assert "stay in host memory" in one.why
     assert one.command == f"{RUN} 'What is 17 + 25?'"
     assert ram.command == f"{RUN} --device cpu 'What is 17 + 25?'"
-    assert any("9.6 GB of host memory" in step.why for step in steps(15, ram=9.5))
-    assert steps(15, ram=9.6)[0].command == f"{RUN} 'What is 17 + 25?'"
+    assert any("7.3 GB of host memory" in step.why for step in steps(12, ram=5))
+    assert steps(12, ram=7.3)[0].command == f"{RUN} 'What is 17 + 25?'"
     # what is no expert has to fit: the CPU runs it
-    cpu, more = steps(9, ram=80)
+    cpu, more = steps(6, ram=80)
     assert "--device cpu" in cpu.command
-    assert "--gpus 4x8GB" in more.command
+    assert "--gpus 8x6GB" in more.command
 
 
 def test_unlike_gpus_keep_their_numbers():
-    unlike = Machine(tuple(replace(gpu, name=f"GPU {n}") for n, gpu in enumerate(gpus(5, 9, 9).gpus)), None)
+    unlike = Machine(tuple(replace(gpu, name=f"GPU {n}") for n, gpu in enumerate(gpus(5, 7, 7).gpus)), None)
     (step,) = steps_of(unlike)
     assert step.command.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2 dsv4 run ")
-    (step,) = steps_of(gpus(5, 9, 9))
+    (step,) = steps_of(gpus(5, 7, 7))
     assert step.command.startswith("CUDA_VISIBLE_DEVICES=1,2 dsv4 run ")
 
 
@@ -492,7 +491,7 @@ def test_advice_where_the_load_is_too_large():
 
 
 def test_advice_for_random_weights():
-    fit = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, gpus(7, 7), context=8192, batch=1)
+    fit = plan_fit(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, gpus(6, 6), context=8192, batch=1)
     step = advise(fit, "random:flash,experts=16", is_random=True)[-1]
     assert re.fullmatch(r"dsv4 run --model random:flash,experts=16,layers=\d 'What is 17 \+ 25\?'", step.command)
     step = advise(fit, "random:flash,layers=12,seed=3", is_random=True)[-1]
@@ -505,7 +504,7 @@ def test_every_option_in_a_command_exists():
         for name, command in typer.main.get_command(app).commands.items()
     }
     seen = set()
-    for machine in (gpus(5, 80), gpus(7, 7), gpus(14), with_ram(gpus(3), 9)):
+    for machine in (gpus(5, 80), gpus(6, 6), gpus(14), with_ram(gpus(3), 9)):
         for step in steps_of(machine, 1048576, 8) + steps_of(machine):
             program, command, *words = step.command.split()
             if program == "dsv4":
@@ -533,11 +532,11 @@ def test_the_table_fits_a_terminal(capsys, gpus, model):
 
 
 def test_the_answer_of_the_command(capsys):
-    answer, text = shown(capsys, SHORT, "8x5GB")
+    answer, text = shown(capsys, SHORT, "8x4GB")
     assert answer is True
-    assert f"{SHORT} fits 2 GPUs together\nfor 8,192 tokens\n" in text
-    assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 2 " in text
-    assert re.search(r"fits +no +yes", text)
+    assert f"{SHORT} fits 4 GPUs together\nfor 8,192 tokens\n" in text
+    assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 4 " in text
+    assert re.search(r"fits +no +no +yes", text)
     assert "Whole on every GPU: the cache, and these weights:" in text
     answer, text = shown(capsys, SHORT, "1x1GB")
     assert answer is False
@@ -554,16 +553,16 @@ def test_the_answer_of_the_command(capsys):
 
 def test_experts_in_host_memory_are_shown(capsys):
     model = "random:flash,layers=12,experts=64"
-    answer, text = shown(capsys, model, "15GB", ram="24GB")
+    answer, text = shown(capsys, model, "12GB", ram="24GB")
     words = " ".join(text.split())
     assert answer is True
-    assert f"{model} fits cuda:0 (GPU of 15GB) with experts in host memory\n" in text
+    assert f"{model} fits cuda:0 (GPU of 12GB) with experts in host memory\n" in text
     assert re.search(r"in host memory +\d+\.\d\d GB +0 B\n", text)
     assert re.search(
         r"On cuda:0 are \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
     )
     assert "On cuda:0 drafts are off: they do not pay with experts in host memory." in words
-    document = json.loads(shown(capsys, model, "15GB", ram="24GB", as_json=True)[1])
+    document = json.loads(shown(capsys, model, "12GB", ram="24GB", as_json=True)[1])
     best = document["shares"][document["best"]]
     assert best["host"] == best["placement"]["host"] > 0
     assert best["placement"]["division"]["experts"] == 64
@@ -580,7 +579,7 @@ def test_whether_drafts_are_on_is_said():
     config = parse_config(shortened(FLASH, 3, 16), "short")
     assert "On cuda:0 drafts are on; the drafter is among the weights." in words(20 * 10**9)
     # 3.2 GB of weights and 0.4 GB of the drafter
-    assert "On cuda:0 drafts are off: the drafter finds no room beside the other weights." in words(75 * 10**8)
+    assert "On cuda:0 drafts are off: the drafter finds no room beside the other weights." in words(52 * 10**8)
     config = config.without_drafter()
     assert "The model has no drafter: no drafts." in words(20 * 10**9)
 
@@ -589,14 +588,20 @@ def test_the_document(capsys):
     answer, text = shown(capsys, TINY_FLASH, "8x141GB", as_json=True)
     document = json.loads(text)
     assert answer is True
-    assert document["schema"] == "dsv4.fit/2"
+    assert document["schema"] == "dsv4.fit/3"
     assert document["runs"] is True
     assert document["missing"] == 0
     assert document["best"] == 0
     first = document["shares"][0]
     assert first["devices"][0]["torch_name"] == "cuda:0"
-    assert first["placement"] == {"drafter": True, "division": None, "device": first["weights"], "host": 0}
-    assert first["needed"] == first["weights"] + first["cache"] + first["workspace"] + GPU_RESERVE
+    assert first["placement"] == {
+        "drafter": True,
+        "division": None,
+        "device": first["weights"],
+        "host": 0,
+        "chunk": 8192,
+    }
+    assert first["needed"] == first["weights"] + first["cache"] + first["workspace"] + first["reserve"]
     assert first["fits"] is True
     command = f"dsv4 run --model {TINY_FLASH} --max-context 8192 'What is 17 + 25?'"
     assert document["next"] == [{"why": "", "command": command}]

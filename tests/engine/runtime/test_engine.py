@@ -140,6 +140,16 @@ def test_a_short_prompt_is_answered_before_a_long_one():
     assert [number for number, step in steps if step.finish] == [1, 0]
 
 
+@pytest.mark.parametrize(("asked", "expected"), [({}, 3), ({"prefill_chunk": 30}, 2)])
+def test_a_step_has_as_many_tokens_of_a_prompt_as_the_model_has_room_for(monkeypatch, asked, expected):
+    monkeypatch.setattr(model(), "prefill_chunk", 20)
+    one, steps = engine([[5] * 60], max_tokens=1, **asked), 0
+    while one.busy:
+        one.step()
+        steps += 1
+    assert steps == expected
+
+
 def test_a_step_has_no_more_tokens_than_the_bound(monkeypatch):
     monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 10)
     one = Runner(model(), Capacity(slots=3), "cpu")

@@ -237,6 +237,7 @@ def test_parts_of_the_ranks_are_the_whole(size):
 
 def test_a_rank_loads_its_part_of_a_folder(monkeypatch):
     monkeypatch.setattr(World, "least", lambda world, numbers: numbers)  # there is no other rank
+    monkeypatch.setattr(World, "broadcast_object", lambda world, value: value)
     source, numerics = resolve_model("nano"), Numerics.reference()
     whole = dict(load_model(source, numerics).named_parameters())
     cut = {"attn.wq_b": 0, "attn.wo_b": 1, "ffn.experts.w2": 2, "ffn.shared_experts.w1": 0, "ffn.shared_experts.w2": 1}

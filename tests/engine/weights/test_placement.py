@@ -25,19 +25,24 @@ from dsv4cli.engine.weights.placement import (
     FreeMemory,
     MemoryLimits,
     Placement,
-    RankSizes,
     decide,
     least_in_host,
     least_on_gpu,
-    measure,
     most_rows,
 )
+from dsv4cli.engine.weights.reserve import Reserve, Workload
+from dsv4cli.engine.weights.sizes import RankSizes, measure
 from dsv4cli.errors import NotEnoughMemory
 
 GB, GIB = 10**9, 2**30
 PRESETS = {"flash": FLASH, "pro": PRO, "flash-0731": FLASH_0731}
 # free on a GPU once CUDA is there: 24 GB, H100, H200
 SMALL, H100, H200 = 24 * GB, 84_500 * 10**6, 149_600 * 10**6
+
+
+EMBEDDING = 129_280 * 4096 * 2
+# beside weights
+SEVEN = (Reserve(4096, 0, 7 * GB),)
 
 
 @cache
@@ -61,20 +66,20 @@ def test_the_drafter_is_what_a_model_without_it_lacks():
 
 
 def test_all_of_flash_on_an_h100_with_134_gb():
-    """85 GB must lie in host memory; all experts, which a slot for each would put there, are 147."""
-    placement = decide(sizes_of("flash", 1), FreeMemory(H100, 134 * GB))
+    """84 GB must lie in host memory, with the embedding; all experts, which slots for each would put there, are 147."""
+    placement = decide(sizes_of("flash", 1), FreeMemory(H100, 134 * GB), SEVEN)
     division = placement.division
     assert division is not None
-    assert (division.rows, division.slots, division.offloaded) == (116, 63, 203)
-    assert placement.host == 43 * 203 * 13_369_344 <= 134 * GB * 7 // 8
+    assert (division.rows, division.slots, division.offloaded) == (118, 64, 202)
+    assert placement.host == 43 * 202 * 13_369_344 + EMBEDDING <= 134 * GB * 7 // 8
     assert placement.device <= H100 - 7 * GB
     # enough memory: as many slots as rows
-    assert decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB)).host == 43 * 256 * 13_369_344
-    least = least_in_host(sizes_of("flash", 1), 116)
+    assert decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB), SEVEN).host == 43 * 256 * 13_369_344 + EMBEDDING
+    least = least_in_host(sizes_of("flash", 1), 118)
     assert round(least / GB) == 84
-    assert decide(sizes_of("flash", 1), FreeMemory(H100, 0, limits=MemoryLimits(host=least))).division.slots == 6
-    with pytest.raises(NotEnoughMemory, match=r"need at least 83\.93 GB of host memory, and may have 83\.93 GB"):
-        decide(sizes_of("flash", 1), FreeMemory(H100, 0, limits=MemoryLimits(host=least - 1)))
+    assert decide(sizes_of("flash", 1), FreeMemory(H100, 0, limits=MemoryLimits(host=least)), SEVEN).division.slots == 6
+    with pytest.raises(NotEnoughMemory, match=r"need at least 83\.84 GB of host memory, and may have 83\.84 GB"):
+        decide(sizes_of("flash", 1), FreeMemory(H100, 0, limits=MemoryLimits(host=least - 1)), SEVEN)
 
 
 # one rank's part of Pro, by their number
@@ -87,27 +92,27 @@ PRO_SIZES = {
 def test_the_ranks_of_a_machine_share_its_memory():
     """Pro in two ranks: 411 GB each was held against the 512 GB of both."""
     with pytest.raises(NotEnoughMemory, match="of host memory by 2 ranks, and may have 448 GB"):
-        decide(PRO_SIZES[2], FreeMemory(H200, 512 * GB, 2))
-    alone = decide(PRO_SIZES[2], FreeMemory(H200, 512 * GB, 1))
+        decide(PRO_SIZES[2], FreeMemory(H200, 512 * GB, 2), SEVEN)
+    alone = decide(PRO_SIZES[2], FreeMemory(H200, 512 * GB, 1), SEVEN)
     assert alone.host > 512 * GB // 2
-    four = decide(PRO_SIZES[4], FreeMemory(H200, 512 * GIB, 4))
+    four = decide(PRO_SIZES[4], FreeMemory(H200, 512 * GIB, 4), SEVEN)
     assert four.division is not None
     assert (four.division.rows, four.division.slots) == (243, 83)
     assert 4 * four.host <= 512 * GIB * 7 // 8
 
 
 def test_a_host_that_does_not_tell_is_tried():
-    assert decide(sizes_of("flash", 1), FreeMemory(SMALL, None)).division.offloaded == 256
-    assert decide(sizes_of("flash", 1), FreeMemory(None, None)).drafter
+    assert decide(sizes_of("flash", 1), FreeMemory(SMALL, None), SEVEN).division.offloaded == 256
+    assert decide(sizes_of("flash", 1), FreeMemory(None, None), SEVEN).drafter
 
 
 def test_on_a_cpu_the_ranks_need_it_together():
     sizes = sizes_of("flash", 2)
-    assert decide(sizes, FreeMemory(None, 2 * sizes.total, 2)).drafter
-    assert not decide(sizes, FreeMemory(None, 2 * sizes.main, 2)).drafter
+    assert decide(sizes, FreeMemory(None, 2 * sizes.total, 2), SEVEN).drafter
+    assert not decide(sizes, FreeMemory(None, 2 * sizes.main, 2), SEVEN).drafter
     with pytest.raises(NotEnoughMemory, match=r"of 2 ranks take 158\.39 GB and cpu has 100\.00 GB free"):
-        decide(sizes, FreeMemory(None, 100 * GB, 2))
-    assert decide(sizes, FreeMemory(None, 100 * GB, 2, MemoryLimits(host=200 * GB))).drafter
+        decide(sizes, FreeMemory(None, 100 * GB, 2), SEVEN)
+    assert decide(sizes, FreeMemory(None, 100 * GB, 2, MemoryLimits(host=200 * GB)), SEVEN).drafter
 
 
 FLASH_TOTAL, FLASH_MAIN = 159_609_485_896, 159_609_485_896 - 3_593_787_756
@@ -119,44 +124,44 @@ ROOMY, TIGHT = FLASH_TOTAL + 7 * GB, FLASH_TOTAL + 7 * GB - 1
     [(ROOMY, None, True), (ROOMY, 3, True), (ROOMY, 0, False), (TIGHT, None, False), (TIGHT, 0, False)],
 )
 def test_the_drafter_is_loaded_where_it_is_used_and_fits(gpu, most, drafter):
-    placement = decide(sizes_of("flash", 1), FreeMemory(gpu, 400 * GB), Drafting(most))
+    placement = decide(sizes_of("flash", 1), FreeMemory(gpu, 400 * GB), SEVEN, Drafting(most))
     assert placement == Placement(drafter, None, FLASH_TOTAL if drafter else FLASH_MAIN)
 
 
 def test_a_drafter_that_is_asked_for_and_finds_no_room():
     with pytest.raises(NotEnoughMemory, match=r"^the drafter takes 3\.594 GB and finds no room") as error:
-        decide(sizes_of("flash", 1), FreeMemory(TIGHT, 400 * GB), Drafting(3))
+        decide(sizes_of("flash", 1), FreeMemory(TIGHT, 400 * GB), SEVEN, Drafting(3))
     assert "--draft off" in error.value.remedy
     with pytest.raises(NotEnoughMemory, match=r"^the drafter takes"):
-        decide(sizes_of("flash", 1), FreeMemory(None, FLASH_TOTAL - 1), Drafting(3))
+        decide(sizes_of("flash", 1), FreeMemory(None, FLASH_TOTAL - 1), SEVEN, Drafting(3))
     with pytest.raises(NotEnoughMemory, match=r"^the weights take 156\.02 GB"):  # it is not the drafter's fault
-        decide(sizes_of("flash", 1), FreeMemory(None, 100 * GB), Drafting(3))
+        decide(sizes_of("flash", 1), FreeMemory(None, 100 * GB), SEVEN, Drafting(3))
 
 
 def test_beside_experts_in_host_memory_it_is_loaded_only_if_asked_for():
     sizes, room = sizes_of("flash", 1), FreeMemory(H100, 400 * GB)
-    without = decide(sizes, room)
-    assert (without.drafter, without.division.rows) == (False, 116)
-    assert decide(sizes, room, Drafting(0)) == without
-    beside = decide(sizes, room, Drafting(3))
-    assert (beside.drafter, beside.division.rows) == (True, 109)
+    without = decide(sizes, room, SEVEN)
+    assert (without.drafter, without.division.rows) == (False, 118)
+    assert decide(sizes, room, SEVEN, Drafting(0)) == without
+    beside = decide(sizes, room, SEVEN, Drafting(3))
+    assert (beside.drafter, beside.division.rows) == (True, 111)
     assert beside.device <= H100 - 7 * GB
     # room for what lies there in any case, for six experts of each layer, and for nothing else
     least = least_on_gpu(sizes)
-    assert decide(sizes, FreeMemory(None, None, limits=MemoryLimits(gpu=least))).division.rows == 6
+    assert decide(sizes, FreeMemory(None, None, limits=MemoryLimits(gpu=least)), SEVEN).division.rows == 6
     with pytest.raises(NotEnoughMemory, match=r"^the drafter takes"):
-        decide(sizes, FreeMemory(None, None, limits=MemoryLimits(gpu=least)), Drafting(1))
+        decide(sizes, FreeMemory(None, None, limits=MemoryLimits(gpu=least)), SEVEN, Drafting(1))
 
 
 @pytest.mark.parametrize("most", [None, 0])
 def test_a_model_without_a_drafter_has_none_to_load(most):
     sizes = replace(sizes_of("flash", 1), total=FLASH_MAIN, drafter=0)
-    assert decide(sizes, FreeMemory(ROOMY, 400 * GB), Drafting(most)) == Placement(False, None, FLASH_MAIN)
+    assert decide(sizes, FreeMemory(ROOMY, 400 * GB), SEVEN, Drafting(most)) == Placement(False, None, FLASH_MAIN)
 
 
 def test_a_limit_above_the_gpu_is_refused():
     with pytest.raises(NotEnoughMemory, match=r"and 84\.5 GB of it are free"):
-        decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB, limits=MemoryLimits(gpu=200 * GB)))
+        decide(sizes_of("flash", 1), FreeMemory(H100, 400 * GB, limits=MemoryLimits(gpu=200 * GB)), SEVEN)
 
 
 def test_more_memory_never_takes_rows():
@@ -164,6 +169,46 @@ def test_more_memory_never_takes_rows():
     rows = [most_rows(sizes, most * GB) for most in range(10, 160)]
     assert rows == sorted(rows)
     assert rows[-1] == 255
+
+
+ROOM = (Reserve(8192, 0, 20 * GB), Reserve(4096, 0, 10 * GB), Reserve(1024, 0, 5 * GB), Reserve(64, 0, GB))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "drafter", "chunk"),
+    [
+        (FLASH_TOTAL + 20 * GB, True, 8192),
+        (FLASH_TOTAL + 20 * GB - 1, True, 4096),
+        (FLASH_TOTAL + 5 * GB, True, 1024),
+        # a drafter is not worth chunks of 64, weights that lie on the GPU are
+        (FLASH_TOTAL + 5 * GB - 1, False, 1024),
+        (FLASH_MAIN + GB, False, 64),
+    ],
+)
+def test_chunks_are_as_large_as_there_is_room_beside_all_weights(gpu, drafter, chunk):
+    found = decide(sizes_of("flash", 1), FreeMemory(gpu, 400 * GB), ROOM)
+    assert (found.division, found.drafter, found.chunk) == (None, drafter, chunk)
+
+
+def test_chunks_beside_experts_in_host_memory_are_not_the_largest():
+    sizes = sizes_of("flash", 1)
+    found = decide(sizes, FreeMemory(H100, 400 * GB), ROOM)
+    assert (found.division.rows, found.chunk) == (most_rows(sizes, H100 - 10 * GB), 4096)
+    least = least_on_gpu(sizes)
+    assert decide(sizes, FreeMemory(least + 10 * GB, 400 * GB), ROOM).chunk == 4096
+    assert decide(sizes, FreeMemory(least + 10 * GB - 1, 400 * GB), ROOM).chunk == 1024
+    with pytest.raises(NotEnoughMemory, match="too few for the weights"):
+        decide(sizes, FreeMemory(least + GB - 1, 400 * GB), ROOM)
+    # whoever says how many bytes of weights there may be gets them, with the chunk that has room beside them
+    limits = MemoryLimits(gpu=70 * GB)
+    assert decide(sizes, FreeMemory(80 * GB, 400 * GB, limits=limits), ROOM).chunk == 4096
+    assert decide(sizes, FreeMemory(75 * GB, 400 * GB, limits=limits), ROOM).chunk == 1024
+
+
+def test_a_chunk_that_is_asked_for_is_kept():
+    for gpu in (FLASH_TOTAL + 20 * GB, H100, None):
+        assert decide(sizes_of("flash", 1), FreeMemory(gpu, 400 * GB), ROOM[:1]).chunk == 8192
+    assert decide(sizes_of("flash", 1), FreeMemory(None, 400 * GB), ROOM).chunk == 4096
 
 
 def test_loading_asks_with_what_it_finds(monkeypatch):
@@ -193,9 +238,12 @@ MACHINES = [
 def loaded_on(machine: Machine, config: ModelConfig, devices, limits: MemoryLimits, patch):
     """What loading decides on devices of a machine, None where it refuses."""
     device, ranks = devices[0], len(devices)
-    free = {"cuda": min(one.free for one in devices) - sharing.CUDA_CONTEXT, "cpu": machine.host}
+    own = machine.host - (0 if devices[0].is_gpu else sharing.CPU_RESERVE)
+    free = {"cuda": min(one.free for one in devices) - sharing.CUDA_CONTEXT, "cpu": own}
     patch.setattr(load, "free_memory", lambda device: free[device.type])
-    target = load._Target(torch.device(device.torch_name), World(0, ranks, None, ranks), limits, None)
+    target = load._Target(
+        torch.device(device.torch_name), World(0, ranks, None, ranks), limits, None, load=Workload(8192)
+    )
     try:
         return load._placed(config, Formats(), target)
     except NotEnoughMemory:
@@ -224,12 +272,13 @@ def test_fit_and_loading_decide_the_same(name, monkeypatch):
         monkeypatch.setattr(module, "loaded_tensors", tensors)
         monkeypatch.setattr(module, "measure", lambda specs, chosen, ranks: sizes(len(specs), chosen, ranks))
     monkeypatch.setattr(World, "least", lambda world, numbers: numbers)
+    monkeypatch.setattr(World, "broadcast_object", lambda world, value: value)
     config = parse_config(PRESETS[name], name)
     for gpus, ram, flash, pro in MACHINES:
         machine = parse_machine(gpus, ram) if gpus else Machine((), parse_machine("1GB", ram).cpu)
         fit = plan_fit(config, Formats(), machine, context=8192, batch=1)
         for share in fit.shares:
-            found = loaded_on(machine, config, share.devices, MemoryLimits(gpu=share.gpu_memory), monkeypatch)
+            found = loaded_on(machine, config, share.devices, MemoryLimits(), monkeypatch)
             assert (found and found[2]) == share.placement, (gpus, ram, share)
         best = "" if fit.best is None else f"{fit.best.ranks}{'+' * (fit.best.host > 0)}" if fit.best.on_gpu else "cpu"
         assert best == (pro if name == "pro" else flash), (gpus, ram)

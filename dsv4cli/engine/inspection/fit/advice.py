@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from dsv4cli.engine.inspection.fit.machine import FREE_OF_RAM
 from dsv4cli.engine.inspection.fit.plan import Fit
-from dsv4cli.engine.inspection.fit.share import CHUNKS, MB, Share
+from dsv4cli.engine.inspection.fit.share import Share
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.harmless import shell_word
+
+MB = 10**6
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,6 @@ def run_command(fit: Fit, share: Share, name: str, context: int, batch: int) -> 
         words += ["--tp", str(share.ranks)]
     elif share.devices[0].torch_name != automatic:
         words += ["--device", share.devices[0].torch_name]
-    if share.chunk != CHUNKS[0]:
-        words += ["--prefill-chunk", str(share.chunk)]
-    if share.gpu_memory is not None:
-        words += ["--gpu-memory", f"{share.gpu_memory // MB}MB"]
     in_host = share.host if share.on_gpu else share.weights
     if fit.machine.claims_ram and in_host:
         words += ["--host-memory", f"{-(-in_host * share.ranks // MB)}MB"]

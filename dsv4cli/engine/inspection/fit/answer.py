@@ -11,7 +11,7 @@ from dsv4cli.engine.inspection.report import Inspection
 from dsv4cli.engine.inspection.sources import FileSource
 from dsv4cli.errors import UsageError
 
-SCHEMA = "dsv4.fit/2"
+SCHEMA = "dsv4.fit/3"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What each of some equal devices holds of a model; no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,31 +10,16 @@ from dsv4cli.engine.checkpoint.sharding import divides
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit.machine import Device
-from dsv4cli.engine.inspection.fit.memory import Workload, cache_bytes, weigh, workspace_bytes
-from dsv4cli.engine.settings import Limits
-from dsv4cli.engine.weights.placement import (
-    FreeMemory,
-    MemoryLimits,
-    Placement,
-    RankSizes,
-    decide,
-    is_drafter,
-    measure,
-    most_weights,
-)
+from dsv4cli.engine.inspection.fit.memory import weigh
+from dsv4cli.engine.weights.placement import FreeMemory, Placement, decide
+from dsv4cli.engine.weights.reserve import Reserve, Workload, reserves
+from dsv4cli.engine.weights.sizes import RankSizes, is_drafter, measure
 from dsv4cli.errors import NotEnoughMemory
 
-# the CUDA context, loaded kernels and the workspaces of cuBLAS: 0.75 GB on an H200 with torch 2.13
-GPU_RESERVE = 10**9
-# what of it is taken before loading asks how much is free
-CUDA_CONTEXT = 5 * 10**8
-# CUDA graphs, NCCL, gaps: what loading leaves beside the estimate, and a command that limits the weights leaves too
-GPU_MARGIN = 15 * 10**8
+# what CUDA takes before loading asks how much is free: 0.65 GB on an H200 with torch 2.11
+CUDA_CONTEXT = 65 * 10**7
 # Python, PyTorch's libraries and the tokenizer
 CPU_RESERVE = 5 * 10**8
-# tokens of a prompt in a step, the default first; smaller ones take less memory
-CHUNKS = (Limits.prefill_chunk, 2048, 1024, 512, 256, 128, 64)
-MB = 10**6
 
 
 @dataclass(frozen=True)
@@ -43,8 +28,7 @@ class Share:
 
     devices: those that would hold the model. placement: where its weights lie, None where they find no room. weights:
     on each device. whole: the part of them that every rank holds. available: what the fullest of the devices has free.
-    chunk: the most tokens of a prompt in a step. gpu_memory: the most weights on the device, where more room has to be
-    left than loading leaves by itself.
+    chunk: the most tokens of a prompt in a step.
     """
 
     devices: tuple[Device, ...]
@@ -56,7 +40,6 @@ class Share:
     workspace: int
     reserve: int
     available: int
-    gpu_memory: int | None
 
     @property
     def ranks(self) -> int:
@@ -86,8 +69,7 @@ class Share:
     @property
     def missing(self) -> int:
         """Bytes that each device lacks."""
-        unplaced = self.placement is None and self.on_gpu
-        return max(0, self.needed + GPU_MARGIN * unplaced - self.available)
+        return max(0, self.needed - self.available)
 
     @property
     def fits(self) -> bool:
@@ -126,32 +108,24 @@ class SharedModel:
         return self._whole[drafter]
 
     def share(self, devices: tuple[Device, ...], context: int, batch: int) -> Share:
-        """One device's part of the model.
-
-        With all experts there and the largest chunk that fits; else with experts in host memory; where neither fits,
-        with the smallest chunk.
-        """
-        loads = [Workload(context, batch, chunk) for chunk in CHUNKS]
-        found = next((share for share in self._ways(devices, loads) if share.fits), None)
-        return found or self._share(devices, loads[-1])
-
-    def _ways(self, devices: tuple[Device, ...], loads: list[Workload]) -> Iterator[Share]:
-        """The best first: as loading divides by itself, if not at all; all weights there with less room for the rest;
-        experts in host memory."""
-        for load in loads:
-            share = self._share(devices, load)
-            if share.host:
-                break
-            yield share
-        if not devices[0].is_gpu:
-            return
-        free, main = min(device.free for device in devices), self.sizes(len(devices)).main
-        rooms = [(load, self._room_for_weights(devices, load)) for load in loads]
-        for load, room in rooms:
-            if room >= main:
-                yield self._share(devices, load, room)
-        for load, room in rooms:
-            yield self._share(devices, load, room if room < most_weights(free - CUDA_CONTEXT) else None)
+        """One device's part of the model, as loading would place it for so many sequences; where that finds no room,
+        with the smallest chunk."""
+        ranks, on_gpu, free = len(devices), devices[0].is_gpu, min(device.free for device in devices)
+        beside = reserves(self.config, self.formats, Workload(context, batch), ranks, on_gpu=on_gpu)
+        placement, sizes = self._placement(ranks, free, beside, on_gpu), self.sizes(ranks)
+        one = next((one for one in beside if placement is not None and one.chunk == placement.chunk), beside[-1])
+        drafter = placement is not None and placement.drafter
+        return Share(
+            devices=devices,
+            chunk=one.chunk,
+            placement=placement,
+            weights=sizes.main if placement is None else placement.device,
+            whole=sum(self.whole(drafter).values()),
+            cache=one.cache,
+            workspace=one.step,
+            reserve=one.overhead + CUDA_CONTEXT if on_gpu else CPU_RESERVE,
+            available=free,
+        )
 
     def with_any_host(self) -> "SharedModel":
         """The same beside any amount of host memory."""
@@ -177,36 +151,12 @@ class SharedModel:
                 parts.setdefault(int(spec.name.split(".", 2)[1]), []).append(spec)
         return {layer: weigh(specs, 1).nbytes for layer, specs in parts.items()}
 
-    def _room_for_weights(self, devices: tuple[Device, ...], load: Workload) -> int:
-        """The bytes, whole MB, that a GPU has for weights beside such a load."""
-        config, free = self.config.without_drafter(), min(device.free for device in devices)
-        beside = cache_bytes(config, load) + workspace_bytes(config, self.formats, load, len(devices), on_gpu=True)
-        return max(free - beside - GPU_RESERVE - GPU_MARGIN, MB) // MB * MB
-
-    def _share(self, devices: tuple[Device, ...], load: Workload, gpu_memory: int | None = None) -> Share:
-        ranks, on_gpu, free = len(devices), devices[0].is_gpu, min(device.free for device in devices)
-        placement, sizes = self._placement(ranks, free, gpu_memory, on_gpu), self.sizes(ranks)
-        drafter = placement is not None and placement.drafter
-        config = self.config if drafter else self.config.without_drafter()
-        return Share(
-            devices=devices,
-            chunk=load.chunk,
-            placement=placement,
-            weights=sizes.main if placement is None else placement.device,
-            whole=sum(self.whole(drafter).values()),
-            cache=cache_bytes(config, load),
-            workspace=workspace_bytes(config, self.formats, load, ranks, on_gpu),
-            reserve=GPU_RESERVE if on_gpu else CPU_RESERVE,
-            available=free,
-            gpu_memory=gpu_memory,
-        )
-
-    def _placement(self, ranks: int, free: int, gpu_memory: int | None, on_gpu: bool) -> Placement | None:
+    def _placement(self, ranks: int, free: int, beside: Sequence[Reserve], on_gpu: bool) -> Placement | None:
         if on_gpu:
-            room = FreeMemory(max(free - CUDA_CONTEXT, 0), self.host, ranks, MemoryLimits(gpu=gpu_memory))
+            room = FreeMemory(max(free - CUDA_CONTEXT, 0), self.host, ranks)
         else:
-            room = FreeMemory(None, free)
+            room = FreeMemory(None, max(free - CPU_RESERVE, 0))
         try:
-            return decide(self.sizes(ranks), room)
+            return decide(self.sizes(ranks), room, beside)
         except NotEnoughMemory:
             return None

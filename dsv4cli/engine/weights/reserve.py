@@ -1,0 +1,203 @@
+"""What a device holds beside weights: the cache, the tensors of a step, what CUDA and Triton load; no torch.
+
+Loading leaves room for it, and `inspect --fit` shows it: both ask here. The cache and the tensors that tensor
+parallelism does not cut are whole on every rank.
+"""
+
+from dataclasses import dataclass, replace
+
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK, USUAL_CHUNK
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.weights.reference_step import WidestStep
+from dsv4cli.kernels.formats import FP4_BLOCK
+
+# tokens of a prompt in a step, the most wanted first: a larger one is faster and takes more memory
+CHUNKS = (MAX_STEP_TOKENS, USUAL_CHUNK, 2048, 1024, 512, 256, 128, 64)
+# the longest sequence that is thought of where lengths are not known
+FAR = 131_072
+# kernels that are loaded, and CUDA graphs, 0.2 GB on an H200 with torch 2.11; of several ranks NCCL beside them
+OVERHEAD, NCCL = 6 * 10**8, 10**9
+# gaps between the tensors of steps: a part of their size (H200, torch 2.11: 24 % of 1.2 and of 2.4 GB)
+GAPS = 4
+# bytes of an activation (bf16), of fp32, of an index (int64)
+ACTIVATION, FP32, INDEX = 2, 4, 8
+# entries that the choice of the best ones keeps of a token, with their numbers, while it reads the others
+KEPT = 8192
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of a model: `batch` sequences of `context` tokens each, prompts in chunks of `chunk` tokens, None:
+    of as many as there is room for. serves: many clients share `cache` bytes for what they ask, None: half of what the
+    weights leave."""
+
+    context: int = FAR
+    batch: int = 1
+    chunk: int | None = None
+    serves: bool = False
+    cache: int | None = None
+
+    def tokens(self, chunk: int) -> int:
+        """The most tokens of one step, as the schedule joins them."""
+        return min(self.batch * min(chunk, self.context), MAX_STEP_TOKENS)
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes beside weights with prompts in chunks of `chunk` tokens. step: the most that the tensors of one take, with
+    gaps. overhead: of CUDA."""
+
+    chunk: int
+    cache: int
+    step: int
+    overhead: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.cache + self.step + self.overhead
+
+
+def reserves(
+    config: ModelConfig, formats: Formats, load: Workload, ranks: int, *, on_gpu: bool = True, triton: bool = True
+) -> tuple[Reserve, ...]:
+    """What each of `ranks` devices holds beside weights, for the chunk that is asked for or for each that there may be,
+    the most wanted first. triton: whether its kernels compute, not the references."""
+    found, overhead = [], 0
+    if on_gpu:
+        overhead = OVERHEAD + (NCCL if ranks > 1 else 0)
+    for chunk in CHUNKS if load.chunk is None else (load.chunk,):
+        step = step_bytes(config, formats, load, chunk, ranks, on_gpu=on_gpu, triton=on_gpu and triton)
+        step += step // GAPS if on_gpu else 0
+        found.append(Reserve(chunk, _held(config, load, step + overhead), step, overhead))
+    return tuple(found)
+
+
+def _held(config: ModelConfig, load: Workload, beside: int) -> int:
+    """The cache at its largest; of a server that is not told how large, half of what is left."""
+    if not load.serves:
+        return cache_bytes(config, load)
+    rings = load.batch * ring_bytes(config)
+    return rings + (rings + beside if load.cache is None else load.cache)
+
+
+def ring_bytes(config: ModelConfig) -> int:
+    """What one sequence keeps whatever its length: window rings and open windows of every layer (see `cache.Cache`)."""
+    total = 0
+    for ratio in config.compress_ratios:
+        total += (config.sliding_window + ROLLBACK) * config.head_dim * ACTIVATION
+        for width in _entry_widths(config, ratio):
+            span, channels = (2 * ratio, 2 * width) if ratio == 4 else (ratio, width)
+            total += 2 * (span + ROLLBACK) * channels * FP32  # values and scores
+    return total
+
+
+def block_bytes(config: ModelConfig) -> int:
+    """The compressed entries of BLOCK_TOKENS tokens in all layers."""
+    # index keys are FP4: two codes a byte, one byte for the scale of a block
+    index = config.index_head_dim // 2 + config.index_head_dim // FP4_BLOCK
+    entry = {0: 0, 4: config.head_dim * ACTIVATION + index, 128: config.head_dim * ACTIVATION}
+    return sum(BLOCK_TOKENS // ratio * entry[ratio] for ratio in config.compress_ratios if ratio)
+
+
+def _entry_widths(config: ModelConfig, ratio: int) -> list[int]:
+    return {0: [], 4: [config.head_dim, config.index_head_dim], 128: [config.head_dim]}[ratio]
+
+
+def blocks(load: Workload) -> int:
+    """Blocks of the pools when every sequence has its whole context: their number doubles from 8."""
+    needed = load.batch * -(-load.context // BLOCK_TOKENS)
+    count = 8
+    while count < needed:
+        count *= 2
+    return count
+
+
+def cache_bytes(config: ModelConfig, load: Workload) -> int:
+    """The cache at its largest: the rings of all sequences and the pools of compressed entries."""
+    return load.batch * ring_bytes(config) + blocks(load) * block_bytes(config)
+
+
+def step_bytes(
+    config: ModelConfig, formats: Formats, load: Workload, chunk: int, ranks: int, *, on_gpu: bool, triton: bool
+) -> int:
+    """An upper estimate of what a step, or a pool of entries that doubles, takes beside weights and cache."""
+    if ranks > 1:
+        config = replace(
+            config,
+            num_attention_heads=config.num_attention_heads // ranks,
+            o_groups=config.o_groups // ranks,
+            moe_intermediate_size=config.moe_intermediate_size // ranks,
+            vocab_size=config.vocab_size // ranks,
+        )
+    tokens = load.tokens(chunk)
+    if triton:
+        widest = TritonStep(config, tokens, load.batch, load.context, ranks).peak()
+    else:
+        widest = WidestStep(
+            config, formats, tokens=tokens, batch=load.batch, context=load.context, on_gpu=on_gpu
+        ).peak()
+    entries = max((BLOCK_TOKENS // ratio for ratio in config.compress_ratios if ratio), default=0)
+    return max(widest, blocks(load) * entries * config.head_dim * ACTIVATION)
+
+
+class TritonStep:
+    """The widest points of a step with Triton's kernels: the bytes of the tensors that are alive together at each;
+    `config` is one rank's part of the model."""
+
+    def __init__(self, config: ModelConfig, tokens: int, batch: int, context: int, ranks: int) -> None:
+        self.config, self.tokens, self.batch, self.ranks = config, tokens, batch, ranks
+        self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (4, 128)}
+        self.hidden = ACTIVATION * tokens * config.hidden_size
+        self.queries = ACTIVATION * tokens * config.num_attention_heads * config.head_dim
+
+    def peak(self) -> int:
+        """The lists of the batch, which last for the step, and the widest point."""
+        return self.lists() + max(self.indexer(), self.attention(), self.experts(), self.head())
+
+    def lists(self) -> int:
+        """Window rows, the entries of HCA layers; ids, positions, cells, rotations; the table of entries."""
+        c, listed = self.config, self.entries[128]
+        rows = 12 + c.sliding_window + (c.sliding_window + listed + 2 * c.qk_rope_head_dim)
+        return INDEX * (self.tokens * rows + self.batch * sum(self.entries.values()))
+
+    def projected(self) -> int:
+        """The streams before and in a block, its input; latent queries and keys, raw rows of compressors; queries, the
+        indexer's too."""
+        c = self.config
+        channels = 4 * (c.head_dim + c.index_head_dim) if self.entries[4] else 2 * c.head_dim
+        heads = c.index_n_heads * c.index_head_dim if 4 in c.compress_ratios else 0
+        narrow = ACTIVATION * (2 * c.q_lora_rank + 4 * c.head_dim + heads) + FP32 * channels
+        return (2 * c.hc_mult + 2) * self.hidden + self.tokens * narrow + self.queries
+
+    def indexer(self) -> int:
+        """The scores of all entries, and what is chosen of them."""
+        entries, k = self.entries[4], self.config.index_topk
+        kept = min(KEPT, entries) if entries > KEPT else 0
+        operands = self.tokens * self.config.index_n_heads * (self.config.index_head_dim + ACTIVATION)
+        chosen = INDEX * (k + self.config.sliding_window)
+        return self.projected() + operands + self.tokens * (ACTIVATION * (entries + kept) + FP32 * kept + chosen)
+
+    def attention(self) -> int:
+        """The lists, the heads beside the queries; then the groups' output, rounded, the layer's, and a matrix that is
+        widened."""
+        c = self.config
+        inner = c.o_groups * c.o_lora_rank
+        lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[4]))
+        widened = ACTIVATION * c.num_attention_heads * c.head_dim * c.o_lora_rank
+        out = self.tokens * inner * (ACTIVATION + 1) + self.hidden * (1 if self.ranks == 1 else 3)
+        return self.projected() + lists + self.queries + max(out, ACTIVATION * self.tokens * inner + widened)
+
+    def experts(self) -> int:
+        """The streams before and after attention and in the block, its input, rounded too; the output of the shared
+        expert and of each that is chosen beside their inner values; their sum, of several ranks in fp32."""
+        c, k = self.config, self.config.num_experts_per_tok
+        inner = ACTIVATION * self.tokens * k * c.moe_intermediate_size
+        outputs = k * self.hidden
+        summed = self.hidden * (2 if self.ranks == 1 else 3)
+        return (3 * c.hc_mult + 5) * self.hidden + outputs + max(2 * inner, summed)
+
+    def head(self) -> int:
+        """The last streams, logits of the sequences and what is drawn from them."""
+        return 3 * self.config.hc_mult * self.hidden + 6 * FP32 * self.batch * self.config.vocab_size * self.ranks

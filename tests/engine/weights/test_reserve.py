@@ -1,0 +1,83 @@
+"""What is left beside weights, held against the tensors that steps make on a GPU that is not there."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import FLASH, PRO
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.runtime.limits import workload_of
+from dsv4cli.engine.settings import Limits
+from dsv4cli.engine.weights.reserve import CHUNKS, FAR, GAPS, Workload, cache_bytes, reserves, ring_bytes
+
+CONFIGS = {"flash": parse_config(FLASH, "flash").without_drafter(), "pro": parse_config(PRO, "pro").without_drafter()}
+
+
+# preset, tokens of the step, tokens before it, ranks
+CASES = [
+    ("flash", 4096, 0, 1),
+    ("flash", 8192, 122_880, 1),
+    ("flash", 1024, 1_000_000, 1),
+    ("flash", 4096, 28_672, 2),
+    ("flash", 8192, 0, 8),
+    ("flash", 4096, 1_000_000, 4),
+    ("pro", 4096, 0, 1),
+    ("pro", 4096, 126_976, 4),
+]
+
+
+@pytest.fixture(scope="module")
+def peaks():
+    """The most that the tensors of each case take."""
+    words = [sys.executable, "-m", "tests.support.dry_peaks", *(",".join(map(str, case)) for case in CASES)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_tensors_of_a_step(peaks, case):
+    name, chunk, place, ranks = case
+    (found,) = reserves(CONFIGS[name], Formats(), Workload(place + chunk, 1, chunk), ranks)
+    estimate = found.step * GAPS // (GAPS + 1)
+    # never less than the tensors, and at most a sixth more
+    assert peaks[case] <= estimate <= 1.16 * peaks[case]
+
+
+def test_what_is_left_for_each_chunk():
+    config, load = CONFIGS["flash"], Workload(FAR)
+    found = reserves(config, Formats(), load, 1)
+    assert [one.chunk for one in found] == list(CHUNKS)
+    assert [one.total for one in found] == sorted((one.total for one in found), reverse=True)
+    assert {one.cache for one in found} == {cache_bytes(config, load)}
+    # a fixed chunk is the only one; several ranks have NCCL too; references take more, a CPU has no gaps
+    (fixed,) = reserves(config, Formats(), replace(load, chunk=4096), 1)
+    assert fixed == found[1]
+    assert reserves(config, Formats(), load, 2)[0].overhead > found[0].overhead
+    assert reserves(config, Formats(), load, 1, triton=False)[1].step > 3 * fixed.step
+    assert reserves(config, Formats(), load, 1, on_gpu=False)[1].overhead == 0
+
+
+def test_a_server_leaves_half_of_the_rest_to_its_cache():
+    config = CONFIGS["flash"]
+    load = workload_of(config, Limits(prefill_chunk=4096), None, sequences=64)
+    assert load == Workload(FAR, 64, 4096, serves=True)
+    (one,), rings = reserves(config, Formats(), load, 1), 64 * ring_bytes(config)
+    assert one.cache - rings == one.total // 2
+    (bounded,) = reserves(config, Formats(), replace(load, cache=5 * 10**9), 1)
+    assert bounded.cache == rings + 5 * 10**9
+
+
+def test_what_prompts_ask_of_a_model():
+    config, limits = CONFIGS["flash"], Limits(max_tokens=100, max_context=5000)
+    assert workload_of(config, limits, None) == Workload(5000)
+    assert workload_of(config, Limits(), None) == Workload(FAR)
+    assert workload_of(config, limits, [10, 4800]) == Workload(4900, 2)
+    assert workload_of(config, limits, [10, 4950]) == Workload(5000, 2)
+    assert workload_of(config, limits, [10, 4950], drawn=False) == Workload(4950, 2)
+    assert workload_of(config, limits, [10] * 99).batch == 64

@@ -1,0 +1,74 @@
+"""The most that the tensors of a prompt's steps take on a GPU that is not there: a process without TRITON_INTERPRET.
+
+usage: python -m tests.support.dry_peaks PRESET,CHUNK,PLACE,RANKS ...; prints JSON.
+"""
+
+import json
+import sys
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsv4cli.engine.compiling.demand import Step, demand_of
+from dsv4cli.engine.compiling.dry_run import DryRun
+from dsv4cli.engine.compiling.no_data import CUDA
+from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling
+from dsv4cli.kernels.card import CARDS
+
+
+class MetaPeak(TorchDispatchMode):
+    """The most bytes of tensors without data, made inside, that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.live = self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self._count((args, kwargs), made=False)
+        result = function(*args, **(kwargs or {}))
+        self._count(result, made=True)
+        return result
+
+    def _count(self, tensors, *, made: bool) -> None:
+        with torch._C.DisableTorchFunction():
+            stores = [x.untyped_storage() for x in tree_leaves(tensors) if isinstance(x, torch.Tensor) and x.is_meta]
+        for storage in stores:
+            if storage._cdata not in self.known:
+                size = storage.nbytes() if made else 0
+                self.known.add(storage._cdata)
+                self.live += size
+                self.most = max(self.most, self.live)
+                weakref.finalize(storage, self._forget, storage._cdata, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def peak_of(preset: str, chunk: int, place: int, ranks: int) -> int:
+    """Of a step of so many tokens behind `place` others, in a cache that has room for them."""
+    end, sampling = place + chunk, Sampling(0.0)
+    limits = Limits(prefill_chunk=chunk, max_context=end + 100)
+    config = parse_config(PRESETS[preset], preset)
+    demand = demand_of(config, Formats(), Numerics.reference(), limits, [sampling], NO_DRAFTS, [end], ranks=ranks)
+    with DryRun(demand, CARDS["h200"]) as dry:
+        runner = Runner(dry._model, Capacity(1, end + 50), CUDA)
+        runner.cache.provide(end // 128 + 4)
+        runner.scheduler.add(dry._request(runner, chunk, place, Step(((chunk, place),), sampling, end + 50)))
+        with MetaPeak() as peak:
+            runner.run()
+    return peak.most
+
+
+if __name__ == "__main__":
+    cases = [case.split(",") for case in sys.argv[1:]]
+    json.dump([peak_of(preset, *map(int, numbers)) for preset, *numbers in cases], sys.stdout)
