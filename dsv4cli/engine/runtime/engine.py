@@ -55,7 +55,7 @@ class Engine:
         self._orders.add("begin", **asdict(capacity))
         self._plan = None if own is None else DraftPlan(own.drafter, drafting, rows)
         self._drawing = Drawing(self.runner, self._orders)
-        self._pace = None if step_ms is None else Pace(step_ms / 1e3)
+        self._pace = None if step_ms is None else Pace(step_ms / 1e3, self.runner.chunk_seconds)
         self._count = 0
 
     @classmethod

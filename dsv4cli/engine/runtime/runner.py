@@ -62,6 +62,11 @@ class Runner:
         self.ahead = Ahead(self.cache, self.scheduler, self.graphs)
         self.drafts = None if drafter is None else DraftSteps(drafter, self.graphs, self.cache.device)
 
+    @property
+    def chunk_seconds(self) -> dict[int, float]:
+        """What captured chunks of prompts took when they were captured, by their tokens; more may come."""
+        return {} if self._chunks is None else self._chunks.seconds
+
     def add(self, request: Request) -> None:
         """Queues a request; where there is room it begins with what a prefix cache holds of its prompt. Raises
         NotEnoughMemory."""
