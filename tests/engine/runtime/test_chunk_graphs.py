@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.chunk_graphs import TOKENS
 from dsv4cli.engine.runtime.prepare import Extent
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.scheduler import Pick
 from dsv4cli.engine.settings import Limits, Sampling
 from tests.engine.runtime.test_speculation_state import state_of
 from tests.support.cache_state import same
@@ -52,6 +54,18 @@ def test_a_chunk_and_its_state_are_those_of_a_computed_step(steps, drafts):
     (logits, state), (expected, expected_state) = read(steps, True, drafts), read(steps, False, drafts)
     assert all(map(same, logits, expected))
     assert all(map(same, state, expected_state))
+
+
+@pytest.mark.parametrize("count", [2, 5, 32, 50])
+def test_padding_asks_for_no_expert_of_its_own(count, monkeypatch):
+    compute, chosen = moe.experts.mixture, []
+    monkeypatch.setattr(moe.experts, "mixture", lambda *given: chosen.append(given[3]) or compute(*given))
+    one = Runner(model_of("mtp"), Capacity(2, LONGEST, chunks=True), "cpu")
+    one.add(Request(text(count + 40, 4), Sampling(0.0), Limits(), number=0, end=LONGEST))
+    one.run(Pick(0, count))
+    for own in chosen[2 * len(chosen) // 3 :]:  # the first two runs time it
+        assert len(own) > count
+        assert {*own[count:].flatten().tolist()} <= {*own[:count].flatten().tolist()}
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
