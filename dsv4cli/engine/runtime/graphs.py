@@ -229,8 +229,8 @@ class CapturedStep:
         return changed
 
     def _fill_routed(self, counts: list[int]) -> bool:
-        """Whether rows that mean nothing are others than before. Those behind the tokens of a sequence go where the last
-        token goes, those of no sequence where others go."""
+        """Whether rows that mean nothing are others than before. Those behind the tokens of one go where its last
+        token goes, those of no sequence where the others go."""
         if counts == self._counts:
             return False
         self._counts = counts

@@ -16,8 +16,8 @@ from dsv4cli.kernels import step_metadata
 @dataclass(frozen=True)
 class Numbers:
     """What a step is made of: for each sequence its slot, its first position and its token count, int64 [B]; the ids of
-    all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block where it has fewer. routed: as of
-    `Batch`."""
+    all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block where it has fewer. routed: as of `Batch`,
+    None for each row's own."""
 
     slots: torch.Tensor
     starts: torch.Tensor
@@ -65,9 +65,7 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
     ids, slots, starts, sizes, blocks = upload(flat, cache.device).split(
         [sum(counts), len(work), len(work), len(work), len(work) * longest]
     )
-    # of each its own: no padding, but the kernels of captured steps
-    routed = torch.arange(sum(counts), device=cache.device)
-    return batch_of(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest), routed), extent)
+    return batch_of(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest)), extent)
 
 
 def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
@@ -87,6 +85,7 @@ def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     )
     chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
     ratios = [ratio for ratio in sorted(set(config.compress_ratios)) if ratio in (0, *extent.groups)]
+    routed = torch.arange(tokens, device=cache.device) if numbers.routed is None else numbers.routed
     found = step_metadata.step_metadata(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
     return Batch(
         **vars(found),
@@ -94,5 +93,5 @@ def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
         slots=numbers.slots,
         in_rings=in_rings,
         window_rows=layout.rows,
-        routed=numbers.routed,
+        routed=routed,
     )
