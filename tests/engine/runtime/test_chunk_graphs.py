@@ -8,7 +8,7 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.chunk_graphs import TOKENS
+from dsv4cli.engine.runtime.chunk_graphs import TOKENS, CapturedChunk
 from dsv4cli.engine.runtime.prepare import Extent
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
@@ -76,7 +76,9 @@ def test_a_step_has_as_many_groups_wherever_its_chunk_ends(tokens):
     assert of_all == {str(Extent.of(config, [tokens, 1], BLOCK_TOKENS).groups)}
 
 
-def test_steps_are_captured_while_there_is_time():
+def test_steps_are_captured_while_there_is_time(monkeypatch):
+    compute, ran = CapturedChunk.run, []
+    monkeypatch.setattr(CapturedChunk, "run", lambda self, *given: ran.append(given) or compute(self, *given))
     one = Runner(model_of("mtp"), Capacity(3, LONGEST, chunks=True, cache_memory=10**7), "cpu")
     count = 0
     while one.prepare():
@@ -84,6 +86,8 @@ def test_steps_are_captured_while_there_is_time():
     sizes = [size for size in TOKENS if size <= 768]  # the blocks of the longest sequence
     assert count == 3 + len(sizes)  # 1, 2 and 4 sequences
     assert list(one.chunk_seconds) == sizes
+    assert [len(ids) for _, ids in ran] == [size for size in sizes for _ in range(2)]
+    assert all(len({*ids}) > 20 and sequence is one.graphs.padding for sequence, ids in ran)
     assert all(0 < seconds < 10 for seconds in one.chunk_seconds.values())
     one.add(Request(text(40, 1), Sampling(), Limits(), end=50))
     one.preparing.happened = True

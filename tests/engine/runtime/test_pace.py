@@ -8,7 +8,7 @@ import pytest
 
 from dsv4cli.engine.runtime import pace
 from dsv4cli.engine.runtime.chunk_graphs import TOKENS
-from dsv4cli.engine.runtime.chunk_times import SIZES, rounded
+from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes, rounded
 from dsv4cli.engine.runtime.pace import MOST, PATIENCE, SHARE, Pace
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Chunk, Pick
@@ -174,6 +174,42 @@ def test_a_target_that_cannot_be_kept_starves_no_prompt(monkeypatch):
     gaps, rate = busy(machine, one)
     assert sum(gaps) / len(gaps) <= 1.01 * 0.2 / (1 - SHARE)
     assert rate > 3000
+
+
+def test_time_that_was_not_needed_is_not_saved_up(monkeypatch):
+    machine = Machine(monkeypatch, flat(TWO), 0.0082)
+    one = Pace(TARGET, {size: machine.chunk(size) for size in TOKENS})
+    alone = [request(number, 100, decodes=True) for number in range(8)]
+    for _ in range(500):
+        machine.step(one, alone)
+    gaps, _ = busy(machine, one, steps=100, warm=0)
+    assert sum(gaps) <= (len(gaps) + 1.2) * TARGET
+
+
+def test_a_step_without_prompts_that_took_long_is_forgotten(monkeypatch):
+    machine = Machine(monkeypatch, flat(TWO), 0.0082)
+    one = Pace(TARGET, {size: machine.chunk(size) for size in TOKENS})
+    _, before = busy(machine, one)
+    alone = [request(number, 100, decodes=True) for number in range(8)]
+    machine.decode = 3.0
+    machine.step(one, alone)
+    machine.decode = 0.0082
+    assert busy(machine, one, warm=60)[1] == pytest.approx(before, rel=0.02)
+
+
+def test_a_chunk_takes_no_more_than_a_larger_one():
+    times = ChunkTimes({32: 0.1, 128: 0.05, 512: 0.08}, 1.0)
+    assert [times.of(tokens) for tokens in (20, 100, 256, 512)] == pytest.approx([0.05, 0.05, 0.06, 0.08])
+
+
+def test_a_part_of_a_size_does_not_tell_what_that_takes():
+    """Where the host launches it; a captured one takes as long."""
+    times, captured = ChunkTimes({}, 0.03), ChunkTimes({256: 0.03}, 1.0)
+    times.learn([256], 0.05)
+    for one in (times, captured):
+        one.learn([130], 0.02)
+    assert times.of(256) == pytest.approx(0.05)
+    assert captured.of(256) < 0.03
 
 
 def test_all_go_together_where_nobody_waits_for_a_token(monkeypatch):
