@@ -41,8 +41,8 @@ class Engine:
         step_ms: float | None = None,
     ) -> None:
         """drafting: how many drafts of the model's drafter a step verifies; where it has none, none. step_ms: how much
-        time there may be between two tokens of a request while prompts are read, None for as much as these take. Raises
-        NotEnoughMemory."""
+        time there may be between two tokens of a request on the average while prompts are read, None for as much as
+        these take. Raises NotEnoughMemory."""
         self.model = model
         self.followers = followers
         drafts = drafting.most != 0 and model.config.drafter != "none"

@@ -20,7 +20,9 @@ from dsv4cli.kernels.card import is_there
 # blocks that are gathered on the device at once: 48 MB for Flash
 AT_ONCE = 64
 # host memory is pinned shortly before its use, so many bytes at once: all of it would take seconds
-PINNED_AT_ONCE = 1 << 28
+PINNED_AT_ONCE = 1 << 26
+# what is pinned and not used when there was time, a conversation of 32,768 tokens of Flash
+PINNED_AHEAD = 1 << 28
 REMEDY = "lower --host-memory"
 
 
@@ -67,7 +69,7 @@ class HostStore:
         """Pins memory for the next states, which takes as long as several steps; whether any was missing. Raises
         NotEnoughMemory."""
         used = len(self._pages) - len(self._free)
-        missing = self._pinned < min(used + self._at_once, len(self._pages))
+        missing = self._pinned < min(used + PINNED_AHEAD // self._pages.shape[1], len(self._pages))
         if missing:
             self._pin()
         return missing
@@ -145,10 +147,6 @@ class HostStore:
         self._block_of.clear()
 
     @property
-    def _at_once(self) -> int:
-        return max(PINNED_AT_ONCE // self._pages.shape[1], 1)
-
-    @property
     def _ring_pages(self) -> int:
         return -(-self._cache.copies.nbytes // self._pages.shape[1])
 
@@ -160,7 +158,7 @@ class HostStore:
         return page
 
     def _pin(self) -> None:
-        some = self._pages[self._pinned :][: self._at_once]
+        some = self._pages[self._pinned :][: max(PINNED_AT_ONCE // self._pages.shape[1], 1)]
         self._addresses.append(pin(some, REMEDY))
         self._pinned += len(some)
 

@@ -147,17 +147,14 @@ def test_memory_is_pinned_before_its_use(monkeypatch):
     store, pinned = HostStore(one, 60 * one.block_bytes), []
     size = store._pages.shape[1]
     monkeypatch.setattr(host_store, "pin", lambda some, remedy: pinned.append(len(some)) or 0)
-    monkeypatch.setattr(host_store, "PINNED_AT_ONCE", 20 * size)
+    monkeypatch.setattr(host_store, "PINNED_AT_ONCE", 10 * size)
+    monkeypatch.setattr(host_store, "PINNED_AHEAD", 20 * size)
     monkeypatch.setattr(store, "_pinned", 0)
-    assert store.prepare()
-    assert not store.prepare()
+    assert [store.prepare() for _ in range(3)] == [True, True, False]
     snapshot, _ = kept(one, 300)
-    pages = len(store.store(snapshot).pages)
-    assert pages <= 20
-    assert pinned == [20]
-    assert store.prepare()
-    assert not store.prepare()
-    assert pinned == [20, 20]
+    assert len(store.store(snapshot).pages) == 20
+    assert pinned == [10, 10]
+    assert [store.prepare() for _ in range(3)] == [True, True, False]
     while store.has_room_for(snapshot):
         store.store(snapshot)
     while store.prepare():
