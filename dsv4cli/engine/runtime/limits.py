@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.runtime.request import ID, Request
 from dsv4cli.engine.settings import Limits
@@ -75,6 +73,8 @@ def _check_length(length: int, config: ModelConfig, most: int, which: str, more:
 
 def _knows_all(request: Request, config: ModelConfig) -> bool:
     """Whether all ids are in the vocabulary; a long prompt takes no time."""
+    import numpy as np  # what refuses a prompt needs neither this nor torch
+
     try:
         ids = np.frombuffer(bytes(request.pack()), ID)
     except OverflowError:
