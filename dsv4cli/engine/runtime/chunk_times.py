@@ -18,7 +18,7 @@ OF_ALL, OF_ONE = 0.1, 0.03
 WORTH = 0.25
 # so large a part of its tokens a chunk has at least that tells what its size takes
 NEARLY = 0.75
-# a chunk counts as so many times longer or shorter than it was taken to be, at most
+# what took long counts as so many times longer than it was taken to be at most, or shorter
 STRANGE = 1.5
 # chunks that take longer than others by more than so many times what they do on the average are few
 RARE = 3.0

@@ -8,7 +8,7 @@ nothing, read more than many small ones. Only the leader decides, for ranks meas
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 
-from dsv4cli.engine.runtime.chunk_times import ChunkTimes
+from dsv4cli.engine.runtime.chunk_times import STRANGE, ChunkTimes
 from dsv4cli.engine.runtime.gate import size_of
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Chunk, Pick
@@ -19,8 +19,8 @@ MOST = 1.2
 SHARE = 0.2
 # the part of the target that the first chunk is taken to need
 FIRST_SHARE = 0.6
-# the part that one more time is of the mean of steps without prompts, and how much longer it counts at most
-NEWEST, STRANGE = 0.1, 1.5
+# the part that one more time is of the mean of steps without prompts
+NEWEST = 0.1
 # the part of the time between two tokens that chunks have needed at least
 LEAST = 0.1
 # how often another prompt may go before one
@@ -96,14 +96,14 @@ class Pace:
         return max(fitting, key=self._chunks.rate, default=0 if self._read else worth[0])
 
     def _learn(self, seconds: float, decoded: int) -> None:
-        step = self._of_decoding(decoded)
-        if self._read:
-            self._chunks.learn(self._read, max(seconds - step, LEAST * seconds))
-        else:
+        if not self._read:
             before = self._decoding.get(size_of(decoded), seconds)
             self._decoding[size_of(decoded)] = before + NEWEST * (min(seconds, STRANGE * before) - before)
-        goal = self._goal(step)
-        self._behind = max(self._behind + seconds - goal, -goal)
+        step = self._of_decoding(decoded)
+        expected, goal = step + sum(map(self._chunks.of, self._read)), self._goal(step)
+        if self._read:
+            self._chunks.learn(self._read, max(seconds - step, LEAST * seconds))
+        self._behind = max(self._behind + min(seconds, STRANGE * expected) - goal, -goal)
 
     def _goal(self, step: float) -> float:
         """The target, or so much that prompts have their share beside steps of so many seconds."""
