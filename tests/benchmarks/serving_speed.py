@@ -6,6 +6,7 @@ python -m tests.benchmarks.serving_speed --model nano --prompt 600 --conversatio
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import mean, median, quantiles
@@ -53,9 +54,11 @@ class Bench:
         return perf_counter() - begin
 
     def finish(self) -> None:
-        """Everything ends."""
+        """Everything ends, and what later requests need is prepared, as a server does."""
         while self.engine.busy:
             self.engine.step()
+        while self.engine.prepare():
+            pass
 
 
 def alone(bench: Bench, tokens: int) -> float:
@@ -79,22 +82,25 @@ def decoding(bench: Bench, steps: int = 40) -> tuple[list[Request], float]:
     return requests, median(times[steps // 2 :])
 
 
-def beside(bench: Bench, tokens: int) -> tuple[list[float], float]:
-    """The times between two steps that give tokens, and tokens a second of prompts: one after another arrives."""
-    gaps, ended, began, read = [], perf_counter(), 0.0, 0
+def beside(bench: Bench, tokens: int) -> tuple[list[float], float, Counter[int]]:
+    """The times between two steps that give tokens, tokens a second of prompts, of which one after another arrives, and
+    how often chunks had so many tokens."""
+    gaps, ended, began, read, chunks = [], perf_counter(), 0.0, 0, Counter[int]()
     for number in range(PROMPTS + WARM):
         if number == 2 * WARM:
-            gaps, began, read = [], perf_counter(), 0
+            gaps, began, read, chunks = [], perf_counter(), 0, Counter()
         prompt = bench.request(tokens, 1)
         bench.engine.add(prompt)
         while len(prompt.ids) == tokens:
+            done = prompt.done
             results = bench.engine.step()
+            chunks[prompt.done - done] += 1
             if sum(bool(result.tokens) for result in results) >= DECODING:
                 now = perf_counter()
                 gaps.append(now - ended)
                 ended = now
         read += tokens
-    return gaps, read / (perf_counter() - began)
+    return gaps, read / (perf_counter() - began), chunks
 
 
 def follow_up(bench: Bench, tokens: int) -> list[float]:
@@ -118,10 +124,12 @@ def measure(bench: Bench, world: World, asked: argparse.Namespace) -> None:
     while bench.engine.prepare():
         count += 1
     say(world, f"{count} steps captured in {perf_counter() - begin:.1f} s")
+    captured = bench.engine.runner.chunk_seconds.items()
+    say(world, "ms of chunks by their tokens: " + ", ".join(f"{size:,} {1e3 * took:.1f}" for size, took in captured))
     rate = alone(bench, asked.prompt)
     say(world, f"prompts of {asked.prompt:,} tokens alone: {rate:,.0f} tokens/s")
     requests, step = decoding(bench)
-    gaps, shared = beside(bench, asked.prompt)
+    gaps, shared, chunks = beside(bench, asked.prompt)
     for request in requests:
         bench.engine.cancel(request)
     last = quantiles(gaps, n=100)[98]
@@ -133,12 +141,14 @@ def measure(bench: Bench, world: World, asked: argparse.Namespace) -> None:
         f"{1e3 * max(gaps):.1f}, {len(gaps)} times); prompts {shared:,.0f} tokens/s, {shared / rate:.0%} of alone; "
         f"what the target leaves is {ceiling:.0%}",
     )
+    read = ", ".join(f"{often} x {size:,}" for size, often in sorted(chunks.items()))
+    say(world, f"tokens of prompts in steps: {read}")
     for tokens in (min(512, asked.conversation), asked.conversation // 8, asked.conversation):
         seconds = follow_up(bench, tokens)
         say(
             world,
             f"first token of a question of {QUESTION} tokens behind {tokens:,}: {1e3 * median(seconds):.1f} "
-            f"({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f})",
+            f"(each: {', '.join(f'{1e3 * one:.1f}' for one in seconds)})",
         )
     say(world, bench.engine.usage)
 

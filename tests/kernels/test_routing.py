@@ -83,6 +83,22 @@ def test_a_hash_layer_of_many_tokens_computes_all_logits(tokens, monkeypatch):
     test_a_hash_layer_takes_the_experts_of_its_table_in_their_order(tokens)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5, 19])
+def test_rows_get_the_experts_of_others(tokens, gathered, monkeypatch):
+    """Bit for bit."""
+    monkeypatch.setattr("dsv4cli.kernels.routing.kernel.GATHERED_TOKENS", 64 if gathered else 0)
+    routed = torch.randint(0, tokens, (tokens,))
+    logits, bias, table = spaced(tokens, 13), torch.randn(13), torch.rand(50, 13).argsort(-1)[:, :6]
+    ids, (x, weight) = torch.randint(0, 50, (tokens,)), given(logits)
+    for own, others in (
+        (route(x, weight, bias, 6, 1.5), route(x, weight, bias, 6, 1.5, routed)),
+        (route_by_id(x, weight, table, ids, 1.5), route_by_id(x, weight, table, ids, 1.5, routed)),
+    ):
+        assert all(torch.equal(mine[routed], theirs) for mine, theirs in zip(own, others, strict=True))
+
+
 # tokens, experts, width: those of Flash and Pro, and what fills no block
 SHAPES = [
     pytest.param((1, 256, 4096), marks=pytest.mark.slow),

@@ -18,10 +18,13 @@ from triton.runtime.jit import JITCallable, JITFunction
 from dsv4cli.engine.compiling.demand import Demand, Step, demand_of
 from dsv4cli.engine.compiling.dry_run import DryRun
 from dsv4cli.engine.compiling.launches import Launch, compile_launch
+from dsv4cli.engine.compiling.no_data import CUDA
 from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.kernels.card import CARDS
 from dsv4cli.kernels.launch import Kernel
@@ -47,6 +50,14 @@ def random_step(one: Demand, draw: random.Random) -> Step:
     most = max(min(one.chunk, one.context // 2) // count, 1)
     chunks = tuple((draw.randint(1, most), draw.choice((0, draw.randrange(one.context // 2)))) for _ in range(count))
     return Step(chunks, sampling, longest, 0, draw.randint(0, one.drafts))
+
+
+def captured_chunks(dry: DryRun, one: Demand) -> list[Launch]:
+    """What captured chunks of prompts launch that nothing before them has."""
+    before, runner = set(dry._recorder.launches), Runner(dry._model, Capacity(2, max(one.longest), chunks=True), CUDA)
+    while runner.prepare():
+        pass
+    return [launch for identity, launch in dry._recorder.launches.items() if identity not in before]
 
 
 def keys_of(launches: list[Launch], last_first: bool) -> list[str]:
@@ -88,6 +99,8 @@ def main(preset: str, sequences: str, context: str, ranks: str, steps: str) -> N
         for _ in range(int(steps)):
             step = random_step(one, draw)
             missed += [[launch.name, str(step)[:300], str(launch.constants)] for launch in dry.launches(step)]
+        if one.sequences > 1:
+            missed += [[launch.name, "a captured chunk", str(launch.constants)] for launch in captured_chunks(dry, one)]
         anew = compiled_anew(dry, Step(((5, 0),), one.samplings[0], one.longest[0]), found)
         same_keys = keys_of(found, last_first=False) == keys_of(found, last_first=True)
     names = sorted({launch.name for launch in found})

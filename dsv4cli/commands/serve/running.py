@@ -66,11 +66,10 @@ class Policy:
 
 def serve_model(job: Job, ranks: int, address: Address, policy: Policy, start: float) -> int:
     """Serves until a signal ends it; the exit code. start: when the program began (perf_counter). Raises Dsv4Error."""
-    from dsv4cli.engine.config.capacity import MAX_SLOTS
     from dsv4cli.engine.server import serving  # noqa: F401 - now: nothing is imported when the weights are there
     from dsv4cli.engine.server.http import bound_socket
 
-    running = Running(replace(job, clients=MAX_SLOTS, cache_memory=policy.share.cache_memory), policy, start)
+    running = Running(job, policy, start)
     _ = running.job.dialogue  # refused before the model is loaded, as is an address that is taken
     engine_of = partial(_engine_of, policy.share)
     with bound_socket(*address) as bound, opened_in_ranks(running.job, ranks, LOST_RANK, engine_of) as engine:
@@ -90,7 +89,8 @@ class Running:
     def __init__(self, job: Job, policy: Policy, start: float) -> None:
         from dsv4cli.engine.config.capacity import MAX_SLOTS
 
-        self.job = replace(job, clients=MAX_SLOTS, loaded=self._note_weights)
+        memory = policy.share.cache_memory
+        self.job = replace(job, clients=MAX_SLOTS, cache_memory=memory, loaded=self._note_weights)
         self._out, self._policy = job.out, policy
         self._start = self._weights = start
         self._number = 0  # of the signal that ends it

@@ -19,12 +19,15 @@ class Batch(StepMetadata):
     in_rings: the window's keys are the flat rings of all slots, which take the step's keys first; else they are [rings
         of the step's sequences as they were, the step's keys].
     window_rows: the rows of the window's keys.
+    routed: int64 [T], the row whose experts each row goes to: its own, but that of another for rows that mean nothing,
+        which so ask for none of their own.
     """
 
     ids: torch.Tensor
     slots: torch.Tensor
     in_rings: bool
     window_rows: int
+    routed: torch.Tensor
 
     def entry_plan(self, ratio: int) -> EntryPlan:
         """The entries of a ratio that the step may complete, as many as for any with the same numbers of tokens."""

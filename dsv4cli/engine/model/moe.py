@@ -27,13 +27,16 @@ class Router(nn.Module):
         self.register_parameter("tid2eid", unfilled() if is_hash else None)
         self.register_parameter("bias", None if is_hash else unfilled())
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, D], token ids int64 [T] -> expert numbers int64 [T, k] and their weights fp32 [T, k]."""
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, routed: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, D], token ids int64 [T] -> expert numbers int64 [T, k] and their weights fp32 [T, k]. routed: as of
+        `Batch`."""
         scale = self.config.routed_scaling_factor
         if self.tid2eid is not None:
-            return routing.route_by_id(x, self.weight, self.tid2eid, ids, scale)
+            return routing.route_by_id(x, self.weight, self.tid2eid, ids, scale, routed)
         assert self.bias is not None
-        return routing.route(x, self.weight, self.bias, self.config.num_experts_per_tok, scale)
+        return routing.route(x, self.weight, self.bias, self.config.num_experts_per_tok, scale, routed)
 
 
 class ExpertSource(Protocol):
@@ -90,7 +93,7 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x: normed hidden state [T, D] -> [T, D]."""
-        chosen, weights = self.gate(x, batch.ids)
+        chosen, weights = self.gate(x, batch.ids, batch.routed)
         routed, shared = self.experts.fetch(chosen), matrices(self.shared_experts)
         # what several ranks add up is rounded once
         dtype = x.dtype if self.world.size == 1 else torch.float32

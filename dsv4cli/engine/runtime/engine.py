@@ -41,8 +41,8 @@ class Engine:
         step_ms: float | None = None,
     ) -> None:
         """drafting: how many drafts of the model's drafter a step verifies; where it has none, none. step_ms: how much
-        time there may be between two tokens of a request while prompts are read, None for as much as these take. Raises
-        NotEnoughMemory."""
+        time there may be between two tokens of a request on the average while prompts are read, None for as much as
+        these take. Raises NotEnoughMemory."""
         self.model = model
         self.followers = followers
         drafts = drafting.most != 0 and model.config.drafter != "none"
@@ -55,7 +55,7 @@ class Engine:
         self._orders.add("begin", **asdict(capacity))
         self._plan = None if own is None else DraftPlan(own.drafter, drafting, rows)
         self._drawing = Drawing(self.runner, self._orders)
-        self._pace = None if step_ms is None else Pace(step_ms / 1e3)
+        self._pace = None if step_ms is None else Pace(step_ms / 1e3, self.runner.chunk_seconds)
         self._count = 0
 
     @classmethod
@@ -159,8 +159,8 @@ class Engine:
         return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
 
     def prepare(self) -> bool:
-        """Captures one of the steps that requests may need, while there is time; whether one was missing. Raises
-        NotEnoughMemory."""
+        """Captures one of the steps that requests may need, or makes other things ready for them, while there is time;
+        whether any was missing. Raises NotEnoughMemory."""
         self._orders.add("prepare")
         self._orders.tell()
         prepared = self.runner.prepare()

@@ -8,7 +8,7 @@ import torch
 
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.orders import Order
+from dsv4cli.engine.runtime.orders import Order, prompt_of
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
@@ -71,14 +71,16 @@ class Follower:
     def _add(
         self,
         number: int,
-        prompt: list[int],
+        prompt: str,
         prefill_chunk: int,
         max_context: int | None,
         sampling: dict[str, Any],
         **given: Any,
     ) -> None:
         limits = Limits(prefill_chunk=prefill_chunk, max_context=max_context)
-        self._requests[number] = request = Request(prompt, Sampling(**sampling), limits, number=number, **given)
+        self._requests[number] = request = Request(
+            prompt_of(prompt), Sampling(**sampling), limits, number=number, **given
+        )
         self.runner.add(request)
 
     def _end(self, number: int) -> None:

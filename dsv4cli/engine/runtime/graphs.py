@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS, ROLLBACK
@@ -187,11 +188,13 @@ class CapturedStep:
         self._few = torch.zeros(2 + rows, size, dtype=torch.int64, pin_memory=on_gpu)
         self._blocks = torch.full((size, columns), padding.blocks[0], dtype=torch.int64, pin_memory=on_gpu)
         self._few[0] = padding.slot
+        self._counts: list[int] = []  # the tokens of each sequence
         self._rows: list[tuple[Sequence, int] | None] = [None] * size  # whose blocks lie in each row, which of them
-        few, blocks = self._few.to(cache.device), self._blocks.to(cache.device)
-        self._on_device = few, blocks
+        self._routed = torch.zeros(size * rows, dtype=torch.int64, pin_memory=on_gpu)
+        few, blocks, routed = (one.to(cache.device) for one in (self._few, self._blocks, self._routed))
+        self._on_device = few, blocks, routed
         self._arrived = torch.cuda.Event() if on_gpu else None
-        self.numbers = Numbers(few[0], few[1], torch.full_like(few[0], rows), few[2:].view(-1), blocks)
+        self.numbers = Numbers(few[0], few[1], torch.full_like(few[0], rows), few[2:].view(-1), blocks, routed)
 
     def fill(self, work: Items[tuple[Sequence, list[int]]]) -> None:
         """Takes the numbers of these sequences, when those of the last call have arrived on the device. Behind the
@@ -206,6 +209,8 @@ class CapturedStep:
         self._on_device[0].copy_(self._few, non_blocking=True)
         if self._fill_blocks([one for one, _ in work] + [self._padding] * (self.size - len(work))):
             self._on_device[1].copy_(self._blocks, non_blocking=True)
+        if self._fill_routed([len(own) for _, own in work]):
+            self._on_device[2].copy_(self._routed, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
@@ -222,3 +227,14 @@ class CapturedStep:
                 self._blocks[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks)
                 changed = True
         return changed
+
+    def _fill_routed(self, counts: list[int]) -> bool:
+        """Whether rows that mean nothing are others than before. Those behind the tokens of one go where its last
+        token goes, those of no sequence where the others go."""
+        if counts == self._counts:
+            return False
+        self._counts = counts
+        each = np.minimum(np.arange(self.rows), np.array(counts)[:, None] - 1)
+        rows = each + self.rows * np.arange(len(counts))[:, None]
+        self._routed.numpy()[:] = np.resize(rows, self.size * self.rows)
+        return True

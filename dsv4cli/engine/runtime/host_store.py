@@ -19,8 +19,10 @@ from dsv4cli.kernels.card import is_there
 
 # blocks that are gathered on the device at once: 48 MB for Flash
 AT_ONCE = 64
-# host memory is pinned with its use, so many bytes at once: all of it would take seconds
-PINNED_AT_ONCE = 1 << 28
+# host memory is pinned shortly before its use, so many bytes at once: all of it would take seconds
+PINNED_AT_ONCE = 1 << 26
+# what is pinned and not used when there was time, a conversation of 32,768 tokens of Flash
+PINNED_AHEAD = 1 << 28
 REMEDY = "lower --host-memory"
 
 
@@ -62,6 +64,15 @@ class HostStore:
     def nbytes(self) -> int:
         """Bytes of the pages that hold something."""
         return (len(self._pages) - len(self._free)) * self._pages.shape[1]
+
+    def prepare(self) -> bool:
+        """Pins memory for the next states, which takes as long as several steps; whether any was missing. Raises
+        NotEnoughMemory."""
+        used = len(self._pages) - len(self._free)
+        missing = self._pinned < min(used + PINNED_AHEAD // self._pages.shape[1], len(self._pages))
+        if missing:
+            self._pin()
+        return missing
 
     def could_hold(self, snapshot: Snapshot) -> bool:
         """Whether there are pages enough for the snapshot if nothing else were here."""
@@ -142,11 +153,14 @@ class HostStore:
     def _take(self) -> int:
         page = self._free.pop()
         while page >= self._pinned:
-            some = self._pages[self._pinned :][: max(PINNED_AT_ONCE // self._pages.shape[1], 1)]
-            self._addresses.append(pin(some, REMEDY))
-            self._pinned += len(some)
+            self._pin()
         self._shares[page] = 1
         return page
+
+    def _pin(self) -> None:
+        some = self._pages[self._pinned :][: max(PINNED_AT_ONCE // self._pages.shape[1], 1)]
+        self._addresses.append(pin(some, REMEDY))
+        self._pinned += len(some)
 
     def _pair(self, block: int, page: int) -> None:
         """They hold the same from now on, until the block is written or one of them is given back."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.config.model_config import ModelConfig
-from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.request import ID, Request
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.weights.reserve import FAR, Workload
 from dsv4cli.errors import UsageError
@@ -18,23 +18,26 @@ def check_texts(texts: Sequence[list[int]], config: ModelConfig, limits: Limits)
 
 def check_text(ids: list[int], config: ModelConfig, limits: Limits, name: str) -> None:
     """Raises UsageError for a text that has no token, an id outside the vocabulary, or more than the context holds."""
-    _check(ids, config, context_of(config, limits), name, "")
+    _check_ids(ids, config, name)
+    _check_length(len(ids), config, context_of(config, limits), name)
 
 
 def max_new_tokens(prompt: list[int], config: ModelConfig, limits: Limits, which: str = "the prompt") -> int:
     """How many tokens the prompt may be answered with. Raises UsageError as `check_text`, and for a full context."""
-    context = context_of(config, limits)
-    _check(prompt, config, context - 1, which, " and an answer")
-    return min(limits.max_tokens, context - len(prompt))
+    _check_ids(prompt, config, which)
+    return _room_behind(len(prompt), config, limits, which)
 
 
 def end_of(request: Request, config: ModelConfig) -> int:
     """The most tokens of a request's prompt and answer. Raises UsageError for what the model cannot take."""
     _check_ids([token for token, _ in request.sampling.logit_bias], config, "logit_bias")
+    if not _knows_all(request, config):
+        _check_ids(request.prompt, config, request.name)
+    length = len(request.prompt)
     if request.scored:
-        check_text(request.prompt, config, request.limits, request.name)
-        return len(request.prompt)
-    return len(request.prompt) + max_new_tokens(request.prompt, config, request.limits, request.name)
+        _check_length(length, config, context_of(config, request.limits), request.name)
+        return length
+    return length + _room_behind(length, config, request.limits, request.name)
 
 
 def check_room(request: Request, room: int | None) -> None:
@@ -71,16 +74,32 @@ def workload_of(
     return Workload(longest, min(max(len(lengths), 1), MAX_SLOTS), limits.prefill_chunk)
 
 
-def _check(ids: list[int], config: ModelConfig, most: int, which: str, more: str) -> None:
+def _room_behind(length: int, config: ModelConfig, limits: Limits, which: str) -> int:
+    context = context_of(config, limits)
+    _check_length(length, config, context - 1, which, " and an answer")
+    return min(limits.max_tokens, context - length)
+
+
+def _check_length(length: int, config: ModelConfig, most: int, which: str, more: str = "") -> None:
     """`most` tokens fit into a sequence, with `more` behind it."""
-    if not ids:
+    if not length:
         raise UsageError(f"{which} has no tokens", "give at least one")
-    _check_ids(ids, config, which)
-    if len(ids) > most:
+    if length > most:
         raise UsageError(
-            f"{which} has {len(ids):,} tokens: the context has room for {most:,}{more}",
+            f"{which} has {length:,} tokens: the context has room for {most:,}{more}",
             "shorten it" if most + 1 >= config.max_position_embeddings else "shorten it or raise --max-context",
         )
+
+
+def _knows_all(request: Request, config: ModelConfig) -> bool:
+    """Whether all ids are in the vocabulary; a long prompt takes no time."""
+    import numpy as np  # what refuses a prompt needs neither this nor torch
+
+    try:
+        ids = np.frombuffer(bytes(request.pack()), ID)
+    except OverflowError:
+        return False
+    return not len(ids) or bool(ids.min() >= 0 and ids.max() < config.vocab_size)
 
 
 def _check_ids(ids: Sequence[int], config: ModelConfig, which: str) -> None:

@@ -11,7 +11,7 @@ from itertools import chain
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.runtime.cache import Cache, Snapshot
 from dsv4cli.engine.runtime.host_store import HostStore, Stored
-from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.request import ID_BYTES, Request
 
 # prompts are kept at multiples of so many tokens, for those that begin with the same document
 KEPT_EVERY = 4096
@@ -24,10 +24,10 @@ Border = tuple[int, int]
 
 @dataclass(eq=False)
 class KeptState:
-    """A sequence at one length, and the list that its tokens begin, which only grows. used: when it was, in steps of a
+    """A sequence at one length, and packed ids that begin with its own and only grow. used: when it was, in steps of a
     count."""
 
-    ids: list[int]
+    ids: bytearray
     border: Border
     held: Snapshot | Stored
     used: int = 0
@@ -36,6 +36,11 @@ class KeptState:
     def length(self) -> int:
         """How many tokens it has."""
         return self.held.length
+
+    @property
+    def own_ids(self) -> bytearray:
+        """Those of its tokens, packed."""
+        return self.ids[: ID_BYTES * self.length]
 
 
 class Prefixes:
@@ -73,19 +78,24 @@ class Prefixes:
         """What states take in host memory."""
         return 0 if self._host is None else self._host.nbytes
 
+    def prepare(self) -> bool:
+        """Makes ready what the next states need; whether anything was missing. Raises NotEnoughMemory."""
+        return self._host is not None and self._host.prepare()
+
     def begin(self, request: Request) -> None:
         """Gives a request, of which nothing more was read, the longest beginning of its prompt that is held, less its
         last token. Without a bound of the cache, states that the prompt does not reach go, and those that have more
         tokens. Raises NotEnoughMemory."""
         if request.scored:
             return
-        ids = request.prompt
+        ids = request.pack()
         borders = _borders(ids, request.borders)
         count, found = self._longest(ids, borders)
         if found is not None and count > max(request.done, NOT_WORTH):
             self._take(request, found, count, borders)
         if not self.cache.bounded:
-            stale = [state for state in self._states if state.length > len(ids) or not self._usable(state, ids)]
+            length = len(request.prompt)
+            stale = [state for state in self._states if state.length > length or not self._usable(state, ids)]
             for state in stale:
                 self._drop(state)
 
@@ -105,15 +115,14 @@ class Prefixes:
         """Keeps the state of a request as it is now, in the place of an earlier one of the same tokens."""
         sequence = request.sequence
         assert sequence is not None
-        ids, length = request.ids, sequence.length
+        ids, length = request.pack(), sequence.length
         if request.scored or not length:
             return
         borders = _borders(ids, request.borders)
         number = max(sequence.high - self.cache.rollback + self._again, 0) // BLOCK_TOKENS
         border = number, borders[number]
-        for same in [
-            state for state in self._at.get(border, []) if state.length == length and state.ids[:length] == ids[:length]
-        ]:
+        own = ids[: ID_BYTES * length]
+        for same in [state for state in self._at.get(border, []) if state.own_ids == own]:
             self._drop(same)
         while len(self._on_device()) >= self._most:
             self._evict(self._oldest())
@@ -152,20 +161,20 @@ class Prefixes:
         self.hits, self.found = self.hits + (not request.cached), self.found + count - request.cached
         request.done = request.cached = count
 
-    def _longest(self, ids: list[int], borders: list[int]) -> tuple[int, KeptState | None]:
+    def _longest(self, ids: bytearray, borders: list[int]) -> tuple[int, KeptState | None]:
         """How many of the ids a state holds, and the state: of those filed under the furthest border that has one."""
-        for number in range((len(ids) - 1) // BLOCK_TOKENS, -1, -1):
+        for number in range((len(ids) // ID_BYTES - 1) // BLOCK_TOKENS, -1, -1):
             there = [(self._usable(state, ids), state) for state in self._at.get((number, borders[number]), [])]
             count, best = max(there, key=lambda one: (one[0], isinstance(one[1].held, Snapshot)), default=(0, None))
             if count:
                 return count, best
         return 0, None
 
-    def _usable(self, state: KeptState, ids: list[int]) -> int:
+    def _usable(self, state: KeptState, ids: bytearray) -> int:
         """How many tokens a state shares with the prompt, less its last one; 0 where rolling back does not reach
         them."""
         length, high = state.length, state.held.high
-        count = max(shared(state.ids, ids, min(length, len(ids) - 1)) - self._again, 0)
+        count = max(shared(state.ids, ids, min(length, len(ids) // ID_BYTES - 1)) - self._again, 0)
         return count if high - count <= self.cache.rollback else 0
 
     def _use(self, state: KeptState, borders: list[int]) -> None:
@@ -174,7 +183,7 @@ class Prefixes:
         state.used = self._count
         for number in range(state.border[0] + 1):
             there = self._at.get((number, borders[number]), [])
-            begins = [one for one in there if state.ids[: one.length] == one.ids[: one.length]]
+            begins = [one for one in there if state.ids.startswith(one.own_ids)]
             if begins:
                 min(begins, key=lambda one: one.length).used = self._count
                 return
@@ -230,20 +239,21 @@ def _age(state: KeptState) -> tuple[int, int]:
     return state.used, -state.length
 
 
-def _borders(ids: list[int], known: list[int]) -> list[int]:
+def _borders(ids: bytearray, known: list[int]) -> list[int]:
     """A hash of the tokens before each border of a block, from that of none on; `known` begins it and takes it all."""
     known[:] = known or [0]
-    for number in range(len(known) - 1, len(ids) // BLOCK_TOKENS):
-        known.append(hash((known[-1], *ids[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS])))
+    size = ID_BYTES * BLOCK_TOKENS
+    for number in range(len(known) - 1, len(ids) // size):
+        known.append(hash((known[-1], bytes(ids[number * size : (number + 1) * size]))))
     return known
 
 
-def shared(first: list[int], second: list[int], most: int) -> int:
-    """How many tokens both begin with, at most `most`."""
+def shared(first: bytearray, second: bytearray, most: int) -> int:
+    """How many tokens packed ids both begin with, at most `most`."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
+        if first[ID_BYTES * low : ID_BYTES * middle] == second[ID_BYTES * low : ID_BYTES * middle]:
             low = middle
         else:
             high = middle - 1

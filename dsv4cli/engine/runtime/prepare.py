@@ -16,13 +16,15 @@ from dsv4cli.kernels import step_metadata
 @dataclass(frozen=True)
 class Numbers:
     """What a step is made of: for each sequence its slot, its first position and its token count, int64 [B]; the ids of
-    all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block where it has fewer."""
+    all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block where it has fewer. routed: as of `Batch`,
+    None for each row's own."""
 
     slots: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
     ids: torch.Tensor
     blocks: torch.Tensor
+    routed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,5 +85,13 @@ def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     )
     chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
     ratios = [ratio for ratio in sorted(set(config.compress_ratios)) if ratio in (0, *extent.groups)]
+    routed = torch.arange(tokens, device=cache.device) if numbers.routed is None else numbers.routed
     found = step_metadata.step_metadata(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
-    return Batch(**vars(found), ids=numbers.ids, slots=numbers.slots, in_rings=in_rings, window_rows=layout.rows)
+    return Batch(
+        **vars(found),
+        ids=numbers.ids,
+        slots=numbers.slots,
+        in_rings=in_rings,
+        window_rows=layout.rows,
+        routed=routed,
+    )

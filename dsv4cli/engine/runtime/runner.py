@@ -62,6 +62,11 @@ class Runner:
         self.ahead = Ahead(self.cache, self.scheduler, self.graphs)
         self.drafts = None if drafter is None else DraftSteps(drafter, self.graphs, self.cache.device)
 
+    @property
+    def chunk_seconds(self) -> dict[int, float]:
+        """What captured chunks of prompts took when they were captured, by their tokens; more may come."""
+        return {} if self._chunks is None else self._chunks.seconds
+
     def add(self, request: Request) -> None:
         """Queues a request; where there is room it begins with what a prefix cache holds of its prompt. Raises
         NotEnoughMemory."""
@@ -101,12 +106,13 @@ class Runner:
             self.ahead.launch(ran, tokens)
 
     def prepare(self) -> bool:
-        """Captures one of the steps that requests may need, if one is missing; whether one was. Raises
-        NotEnoughMemory."""
+        """Captures one of the steps that requests may need, or makes other things ready for them, if any is missing;
+        whether any was. Raises NotEnoughMemory."""
         if self.graphs is None:
             return False
         with self._whole(), self._computing(1):
-            return self.graphs.prepare(self._slots) or (self._chunks is not None and self._chunks.prepare())
+            graphs = self.graphs.prepare(self._slots) or (self._chunks is not None and self._chunks.prepare())
+            return graphs or (self.prefixes is not None and self.prefixes.prepare())
 
     def speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor:
         """As `DraftSteps.after`. May be called again with other tokens. Raises NotEnoughMemory."""

@@ -8,16 +8,28 @@ from dsv4cli.kernels.gemm import ref as gemm
 
 
 def route(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, route_scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    route_scale: float,
+    routed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    score = scores(gemm.linear_fp32(x, weight))
+    score = scores(gemm.linear_fp32(x if routed is None else x[routed], weight))
     experts = choose(score, bias, k)
     return experts, weigh(score, experts, route_scale)
 
 
 def route_by_id(
-    x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, route_scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    table: torch.Tensor,
+    ids: torch.Tensor,
+    route_scale: float,
+    routed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if routed is not None:
+        x, ids = x[routed], ids[routed]
     experts = table[ids]
     return experts, weigh(scores(gemm.linear_fp32(x, weight)), experts, route_scale)
 

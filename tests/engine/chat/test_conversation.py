@@ -1,6 +1,7 @@
 """A conversation in one cache: what a turn prefills, that it answers as a fresh run would, and that nothing leaks."""
 
 import sys
+from array import array
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -513,5 +514,6 @@ def test_a_nearly_full_context_keeps_room_for_an_answer():
 
 @pytest.mark.parametrize(("first", "second", "most", "expected"), [("", "a", 0, 0), ("abc", "abd", 3, 2)])
 def test_shared(first, second, most, expected):
-    assert shared(list(first), list(second), most) == expected
-    assert shared(list(first) * 5, list(first) * 5, 5 * len(first)) == 5 * len(first)
+    one, other = (bytearray(array("i", map(ord, text))) for text in (first, second))
+    assert shared(one, other, most) == expected
+    assert shared(one * 5, one * 5, 5 * len(first)) == 5 * len(first)

@@ -225,4 +225,4 @@ def test_followers_do_the_same(drafting, few_blocks, monkeypatch):
 
 def described(state: prefix_cache.KeptState) -> tuple:
     """What of a state may be compared."""
-    return state.length, state.used, state.ids[: state.length], type(state.held)
+    return state.length, state.used, state.own_ids, type(state.held)

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.chunk_graphs import TOKENS
+from dsv4cli.engine.runtime.chunk_graphs import TOKENS, CapturedChunk
 from dsv4cli.engine.runtime.prepare import Extent
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.scheduler import Pick
 from dsv4cli.engine.settings import Limits, Sampling
 from tests.engine.runtime.test_speculation_state import state_of
 from tests.support.cache_state import same
@@ -54,6 +56,18 @@ def test_a_chunk_and_its_state_are_those_of_a_computed_step(steps, drafts):
     assert all(map(same, state, expected_state))
 
 
+@pytest.mark.parametrize("count", [2, 5, 32, 50])
+def test_padding_asks_for_no_expert_of_its_own(count, monkeypatch):
+    compute, chosen = moe.experts.mixture, []
+    monkeypatch.setattr(moe.experts, "mixture", lambda *given: chosen.append(given[3]) or compute(*given))
+    one = Runner(model_of("mtp"), Capacity(2, LONGEST, chunks=True), "cpu")
+    one.add(Request(text(count + 40, 4), Sampling(0.0), Limits(), number=0, end=LONGEST))
+    one.run(Pick(0, count))
+    for own in chosen[2 * len(chosen) // 3 :]:  # the first two runs time it
+        assert len(own) > count
+        assert {*own[count:].flatten().tolist()} <= {*own[:count].flatten().tolist()}
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_a_step_has_as_many_groups_wherever_its_chunk_ends(tokens):
     """So that one graph holds all of them."""
@@ -62,12 +76,19 @@ def test_a_step_has_as_many_groups_wherever_its_chunk_ends(tokens):
     assert of_all == {str(Extent.of(config, [tokens, 1], BLOCK_TOKENS).groups)}
 
 
-def test_steps_are_captured_while_there_is_time():
+def test_steps_are_captured_while_there_is_time(monkeypatch):
+    compute, ran = CapturedChunk.run, []
+    monkeypatch.setattr(CapturedChunk, "run", lambda self, *given: ran.append(given) or compute(self, *given))
     one = Runner(model_of("mtp"), Capacity(3, LONGEST, chunks=True, cache_memory=10**7), "cpu")
     count = 0
     while one.prepare():
         count += 1
-    assert count == 3 + len(TOKENS)  # 1, 2 and 4 sequences
+    sizes = [size for size in TOKENS if size <= 768]  # the blocks of the longest sequence
+    assert count == 3 + len(sizes)  # 1, 2 and 4 sequences
+    assert list(one.chunk_seconds) == sizes
+    assert [len(ids) for _, ids in ran] == [size for size in sizes for _ in range(2)]
+    assert all(len({*ids}) > 20 and sequence is one.graphs.padding for sequence, ids in ran)
+    assert all(0 < seconds < 10 for seconds in one.chunk_seconds.values())
     one.add(Request(text(40, 1), Sampling(), Limits(), end=50))
     one.preparing.happened = True
     one.run()

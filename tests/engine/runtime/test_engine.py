@@ -190,7 +190,13 @@ def test_log_probabilities_are_those_at_temperature_1():
 
 @pytest.mark.parametrize(
     ("texts", "words"),
-    [([[]], "no tokens"), ([[1], [512]], "prompt 1 has the token id 512"), ([[1] * 9], "room for 8 and an answer")],
+    [
+        ([[]], "no tokens"),
+        ([[1], [512]], "prompt 1 has the token id 512"),
+        ([[1, -1]], "the prompt has the token id -1"),
+        ([[1, 1 << 40]], "the prompt has the token id 1099511627776"),
+        ([[1] * 9], "room for 8 and an answer"),
+    ],
 )
 def test_prompts_that_the_model_cannot_take(texts, words):
     with pytest.raises(UsageError, match=words):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model import moe
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.graphs import GraphRunner
+from dsv4cli.engine.runtime.graphs import ROWS, GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.load import load_model
 from tests.support import small_model
@@ -190,3 +191,40 @@ def test_rows_behind_a_sequence_count_as_written(case):
     assert (sequence.length, sequence.high) == (145, 146)
     with pytest.raises(ValueError, match="cannot take 8 tokens back"):
         side.cache.roll_back(sequence, 8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("counts", "routed"),
+    [
+        ([1, 1, 1], [0, 1, 2, 0]),
+        ([1, 1], [0, 1]),
+        ([3, 1], [0, 1, 2, 3, 3, 3]),
+        ([2, 1, 2], [0, 1, 2, 2, 4, 5, 0, 1]),
+        ([5], [0, 1, 2, 3, 4, 4]),
+    ],
+    ids=str,
+)
+def test_rows_that_mean_nothing_ask_for_no_expert_of_their_own(counts, routed, case, monkeypatch):
+    model, _ = case
+    side = Side(model, len(counts) + 1)
+    decoder, chosen = GraphRunner(model, side.cache, 300), []
+    compute = moe.experts.mixture
+    monkeypatch.setattr(moe.experts, "mixture", lambda *given: chosen.append(given[3].cpu()) or compute(*given))
+    for number in range(len(counts)):
+        side.read(number, [5 + number, 9])
+    chosen.clear()
+    for given in (counts, counts[:-1] or counts):  # one ends
+        work = [(side.sequences[number], [20 + 3 * number] * count) for number, count in enumerate(given)]
+        decoder.filled(work).run()
+        assert chosen
+        if given == counts:
+            assert all(torch.equal(own, own[routed]) for own in chosen)
+        assert all({*own.flatten().tolist()} == real(own, given) for own in chosen)
+        chosen.clear()
+
+
+def real(chosen, counts):
+    """The experts of the tokens of sequences, each of which has as many rows."""
+    rows = next(rows for rows in ROWS if rows >= max(counts))
+    return {*torch.cat([chosen[rows * one :][:count] for one, count in enumerate(counts)]).flatten().tolist()}

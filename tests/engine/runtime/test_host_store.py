@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsv4cli.engine.runtime import host_store
 from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
 from dsv4cli.engine.runtime.host_store import HostStore
 from tests.support.cache_state import same, state
@@ -138,3 +139,25 @@ def test_a_state_that_is_read_back_keeps_its_pages():
     sequence = one.allocate()
     store.restore(sequence, stored)
     assert equal(held(one, sequence), expected)
+
+
+def test_memory_is_pinned_before_its_use(monkeypatch):
+    """As on a GPU."""
+    one = cache(blocks=8)
+    store, pinned = HostStore(one, 60 * one.block_bytes), []
+    size = store._pages.shape[1]
+    monkeypatch.setattr(host_store, "pin", lambda some, remedy: pinned.append(len(some)) or 0)
+    monkeypatch.setattr(host_store, "PINNED_AT_ONCE", 10 * size)
+    monkeypatch.setattr(host_store, "PINNED_AHEAD", 20 * size)
+    monkeypatch.setattr(store, "_pinned", 0)
+    assert [store.prepare() for _ in range(3)] == [True, True, False]
+    snapshot, _ = kept(one, 300)
+    assert len(store.store(snapshot).pages) == 20
+    assert pinned == [10, 10]
+    assert [store.prepare() for _ in range(3)] == [True, True, False]
+    while store.has_room_for(snapshot):
+        store.store(snapshot)
+    while store.prepare():
+        pass
+    assert sum(pinned) == len(store._pages)
+    store._addresses.clear()  # nothing to let go of

@@ -86,7 +86,7 @@ def route_scale_twice(right):
 
 
 def hash_layer_by_score(right):
-    def route_by_id(x, weight, table, ids, scale):
+    def route_by_id(x, weight, table, ids, scale, routed):
         return routing.route(x, weight, torch.zeros(len(weight)), table.shape[1], scale)
 
     return route_by_id

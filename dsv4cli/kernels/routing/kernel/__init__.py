@@ -61,25 +61,36 @@ def logit_tiles(count: int, device: torch.device) -> LogitTiles:
 
 
 def route(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, route_scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    route_scale: float,
+    routed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if len(x) <= FEW:
-        return _routed(x, weight, bias, k, route_scale)
+        return _routed(x, weight, bias, k, route_scale, routed)
     experts = torch.empty(len(x), k, dtype=torch.int64, device=x.device)
-    return experts, _select(_parts(x, weight), bias, experts, None, route_scale)
+    return experts, _select(_parts(x, weight, routed), bias, experts, None, routed, route_scale)
 
 
 def route_by_id(
-    x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, route_scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    table: torch.Tensor,
+    ids: torch.Tensor,
+    route_scale: float,
+    routed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     experts = torch.empty(len(x), table.shape[1], dtype=torch.int64, device=x.device)
     if len(x) > GATHERED_TOKENS:
-        return experts, _select(_parts(x, weight), None, experts, (table.contiguous(), ids.contiguous()), route_scale)
+        by_id = table.contiguous(), ids.contiguous()
+        return experts, _select(_parts(x, weight, routed), None, experts, by_id, routed, route_scale)
     given, (count, k) = rows(x), experts.shape
     weights = torch.empty(count, k, device=x.device)
     if count:
         _gathered[(count,)](
-            given, weight.contiguous(), table.contiguous(), ids.contiguous(), experts, weights,
+            given, weight.contiguous(), table.contiguous(), ids.contiguous(), routed, experts, weights,
             given.stride(0), route_scale,
             given.shape[1], k, next_power_of_2(k), min(4096, next_power_of_2(given.shape[1])),
             num_warps=8, **overlap(x),
@@ -88,7 +99,12 @@ def route_by_id(
 
 
 def _routed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, route_scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    route_scale: float,
+    routed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given, (count, width), number, tile = rows(x), x.shape, len(weight), fused_tiles(len(x))
     experts = torch.empty(count, k, dtype=torch.int64, device=x.device)
@@ -98,7 +114,7 @@ def _routed(
     every = max(next_power_of_2(number), 32 * tile.warps)  # a word of `take` for each thread
     if count:
         fused_route[(cdiv(number, tile.experts) * splits + count,)](
-            given, weight.contiguous(), bias, words(x.device, FEW, splits, number), experts, weights,
+            given, weight.contiguous(), bias, words(x.device, FEW, splits, number), routed, experts, weights,
             count, given.stride(0), route_scale,
             number, width, splits, next_power_of_2(splits), k, every, next_power_of_2(k),
             tile.tokens, tile.experts, block, num_warps=tile.warps, **overlap(x),
@@ -106,7 +122,7 @@ def _routed(
     return experts, weights
 
 
-def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _parts(x: torch.Tensor, weight: torch.Tensor, routed: torch.Tensor | None) -> torch.Tensor:
     """The logits as fp32 [splits, T, E], parts of a sum over the columns."""
     given, (count, width), number = rows(x), x.shape, len(weight)
     tile = logit_tiles(count, x.device)
@@ -114,7 +130,7 @@ def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     parts = torch.empty(cdiv(width, columns), count, number, device=x.device)
     if count:
         _logits[(cdiv(number, tile.experts), cdiv(count, tile.tokens), len(parts))](
-            given, weight.contiguous(), parts, count, given.stride(0),
+            given, weight.contiguous(), routed, parts, count, given.stride(0),
             number, width, columns, tile.tokens, tile.experts, tile.block,
             num_warps=tile.warps, num_stages=tile.stages, **overlap(x),
         )  # fmt: skip
@@ -125,6 +141,7 @@ def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _logits(
     x,  # [count, WIDTH]
     weight,  # [NUMBER, WIDTH]
+    routed,  # [count] the row of x of each token, or None
     parts,  # [splits, count, NUMBER]
     count,
     stride,
@@ -139,11 +156,12 @@ def _logits(
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[:, None]
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
     first = tl.program_id(2) * COLUMNS
+    row = token if routed is None else tl.load(routed + token, token < count, other=0)
     wait_for_inputs(OVERLAP)
     sums = tl.zeros([EXPERTS, TOKENS], tl.float32)
     for start in range(0, COLUMNS, BLOCK):
         column = first + start + tl.arange(0, BLOCK)[None]
-        place = x + token.to(tl.int64) * stride + column
+        place = x + row.to(tl.int64) * stride + column
         values = tl.load(place, (token < count) & (column < WIDTH), other=0.0)  # [TOKENS, BLOCK]
         factors = tl.load(weight + expert * WIDTH + column, (expert < NUMBER) & (column < WIDTH), other=0.0)
         if values.dtype != factors.dtype:
@@ -159,6 +177,7 @@ def _select(
     bias: torch.Tensor | None,
     experts: torch.Tensor,
     by_id: tuple[torch.Tensor, torch.Tensor] | None,
+    routed: torch.Tensor | None,
     route_scale: float,
 ) -> torch.Tensor:
     """Writes the experts, chosen by biased score or, given (table, ids), by token id; returns their weights."""
@@ -167,7 +186,8 @@ def _select(
     table, ids = by_id or (experts, experts)
     if count:
         _choose[(count,)](
-            parts, parts if bias is None else bias, table, ids, experts, weights, count, route_scale,
+            parts, parts if bias is None else bias, table, ids, None if by_id is None else routed, experts,
+            weights, count, route_scale,
             number, splits, k, next_power_of_2(number), next_power_of_2(k),
             by_id is not None, num_warps=1, **overlap(parts),
         )  # fmt: skip
@@ -180,6 +200,7 @@ def _choose(
     bias,  # [NUMBER]
     table,  # [ids, K]
     ids,  # [count]
+    routed,  # [count] the row of the ids of each token, or None
     experts,  # [count, K]
     weights,  # [count, K]
     count,
@@ -201,7 +222,8 @@ def _choose(
         logits += tl.load(row + expert, expert < NUMBER, other=0.0)
     scores = score_of(logits)
     if BY_ID:
-        row = table + tl.load(ids + token) * K + place
+        own = token if routed is None else tl.load(routed + token)
+        row = table + tl.load(ids + own) * K + place
         chosen = tl.load(row, place < K, other=0).to(tl.int32)
         bits = tl.where(chosen[:, None] == expert[None], scores.to(tl.int32, bitcast=True)[None], 0)
         values = tl.sum(bits, 1).to(tl.float32, bitcast=True)
@@ -217,6 +239,7 @@ def _gathered(
     weight,  # [experts, WIDTH]
     table,  # [ids, K]
     ids,  # [count]
+    routed,  # [count] the row of x and of the ids of each token, or None
     experts,  # [count, K]
     weights,  # [count, K]
     stride,
@@ -228,12 +251,13 @@ def _gathered(
     OVERLAP: tl.constexpr,
 ):
     token, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
+    row = token if routed is None else tl.load(routed + token)
     wait_for_inputs(OVERLAP)
-    chosen = tl.load(table + tl.load(ids + token) * K + place, place < K, other=0)
+    chosen = tl.load(table + tl.load(ids + row) * K + place, place < K, other=0)
     sums = tl.zeros([PLACES, BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        values = tl.load(x + token * stride + column, column < WIDTH, other=0.0).to(tl.float32)
+        values = tl.load(x + row * stride + column, column < WIDTH, other=0.0).to(tl.float32)
         place_inside = (place < K)[:, None] & (column < WIDTH)[None]
         factors = tl.load(weight + chosen[:, None] * WIDTH + column[None], place_inside, other=0.0)
         sums += factors.to(tl.float32) * values[None]

@@ -14,7 +14,7 @@ FEW = 16
 
 @triton.jit
 def _logit_of_each(
-    program, x, weight, parts, count, stride,
+    program, x, weight, routed, parts, count, stride,
     NUMBER: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Each token's part of the logit of an expert."""
@@ -23,14 +23,15 @@ def _logit_of_each(
     factors = tl.load(weight + expert * WIDTH + column, column < WIDTH, other=0.0)
     wait_for_inputs(OVERLAP)
     for token in range(count):
-        values = tl.load(x + token * stride + column, column < WIDTH, other=0.0)
+        row = token if routed is None else tl.load(routed + token)
+        values = tl.load(x + row * stride + column, column < WIDTH, other=0.0)
         total = tl.sum(factors.to(tl.float32) * values.to(tl.float32), 1)
         leave(parts + (token * SPLITS + split) * NUMBER + expert + tl.arange(0, 1), total, tl.arange(0, 1) == 0)
 
 
 @triton.jit
 def _logits_of_few(
-    program, x, weight, parts, count, stride,
+    program, x, weight, routed, parts, count, stride,
     NUMBER: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -38,9 +39,10 @@ def _logits_of_few(
     split, first = program % SPLITS, program // SPLITS * EXPERTS
     expert, column = first + tl.arange(0, EXPERTS)[:, None], split * BLOCK + tl.arange(0, BLOCK)[None]
     factors = tl.load(weight + expert * WIDTH + column, (expert < NUMBER) & (column < WIDTH), other=0.0)
-    wait_for_inputs(OVERLAP)
     token = tl.arange(0, TOKENS)[:, None]
-    values = tl.load(x + token * stride + column, (token < count) & (column < WIDTH), other=0.0)
+    row = token if routed is None else tl.load(routed + token, token < count, other=0)
+    wait_for_inputs(OVERLAP)
+    values = tl.load(x + row * stride + column, (token < count) & (column < WIDTH), other=0.0)
     if values.dtype != factors.dtype:
         values, factors = values.to(tl.float32), factors.to(tl.float32)
     sums = tl.trans(tl.dot(factors, tl.trans(values), input_precision="ieee"))  # [TOKENS, EXPERTS]
@@ -69,6 +71,7 @@ def fused_route(
     weight,  # [NUMBER, WIDTH]
     bias,  # [NUMBER]
     parts,  # int32 [FEW, SPLITS, NUMBER], zeros
+    routed,  # int64 [count] the row of x of each token, or None
     experts,  # [count, K]
     weights,  # [count, K]
     count,
@@ -93,6 +96,8 @@ def fused_route(
             NUMBER, SPLITS, PARTS, K, ALL, PLACES, OVERLAP,
         )  # fmt: skip
     elif TOKENS == 1:
-        _logit_of_each(program, x, weight, parts, count, stride, NUMBER, WIDTH, SPLITS, BLOCK, OVERLAP)
+        _logit_of_each(program, x, weight, routed, parts, count, stride, NUMBER, WIDTH, SPLITS, BLOCK, OVERLAP)
     else:
-        _logits_of_few(program, x, weight, parts, count, stride, NUMBER, WIDTH, SPLITS, EXPERTS, TOKENS, BLOCK, OVERLAP)
+        _logits_of_few(
+            program, x, weight, routed, parts, count, stride, NUMBER, WIDTH, SPLITS, EXPERTS, TOKENS, BLOCK, OVERLAP
+        )
