@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.experts.kernel.dequant_mma import by_scale_2
-from dsv4cli.kernels.experts.kernel.grouped_operands import natural, ordered, tile
+from dsv4cli.kernels.experts.kernel.grouped_operands import natural, ordered, tile, undivided
 from dsv4cli.kernels.launch import launched
 
 
@@ -127,10 +126,11 @@ def _gate_up(
         x, place, place_more, w1, w1_scale, w3, w3_scale, expert, begin, N, K, FORMAT, DESCRIBED, True, ROWS, COLUMNS,
         MORE, WARPS, STAGES,
     )  # fmt: skip
-    gate, up = by_scale_2(gate, w1_scale_2, expert), by_scale_2(up, w3_scale_2, expert)
+    gate, up = undivided(gate, w1_scale_2, expert, FORMAT), undivided(up, w3_scale_2, expert, FORMAT)
     _store_inner(gate, up, inner, routing, order, start, rows, begin, limit, N, PADDED, FORMAT, ROWS, COLUMNS, WARPS)
     if MORE:
-        more_gate, more_up = by_scale_2(more_gate, w1_scale_2, expert), by_scale_2(more_up, w3_scale_2, expert)
+        more_gate = undivided(more_gate, w1_scale_2, expert, FORMAT)
+        more_up = undivided(more_up, w3_scale_2, expert, FORMAT)
         _store_inner(
             more_gate, more_up, inner, routing, order, start + COLUMNS, rows - COLUMNS, begin, limit, N, PADDED, FORMAT,
             ROWS, MORE, WARPS,
@@ -215,10 +215,10 @@ def _down(
         inner, place, (start + further).to(tl.int64) * PADDED, w2, w2_scale, w2, w2_scale, expert, begin, N, K, FORMAT,
         DESCRIBED, False, ROWS, COLUMNS, MORE, WARPS, STAGES,
     )  # fmt: skip
-    sums = by_scale_2(sums, w2_scale_2, expert)
+    sums = undivided(sums, w2_scale_2, expert, FORMAT)
     _store_outputs(sums, outputs, order, start, rows, begin, N, FORMAT, ROWS, COLUMNS, WARPS)
     if MORE:
-        more = by_scale_2(more, w2_scale_2, expert)
+        more = undivided(more, w2_scale_2, expert, FORMAT)
         _store_outputs(more, outputs, order, start + COLUMNS, rows - COLUMNS, begin, N, FORMAT, ROWS, MORE, WARPS)
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale.kernel import through_fp8
+from dsv4cli.kernels.experts.kernel.dequant_mma import by_scale_2
 from dsv4cli.kernels.launch import launched
 
 
@@ -28,15 +29,20 @@ def natural(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constex
     return tl.reshape(tl.permute(values, [0, 2, 1, 3, 4]), [ROWS, COLUMNS])
 
 
+# the factor of a weight, e8m0 or e4m3, is as much smaller than its scale: one product of bf16 gives no more
+FP4_FACTOR = tl.constexpr(2.0**40)
+NVFP4_FACTOR = tl.constexpr(2.0**7)
+
+
 @triton.jit
 def _pairs(words, factor, SHIFT: tl.constexpr):
-    """Codes in bits SHIFT to + 3 (SHIFT 0 or 4) of the halves of int32 [...] times factor: bf16 [..., 2]."""
+    """Codes in bits SHIFT to + 3 (SHIFT 0 or 4) of halves of int32 [...] times factor * 2 ** -126: bf16 [..., 2]."""
     # sign to bit 15, the rest to bits 8..6: e2m1 * 2 ** -126
-    bits = ((words & (0x000F000F << SHIFT)) * (0x1040 >> SHIFT)) & -0x7E3F7E40
-    low = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    # two products, so that every scale of e8m0 has its factor
-    return tl.join(low, high) * tl.full([1, 1, 1, 1, 1, 1, 1], 2.0**126, tl.float32).to(tl.bfloat16) * factor
+    bits = (words & (0x000F000F << SHIFT)) * (0x1040 >> SHIFT)
+    # each half with a mask of its own, the upper one first: ptxas then multiplies both as they lie in a register
+    high = ((bits >> 16) & 0x81C0).to(tl.int16).to(tl.bfloat16, bitcast=True) * factor
+    low = (bits & 0x81C0).to(tl.int16).to(tl.bfloat16, bitcast=True) * factor
+    return tl.join(low, high)
 
 
 @triton.jit
@@ -46,24 +52,26 @@ def _power_of_two(code):
 
 
 @triton.jit
-def _e4m3(code):
-    """Values of e4m3 codes without a sign in bf16, code int32 [..]."""
-    # exponent and mantissa to bits 10..4: e4m3 * 2 ** -120
-    bits = ((code & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return bits * tl.full([1, 1, 1, 1, 1, 1], 2.0**120, tl.float32).to(tl.bfloat16)
+def _fp4_factor(code):
+    """2 ** (code - 127 + 126) / FP4_FACTOR in bf16, code int32; NaN beyond 168, which bf16 does not have."""
+    return tl.where(code > 168, 0x7FC0, (code + 86) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _e4m3_factors(scale):
-    """int32 [repeat, 2, warp, 8, 4], two e4m3 scales of 16 columns in each -> bf16 [.., 4, 4], those of words."""
-    two = _e4m3(tl.join(scale, scale >> 8))
+def _nvfp4_factors(scale):
+    """int32 [repeat, 2, warp, 8, 4], two e4m3 scales of 16 columns in each -> bf16 [.., 4, 4], those of words, times
+    2 ** 126 / NVFP4_FACTOR."""
+    code = tl.join(scale, scale >> 8)
+    # exponent and mantissa to bits 10..4: e4m3 * 2 ** -120
+    two = ((code & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    two *= tl.full([1, 1, 1, 1, 1, 1], 2.0**120, tl.float32).to(tl.bfloat16)
+    two *= tl.full([1, 1, 1, 1, 1, 1], 2.0**119, tl.float32).to(tl.bfloat16)
     return tl.reshape(tl.join(two, two), [scale.shape[0], 2, scale.shape[2], 8, 4, 4])
 
 
 @triton.jit
 def fp4_values(words, factor, ROWS: tl.constexpr):
     """words int32 [repeat, 2, warp, 8, 4, 4], factor bf16 [repeat, 2, warp, 8, 4, 1 or 4] -> bf16 [ROWS, 128]."""
-    factor = tl.expand_dims(factor, -1)
     upper = words >> 8  # [.., t, i]
     even = tl.join(_pairs(words, factor, 0), _pairs(upper, factor, 0))
     odd = tl.join(_pairs(words, factor, 4), _pairs(upper, factor, 4))
@@ -113,6 +121,14 @@ def _values(weight, scale, expert, row, step, N: tl.constexpr, K: tl.constexpr, 
 
 
 @triton.jit
+def undivided(sums, scale_2, expert, FORMAT: tl.constexpr):
+    """Sums of products with what `tile` gives, as those with the weights; scale_2: fp32 [E] of NVFP4, or None."""
+    if FORMAT == "fp4":
+        sums = sums * FP4_FACTOR if scale_2 is None else by_scale_2(sums * NVFP4_FACTOR, scale_2, expert)
+    return sums
+
+
+@triton.jit
 def _words(weight, expert, begin, row, step, N: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr):
     """int32 words [rows, 16] of FP4 codes, 0 beyond K."""
     if DESCRIBED:
@@ -138,7 +154,10 @@ def tile(
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Rows begin to + ROWS - 1, columns step * 128 to + 127 of an expert's matrix; the rows as `natural` says."""
+    """Rows begin to + ROWS - 1, columns step * 128 to + 127 of an expert's matrix; the rows as `natural` says.
+
+    FP4 comes divided by the constants above; `undivided` multiplies the sums by them.
+    """
     row = begin + tl.arange(0, ROWS)
     if FORMAT == "fp4":
         words = _words(weight, expert, begin, row, step, N, K, DESCRIBED)
@@ -146,10 +165,10 @@ def tile(
         row = expert * N + tl.minimum(row, N - 1)
         if scale.dtype.element_ty == tl.int64 or scale.dtype.element_ty == tl.int16:
             codes = _nvfp4_scale(scale, row, step, K)
-            factor = _e4m3_factors(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4]))
+            factor = _nvfp4_factors(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4]))
         else:
             codes = _fp4_scale(scale, row, step, K)
-            factor = tl.expand_dims(_power_of_two(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4])), -1)
+            factor = tl.expand_dims(_fp4_factor(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4])), -1)
         values = fp4_values(words, factor, ROWS)
     else:
         values = _values(weight, scale, expert, row, step, N, K, FORMAT)
