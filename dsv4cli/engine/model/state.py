@@ -19,10 +19,6 @@ class Ring:
         """Rows per slot."""
         return self.data.shape[1]
 
-    def reset(self, slot: int) -> None:
-        """Forgets a slot."""
-        self.data[slot] = self.empty
-
 
 class Pool:
     """Compressed entries of all sequences: data [blocks * per_block, D], block b in rows b * per_block onwards."""

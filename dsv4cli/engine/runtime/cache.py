@@ -9,6 +9,7 @@ snapshot also holds is copied before it is written.
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 
@@ -75,18 +76,18 @@ class Cache:
         self.rollback = rollback
         self.frequencies = {ratio: frequencies(config, ratio).to(self.device) for ratio in (0, 4, 128)}
         self.layers = [self._layer(ratio, numerics, slots) for ratio in config.compress_ratios]
+        self.copies = RingCopies([ring for layer in self.layers for ring in layer.rings()], self.device)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._shares: list[int] = []  # per block: how many sequences and snapshots hold it
         self._versions: list[int] = []  # per block: how often it was taken or may have been written
         self._free_blocks: list[int] = []
-        self.copies = RingCopies(self._rings())
         self.give_way: Callable[[], bool] = gives_nothing
         self.bounded = False
 
     def _layer(self, ratio: int, numerics: Numerics, slots: int) -> LayerCache:
         config = self.config
         window = config.sliding_window + self.rollback
-        layer = LayerCache(Ring(self._rows(slots, window, config.head_dim, numerics.dtype), 0.0))
+        layer = LayerCache(_ring(slots, window, config.head_dim, numerics.dtype, 0.0))
         if ratio:
             kv, score = self._open_rows(ratio, config.head_dim, slots)
             layer.compressed = CompressorState(kv, score, self._pool(ratio, config.head_dim, numerics.dtype))
@@ -104,14 +105,11 @@ class Cache:
 
     def _open_rows(self, ratio: int, width: int, slots: int) -> tuple[Ring, Ring]:
         span, channels = (2 * ratio, 2 * width) if ratio == 4 else (ratio, width)
-        rows = [self._rows(slots, span + self.rollback, channels, torch.float32) for _ in range(2)]
-        return Ring(rows[0], 0.0), Ring(rows[1], float("-inf"))
+        kv, score = (_ring(slots, span + self.rollback, channels, torch.float32, empty) for empty in (0.0, -inf))
+        return kv, score
 
     def _pool(self, ratio: int, width: int, dtype: torch.dtype) -> Pool:
         return Pool(torch.zeros(0, width, dtype=dtype, device=self.device), BLOCK_TOKENS // ratio)
-
-    def _rows(self, slots: int, capacity: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(slots, capacity, width, dtype=dtype, device=self.device)
 
     @property
     def free_slots(self) -> int:
@@ -145,8 +143,7 @@ class Cache:
                 "every slot of the cache is taken", "free a sequence or build the cache with more slots"
             )
         sequence = Sequence(self._free_slots.pop())
-        for ring in self._rings():
-            ring.reset(sequence.slot)
+        self.copies.reset(sequence.slot)
         return sequence
 
     def free(self, sequence: Sequence) -> None:
@@ -265,9 +262,6 @@ class Cache:
         """Takes one more share of a block that is held."""
         self._share((block,))
 
-    def _rings(self) -> list[Ring]:
-        return [ring for layer in self.layers for ring in layer.rings()]
-
     def _find_free_block(self) -> None:
         while not self._free_blocks:
             if not self.bounded:
@@ -286,6 +280,11 @@ class Cache:
             self._shares[block] -= 1
             if not self._shares[block]:
                 self._free_blocks.append(block)
+
+
+def _ring(slots: int, capacity: int, width: int, dtype: torch.dtype, empty: float) -> Ring:
+    """A ring whose memory is made with that of others."""
+    return Ring(torch.empty(slots, capacity, width, dtype=dtype, device="meta"), empty)
 
 
 def blocks_of(tokens: int) -> int:

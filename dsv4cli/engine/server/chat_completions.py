@@ -18,9 +18,8 @@ from dsv4cli.engine.server.chat_request import ChatRequest, read_chat
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
 from dsv4cli.engine.server.incoming import asked_of, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
-from dsv4cli.engine.server.refusals import json_response
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.streaming import EventStream, while_connected
+from dsv4cli.engine.server.streaming import answered
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -29,11 +28,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     requests = await asked.plan.requests(service)
     call = service.engine.call(requests)
     reply = ChatReply(service, asked, call, choices_of(asked.plan, requests, service))
-    http.state.call, http.state.usage = call, reply.usage
-    if asked.stream:
-        return EventStream(call, reply.chunks(), event_of_refusal)
-    with call:
-        return json_response(await while_connected(http.receive, reply.document()))
+    return await answered(http, call, reply, event_of_refusal, stream=asked.stream)
 
 
 @dataclass
@@ -60,7 +55,7 @@ class ChatReply:
         choices = [self._choice(choice, taken) for choice, taken in drawn.items()]
         return self._head("chat.completion") | {"choices": choices, "usage": self.usage()}
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Each step's pieces, as server-sent events."""
         choices = list(self.choices.values())
         for choice in choices:

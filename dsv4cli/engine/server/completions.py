@@ -16,9 +16,8 @@ from dsv4cli.engine.server.completion_request import CompletionRequest, read_com
 from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.incoming import asked_of, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
-from dsv4cli.engine.server.refusals import json_response
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.streaming import EventStream, while_connected
+from dsv4cli.engine.server.streaming import answered
 
 
 async def completions(http: HttpRequest) -> Response:
@@ -27,11 +26,7 @@ async def completions(http: HttpRequest) -> Response:
     scoring, drawing = asked.scoring(), await asked.drawing(service)
     call = service.engine.call([*scoring, *(one for own in drawing for one in own)])
     reply = CompletionReply(service, asked, call, scoring, drawing)
-    http.state.call, http.state.usage = call, reply.usage
-    if asked.stream:
-        return EventStream(call, reply.chunks(), event_of_refusal)
-    with call:
-        return json_response(await while_connected(http.receive, reply.document()))
+    return await answered(http, call, reply, event_of_refusal, stream=asked.stream)
 
 
 @dataclass
@@ -72,7 +67,7 @@ class CompletionReply:
         self._take_likeliest()
         return self._head() | {"choices": [self._choice(one) for one in self.choices], "usage": self.usage()}
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Each step's pieces, as server-sent events; prompts that are scored come with all that follows them."""
         if self.scoring:
             while self.call.open:
@@ -85,13 +80,13 @@ class CompletionReply:
             for choice in self.choices:
                 yield self._chunk(self._choice(choice))
         else:
-            async for chunk in self._drawn_chunks():
+            async for chunk in self._drawn_events():
                 yield chunk
         if self.asked.include_usage:
             yield event(self._head() | {"choices": [], "usage": self.usage()})
         yield DONE
 
-    async def _drawn_chunks(self) -> AsyncGenerator[bytes, None]:
+    async def _drawn_events(self) -> AsyncGenerator[bytes, None]:
         for choice in self.choices if self.asked.echo else ():
             choice.offset = len(self._prompt(choice))
             finish = choice.finish if choice.ended else None

@@ -17,7 +17,7 @@ from dsv4cli.engine.server.message_request import MessageRequest, message_ids, r
 from dsv4cli.engine.server.openai import usage_of
 from dsv4cli.engine.server.refusals import Refusal, json_response, to_bytes
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.streaming import EventStream, while_connected
+from dsv4cli.engine.server.streaming import answered
 
 # clients send it back with the thinking; nothing here reads it
 SIGNATURE = "dsv4"
@@ -31,11 +31,7 @@ async def messages(http: HttpRequest) -> Response:
     call = service.engine.call(requests)
     [choice] = choices_of(asked.plan, requests, service).values()
     reply = MessageReply(service, asked, call, choice)
-    http.state.call, http.state.usage = call, lambda: usage_of(len(asked.plan.ids), [choice])
-    if asked.stream:
-        return EventStream(call, reply.events(), _event_of_refusal)
-    with call:
-        return json_response(await while_connected(http.receive, reply.document()))
+    return await answered(http, call, reply, _event_of_refusal, stream=asked.stream)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
@@ -60,6 +56,10 @@ class MessageReply:
     call: EngineCall
     choice: Choice
     id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompt and of the answer, as the log has them."""
+        return usage_of(len(self.asked.plan.ids), [self.choice])
 
     async def document(self) -> dict[str, Any]:
         """The answer, once it has ended."""

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from starlette.responses import StreamingResponse
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dsv4cli.engine.server.async_engine import EngineCall
-from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.engine.server.refusals import Refusal, json_response
 
 T = TypeVar("T")
 
@@ -36,6 +37,30 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Reply(Protocol):
+    """What a call's answers become."""
+
+    def usage(self) -> dict[str, Any]:
+        """How many tokens went in and came out, in OpenAI's shape."""
+
+    async def document(self) -> dict[str, Any]:
+        """All of it, once it has ended."""
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Its pieces as they come."""
+
+
+async def answered(
+    http: HttpRequest, call: EngineCall, reply: Reply, failed: Callable[[Refusal], bytes], *, stream: bool
+) -> Response:
+    """The response to a request: the document of a call, or its events, with `failed` as `EventStream` has it."""
+    http.state.call, http.state.usage = call, reply.usage
+    if stream:
+        return EventStream(call, reply.events(), failed)
+    with call:
+        return json_response(await while_connected(http.receive, reply.document()))
 
 
 class EventStream(StreamingResponse):
