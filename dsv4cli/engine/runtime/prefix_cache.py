@@ -86,7 +86,8 @@ class Prefixes:
         """Gives a request, of which nothing more was read, the longest beginning of its prompt that is held, less its
         last token. Without a bound of the cache, states that the prompt does not reach go, and those that have more
         tokens. Raises NotEnoughMemory."""
-        if request.scored:
+        # the second time there may be nothing more to find
+        if request.scored or (request.cached and request.cached == len(request.prompt) - 1 - self._again):
             return
         ids = request.pack()
         borders = _borders(ids, request.borders)
@@ -112,7 +113,7 @@ class Prefixes:
         return end in request.keep or (end % KEPT_EVERY == 0 and end < len(request.prompt))
 
     def keep(self, request: Request) -> None:
-        """Keeps the state of a request as it is now, in the place of an earlier one of the same tokens."""
+        """Keeps the state of a request as it is now, if the device has none of the same tokens that is as good."""
         sequence = request.sequence
         assert sequence is not None
         ids, length = request.pack(), sequence.length
@@ -123,6 +124,9 @@ class Prefixes:
         border = number, borders[number]
         own = ids[: ID_BYTES * length]
         for same in [state for state in self._at.get(border, []) if state.own_ids == own]:
+            if isinstance(same.held, Snapshot) and same.held.high <= sequence.high:
+                self._use(same, borders)
+                return
             self._drop(same)
         while len(self._on_device()) >= self._most:
             self._evict(self._oldest())

@@ -39,7 +39,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Reply(Protocol):
+class CallReply(Protocol):
     """What a call's answers become."""
 
     def usage(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Reply(Protocol):
 
 
 async def answered(
-    http: HttpRequest, call: EngineCall, reply: Reply, failed: Callable[[Refusal], bytes], *, stream: bool
+    http: HttpRequest, call: EngineCall, reply: CallReply, failed: Callable[[Refusal], bytes], *, stream: bool
 ) -> Response:
     """The response to a request: the document of a call, or its events, with `failed` as `EventStream` has it."""
     http.state.call, http.state.usage = call, reply.usage

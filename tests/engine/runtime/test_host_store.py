@@ -80,6 +80,15 @@ def test_all_of_a_state_comes_back(length, place, drafter):
     assert (one.used_blocks, one.free_slots) == (0, 2)
 
 
+def test_a_slot_remembers_nothing_of_the_one_before():
+    one = cache()
+    kept(one, 300)
+    sequence = one.allocate()
+    rings = [(ring, ring.data[sequence.slot]) for layer in one.layers for ring in layer.rings()]
+    assert all(torch.equal(data, torch.full_like(data, ring.empty)) for ring, data in rings)
+    assert {ring.empty for ring, _ in rings} == {0.0, float("-inf")}
+
+
 def test_a_block_that_was_written_since_is_copied_again():
     """Its page holds what it held before."""
     one = cache()

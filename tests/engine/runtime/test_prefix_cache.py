@@ -1,5 +1,7 @@
 """How far back a conversation's state can be used: what rolling back reaches, no token less and none more."""
 
+from dataclasses import replace
+
 import pytest
 
 from dsv4cli.engine.config.capacity import ROLLBACK
@@ -17,10 +19,13 @@ from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.support.speculation import model_of
 
 
+@pytest.mark.parametrize("again", [0, 1])
 @pytest.mark.parametrize(("back", "found"), [(ROLLBACK, 30 - ROLLBACK), (ROLLBACK + 1, 0)])
-def test_as_far_back_as_the_rings_hold(back, found):
+def test_as_far_back_as_the_rings_hold(back, found, again):
+    """again: of tokens that are held, how many are read once more."""
+    back -= again
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
-    prefixes = Prefixes(cache, 16)
+    prefixes = Prefixes(cache, 16, bool(again))
     ids = list(range(30))
     first = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
     prefixes.begin(first)
@@ -31,6 +36,9 @@ def test_as_far_back_as_the_rings_hold(back, found):
     begun = Request([*ids[: 30 - back], 99], Sampling(), Limits(), sequence=cache.allocate())
     prefixes.begin(begun)
     assert (begun.done, begun.cached, begun.sequence.length) == (found, found, found)
+    whole = Request(ids[: 30 - ROLLBACK], Sampling(), Limits(), sequence=begun.sequence)
+    prefixes.begin(whole)  # its last token is read, so that one less is held
+    assert whole.cached == 0
 
 
 @pytest.mark.parametrize(("drafter", "again"), [("mtp", 1), ("dspark", 0)])
@@ -81,6 +89,44 @@ def test_the_one_that_was_used_longest_ago_goes_first(bytes_of_host):
     assert lengths_on_device(prefixes) == [200, 251, 350]
     prefixes.forget()
     assert (cache.used_blocks, prefixes.device_bytes, prefixes.host_bytes) == (0, 0, 0)
+
+
+def test_a_state_that_is_there_is_not_copied_again():
+    """Unless the new one can be used for more: it never was as long as the one that is there."""
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(40)
+    prefixes = Prefixes(cache, 8)
+    ids = list(range(200))
+    keep(prefixes, ids)
+    [first] = prefixes.states
+    keep(prefixes, ids)
+    assert prefixes.states == [first]
+    keep(prefixes, [9] * 200)
+    first.held = replace(first.held, high=200 + ROLLBACK)  # drafts were behind it: nobody begins with all of it
+    keep(prefixes, ids)
+    assert [state.held.high for state in prefixes.states] == [200, 200]
+    assert first not in prefixes.states
+    for tokens in (ids, [9] * 200):  # the newest is that which was kept last
+        read = Request(tokens, Sampling(), Limits(), sequence=cache.allocate())
+        cache.reserve(read.sequence, 200)
+        cache.advance(read.sequence, 200)
+        prefixes.keep(read)
+        cache.free(read.sequence)
+        assert max(prefixes.states, key=lambda state: state.used).own_ids == read.pack()
+    assert len(prefixes.states) == 2
+
+
+def test_what_has_found_all_but_its_last_token_is_not_looked_up_again(monkeypatch):
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    prefixes = Prefixes(cache, 8)
+    ids = list(range(20))
+    keep(prefixes, ids)
+    request = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
+    prefixes.begin(request)
+    assert request.cached == 19
+    monkeypatch.setattr(prefixes, "_longest", None)
+    prefixes.begin(request)
+    assert request.cached == 19
 
 
 def test_where_blocks_are_needed_the_oldest_that_frees_one_goes():
