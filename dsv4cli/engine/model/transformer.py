@@ -31,14 +31,11 @@ class HiddenStates:
 
 
 class Transformer(nn.Module):
-    """DeepSeek-V4. Parameters carry the checkpoint's names (experts stacked) and are filled by `weights.fill`.
-
-    prefill_chunk: how many tokens of a prompt a step has where a request does not say: what loading has found room for.
-    """
+    """DeepSeek-V4. Parameters carry the checkpoint's names (experts stacked) and are filled by `weights.fill`."""
 
     norm: RMSNorm
     mtp: nn.ModuleList
-    prefill_chunk = USUAL_CHUNK
+    prefill_chunk = USUAL_CHUNK  # tokens of a prompt in a step where a request does not say; loading finds how many
 
     def __init__(self, config: ModelConfig, numerics: Numerics, world: World = SINGLE) -> None:
         super().__init__()

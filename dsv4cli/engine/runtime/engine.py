@@ -159,8 +159,7 @@ class Engine:
         return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
 
     def prepare(self) -> bool:
-        """Captures one of the steps that requests may need, or makes other things ready for them, while there is time;
-        whether any was missing. Raises NotEnoughMemory."""
+        """Makes one thing ready that requests may need; whether any was missing. Raises NotEnoughMemory."""
         self._orders.add("prepare")
         self._orders.tell()
         prepared = self.runner.prepare()

@@ -106,8 +106,7 @@ class Runner:
             self.ahead.launch(ran, tokens)
 
     def prepare(self) -> bool:
-        """Captures one of the steps that requests may need, or makes other things ready for them, if any is missing;
-        whether any was. Raises NotEnoughMemory."""
+        """Makes one thing ready that requests may need; whether any was missing. Raises NotEnoughMemory."""
         if self.graphs is None:
             return False
         with self._whole(), self._computing(1):

@@ -216,5 +216,5 @@ def test_what_ranks_add_up_is_rounded_once(monkeypatch):
     monkeypatch.setattr(World, "sum_rounded", lambda self, x, dtype: parts.append(x.dtype) or x.to(dtype))
     for size in (1, 2):
         layer = moe.MoE(CONFIG, Numerics.reference(), False, World(0, size))
-        assert layer(torch.ones(1, 4, dtype=torch.bfloat16), SimpleNamespace(ids=None)).dtype == torch.bfloat16
+        assert layer(torch.ones(1, 4, dtype=torch.bfloat16), SimpleNamespace(ids=None, routed=None)).dtype == torch.bfloat16
     assert parts == [torch.bfloat16, torch.float32]

@@ -207,6 +207,8 @@ def test_rows_behind_a_sequence_count_as_written(case):
 )
 def test_rows_that_mean_nothing_ask_for_no_expert_of_their_own(counts, routed, case, monkeypatch):
     model, _ = case
+    if model.embed.weight.is_cuda:
+        pytest.skip("a capture on a GPU cannot be asked what was chosen")
     side = Side(model, len(counts) + 1)
     decoder, chosen = GraphRunner(model, side.cache, 300), []
     compute = moe.experts.mixture
