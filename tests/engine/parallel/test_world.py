@@ -211,10 +211,11 @@ def test_only_the_first_rank_to_fail_says_why(tmp_path, monkeypatch):
 def test_what_ranks_add_up_is_rounded_once(monkeypatch):
     """Each rank's part of the experts is still fp32 when the ranks' parts are added."""
     parts = []
-    monkeypatch.setattr(Router, "forward", lambda self, x, ids: (ids, ids))
+    monkeypatch.setattr(Router, "forward", lambda self, x, ids, routed: (ids, ids))
     monkeypatch.setattr(moe.experts, "mixture", lambda x, *rest: x.to(rest[-1]))
     monkeypatch.setattr(World, "sum_rounded", lambda self, x, dtype: parts.append(x.dtype) or x.to(dtype))
     for size in (1, 2):
         layer = moe.MoE(CONFIG, Numerics.reference(), False, World(0, size))
-        assert layer(torch.ones(1, 4, dtype=torch.bfloat16), SimpleNamespace(ids=None, routed=None)).dtype == torch.bfloat16
+        x, batch = torch.ones(1, 4, dtype=torch.bfloat16), SimpleNamespace(ids=None, routed=None)
+        assert layer(x, batch).dtype == torch.bfloat16
     assert parts == [torch.bfloat16, torch.float32]
