@@ -19,6 +19,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import BaseBackend
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction, native_specialize_impl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -45,6 +46,11 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         return partial(launched, **options)
     direct = triton.__version__.startswith(READ) and not knobs.runtime.interpret
     return Kernel(function, **options) if direct else triton.jit(function, **options)
+
+
+def gluon_launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`launched` of a kernel in Gluon, which no other version of Triton than those among READ is asked to compile."""
+    return partial(gluon_launched, **options) if function is None else GluonKernel(function, **options)
 
 
 def cdiv(x: int, y: int) -> int:
@@ -118,6 +124,10 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
         given = call.arguments((*values, *call.defaults, *addresses))
         compiled.run(width, height, depth, stream, compiled.function, metadata, None, None, None, *given)
         return compiled
+
+
+class GluonKernel(Kernel, GluonJITFunction):  # type: ignore[misc] # Triton has no types
+    """The same of a function in Gluon, in which a kernel says itself what each warp does and where its values lie."""
 
 
 @dataclass(frozen=True)

@@ -146,11 +146,13 @@ def load_launch(launch: Launch, device: int) -> None:
 def _compiled(launch: Launch) -> Any:
     """The kernel, from Triton's cache or compiled into it."""
     from triton.compiler import ASTSource, compile, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.driver import driver
 
     target = driver.active.get_current_target()
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()}
-    source = ASTSource(launch.function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
+    source_of = GluonASTSource if launch.function.is_gluon() else ASTSource
+    source = source_of(launch.function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
     return compile(source, target=target, options=make_backend(target).parse_options(options).__dict__)
 
 
