@@ -196,7 +196,10 @@ def longest(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def compiled_by(function: ast.AST) -> str:
     """The decorator of a function for Triton's compiler."""
-    words = [re.match(r"triton\.jit|launched", ast.unparse(one)) for one in getattr(function, "decorator_list", ())]
+    words = [
+        re.match(r"(triton|gluon)\.jit|(gluon_)?launched", ast.unparse(one))
+        for one in getattr(function, "decorator_list", ())
+    ]
     return next((word.group() for word in words if word), "")
 
 
@@ -213,10 +216,22 @@ def test_what_is_launched_is_launched_by_one_door():
     """A kernel by the decorator of kernels/launch.py, a function that kernels call by Triton's."""
     files = [file for file in trees() if file.startswith("dsv4cli/kernels/")]
     plain = {
-        f"{module_name(file)}.{one.name}" for file in files for one in nodes(file) if compiled_by(one) == "triton.jit"
+        f"{module_name(file)}.{one.name}" for file in files for one in nodes(file) if compiled_by(one).endswith(".jit")
     }
     assert plain
     assert {name for file in files for name in launches(file)} & plain == set()
+
+
+def test_gluon_is_imported_where_it_is_used():
+    """It is experimental: a Triton without it, or with another, runs all other kernels."""
+    gluon = {"triton.experimental", "dsv4cli.kernels.gluon_launch", "dsv4cli.kernels.attention.kernel.warp_specialized"}
+    at_once = {
+        module_name(file)
+        for file, tree in trees().items()
+        for _, name in imports_in(tree.body)
+        if any(name == one or name.startswith(f"{one}.") for one in gluon)
+    }
+    assert at_once == {name for name in gluon if name.startswith("dsv4cli")}
 
 
 def test_files_and_functions_are_short():

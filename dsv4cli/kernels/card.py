@@ -86,6 +86,16 @@ def shared_memory(device: torch.device) -> int:
     return HOPPER_SHARED if device.type != "cuda" else card_of(device).shared
 
 
+def multiprocessors(device: torch.device) -> int:
+    """How many programs that leave room for no other run at once; of a card that is only described, an H200's."""
+    return _multiprocessors(device) if is_there(device) else 132
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def stages_that_fit(device: torch.device, most: int, each: int, rest: int = 0) -> int:
     """Steps of a loop over operands that may be on their way at once: `most`, which fit Hopper, or fewer where a step's
     `each` bytes and the `rest` that a program takes beside them leave no room.

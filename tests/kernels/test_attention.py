@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4cli.kernels.attention import ref, sparse_attention, sparse_mqa_sink
+from dsv4cli.kernels.card import CARDS, described
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from tests.kernels.rounding import FP32, assert_rounded_once
 
@@ -256,3 +258,73 @@ def test_refuses_what_it_cannot_read():
         rows = q[0]
         with pytest.raises(KernelUnsupported, match=said):
             attention(q, rows, rows[:0], index, sink, 1.0)
+
+
+# lists of a prompt: of one block, of whole blocks, longer than what is looked through at once; heads of one rank of
+# two, of Flash, more than a program has
+PROMPTS = [(140, 64, 20), (300, 64, 640), (300, 32, 600), (150, 17, 1100), (140, 128, 128), (3, 64, 640)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "heads", "length"), PROMPTS)
+def test_warps_that_share_the_work_of_a_prompt(tokens, heads, length, triton_backend, monkeypatch):
+    from dsv4cli.kernels.attention.kernel import hopper
+    from dsv4cli.kernels.card import BLACKWELL, HOPPER
+
+    if triton_backend == "interpreter" or not HOPPER <= torch.cuda.get_device_capability() < BLACKWELL:
+        pytest.skip("for Hopper")
+    monkeypatch.setattr(hopper, "FEWEST", 1)
+    monkeypatch.setattr("dsv4cli.kernels.attention.kernel.two_pass_decode.MOST", 0)
+    with torch.device("cuda"):
+        q, window, entries = (torch.randn(*size, 512).bfloat16() for size in ((tokens, heads), (200,), (2000,)))
+        index, sink = lists(tokens, length, 2200), torch.randn(heads)
+        index[tokens // 2], index[-1, length // 3 :] = -1, -1
+        turns = torch.polar(torch.ones(tokens, 32), torch.randn(tokens, 32))
+        inputs = (q, window, entries, index, sink, 512**-0.5, turns)
+        assert hopper.suits(q, window, entries, 32)
+        o = sparse_attention(*inputs)
+        torch.testing.assert_close(o, ref.sparse_attention(*inputs), rtol=0, atol=TOLERANCE[torch.bfloat16])
+        # a token's bits are its own, whichever program takes it and whatever it took before
+        few = slice(tokens // 3, tokens // 3 + 5)
+        alone = sparse_attention(q[few], window, entries, index[few], sink, 512**-0.5, turns[few])
+        assert torch.equal(alone, o[few])
+
+
+@pytest.mark.parametrize(
+    ("card", "shape", "dtype", "row", "turned", "suits"),
+    [
+        ("h200", (4096, 64, 512), torch.bfloat16, 512, 32, True),
+        ("h100", (132, 17, 512), torch.bfloat16, 1024, 64, True),
+        ("h200", (66, 128, 512), torch.bfloat16, 512, 0, True),
+        ("h200", (131, 64, 512), torch.bfloat16, 512, 32, False),
+        ("h200", (4096, 16, 512), torch.bfloat16, 512, 32, False),
+        ("h200", (4096, 64, 512), torch.float32, 512, 32, False),
+        ("h200", (4096, 64, 256), torch.bfloat16, 256, 32, False),
+        ("h200", (4096, 64, 512), torch.bfloat16, 520, 32, False),
+        ("h200", (4096, 64, 512), torch.bfloat16, 512, 65, False),
+        ("a100", (4096, 64, 512), torch.bfloat16, 512, 32, False),
+        ("b200", (4096, 64, 512), torch.bfloat16, 512, 32, False),
+        ("rtx5090", (4096, 64, 512), torch.bfloat16, 512, 32, False),
+    ],
+)
+def test_which_prompts_warps_share(card, shape, dtype, row, turned, suits):
+    from dsv4cli.kernels.attention.kernel import hopper
+
+    with FakeTensorMode(), described(CARDS[card]):
+        q = torch.empty(shape, dtype=dtype, device="cuda")
+        window = torch.empty_strided((300, shape[2]), (row, 1), dtype=dtype, device="cuda")
+        assert hopper.suits(q, window, window, turned) == suits
+        # copies begin at multiples of 16 bytes
+        assert not hopper.suits(q, window.as_strided((200, shape[2]), (row, 1), 4), window, turned)
+    assert not hopper.suits(torch.empty(shape, dtype=dtype, device="meta"), window, window, turned)
+
+
+def test_another_triton_is_not_asked_for_gluon(monkeypatch):
+    """Gluon is experimental: a version whose Gluon was not read runs the kernels of plain Triton."""
+    from dsv4cli.kernels.attention.kernel import hopper
+
+    with FakeTensorMode(), described(CARDS["h200"]):
+        q, rows = (torch.empty(*size, 512, dtype=torch.bfloat16, device="cuda") for size in ((4096, 64), (300,)))
+        assert hopper.suits(q, rows, rows, 32)
+        monkeypatch.setattr("triton.__version__", "3.9.0")
+        assert not hopper.suits(q, rows, rows, 32)

@@ -150,7 +150,12 @@ def _compiled(launch: Launch) -> Any:
 
     target = driver.active.get_current_target()
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()}
-    source = ASTSource(launch.function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
+    source_of: Any = ASTSource
+    if launch.function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_of = GluonASTSource
+    source = source_of(launch.function, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
     return compile(source, target=target, options=make_backend(target).parse_options(options).__dict__)
 
 

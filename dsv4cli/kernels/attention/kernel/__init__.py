@@ -1,7 +1,7 @@
 """Attention over listed rows in Triton: a program takes heads of one token and its list.
 
 Where there are too few tokens for the machine, several programs share one: `two_pass_decode` or, if the list is long,
-`split_kv`.
+`split_kv`. Where there are many, on Hopper, warps share the work of a program: `warp_specialized`.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
-from dsv4cli.kernels.attention.kernel import split_kv, two_pass_decode
+from dsv4cli.kernels.attention.kernel import hopper, split_kv, two_pass_decode
 from dsv4cli.kernels.attention.kernel.gather import LOG2E, attend_rows, unrotated
 from dsv4cli.kernels.card import has_tensor_memory, shared_memory
 from dsv4cli.kernels.dispatch import KernelUnsupported
@@ -126,6 +126,9 @@ def attended(
     shape = (window.stride(0), entries.stride(0), heads, width)
     if isinstance(tile, two_pass_decode.TwoPassTiles):
         two_pass_decode.attended(inputs, sink, turns, o, turned, shape, columns, tile)
+        return o
+    if hopper.suits(q, window, entries, turned):
+        hopper.attended(inputs, sink, turns, o, turned, shape)
         return o
     shape = (*shape, columns // 2, tile.heads, tile.rows)
     count, groups = max(cdiv(length, tile.span), 1), cdiv(heads, tile.heads)
