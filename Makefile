@@ -19,7 +19,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 run: $(READY) ## answer PROMPT="..." with the default model
-	@$(BIN)/dsv4 run --max-tokens 48 -- "$$RUN_PROMPT"
+	@$(BIN)/dsv4 run --max-tokens 256 -- "$$RUN_PROMPT"
 
 test: $(READY) ## run the default tests, no GPU, no network, no weights; ARGS="-k rope" chooses
 	$(BIN)/python -m pytest -n 2 $(ARGS)

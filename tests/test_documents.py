@@ -48,6 +48,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_make_run_answers_its_own_question_to_the_end(program):
+    """The first words that a user reads."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    question = re.search(r"^PROMPT \?= (.*)$", makefile, re.MULTILINE)[1]
+    words = re.search(r"dsv4 (run .*) --", makefile)[1].split()
+    ended = program(*words, "--seed", "1", "--", question)
+    assert (ended.code, ended.out.splitlines()[-1]) == (0, "17 * 23 = 391.")
+    assert "cut off" not in ended.err
+
+
 @pytest.mark.parametrize("steps", [*shown()])
 def test_a_transcript_is_what_the_program_prints(steps, program, folder):
     for line, output in steps:
