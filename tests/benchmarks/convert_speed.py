@@ -29,8 +29,8 @@ def make_checkpoint(folder: Path, experts: int) -> None:
     from safetensors.torch import save_file
 
     from dsv4cli.engine.checkpoint.layout import expected_tensors
-    from dsv4cli.engine.config.model_config import parse_config
     from dsv4cli.engine.config.presets import FLASH, shortened
+    from dsv4cli.engine.config.read import parse_config
     from dsv4cli.engine.config.storage import Formats
     from dsv4cli.engine.weights.random_weights import random_tensors
 

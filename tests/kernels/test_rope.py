@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.rope import correction_range, frequencies
 from dsv4cli.kernels.rope import rotate
 from dsv4cli.kernels.step_metadata.ref import rotation

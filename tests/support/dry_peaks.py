@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from dsv4cli.engine.compiling.demand import Step, demand_of
 from dsv4cli.engine.compiling.dry_run import DryRun
 from dsv4cli.engine.compiling.no_data import CUDA
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.capacity import Capacity

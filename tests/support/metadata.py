@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from dsv4cli.engine.config.model_config import read_config
+from dsv4cli.engine.config.read import read_config
 from dsv4cli.engine.config.storage import Formats
 from tests.support.damage import GOLDEN
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import COMMON
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer

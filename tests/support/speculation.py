@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.draft import Drafter, Drafts

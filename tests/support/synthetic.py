@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import FLASH, TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.weights.random_weights import random_tensors
 from tests.support.damage import INDEX

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from dsv4cli.engine.checkpoint.source import FolderSource
-from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.draft import Drafts, usual_drafts
 from dsv4cli.engine.weights.load import load_model

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors, matrices
-from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.kernels.block_scale import dequantise

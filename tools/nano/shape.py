@@ -9,8 +9,9 @@ import torch
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.values import form_of
-from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import COMMON
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 
 VALUES: dict[str, Any] = COMMON | {

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.runtime.draft import usual_drafts
 from tools.nano import pool
 from tools.nano.drafter import DrafterTwin

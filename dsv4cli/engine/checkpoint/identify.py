@@ -24,14 +24,9 @@ from dsv4cli.engine.checkpoint.naming import (
 )
 from dsv4cli.engine.config.checks import check_blocks
 from dsv4cli.engine.config.formats import FormatName
-from dsv4cli.engine.config.model_config import (
-    Drafter,
-    ModelConfig,
-    parse_config,
-    read_config,
-    read_json,
-)
+from dsv4cli.engine.config.model_config import Drafter, ModelConfig
 from dsv4cli.engine.config.presets import PRESETS, Release
+from dsv4cli.engine.config.read import parse_config, read_config, read_json
 from dsv4cli.engine.config.storage import Formats, contradictions
 from dsv4cli.errors import CheckpointError
 

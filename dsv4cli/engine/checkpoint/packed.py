@@ -17,7 +17,7 @@ from dsv4cli.engine.checkpoint.identify import COMPRESSED_FORMATS, MIXED, Folder
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.checkpoint.naming import COMPRESSED_NAMES, CompressedNaming, Location
 from dsv4cli.engine.config.formats import STORAGE
-from dsv4cli.engine.config.model_config import parse_config, read_json
+from dsv4cli.engine.config.read import parse_config, read_json
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 

@@ -14,8 +14,9 @@ from dsv4cli.engine.checkpoint.generation_config import own_sampling
 from dsv4cli.engine.checkpoint.gguf.files import SUFFIX
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describe, identify
 from dsv4cli.engine.checkpoint.layouts import recognise_stored
-from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import PRESETS, shortened
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.settings import Drafting, Sampling
 from dsv4cli.errors import ModelNotFound, UsageError

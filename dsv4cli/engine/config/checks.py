@@ -1,16 +1,14 @@
 """What the numbers of a configuration can be: each alone, and beside each other; no torch."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.config.formats import FormatName, is_quantised
 from dsv4cli.engine.config.keys import MAX_EXPERTS, MAX_LAYERS, MAX_NUMBER, POSITIVE
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK, KV_BLOCK
-
-if TYPE_CHECKING:
-    from dsv4cli.engine.config.model_config import ModelConfig
 
 REMEDY = "use the config.json of the release"
 # key -> least, most, and why no model has another
@@ -45,7 +43,7 @@ def number(values: Mapping[str, Any], key: str, kind: type, where: str, inside: 
     return kind(value)
 
 
-def check_config(config: "ModelConfig", nextn: int, where: str) -> None:
+def check_config(config: ModelConfig, nextn: int, where: str) -> None:
     """Raises CheckpointError for the first numbers that cannot be true beside each other.
 
     nextn: draft stages of MTP.
@@ -56,7 +54,7 @@ def check_config(config: "ModelConfig", nextn: int, where: str) -> None:
             raise CheckpointError(f"{where}: {sentence}", REMEDY)
 
 
-def _of_layers(config: "ModelConfig", nextn: int) -> dict[str, bool]:
+def _of_layers(config: ModelConfig, nextn: int) -> dict[str, bool]:
     layers, stages = config.num_hidden_layers, config.draft_stages
     expected = stages if config.dspark else nextn
     targets = config.dspark.target_layer_ids if config.dspark else (0,)
@@ -82,7 +80,7 @@ def _of_layers(config: "ModelConfig", nextn: int) -> dict[str, bool]:
     }
 
 
-def _of_widths(config: "ModelConfig") -> dict[str, bool]:
+def _of_widths(config: ModelConfig) -> dict[str, bool]:
     head, rope, index = config.head_dim, config.qk_rope_head_dim, config.index_head_dim
     return {
         f"num_attention_heads = {config.num_attention_heads} is not divisible by o_groups = {config.o_groups}": (
@@ -99,7 +97,7 @@ def _of_widths(config: "ModelConfig") -> dict[str, bool]:
     }
 
 
-def _of_tokens(config: "ModelConfig") -> dict[str, bool]:
+def _of_tokens(config: ModelConfig) -> dict[str, bool]:
     vocabulary, noise = config.vocab_size, config.dspark.noise_token_id if config.dspark else 0
     tokens = {"bos_token_id": config.bos_token_id, "dspark_noise_token_id": noise}
     tokens |= {"eos_token_id": max(config.eos_token_ids)}
@@ -109,7 +107,7 @@ def _of_tokens(config: "ModelConfig") -> dict[str, bool]:
     }
 
 
-def check_blocks(config: "ModelConfig", linear: FormatName, experts: FormatName, where: str) -> None:
+def check_blocks(config: ModelConfig, linear: FormatName, experts: FormatName, where: str) -> None:
     """Raises CheckpointError for the first width that inputs cannot be rounded in: those of FP8 and FP4 weights are.
 
     linear, experts: storage formats.

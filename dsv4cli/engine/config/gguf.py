@@ -7,7 +7,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
 ARCHITECTURE = "deepseek4"

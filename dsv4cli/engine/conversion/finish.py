@@ -14,7 +14,7 @@ from dsv4cli.engine.checkpoint.headers import INDEX, MAX_HEADER, UNFINISHED, sca
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, identity_of
 from dsv4cli.engine.checkpoint.layout import matrices
 from dsv4cli.engine.checkpoint.opening import open_stored
-from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.conversion.job import job_of, whole_copies
 from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
 from dsv4cli.engine.conversion.manifest import (

@@ -27,7 +27,8 @@ from dsv4cli.engine.config.keys import (
     SCORE_MLP,
     TRANSFORMERS_KEYS,
 )
-from dsv4cli.engine.config.model_config import ModelConfig, config_values
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.read import config_values
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.manifest import MANIFEST
 from dsv4cli.engine.conversion.target import TargetName

@@ -11,8 +11,8 @@ import torch
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.sharding import check_dimensions
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.profiling.bounds import deviation
 from dsv4cli.engine.profiling.case import Case, Competitor, Tensors, Work

@@ -14,8 +14,8 @@ from dsv4cli.commands.chat import turn
 from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.checkpoint import source
 from dsv4cli.engine.checkpoint.source import RandomSource
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY, shortened
+from dsv4cli.engine.config.read import parse_config
 from tests.support.drafts import ManyTokens
 from tests.support.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program, calls_block
 from tests.support.terminals import says, speak

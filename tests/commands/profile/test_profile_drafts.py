@@ -6,8 +6,8 @@ import pytest
 
 from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.engine.checkpoint import source
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY, shortened
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.profiling import clock, drafting, step
 from dsv4cli.output import Colours, Output
 from tests.support.program import Program

@@ -10,7 +10,7 @@ pytest.importorskip("llguidance")
 from dsv4cli.engine.chat.constraints import Constraints, Without
 from dsv4cli.engine.chat.grammar import Grammars
 from dsv4cli.engine.chat.thinking import Thinking
-from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import runner

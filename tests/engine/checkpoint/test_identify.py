@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dsv4cli.engine.checkpoint.identify import describe, identify, recognise
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS, shortened
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests.support import damage, foreign

@@ -7,8 +7,8 @@ import pytest
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
 from dsv4cli.engine.checkpoint.sizes import Sizes, measure
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import FLASH_0731, PRESETS, PRO
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 
 PRO_0813 = PRO | {

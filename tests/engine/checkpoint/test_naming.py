@@ -11,8 +11,8 @@ from dsv4cli.engine.checkpoint.naming import (
     stored_table,
     transformers_name,
 )
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import FLASH, PRO, shortened
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UsageError
 

@@ -15,8 +15,8 @@ from dsv4cli.engine.compiling.ahead import Compilation, _mark
 from dsv4cli.engine.compiling.demand import Demand, demand_of
 from dsv4cli.engine.compiling.pool import Counts
 from dsv4cli.engine.compiling.process import start, start_early
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dsv4cli.engine.compiling.demand import Demand, Span, Step, decoding, demand_of, prompts
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.graphs import SIZES

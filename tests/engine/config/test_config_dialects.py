@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dsv4cli.engine.config.model_config import parse_config, read_config
 from dsv4cli.engine.config.presets import FLASH_0731, PRESETS, TINY
+from dsv4cli.engine.config.read import parse_config, read_config
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint
 
 MODEL = parse_config(TINY, "tiny")

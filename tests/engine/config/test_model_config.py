@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dsv4cli.engine.config.dialects import translate_inference
-from dsv4cli.engine.config.model_config import parse_config, read_config
 from dsv4cli.engine.config.presets import PRESETS, shortened
+from dsv4cli.engine.config.read import parse_config, read_config
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests.support.damage import GOLDEN
 

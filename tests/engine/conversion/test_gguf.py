@@ -8,8 +8,9 @@ import pytest
 
 from dsv4cli.engine.checkpoint.gguf import blocks
 from dsv4cli.engine.config.gguf import end_tokens, gguf_values, missing_keys, parse_gguf
-from dsv4cli.engine.config.model_config import ModelConfig, parse_config, read_config
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.read import parse_config, read_config
 from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode
 from dsv4cli.engine.conversion.gguf.vocabulary import CHAT_TEMPLATE, tokenizer_text, vocabulary
 from dsv4cli.engine.text.prompt import encode_messages

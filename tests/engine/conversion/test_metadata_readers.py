@@ -5,8 +5,8 @@ import json
 import pytest
 
 from dsv4cli.engine.config.dialects import translate_inference
-from dsv4cli.engine.config.model_config import parse_config, read_config
 from dsv4cli.engine.config.presets import PRESETS
+from dsv4cli.engine.config.read import parse_config, read_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.conversion.selection import LayerSelection, select

@@ -3,8 +3,8 @@
 import pytest
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS, TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.selection import LayerSelection, parse_layers, select
 from dsv4cli.errors import UsageError

@@ -12,7 +12,7 @@ import typer
 from dsv4cli.cli import app
 from dsv4cli.commands.inspect.consumers import show_verdict
 from dsv4cli.engine.checkpoint.naming import MpNaming
-from dsv4cli.engine.config.model_config import read_config
+from dsv4cli.engine.config.read import read_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.conversion.target import TARGETS, TargetName, choose_target

@@ -21,8 +21,8 @@ from dsv4cli.commands.inspect.fit import _notes, show_fit
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.sharding import divides
 from dsv4cli.engine.config import capacity
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import FLASH, PRO, TINY, shortened
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit import machine as machines
 from dsv4cli.engine.inspection.fit.advice import advise

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.head import collapse
 from dsv4cli.engine.model.moe import matrices

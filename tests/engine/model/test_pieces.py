@@ -6,8 +6,8 @@ import pytest
 
 from dsv4cli.engine.checkpoint import compare
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.plan import Item, chunks
 from dsv4cli.engine.conversion.verify import SAMPLE, _pieces

@@ -10,8 +10,8 @@ import torch
 
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.config.capacity import ROLLBACK
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence

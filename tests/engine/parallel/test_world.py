@@ -14,8 +14,8 @@ from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.sharding import check_ranks
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY, shortened
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.model.moe import Router

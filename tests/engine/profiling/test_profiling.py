@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import PRESETS, TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.profiling import clock
 from dsv4cli.engine.profiling.bounds import EXACT, ONE_ROUNDING, deviation

@@ -10,8 +10,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.profiling import step
 from dsv4cli.engine.profiling.clock import Timing, _waits_for_host

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer

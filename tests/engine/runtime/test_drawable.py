@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dsv4cli.engine.config.model_config import parse_config
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.drawable import BANNED, drawable

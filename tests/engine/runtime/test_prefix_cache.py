@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dsv4cli.engine.config.capacity import ROLLBACK
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import TINY
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime import prefix_cache
 from dsv4cli.engine.runtime.cache import Cache, Snapshot

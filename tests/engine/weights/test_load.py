@@ -15,8 +15,8 @@ import torch
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
 from dsv4cli.engine.checkpoint.sharding import part_shape
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import FLASH, PRESETS, TINY, shortened
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.linear import RMSNorm
 from dsv4cli.engine.model.numerics import Numerics

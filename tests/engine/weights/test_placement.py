@@ -11,8 +11,9 @@ import typer
 from dsv4cli.cli import app
 from dsv4cli.commands.offload_report import memory_limits
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
-from dsv4cli.engine.config.model_config import ModelConfig, parse_config
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import FLASH, FLASH_0731, PRO
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit import share as sharing
 from dsv4cli.engine.inspection.fit.advice import run_command

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.config.model_config import parse_config
 from dsv4cli.engine.config.presets import FLASH, PRO
+from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.runtime.limits import workload_of
 from dsv4cli.engine.settings import Limits

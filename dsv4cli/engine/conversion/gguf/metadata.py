@@ -8,7 +8,8 @@ from dsv4cli.engine.checkpoint.gguf.header import ALIGNMENT
 from dsv4cli.engine.checkpoint.gguf.naming import MATRIX_TYPES
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.config.gguf import ARCHITECTURE, end_tokens, gguf_values
-from dsv4cli.engine.config.model_config import ModelConfig, read_json
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.read import read_json
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.gguf.vocabulary import vocabulary
 from dsv4cli.engine.system.regular_files import is_there, read_bytes
