@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,9 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.block import Block, PendingResidual
 from dsv4cli.engine.model.indexer import RATIO
 from dsv4cli.engine.model.state import CompressorState, LayerCache
+from dsv4cli.engine.tracing.observer import Observer, Watched
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, STREAMS
 from dsv4cli.kernels.block_scale import dequantise
-
-if TYPE_CHECKING:
-    from dsv4cli.engine.tracing.observe import Observer, Watched
 
 # what a method is given, and what it gives; torch's own modules are untyped too
 Call = tuple[Any, ...]
@@ -26,7 +24,7 @@ Call = tuple[Any, ...]
 class BlockObserver:
     """Gives an observer the stages of one layer."""
 
-    def __init__(self, observer: "Observer", layer: int, block: nn.Module) -> None:
+    def __init__(self, observer: Observer, layer: int, block: nn.Module) -> None:
         assert isinstance(block, Block)
         self.observer, self.layer, self.block = observer, layer, block
 
@@ -124,7 +122,7 @@ class BlockObserver:
                 width = min(self.block.attn.indexer.topk, longest // RATIO)
                 self._take("indexer.chosen", chosen_entries(result[1], batch, watched, width))
 
-    def _made(self, stage: str, state: CompressorState, batch: Batch, watched: "Watched") -> None:
+    def _made(self, stage: str, state: CompressorState, batch: Batch, watched: Watched) -> None:
         """The entries that the text's tokens of this step have completed."""
         if not self.observer.wants(self.layer, stage):
             return
@@ -152,7 +150,7 @@ def pending(before: PendingResidual, streams: torch.Tensor) -> PendingResidual:
     )
 
 
-def chosen_entries(lists: torch.Tensor, batch: Batch, watched: "Watched", width: int) -> torch.Tensor:
+def chosen_entries(lists: torch.Tensor, batch: Batch, watched: Watched, width: int) -> torch.Tensor:
     """The entries that attention lists of a CSA layer [T, L] name: int32 [T, width], ascending, -1 where there are
     fewer. Rows of other sequences than the watched one mean nothing."""
     count = lists.shape[1] - batch.window_index.shape[1]

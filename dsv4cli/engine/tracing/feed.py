@@ -3,7 +3,7 @@
 import torch
 
 from dsv4cli.engine.tracing.manifest import TraceManifest
-from dsv4cli.engine.tracing.observe import Watched
+from dsv4cli.engine.tracing.observer import Watched
 from dsv4cli.engine.tracing.recording import Recording
 
 

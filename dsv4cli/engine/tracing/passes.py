@@ -8,7 +8,8 @@ from pathlib import Path
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.tracing.feed import Jitter, MovedStreams, RecordedStreams
 from dsv4cli.engine.tracing.manifest import TraceManifest
-from dsv4cli.engine.tracing.observe import Feed, Observer
+from dsv4cli.engine.tracing.observe import observed
+from dsv4cli.engine.tracing.observer import Feed, Observer
 from dsv4cli.engine.tracing.opened import open_recording
 from dsv4cli.engine.tracing.recording import RecordedFolder, Writer
 
@@ -42,7 +43,7 @@ class Plan:
     ) -> AbstractContextManager[None]:
         """What a model, or its part in a rank, computes inside is recorded; slot: as of `Observer`."""
         passes = [(Writer(one.folder, self.manifest, rank), one.feed(self.manifest)) for one in self.passes]
-        return Observer(self.manifest, passes, slot).on(model)
+        return observed(model, Observer(self.manifest, passes, slot))
 
     def finish(self, manifest: TraceManifest) -> list[RecordedFolder]:
         """The recordings, once every rank has written its part. manifest: with all tokens, now known."""

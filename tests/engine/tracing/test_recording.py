@@ -13,7 +13,7 @@ from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.feed import RecordedStreams
 from dsv4cli.engine.tracing.manifest import Text, TraceManifest, check_same_tokens, read_manifest
-from dsv4cli.engine.tracing.observe import Watched
+from dsv4cli.engine.tracing.observer import Watched
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.record import manifest_of as record_manifest
 from dsv4cli.engine.tracing.record import walked
