@@ -113,7 +113,10 @@ class HttpServer(uvicorn.Server):
 
     def stop(self) -> None:
         """Takes no more connections; answers have their grace, then `serve` ends. A second time: it ends soon."""
-        self.force_exit = self._stopped.is_set()
+        if self._stopped.is_set():
+            self.force_exit = True
+            for connection in [*self.server_state.connections]:  # from 3.12 on asyncio waits for them too
+                connection.transport.abort()
         self._stopped.set()
 
     async def main_loop(self) -> None:
