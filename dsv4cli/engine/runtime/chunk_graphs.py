@@ -92,11 +92,10 @@ class CapturedChunk:
         cache, model, columns = graphs.cache, graphs.model, graphs.columns
         self._numbers = upload(torch.tensor(self._listed(graphs.padding, [0])), cache.device)
         ids, slots, starts, counts, blocks = self._numbers.split([tokens + 1, 2, 2, 2, 2 * columns])
-        every = torch.arange(tokens + 1, device=cache.device)
         extent = Extent.of(cache.config, [tokens, 1], columns * BLOCK_TOKENS)
 
         def compute() -> Output:
-            routed = every % counts[:1]  # padding goes where the chunk goes
+            routed = torch.arange(tokens + 1, device=cache.device) % counts[:1]  # padding goes where the chunk goes
             batch = batch_of(cache, Numbers(slots, starts, counts, ids, blocks.view(2, columns), routed), extent)
             return model(batch, cache.layers), batch
 

@@ -106,7 +106,8 @@ class GraphRunner:
         return batch_of(self.cache, numbers, Extent.of(self.model.config, each, columns * BLOCK_TOKENS))
 
     def capture(self, compute: Callable[[], T]) -> Callable[[], T]:
-        """What computes this again and again, into the same memory; only tensors that stay where they are go in."""
+        """What computes this again and again, into the same memory; only tensors that stay where they are go in. The
+        caller holds them: a graph does not."""
         if self._memory is None:
             return self._within(compute)
         compute = self._within(compute)

@@ -1,14 +1,18 @@
 """Chunks of prompts in captured steps, with padding behind them, give what computed ones give, and leave its state."""
 
-from dataclasses import replace
+import gc
+from dataclasses import is_dataclass, replace
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.chunk_graphs import TOKENS, CapturedChunk
+from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import Extent
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
@@ -66,6 +70,41 @@ def test_padding_asks_for_no_expert_of_its_own(count, monkeypatch):
     for own in chosen[2 * len(chosen) // 3 :]:  # the first two runs time it
         assert len(own) > count
         assert {*own[count:].flatten().tolist()} <= {*own[:count].flatten().tolist()}
+
+
+def tensors_of(value):
+    """Those that a closure, or a part of it, consists of."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        yield from tensors_of(list(vars(value).values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_of(one)
+
+
+def test_what_a_graph_reads_is_held(monkeypatch):
+    """A graph knows addresses only: what lies there must not be given back when it has been captured."""
+    given = []
+
+    def capture(graphs, compute):
+        output = graphs._within(compute)()
+        inputs = tensors_of([cell.cell_contents for cell in compute.__closure__])
+        given.append([StorageWeakRef(one.untyped_storage()) for one in inputs])
+        return lambda: output
+
+    monkeypatch.setattr(GraphRunner, "capture", capture)
+    one = Runner(model_of("mtp", reference=True), Capacity(2, LONGEST, drafts=True, chunks=True), "cpu")
+    request = Request(text(30, 4), Sampling(0.0), Limits(), number=0, end=LONGEST)
+    one.add(request)
+    for _ in range(2):  # a chunk, then a step and its drafts
+        ran = one.run()
+        one.speculate(ran, ran.logits.argmax(-1), [0], 3)
+        request.ids.append(5)
+    gc.collect()
+    assert len(given) == 3
+    assert all(given)
+    assert not any(storage.expired() for own in given for storage in own)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
