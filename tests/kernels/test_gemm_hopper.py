@@ -8,6 +8,7 @@ from dsv4cli.engine.compiling.launches import driven_by, recording
 from dsv4cli.engine.compiling.no_data import NoData
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.card import BLACKWELL, CARDS, HOPPER, described
+from tests.kernels.test_gemm import weights
 
 pytest.importorskip("triton")
 from dsv4cli.kernels.gemm.kernel import hopper, tiled_fp8
@@ -72,6 +73,20 @@ def test_tiles_leave_few_multiprocessors_idle(tokens, features, blocks):
     assert hopper.blocks(tokens, features, 132) == blocks
 
 
+def test_a_rounded_linear_takes_them(triton_backend, monkeypatch):
+    from dsv4cli.kernels.gemm.kernel import tiled
+
+    given = []
+    monkeypatch.setattr(tiled, "MANY", 10)
+    monkeypatch.setattr(hopper, "suits", lambda x, weight: len(weight) == 8)
+    monkeypatch.setattr(hopper, "linear", lambda *matrices: given.append(matrices))
+    x, pairs = torch.randn(11, 128).bfloat16(), [weights("fp8", rows, 128) for rows in (8, 16)]
+    assert [y is None for y in tiled.linears(x, pairs, (), ())[0]] == [True, False]
+    ((codes, scale, *pair),) = given
+    assert torch.equal(codes.double() * scale.double(), block_scale.fp8_round(x, 128).double())
+    assert all(one is other for one, other in zip(pair, pairs[0], strict=True))
+
+
 def test_a_prompt_compiles_one_kernel_for_all_widths():
     """And another for tiles of one block of features."""
     with driven_by(CARDS["h200"]), NoData(), described(CARDS["h200"]), recording() as recorder:
@@ -85,7 +100,7 @@ def test_a_prompt_compiles_one_kernel_for_all_widths():
                 torch.empty(rows, columns // 128, dtype=torch.float8_e8m0fnu, device="cuda")
                 for rows in (tokens, features // 128)
             )
-            tiled_fp8.linear(codes(tokens, columns), next(scales), codes(features, columns), next(scales))
+            hopper.linear(codes(tokens, columns), next(scales), codes(features, columns), next(scales))
     assert [name for _, name, _ in recorder.launches] == ["_warp_specialized"] * 2
 
 
@@ -121,18 +136,15 @@ def test_products_are_those_of_triton(tokens, features, columns, scales, blocks,
         torch.manual_seed(tokens)
         x = (torch.randn(tokens, columns) * torch.logspace(-3, 3, columns)[torch.randperm(columns)]).bfloat16()
         weight = torch.randn(features, columns).to(torch.float8_e4m3fn)
-        exponents = torch.randint(-6, 3, (-(-features // 128), columns // 128))
-        scale = torch.exp2(exponents).to(scales) if scales != torch.float32 else torch.rand(exponents.shape) + 0.5
+        scale = torch.rand(-(-features // 128), columns // 128) + 0.5
+        if scales != torch.float32:
+            scale = torch.randint(121, 130, scale.shape, dtype=torch.uint8).view(scales)
         given, y = fp8_codes(x, 128), torch.full((tokens, features), torch.nan, dtype=torch.bfloat16)
-        few = slice(tokens // 3, tokens // 3 + 70)
-        alone = torch.full((70, features), torch.nan, dtype=torch.bfloat16)
+        few, alone = slice(tokens // 3, tokens // 3 + 70), torch.full_like(y[:70], torch.nan)
         for _ in range(3):  # Triton's own way to a launch, then ours
             warp_specialized.linear(*given, weight, scale, y, blocks)
-        warp_specialized.linear(
-            *(part[few].contiguous() for part in given), weight, scale, alone[: len(y[few])], blocks
-        )
-    assert torch.equal(alone[: len(y[few])], y[few])
-    monkeypatch.setattr(hopper, "suits", lambda *matrices: False)
+        warp_specialized.linear(*(part[few] for part in given), weight, scale, alone, blocks)
+    assert torch.equal(alone, y[few])
     monkeypatch.setattr(tiled_fp8, "SHORT", 1 << 20)  # no split sums
     assert torch.equal(y, tiled_fp8.linear(*given, weight, scale))
     exact = block_scale.fp8_round(x, 128).double() @ block_scale.dequantise(weight, scale).double().T

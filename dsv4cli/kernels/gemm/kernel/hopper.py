@@ -42,11 +42,12 @@ def _used(tokens: int, features: int, width: int, count: int) -> float:
     return tokens * features / (turns * count * ROWS * columns)
 
 
-def linear(
-    codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, y: torch.Tensor
-) -> None:
-    """`tiled_fp8.linear` into y, of what suits."""
+def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """`tiled_fp8.linear`, of what suits."""
     from dsv4cli.kernels.gemm.kernel import warp_specialized
 
-    width = blocks(*y.shape, multiprocessors(y.device))
+    tokens, features = len(codes), len(weight)
+    y = torch.empty(tokens, features, dtype=torch.bfloat16, device=codes.device)
+    width = blocks(tokens, features, multiprocessors(y.device))
     warp_specialized.linear(codes, scale, weight, weight_scale, y, width)
+    return y

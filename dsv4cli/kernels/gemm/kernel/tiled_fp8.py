@@ -12,7 +12,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4cli.kernels.card import HOPPER, is_from
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel import hopper
 from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales, e8m0_values
 from dsv4cli.kernels.launch import cdiv, described, launched
 
@@ -32,9 +31,6 @@ def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weigh
     (tokens, width), features = codes.shape, weight.shape[0]
     y = torch.empty(tokens, features, dtype=torch.bfloat16, device=codes.device)
     if not tokens:
-        return y
-    if hopper.suits(codes, weight):
-        hopper.linear(codes, scale, weight, weight_scale, y)
         return y
     rows, columns, halves, warps, stages = _tile(tokens, features, width)
     tiles, blocks = cdiv(tokens, rows) * cdiv(features, columns), width // FP8_BLOCK
