@@ -6,7 +6,7 @@ multiple of 16 bytes, the class of each integer, the value of each constant and 
 asked whether tensors are on the GPU, whether constants of the module are as they were, how Triton is configured.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from inspect import getclosurevars
@@ -70,6 +70,8 @@ def described(
 class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
     """A function for Triton's compiler, and the ways in which it was called so far."""
 
+    kinds: Mapping[type, str] = KINDS
+
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
         self.calls: dict[Types, Call] = {}
@@ -95,7 +97,7 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
         call = self.calls.get(types)
         if call is None:
             names = [*self.arg_names[: len(arguments)], *options]
-            call = self.calls[types] = _call(self.params, names, values)
+            call = self.calls[types] = _call(self.params, self.kinds, names, values)
         if call.tuples:
             values, call = call.opened(values)
         if not call.direct or self.pre_run_hooks or _watched():
@@ -157,11 +159,15 @@ class Call:
 
 
 def _call(
-    params: Sequence[Any], names: Sequence[str], values: Sequence[Any], lengths: dict[int, int] | None = None
+    params: Sequence[Any],
+    known: Mapping[type, str],
+    names: Sequence[str],
+    values: Sequence[Any],
+    lengths: dict[int, int] | None = None,
 ) -> Call:
     """The call with these values, of which the first are named; lengths: of the tuples, whose items are the others."""
     fixed = {param.name: param.is_constexpr for param in params}
-    kinds = [KINDS.get(type(value)) for value in values]
+    kinds = [known.get(type(value)) for value in values]
     for place, name in enumerate(names):
         if fixed.get(name, True):  # an option of the launch, where the kernel has no such parameter
             kinds[place] = "constant"
@@ -187,7 +193,7 @@ def _call(
         descriptors=places["descriptor"],
         defaults=defaults,
         arguments=_arranger(arguments),
-        inner=partial(_call, params, names),
+        inner=partial(_call, params, known, names),
     )
 
 

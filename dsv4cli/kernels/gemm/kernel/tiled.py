@@ -1,6 +1,7 @@
 """Linears of many rows in Triton: tiles of the result on tensor cores.
 
-The functions of ref.py for more rows than gemv.py takes; tiled_fp8.py multiplies FP8 codes, tiled_bf16.py bf16.
+The functions of ref.py for more rows than gemv.py takes; tiled_fp8.py multiplies FP8 codes, on Hopper
+warp_specialized.py where hopper.py says so, tiled_bf16.py bf16.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from dsv4cli.kernels.block_scale import kernel as block_scale
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel import tiled_bf16, tiled_fp8
+from dsv4cli.kernels.gemm.kernel import hopper, tiled_bf16, tiled_fp8
 from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales, e2m1_values, e4m3_values, e8m0_values
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import place
 from dsv4cli.kernels.launch import cdiv, launched
@@ -50,7 +51,8 @@ def linears(
     for weight, scale in rounded:
         if weight.dtype == torch.float8_e4m3fn and len(x) > MANY and tiled_fp8.multiplies(x):
             codes = block_scale.fp8_codes(x, FP8_BLOCK) if codes is None else codes
-            results.append(tiled_fp8.linear(*codes, weight, scale))
+            product = hopper if hopper.suits(codes[0], weight) else tiled_fp8
+            results.append(product.linear(*codes, weight, scale))
         else:
             rounding = block_scale.fp8_round(x, FP8_BLOCK) if rounding is None else rounding
             results.append(linear(rounding, weight, scale))

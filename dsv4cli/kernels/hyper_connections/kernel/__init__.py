@@ -2,7 +2,8 @@
 
 The projection of all streams is a sum over N * D columns. The first launch spreads it over programs, each of which
 leaves its part of the sums and of the squares; the second adds the parts in a fixed order, so that results repeat.
-A few tokens take one launch, in which some programs do the work of the second.
+A few tokens take one launch, in which some programs do the work of the second; the first launch of many tokens is on
+Hopper that of `warp_specialized`.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 
 from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.hyper_connections.kernel import hopper
 from dsv4cli.kernels.hyper_connections.kernel.combine import weigh_and_collapse
 from dsv4cli.kernels.hyper_connections.kernel.fused import FEW, fused_connect
 from dsv4cli.kernels.hyper_connections.kernel.project import mix_and_project, split_weights
@@ -166,6 +168,9 @@ def _sweep(
     """
     count, number, width = streams.shape
     lines = 0 if fn is None else len(fn)
+    if fn is not None and output and hopper.suits(rows(output.x), streams, lines):
+        given, post, comb = rows(output.x), output.post.contiguous(), output.comb.contiguous()
+        return hopper.mixed_and_projected(given, streams, post, comb, _split(fn.contiguous()), mixed)
     tile, slots = project_tiles(count, width, bool(lines), streams.device), next_power_of_2(lines + 1)
     splits = cdiv(width, tile.columns)
     parts = streams.new_empty(splits if lines else 0, count, slots, dtype=torch.float32)

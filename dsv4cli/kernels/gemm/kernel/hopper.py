@@ -1,0 +1,53 @@
+"""Which products of FP8 codes `warp_specialized` takes: its Gluon is imported where it is used."""
+
+import torch
+import triton
+
+from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from, multiprocessors
+from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.launch import READ, cdiv
+
+# rows of a program's tile
+ROWS = 128
+# the least share of the multiprocessors' time that is spent on results: the Triton kernel takes smaller tiles
+LEAST = 0.75
+
+
+def suits(codes: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `warp_specialized` takes the product of codes [T, K] and weight [N, K], and is the fastest for it."""
+    if codes.device.type != "cuda" or not is_from(codes.device, HOPPER) or is_from(codes.device, BLACKWELL):
+        return False
+    (tokens, width), features = codes.shape, weight.shape[0]
+    if width % FP8_BLOCK or features % FP8_BLOCK or not triton.__version__.startswith(READ):
+        return False
+    if any(not x.is_contiguous() or x.storage_offset() % 16 for x in (codes, weight)):
+        return False
+    count = multiprocessors(codes.device)
+    return _used(tokens, features, blocks(tokens, features, count), count) >= LEAST
+
+
+def blocks(tokens: int, features: int, count: int) -> int:
+    """How many blocks of 128 features, one or two, a tile has where there are `count` multiprocessors.
+
+    Two read less shared memory for a product: one only where two leave more multiprocessors idle than that is worth.
+    """
+    one, two = _used(tokens, features, 1, count), _used(tokens, features, 2, count)
+    return 2 if features % (2 * FP8_BLOCK) == 0 and two >= 0.9 * one else 1
+
+
+def _used(tokens: int, features: int, width: int, count: int) -> float:
+    """Which share of their time the multiprocessors spend on results, with tiles of `width` blocks of features."""
+    columns = width * FP8_BLOCK
+    turns = cdiv(cdiv(tokens, ROWS) * cdiv(features, columns), count)
+    return tokens * features / (turns * count * ROWS * columns)
+
+
+def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """`tiled_fp8.linear`, of what suits."""
+    from dsv4cli.kernels.gemm.kernel import warp_specialized
+
+    tokens, features = len(codes), len(weight)
+    y = torch.empty(tokens, features, dtype=torch.bfloat16, device=codes.device)
+    width = blocks(tokens, features, multiprocessors(y.device))
+    warp_specialized.linear(codes, scale, weight, weight_scale, y, width)
+    return y

@@ -1,0 +1,51 @@
+"""Which streams `warp_specialized` mixes and projects: its Gluon is imported where it is used."""
+
+import torch
+import triton
+
+from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from, multiprocessors
+from dsv4cli.kernels.launch import READ, cdiv
+
+# what a program of `warp_specialized` takes: streams, tokens, columns at a time; places for sums, of which one is left
+STREAMS, TOKENS, COLUMNS, PLACES = 4, 128, 32, 32
+# the fewest tokens that it pays for; the most parts of their columns; steps that a program's first loads and last
+# stores take as long as
+FEWEST, MOST_SPLITS, START = 1024, 16, 4
+
+
+def suits(x: torch.Tensor, streams: torch.Tensor, lines: int) -> bool:
+    """Whether `warp_specialized` mixes x [T, D], rows of consecutive columns, into streams [T, N, D] and projects them
+    on so many lines."""
+    count, number, width = streams.shape
+    if x.dtype != torch.bfloat16 or streams.dtype != torch.bfloat16 or count < FEWEST or number != STREAMS:
+        return False
+    if width % COLUMNS or not PLACES // 2 <= lines < PLACES or not triton.__version__.startswith(READ):
+        return False
+    if streams.device.type != "cuda" or not is_from(streams.device, HOPPER) or is_from(streams.device, BLACKWELL):
+        return False
+    # copies of 16 bytes
+    return streams.is_contiguous() and not any(one.stride(0) % 8 or one.storage_offset() % 8 for one in (x, streams))
+
+
+def splits(count: int, width: int, device: torch.device) -> int:
+    """Into how many parts columns are split: as many as take the fewest steps one after another, START in each round
+    of programs included."""
+    tiles, number, steps = cdiv(count, TOKENS), multiprocessors(device), width // COLUMNS
+    return min(range(1, MOST_SPLITS + 1), key=lambda parts: cdiv(tiles * parts, number) * (cdiv(steps, parts) + START))
+
+
+def mixed_and_projected(
+    x: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    weights: torch.Tensor,
+    mixed: torch.Tensor,
+) -> torch.Tensor:
+    """Into mixed, as `warp_specialized.mixed_and_projected`; returns the parts."""
+    from dsv4cli.kernels.hyper_connections.kernel import warp_specialized
+
+    count, _, width = streams.shape
+    parts = streams.new_empty(splits(count, width, streams.device), count, PLACES, dtype=torch.float32)
+    warp_specialized.mixed_and_projected(x, streams, post, comb, weights, mixed, parts)
+    return parts
