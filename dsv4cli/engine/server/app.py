@@ -1,7 +1,9 @@
 """The server's routes, and what surrounds each request: who may ask, errors in the client's shape, a line of log."""
 
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from time import perf_counter, time
 from traceback import format_exception
 
@@ -20,7 +22,7 @@ from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.messages import count_tokens, messages
 from dsv4cli.engine.server.page import page
-from dsv4cli.engine.server.refusals import Refusal, json_response, refusal_of
+from dsv4cli.engine.server.refusals import Refusal, broken_off, json_response, refusal_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import ClientGone
 from dsv4cli.engine.server.tokens_api import detokenize, tokenize, tokenizer_info
@@ -59,7 +61,8 @@ async def model(http: HttpRequest) -> Response:
 
 def _model(name: str, service: Service) -> dict[str, object]:
     openai = {"id": name, "object": "model", "created": STARTED, "owned_by": "dsv4", "max_model_len": service.context}
-    return openai | {"type": "model", "display_name": name}
+    created = datetime.fromtimestamp(STARTED, UTC).isoformat().replace("+00:00", "Z")
+    return openai | {"type": "model", "display_name": name, "created_at": created}
 
 
 async def metrics(http: HttpRequest) -> Response:
@@ -123,17 +126,16 @@ class App:
 
         scope["app"] = self  # for the router to raise what is not found
         scope["state"] = {"service": self.service}
-        refusal: Refusal | None = None
         try:
             await self._answer(scope, receive, noting)
         except (ClientGone, ClientDisconnect):
             pass
-        except Exception as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
-            refusal = self._refusal(error)
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
+            scope["state"]["refusal"] = refusal = self._refusal(error)
             if not status:
                 await refusal.response(_is_anthropic(scope))(scope, receive, noting)
         finally:
-            self.service.log(_line(scope, status, refusal, perf_counter() - start))
+            self.service.log(_line(scope, status, perf_counter() - start))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.crowded():
@@ -141,7 +143,9 @@ class App:
         self.guard.check(scope["path"], Headers(scope=scope))
         await self._router(scope, receive, send)
 
-    def _refusal(self, error: Exception) -> Refusal:
+    def _refusal(self, error: Exception | CancelledError) -> Refusal:
+        if isinstance(error, CancelledError):
+            return broken_off()
         if isinstance(error, HTTPException):
             return _misplaced(error)
         if isinstance(error, RecursionError):
@@ -154,8 +158,8 @@ class App:
 def _misplaced(error: HTTPException) -> Refusal:
     """A path that is not there, or another method than it takes."""
     if error.status_code == 405:
-        methods = " or ".join(sorted((error.headers or {})["Allow"].split(", ")))
-        return Refusal(405, f"this path takes {methods}")
+        methods = sorted((error.headers or {})["Allow"].split(", "))
+        return Refusal(405, f"this path takes {' or '.join(methods)}", allow=", ".join(methods))
     paths = "/v1/chat/completions, /v1/completions, /v1/messages and /v1/models"
     return Refusal(error.status_code, f"there is nothing at this path; there are {paths}")
 
@@ -165,8 +169,9 @@ def _is_anthropic(scope: Scope) -> bool:
     return path.startswith("/v1/messages")
 
 
-def _line(scope: Scope, status: int, refusal: Refusal | None, seconds: float) -> str:
+def _line(scope: Scope, status: int, seconds: float) -> str:
     """What the log says of a request: nothing of what it said."""
+    refusal: Refusal | None = scope["state"].get("refusal")
     client = scope["client"][0] if scope.get("client") else "-"
     line = f"{client} {scope['method']} {scope['path']} {status or 'gone'}"
     if "usage" in scope["state"]:

@@ -57,7 +57,9 @@ class CompletionReply:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all prompts and texts."""
-        return usage_of(sum(len(plan.ids) for plan in self.asked.plans), self.choices)
+        return usage_of(
+            *((len(plan.ids), [one for one in self.choices if one.plan is plan]) for plan in self.asked.plans)
+        )
 
     async def document(self) -> dict[str, Any]:
         """All texts, once they have ended."""
@@ -88,7 +90,6 @@ class CompletionReply:
 
     async def _drawn_events(self) -> AsyncGenerator[bytes, None]:
         for choice in self.choices if self.asked.echo else ():
-            choice.offset = len(self._prompt(choice))
             finish = choice.finish if choice.ended else None
             yield self._chunk(self._piece(choice, self._prompt(choice), [], finish))
         while self.call.open:
@@ -111,12 +112,12 @@ class CompletionReply:
         added, taken = choice.push(update.tokens)
         self._taken[choice] += taken
         if choice.ended:
-            self.call.cancel(update.request)
+            self.call.finish(update.request)
         return added, taken
 
     def _take_likeliest(self) -> None:
         """What follows each prompt, where scoring has found that."""
-        if self.asked.draws and self.asked.one_greedy:
+        if self.asked.follows and self.asked.one_greedy:
             for choice in self.choices:
                 choice.ended = False
                 _, self._taken[choice] = choice.push([choice.likeliest(self.service.dialogue.config.eos_token_ids)])
@@ -133,7 +134,6 @@ class CompletionReply:
     def _choice(self, choice: CompletionChoice) -> dict[str, Any]:
         """A text that has ended."""
         prompt = self._prompt(choice) if self.asked.echo else ""
-        choice.offset = 0 if self.asked.scored else len(prompt)
         return self._piece(choice, prompt + choice.text, self._taken[choice], choice.finish)
 
     def _piece(self, choice: CompletionChoice, text: str, taken: list[Token], finish: str | None) -> dict[str, Any]:

@@ -3,16 +3,20 @@
 import json
 import re
 import sys
+from dataclasses import replace
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 from starlette.datastructures import Headers
 
-from dsv4cli.engine.server import metrics
+from dsv4cli.engine.server import async_engine, metrics
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
-from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.engine.server.refusals import Refusal, refusal_of
+from dsv4cli.engine.server.service import MOST_NAMES
 from dsv4cli.engine.server.serving import SWITCH_SECONDS
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.serving import asking, comes
 
 KEYS = (b"first-key", b"second-key")
@@ -23,6 +27,8 @@ def test_models_are_listed(nano):
     assert status == 200
     [one] = document["data"]
     assert (document["object"], one["id"], one["object"], one["max_model_len"]) == ("list", "nano", "model", 8192)
+    assert (one["type"], one["display_name"]) == ("model", "nano")
+    assert datetime.fromisoformat(one["created_at"]).timestamp() == one["created"]
     assert nano.get("/v1/models/nano") == (200, one)
     status, document = nano.get("/v1/models/other")
     assert (status, document["error"]["code"]) == (404, "model_not_found")
@@ -31,7 +37,9 @@ def test_models_are_listed(nano):
 def test_the_page_may_load_nothing_from_elsewhere(nano):
     response = nano.send("GET", "/")
     assert (response.status, response.getheader("content-type")) == (200, "text/html; charset=utf-8")
-    assert (response.getheader("content-security-policy") or "").startswith("default-src 'none'")
+    policy = response.getheader("content-security-policy") or ""
+    assert policy.startswith("default-src 'none'")
+    assert {"connect-src 'self'", "frame-ancestors 'none'"} <= {*policy.split("; ")}
     assert b"<title>" in response.read()
 
 
@@ -58,6 +66,8 @@ def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, st
     response = nano.send(method, path, b"{}")
     assert response.status == status
     assert json.loads(response.read())["error"]["message"].startswith(message)
+    if status == 405:
+        assert message == f"this path takes {(response.getheader('allow') or '').replace(', ', ' or ')}"
     # whoever reads the log finds the reason too
     assert comes(lambda: any(f"{method} {path} {status}, {message}" in line for line in nano.lines))
 
@@ -84,12 +94,55 @@ def test_metrics_count_what_has_happened(nano):
     assert after["dsv4_drafts_total"] >= after["dsv4_drafts_accepted_total"] > 0
 
 
+@pytest.mark.parametrize(("path", "prompt"), [("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "2 + 3"})])
+def test_an_answer_that_ends_with_a_stop_text_is_finished(nano, path, prompt):
+    before = numbers(nano)
+    body = asking("What is 17 + 25?") | {"ignore_eos": True, "stop": ["5", " "], "max_tokens": 40} | prompt
+    assert nano.post(path, body)[1]["choices"][0]["finish_reason"] == "stop"
+    assert comes(lambda: nano.at_rest())
+    after = numbers(nano)
+    outcomes = [f'dsv4_requests_total{{outcome="{outcome}"}}' for outcome in ("finished", "cancelled")]
+    assert [after.get(name, 0) - before.get(name, 0) for name in outcomes] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (UsageError("no room", "shorten it"), 400, "no room"),
+        (NotEnoughMemory("9 of 10 GB", "buy more"), 503, "the server has no memory for this request now"),
+        (UnsoundResult("logits are not finite", ""), 500, "logits are not finite"),
+        (ValueError("/home/me"), 500, "the server has failed; its log says why"),
+    ],
+    ids=repr,
+)
+def test_what_a_client_is_told_of_an_error(error, status, message):
+    refusal = refusal_of(error)
+    assert (refusal.status, refusal.message) == (status, message)
+
+
 def test_a_fault_of_ours_is_a_500_that_does_not_tell_it(nano, monkeypatch):
     monkeypatch.setattr(metrics, "generate_latest", lambda _: 1 / 0)
     status, document = nano.get("/metrics")
     assert (status, document["error"]["type"]) == (500, "server_error")
     assert "Zero" not in document["error"]["message"]
     assert "ZeroDivisionError" in nano.bugs.pop()
+
+
+def test_a_prompt_fits_the_cache_as_well_as_the_context(nano):
+    service, room = nano.server.config.app.service, SimpleNamespace(room=100)
+    assert replace(service, engine=room).context == 100
+    assert replace(service, engine=SimpleNamespace(room=None)).context == 8192
+    with pytest.raises(Refusal, match="100 tokens, and the context has room for 99 and an answer"):
+        replace(service, engine=room).room([1] * 100)
+
+
+def test_the_log_has_prompts_where_that_was_asked_for_and_so_many_names_of_fields(nano):
+    lines = []
+    service = replace(nano.server.config.app.service, log=lines.append, log_prompts=True, _said=set())
+    service.say_prompt("secret")
+    assert lines == ["prompt: secret"]
+    service.say_ignored(f"a{number}" for number in range(2 * MOST_NAMES))
+    assert len(lines) == 1 + MOST_NAMES
 
 
 def test_the_log_has_a_line_a_request_and_no_prompt(nano):
@@ -104,6 +157,36 @@ def test_the_log_has_a_line_a_request_and_no_prompt(nano):
     fine, wrong = asked()[-2:]
     assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 200, \d+ \+ \d+ tokens(, \d+ cached)?, [\d.]+ s", fine)
     assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 400, temperature, [\d.]+ s", wrong)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_a_stream_that_fails_says_so_and_the_log_why(nano, monkeypatch, path):
+    def fail():
+        raise UnsoundResult("logits are not finite", "")
+
+    failed, before = 'dsv4_requests_total{outcome="failed"}', numbers(nano)
+    with monkeypatch.context() as patched:
+        patched.setattr(nano.engine, "step", fail)
+        events = nano.stream(path, asking("Hi", prompt="Hi", max_tokens=4))
+    assert any("logits are not finite" in json.dumps(data) for _, data in events)
+    assert comes(lambda: re.search(rf"{path} 200, .*, logits are not finite, [\d.]+ s", nano.lines[-1]))
+    assert comes(nano.at_rest)
+    assert numbers(nano)[failed] == before.get(failed, 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sign"),
+    [
+        ("/v1/chat/completions", {}, b": waiting\n\n"),
+        ("/v1/completions", {"prompt": "Hi"}, b": waiting\n\n"),
+        ("/v1/completions", {"prompt": "Hi", "echo": True, "logprobs": 0}, b": waiting\n\n"),
+        ("/v1/messages", {}, b'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+def test_who_waits_is_told_so(nano, monkeypatch, path, fields, sign):
+    monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.001)
+    sent = nano.send("POST", path, asking("Hi", max_tokens=2, stream=True) | fields).read()
+    assert sent.count(sign) > 1
 
 
 def test_a_body_has_a_limit(nano):
@@ -155,6 +238,9 @@ def test_a_monitor_and_the_page_need_no_key(path):
         ("::1", {"host": "[::1]:8000"}, None),
         ("127.0.0.1", {"host": "evil.example"}, 403),
         ("127.0.0.1", {"host": ""}, 403),
+        ("127.0.0.1", {"host": "["}, 403),
+        ("0.0.0.0", {"host": "["}, None),
+        ("0.0.0.0", {"host": "gpu7", "origin": "http://["}, 403),
         ("0.0.0.0", {"host": "gpu7:8000"}, None),
         ("127.0.0.1", {"host": "localhost:8000", "origin": "http://localhost:8000"}, None),
         ("127.0.0.1", {"host": "localhost:8000", "origin": "https://evil.example"}, 403),

@@ -2,9 +2,21 @@
 
 import json
 import re
+from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
+from dsv4cli.engine.chat import grammar
+from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.server.choice import Choice
+from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.plan import AnswerPlan, limits_of
+from dsv4cli.engine.server.shapes import Shape, anthropic_shape, openai_shape
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.text.reply_grammar import ToolChoice
+from dsv4cli.engine.text.tokens import EOS, USER
+from tests.support.program import calls_block
 from tests.support.serving import asking
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
@@ -50,6 +62,7 @@ def test_a_stream_joins_to_the_document(nano):
     message = nano.chat(SUM, reasoning_effort="high")["choices"][0]["message"]
     events = nano.stream("/v1/chat/completions", body)
     assert events[-1] == ("", "[DONE]")
+    assert events[0][1]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert message["reasoning_content"]
     assert joined(events, "content") == message["content"] == ANSWER
     assert joined(events, "reasoning_content") == joined(events, "reasoning") == message["reasoning_content"]
@@ -63,7 +76,9 @@ def test_a_stream_joins_to_the_document(nano):
 
 
 def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
-    [call] = nano.chat(WEATHER, tools=TOOLS)["choices"][0]["message"]["tool_calls"]
+    message = nano.chat(WEATHER, tools=TOOLS)["choices"][0]["message"]
+    assert message["content"] is None
+    [call] = message["tool_calls"]
     assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
     assert json.loads(call["function"]["arguments"])["city"] == "Paris"
     events = nano.stream("/v1/chat/completions", asking(WEATHER, tools=TOOLS))
@@ -74,6 +89,41 @@ def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
     assert parts[0]["function"]["name"] == "get_weather"
     assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
     assert "DSML" not in json.dumps(events)
+
+
+def called(nano, choice, *arguments):
+    """What a client gets of calls with these arguments: as deltas, and in the document."""
+    service = nano.server.config.app.service
+    calls = [{"type": "function", "function": {"name": "get_weather", "arguments": one}} for one in arguments]
+    ids = service.dialogue.tokenizer.encode(calls_block(calls) + EOS)
+    plan = AnswerPlan([0], Sampling(0.0), Limits(), Shape(None, choice, TOOLS))
+    answer = Choice(0, Request([0], plan.sampling, plan.limits), plan, service)
+    given = [Token(one, 0.0, [], "stop" if one == ids[-1] else None) for one in ids]
+    deltas, _ = answer.push(given, nano.asked.call([]))
+    streamed = ["".join(delta.text for delta in own) for _, own in groupby(deltas, key=lambda delta: delta.index)]
+    assert answer.finish == "tool_calls"
+    return streamed, [call["function"]["arguments"] for call in answer.message["tool_calls"]]
+
+
+def test_arguments_in_a_wrapper_of_the_models_own_making_are_taken_out(nano):
+    paris = '{"city": "Paris"}'
+    assert called(nano, ToolChoice(), f'{{"arguments": {paris}}}') == ([paris], [paris])
+
+
+def test_where_one_call_is_wanted_the_first_is_given(nano):
+    cities = ['{"city": "Paris"}', '{"city": "Rome"}']
+    assert called(nano, ToolChoice(), *cities) == (cities, cities)
+    assert called(nano, ToolChoice(parallel=False), *cities) == (cities[:1], cities[:1])
+
+
+def test_how_many_calls_there_may_be_is_read_in_both_dialects():
+    own = {"type": "auto", "disable_parallel_tool_use": True}
+    assert [openai_shape(Fields({"parallel_tool_calls": one}), TOOLS).choice.parallel for one in (True, False)] == [
+        True,
+        False,
+    ]
+    assert anthropic_shape(Fields({}), TOOLS).choice.parallel
+    assert not anthropic_shape(Fields({"tool_choice": own}), TOOLS).choice.parallel
 
 
 @pytest.mark.slow
@@ -205,6 +255,72 @@ def test_a_developer_who_speaks_first_is_the_system(nano):
     assert asked("developer") == asked("system") == "The capital of Italy is Rome. over"
 
 
+def tokenized(nano, *messages):
+    status, document = nano.post("/tokenize", {"messages": messages})
+    assert status == 200, document
+    return document["tokens"]
+
+
+def test_a_developer_who_speaks_later_is_none_of_the_system(nano):
+    user, later = {"role": "user", "content": "a"}, {"content": "b"}
+    assert tokenized(nano, user, later | {"role": "developer"}) != tokenized(nano, user, later | {"role": "system"})
+
+
+def test_fields_of_the_prompt_format_are_not_a_clients(nano):
+    messages = [{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}, *asking("c")["messages"]]
+    own = [
+        messages[0] | {"tools": TOOLS, "response_format": {"type": "object"}},
+        messages[1] | {"wo_eos": True},
+        messages[2],
+    ]
+    assert tokenized(nano, *own) == tokenized(nano, *messages)
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=len)
+def test_a_schema_is_part_of_the_prompt(nano, system):
+    """As the model was trained on it; that an answer is any object is not."""
+    messages = [*system, *asking("Hi")["messages"]]
+
+    def prompt(form):
+        tokens = nano.post("/tokenize", {"messages": messages, "response_format": form})[1]["tokens"]
+        return nano.post("/detokenize", {"tokens": tokens})[1]["prompt"]
+
+    schema = {"type": "string", "enum": ["a"]}
+    own = prompt({"type": "json_schema", "json_schema": {"schema": schema}})
+    assert json.dumps(schema) in own.partition("<｜User｜>")[0]
+    assert not system or "Be brief." in own
+    assert prompt({"type": "json_object"}) == prompt(None)
+
+
+def test_an_answer_may_ignore_its_end(nano):
+    document = nano.chat(SUM, ignore_eos=True, max_tokens=16)
+    assert document["usage"]["completion_tokens"] == 16
+    assert document["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1e-9}, {"temperature": 50, "top_p": 0}, {"temperature": 0.0}])
+def test_what_leaves_no_choice_is_greedy(nano, fields):
+    """Temperatures that fp32 cannot divide by, and a nucleus of nothing."""
+    assert nano.chat(SUM, **fields)["choices"][0]["message"]["content"] == ANSWER
+
+
+def test_stops_of_the_server_hold_beside_those_of_a_request(nano):
+    service = nano.server.config.app.service
+    usual = replace(service.usual, limits=Limits(stops=("a",)))
+    assert limits_of(Fields({}), replace(service, usual=usual), None, ("b",), 0).stops == ("a", "b")
+
+
+def test_a_request_without_a_seed_has_the_servers_or_one_of_its_own(nano):
+    service = nano.server.config.app.service
+    assert len({service.seed(None) for _ in range(4)}) > 1
+    assert replace(service, usual=replace(service.usual, seed=7)).seed(None) == 7
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**70])
+def test_any_whole_number_is_a_seed(nano, seed):
+    assert nano.chat("Hi", seed=seed, temperature=1, max_tokens=1)["choices"]
+
+
 def test_what_was_read_before_is_not_read_again(nano):
     body = asking("What is the capital of Italy? " * 20, max_tokens=2)
     usages = []
@@ -217,11 +333,38 @@ def test_what_was_read_before_is_not_read_again(nano):
     assert second["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"] > 100
 
 
+def test_what_stands_before_a_question_is_held_and_so_is_the_question(nano):
+    system = {"role": "system", "content": "Be brief. " * 20}
+
+    def cached(content):
+        # all of them are longer than a state can be taken back by
+        body = asking(f"{content} is the sky not as blue at night as it is at noon?", max_tokens=12, ignore_eos=True)
+        body["messages"].insert(0, system)
+        return nano.post("/v1/chat/completions", body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    question = tokenized(nano, system, {"role": "user", "content": ""}).index(
+        nano.server.config.app.service.dialogue.tokenizer.token_id(USER)
+    )
+    assert cached("Why") < 10
+    # a drafter reads the last one that is held again
+    assert cached("How") == question - 1
+    assert cached("Why") > question + 8
+
+
 def test_an_unknown_field_is_ignored_and_logged_once(nano):
     for _ in range(2):
         nano.chat("Hi", max_tokens=1, frequency_penalty=0.1, user="me")
     assert nano.lines.count("the field frequency_penalty is ignored") == 1
     assert not any("user" in line for line in nano.lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/chat/completions", "functions"), ("/v1/chat/completions", "function_call"), ("/v1/completions", "best_of")],
+)
+def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path, field):
+    assert nano.post(path, asking("Hi", max_tokens=1) | {"prompt": "Hi", field: 1})[0] == 200
+    assert f"the field {field} is ignored" in nano.lines
 
 
 @pytest.mark.parametrize(
@@ -271,7 +414,14 @@ def test_an_unknown_field_is_ignored_and_logged_once(nano):
             "response_format",
             "the schema at #",
         ),
-        ({"structured_outputs": {"regex": "["}}, "response_format", "the grammar"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "the grammar"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", "json, regex or grammar"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.name", "got nothing"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice.function.name",
+            "got nothing",
+        ),
         ({"reasoning_effort": "enormous"}, "reasoning_effort", "one of none"),
         ({"thinking": {"type": "perhaps"}}, "thinking.type", "one of enabled"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens", "from 0"),
@@ -287,6 +437,13 @@ def test_a_wrong_field_is_named_with_the_reason(nano, fields, param, reason):
     assert reason in error["message"]
 
 
+def test_a_form_needs_what_reads_it(nano, monkeypatch):
+    monkeypatch.setattr(grammar, "find_spec", lambda _: None)
+    status, document = nano.post("/v1/chat/completions", asking("Hi", response_format={"type": "json_object"}))
+    assert (status, document["error"]["param"]) == (400, "response_format")
+    assert document["error"]["message"].endswith("which is not installed; install it: pip install 'dsv4[grammar]'")
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -296,7 +453,7 @@ def test_a_wrong_field_is_named_with_the_reason(nano, fields, param, reason):
         (b"\xff", "not UTF-8 at byte 0"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' + b"9" * 5000 + b"}", "a number too long"),
-        (b'{"messages": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"messages": "\\ud800"}', "the body is not Unicode: a \\u escape is half of"),
     ],
     ids=["nothing", "open", "list", "bytes", "nested", "number", "surrogate"],
 )

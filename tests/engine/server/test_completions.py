@@ -4,8 +4,12 @@ import json
 
 import pytest
 
-from dsv4cli.engine.text.tokens import ASSISTANT, BOS, THINK_END, USER
-from tests.support.program import Program
+from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.server.completion_choice import CompletionChoice
+from dsv4cli.engine.server.plan import AnswerPlan
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.text.tokens import ASSISTANT, BOS, EOS, THINK_END, USER
+from tests.support.program import Program, calls_block
 
 PROMPT = f"{BOS}{USER}What is 17 + 25?{ASSISTANT}{THINK_END}"
 ANSWER = "17 + 25 = 42."
@@ -66,6 +70,15 @@ def test_a_stream_joins_to_the_document(nano, fields):
             assert [one for piece in pieces for one in piece["logprobs"][name]] == values
 
 
+def test_what_was_held_of_each_prompt_is_counted(nano):
+    prompts = [f"{PROMPT} {word}" for word in ("four", "five")]
+    document = [completed(nano, prompt=prompts, max_tokens=1, n=2) for _ in range(2)][-1]
+    read = sum(len(ids_of(nano, prompt)) for prompt in prompts)
+    # a drafter reads the last one that is held again
+    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == read - 2 * 2
+    assert document["usage"]["prompt_tokens"] == read
+
+
 def test_echo_with_log_probabilities_is_what_a_harness_expects(nano, score):
     """lm-eval's local-completions: ids in a list, one token more, T = 0; it reads [context:-1]."""
     text = ids_of(nano, PROMPT + ANSWER)
@@ -99,6 +112,34 @@ def test_the_token_that_scoring_finds_is_the_one_that_is_drawn(nano):
     assert found["token_logprobs"][-1] == pytest.approx(drawn["token_logprobs"][0], abs=1e-4)
 
 
+def test_offsets_count_characters_also_where_a_token_is_part_of_one(nano):
+    text = "wörld 😀!"
+    body = {"prompt": text, "max_tokens": 0, "logprobs": 0, "echo": True}
+    logprobs = completed(nano, **body)["choices"][0]["logprobs"]
+    assert logprobs["text_offset"][-1] == len(text) - 1
+    assert len(logprobs["tokens"]) > len(text)
+
+
+def test_calls_in_a_raw_text_are_text(nano):
+    tokenizer = nano.server.config.app.service.dialogue.tokenizer
+    ids = tokenizer.encode(calls_block([{"type": "function", "function": {"name": "f", "arguments": "{}"}}]) + EOS)
+    plan = AnswerPlan([0], Sampling(0.0), Limits())
+    choice = CompletionChoice(0, plan, Request([0], plan.sampling, plan.limits), tokenizer)
+    added, _ = choice.push(Token(one, 0.0, [], "stop" if one == ids[-1] else None) for one in ids)
+    assert choice.ended
+    assert choice.finish == "stop"
+    assert choice.text == added == tokenizer.decode(ids[:-1])
+
+
+def test_a_bias_changes_what_follows_an_echo(nano):
+    prompt = ids_of(nano, PROMPT + "17 +")
+    body = {"prompt": prompt, "max_tokens": 1, "logprobs": 0, "echo": True}
+    [likeliest] = ids_of(nano, completed(nano, **body)["choices"][0]["logprobs"]["tokens"][-1])
+    [choice] = completed(nano, **body, logit_bias={str(likeliest): -100})["choices"]
+    assert ids_of(nano, choice["logprobs"]["tokens"][-1]) != [likeliest]
+    assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1
+
+
 @pytest.mark.slow
 def test_nothing_need_follow_an_echo(nano, score):
     prompt = ids_of(nano, PROMPT)
@@ -121,6 +162,7 @@ def test_nothing_need_follow_an_echo(nano, score):
         ({"prompt": [[-1]]}, "prompt[0]", "none of the model's"),
         ({"prompt": [[True]]}, "prompt[0]", "text or a list"),
         ({"prompt": ["a"] * 65}, "prompt", "1 to 64"),
+        ({"prompt": ["a"] * 64, "n": 6}, "n", "384 requests, the server takes 320 at once"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "whole number"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "fill"),

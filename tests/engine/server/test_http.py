@@ -1,15 +1,18 @@
 """Connections: how many there may be, clients that are slow, that go or do not read, and an orderly end."""
 
+import asyncio
 import json
 import socket
 import threading
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from dsv4cli.engine.server import incoming
-from dsv4cli.engine.server.http import HttpLimits, bound_socket, url_of
+from dsv4cli.engine.server.http import HttpLimits, HttpServer, bound_socket, url_of
 from dsv4cli.engine.settings import Limits
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.support.serving import asking, comes, served
 
 # layers of all kinds but one: what costs next to nothing
@@ -74,12 +77,48 @@ def test_a_body_must_come_in_time(small, monkeypatch):
         assert ends(client)
 
 
+def test_a_body_of_unsaid_length_has_the_limit_too(small, monkeypatch):
+    monkeypatch.setattr(incoming, "MOST_BODY", 8)
+    with connected(small) as client:
+        client.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n9\r\n123456789\r\n"
+        )
+        assert client.recv(12) == b"HTTP/1.1 413"
+        assert ends(client)
+
+
+def test_of_many_more_clients_the_last_are_not_accepted(small, monkeypatch):
+    monkeypatch.setattr(small.server.config.http, "limits", replace(LIMITS, header_seconds=60))
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connected(small)) for _ in range(2 * LIMITS.connections)]
+        assert comes(lambda: len(small.server.server_state.connections) == len(clients))
+        last = stack.enter_context(connected(small))
+        assert ends(last)
+
+
 def test_a_client_that_goes_ends_its_request(small):
     assert comes(lambda: small.tasks() == 1)  # the server's own
     with endless(small):
         assert comes(lambda: small.engine.busy)
     assert comes(small.at_rest)
     assert comes(lambda: small.tasks() == 1)
+
+
+def test_a_request_that_cannot_be_ended_fails_those_beside_it_and_no_later_ones(small, monkeypatch):
+    """A state of it is kept, for which there may be no memory."""
+    cancel = small.engine.cancel
+
+    def fail(request):
+        monkeypatch.setattr(small.engine, "cancel", cancel)
+        small.engine.forget()
+        raise NotEnoughMemory("no host memory", "")
+
+    with endless(small), endless(small) as other:
+        monkeypatch.setattr(small.engine, "cancel", fail)
+        endless(small).close()
+        assert ends(other)
+    assert comes(small.at_rest)
+    assert small.chat("go on")["choices"]
 
 
 @pytest.mark.slow
@@ -145,6 +184,62 @@ def test_the_end_lets_answers_finish():
         assert ends(client)
         client.close()
     assert not server.asked._calls
+    bound_socket("127.0.0.1", server.port).close()  # another may begin at once, though connections are remembered
+
+
+def test_answers_that_are_broken_off_at_the_end_are_told_so():
+    found = []
+    with served(SMALL, grace=0) as server:
+
+        def ask(**fields):
+            response = server.send("POST", "/v1/chat/completions", asking("go on", **ENDLESS | fields))
+            found.append((response.status, response.getheader("content-type"), response.read()))
+
+        clients = [threading.Thread(target=ask, kwargs={"stream": stream}) for stream in (False, True)]
+        for one in clients:
+            one.start()
+        assert comes(lambda: server.held().running == 2)
+        with connected(server) as slow:  # its body has not come
+            slow.sendall(REQUEST % 9 + b"{")
+            assert comes(lambda: len(server.server.server_state.tasks) == 3)
+            server.loop.call_soon_threadsafe(server.server.stop)
+            assert slow.recv(12) == b"HTTP/1.1 503"
+        for one in clients:
+            one.join(60)
+    (stream, *_), (document, *_) = both = sorted(found)
+    assert (stream, document) == (200, 503)
+    for _, kind, content in both:
+        assert b"the server has ended before the answer did" in content, kind
+    assert both[0][2].endswith(b"data: [DONE]\n\n")
+    assert all("the server has ended before the answer did" in line for line in server.lines[-3:])
+
+
+@pytest.mark.parametrize(("grace", "seconds"), [(0, 0), (0.2, 1), (30, 30)])
+def test_answers_have_their_grace_at_the_end(grace, seconds):
+    assert HttpServer(None, LIMITS, grace, lambda: None).config.timeout_graceful_shutdown == seconds
+
+
+def test_who_listens_first_has_the_port():
+    with socket.socket() as first, socket.socket() as second:
+        for one in (first, second):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        second.bind(first.getsockname())
+        first.listen()
+        with pytest.raises(UsageError, match=f"port {first.getsockname()[1]} of 127.0.0.1 cannot be taken"):
+            asyncio.run(HttpServer(None, LIMITS, 0, lambda: None).serve([second]))
+
+
+def test_an_engine_that_cannot_go_on_is_said(monkeypatch):
+    with served(SMALL) as server:
+        assert server.get("/health")[0] == 200
+        monkeypatch.setattr(server.engine, "step", lambda: 1 / 0)
+        status, document = server.post("/v1/chat/completions", asking("go on"))
+        assert (status, document["error"]["message"]) == (500, "the server has failed; its log says why")
+        assert isinstance(server.asked.failure.result(), ZeroDivisionError)
+        assert server.get("/health")[0] == 503
+        status, document = server.post("/v1/chat/completions", asking("go on"))
+        assert (status, "the engine has failed" in document["error"]["message"]) == (503, True)
 
 
 def test_what_is_sent_waits_for_no_acknowledgement(small):
@@ -158,7 +253,6 @@ def test_what_is_sent_waits_for_no_acknowledgement(small):
 def test_an_address_is_taken_before_the_model_is_loaded():
     with bound_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        taken.listen()
         assert url_of(taken) == f"http://127.0.0.1:{port}"
         with pytest.raises(UsageError, match=f"port {port} of 127.0.0.1 cannot be taken"):
             bound_socket("127.0.0.1", port)

@@ -1,8 +1,11 @@
 """POST /v1/messages over the wire, as Anthropic has it: blocks, events and their order, results, what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
+
+from dsv4cli.engine.server import messages
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
 TOOLS = [
@@ -54,6 +57,17 @@ def test_thinking_is_a_block_of_its_own_where_it_was_asked_for(nano):
     assert [block["type"] for block in answered(nano, SUM, thinking={"type": "disabled"})["content"]] == ["text"]
 
 
+def test_thinking_that_the_server_wants_is_not_shown_to_who_has_not_asked(nano, monkeypatch):
+    app = nano.server.config.app
+    usual = replace(app.service.usual, think="high")
+    monkeypatch.setattr(app, "service", replace(app.service, usual=usual))
+    document = answered(nano, SUM)
+    assert document["content"] == [{"type": "text", "text": ANSWER}]
+    assert document["usage"]["output_tokens"] > 12
+    events = nano.stream("/v1/messages", asking(SUM))
+    assert {data["delta"]["type"] for name, data in events if name == "content_block_delta"} == {"text_delta"}
+
+
 def test_events_come_in_anthropics_order(nano):
     document = answered(nano, SUM, **THINKING)
     events = nano.stream("/v1/messages", asking(SUM, **THINKING))
@@ -93,6 +107,28 @@ def test_a_call_and_its_result(nano):
     status, document = nano.post("/v1/messages", body)
     assert status == 200
     assert "21" in document["content"][0]["text"]
+
+
+def test_of_a_result_that_is_no_text_there_is_a_note(nano):
+    """One picture in a conversation must not have all that follows refused."""
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url", "url": "http://x"}}]
+    asked = asking(SUM)["messages"]
+    blocks = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": parts}]}]
+    noted = "a\n\n[Unsupported image]"
+    same = {"messages": [*asked, {"role": "tool", "tool_call_id": "1", "content": noted}]}
+    status, counted = nano.post("/v1/messages/count_tokens", {"messages": asked + blocks})
+    assert status == 200
+    assert counted["input_tokens"] == nano.post("/tokenize", same)[1]["count"]
+    parts[0] = {"type": "text"}
+    status, document = nano.post("/v1/messages/count_tokens", {"messages": asked + blocks})
+    assert (status, "messages[1].content[0].content[0].text" in document["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"), [('{"a": 1}', {"a": 1}), ("[1]", {"arguments": [1]}), ("{", {"arguments": "{"})]
+)
+def test_what_a_tool_is_given_is_an_object(arguments, given):
+    assert messages._input(arguments) == given
 
 
 @pytest.mark.slow
@@ -149,6 +185,7 @@ def test_the_same_prompt_as_openai_s(nano):
     [
         ({"messages": []}, "messages: expected a list"),
         ({"messages": [{"role": "user"}]}, "messages[0].content: expected a text"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: expected a text"),
         ({"messages": [{"content": "a"}]}, "messages[0].role: expected user or assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
@@ -159,6 +196,11 @@ def test_the_same_prompt_as_openai_s(nano):
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"stop_sequences": [1]}, "stop_sequences"),
+        ({"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
+            "output_config.format: the schema at #",
+        ),
     ],
     ids=str,
 )
