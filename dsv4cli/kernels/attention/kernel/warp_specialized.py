@@ -11,13 +11,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E
 from dsv4cli.kernels.card import multiprocessors
+from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell
 from dsv4cli.kernels.gluon_launch import gluon_launched
 from dsv4cli.kernels.launch import cdiv
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
@@ -40,37 +40,6 @@ def attended(inputs, sink, turns, o, turned, shape) -> None:
     _warp_specialized[min(units, multiprocessors(o.device)),](
         *inputs, sink, turns, o, units, turned, *shape[:3], num_warps=4, **overlap(o)
     )
-
-
-@gluon.jit
-def _await_filled(barriers, number):
-    """Until what has this number is in its slot: slots are filled in turn."""
-    slots: gl.constexpr = barriers.shape[0]
-    mbarrier.wait(barriers.index(number % slots), number // slots & 1)
-
-
-@gluon.jit
-def _await_freed(barriers, number):
-    """Until the slot for this number may be filled."""
-    slots: gl.constexpr = barriers.shape[0]
-    mbarrier.wait(barriers.index(number % slots), (number // slots & 1) ^ 1)
-
-
-@gluon.jit
-def _tell(barriers, number):
-    """That the slot of this number is filled, or free."""
-    mbarrier.arrive(barriers.index(number % barriers.shape[0]), count=1)
-
-
-@gluon.jit
-def _barriers(SLOTS: gl.constexpr, FILLING: gl.constexpr, FREEING: gl.constexpr):
-    """For each slot one that so many fill, and one that so many free."""
-    filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    freed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(filled.index(slot), count=FILLING)
-        mbarrier.init(freed.index(slot), count=FREEING)
-    return filled, freed
 
 
 @gluon.jit
@@ -112,7 +81,7 @@ def _gather(
             row = gl.load(following + step, step < limit, other=-1).to(gl.int32)
             for number in gl.static_range(WIDTH // PART):
                 part = block * (WIDTH // PART) + number
-                _await_freed(part_freed, part)
+                await_freed(part_freed, part)
                 async_copy.async_copy_global_to_shared(parts.index(part % PARTS), place + _column_of(number), some)
                 async_copy.mbarrier_arrive(part_filled.index(part % PARTS), increment_count=False)
             block += 1
@@ -120,7 +89,7 @@ def _gather(
                 head = unit % GROUPS * HEADS + step
                 near = gl.expand_dims(q + (token * TOTAL + head) * q_stride, 1) + column
                 held = gl.expand_dims(head < TOTAL, 1)
-                _await_freed(query_freed, turn)
+                await_freed(query_freed, turn)
                 for number in gl.static_range(WIDTH // PART):
                     async_copy.async_copy_global_to_shared(queries.index(number), near + number * PART, held)
                 async_copy.mbarrier_arrive(query_filled.index(0), increment_count=False)
@@ -130,9 +99,9 @@ def _gather(
                     later = first + ahead
                     named = gl.load(index + listed + later, later < length, other=-1) >= 0
                     end = gl.maximum(end, gl.max(gl.where(named, later + 1, 1), 0))
-                _await_freed(end_freed, turn)
+                await_freed(end_freed, turn)
                 ends.index(turn % ends.shape[0]).store(gl.full([1], end, gl.int32, line))
-                _tell(end_filled, turn)
+                tell(end_filled, turn)
                 if end <= ROWS:
                     row = gl.load(
                         index + listed_after + step, (step < length) & (after < units), other=-1
@@ -145,9 +114,9 @@ def _gather(
 @gluon.jit
 def _end(ends, filled, freed, turn):
     """Where the list of the token of this turn ends."""
-    _await_filled(filled, turn)
+    await_filled(filled, turn)
     end = gl.max(ends.index(turn % ends.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    _tell(freed, turn)
+    tell(freed, turn)
     return end
 
 
@@ -170,32 +139,32 @@ def _score(
         end = _end(ends, end_filled, end_freed, turn)
         maximum = gl.full([HEADS], FLOOR, gl.float32, of_head)
         sums = gl.full([HEADS], 0.0, gl.float32, of_head)
-        _await_filled(query_filled, turn)
+        await_filled(query_filled, turn)
         for start in range(0, end, ROWS):
             row = gl.load(listed + start + step, start + step < length, other=-1)
             scores = gl.full([HEADS, ROWS], 0.0, gl.float32, tile)
             for number in gl.static_range(WIDTH // PART):
                 part = block * (WIDTH // PART) + number
-                _await_filled(part_filled, part)
+                await_filled(part_filled, part)
                 query, keys = queries.index(_column_of(number) // PART), parts.index(part % PARTS).permute((1, 0))
                 scores = warpgroup_mma(query, keys, scores, use_acc=number > 0, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
             if start + ROWS >= end:
-                _tell(query_freed, turn)
+                tell(query_freed, turn)
             scores = gl.where(gl.expand_dims(row >= 0, 0), scores * scale, float("-inf"))
             larger = gl.maximum(maximum, gl.max(scores, 1))
             shrink, exact = gl.exp2(maximum - larger), gl.exp2(scores - gl.expand_dims(larger, 1))
             sums, maximum = sums * shrink + gl.sum(exact, 1), larger
-            _await_freed(freed, block)
+            await_freed(freed, block)
             chances.index(block % BLOCKS).store(exact.to(gl.bfloat16))
             shrinks.index(block % BLOCKS).store(shrink)
             fence_async_shared()
-            _tell(filled, block)
+            tell(filled, block)
             block += 1
-        _await_freed(factor_freed, turn)
+        await_freed(factor_freed, turn)
         # at least 1 wherever a row was listed
         factors.store(1.0 / gl.maximum(sums + gl.exp2(logit - maximum), 1.0))
-        _tell(factor_filled, turn)
+        tell(factor_filled, turn)
         turn += 1
 
 
@@ -215,7 +184,7 @@ def _multiply(
         first = gl.full([HEADS, PART], 0.0, gl.float32, tile)
         second = gl.full([HEADS, PART], 0.0, gl.float32, tile)
         for _start in range(0, end, ROWS):
-            _await_filled(filled, block)
+            await_filled(filled, block)
             shrink, given = (
                 gl.expand_dims(shrinks.index(block % BLOCKS).load(of_head), 1),
                 chances.index(block % BLOCKS),
@@ -224,14 +193,14 @@ def _multiply(
             first = warpgroup_mma(given, parts.index(part % PARTS), first * shrink, is_async=True)
             second = warpgroup_mma(given, parts.index((part + 2) % PARTS), second * shrink, is_async=True)
             first = warpgroup_mma_wait(1, deps=[first])
-            _tell(part_freed, part)
+            tell(part_freed, part)
             second = warpgroup_mma_wait(0, deps=[second])
-            _tell(part_freed, part + 2)
-            _tell(freed, block)
+            tell(part_freed, part + 2)
+            tell(freed, block)
             block += 1
-        _await_filled(factor_filled, turn)
+        await_filled(factor_filled, turn)
         factor = gl.expand_dims(factors.load(of_head), 1)
-        _tell(factor_freed, turn)
+        tell(factor_freed, turn)
         turn += 1
         token, head, column = (unit // GROUPS).to(gl.int64), unit % GROUPS * HEADS, HALF * (WIDTH // 2)
         _store(o, (first * factor).to(gl.bfloat16), token, head, column, TOTAL)
@@ -302,11 +271,11 @@ def _warp_specialized(
     factors = gl.allocate_shared_memory(gl.float32, [HEADS], plain)
     ends = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
     # a copy is told of by each thread, all else by one for all
-    query_filled, query_freed = _barriers(1, THREADS, 1)
-    part_filled, part_freed = _barriers(PARTS, THREADS, 1)
-    filled, freed = _barriers(BLOCKS, 1, 2)
-    factor_filled, factor_freed = _barriers(1, 1, 2)
-    end_filled, end_freed = _barriers(2, 1, 3)
+    query_filled, query_freed = ring(1, THREADS, 1)
+    part_filled, part_freed = ring(PARTS, THREADS, 1)
+    filled, freed = ring(BLOCKS, 1, 2)
+    factor_filled, factor_freed = ring(1, 1, 2)
+    end_filled, end_freed = ring(2, 1, 3)
     wait_for_inputs(OVERLAP)
     told = (filled, freed, factor_filled, factor_freed, end_filled, end_freed)
     kept = (chances, shrinks, factors, ends)
