@@ -224,14 +224,20 @@ def test_what_is_launched_is_launched_by_one_door():
 
 def test_gluon_is_imported_where_it_is_used():
     """It is experimental: a Triton without it, or with another, runs all other kernels."""
-    gluon = {"triton.experimental", "dsv4cli.kernels.gluon_launch", "dsv4cli.kernels.attention.kernel.warp_specialized"}
+    ours = {
+        "dsv4cli.kernels.gluon_launch",
+        "dsv4cli.kernels.gluon_barriers",
+        "dsv4cli.kernels.attention.kernel.warp_specialized",
+        "dsv4cli.kernels.experts.kernel.warp_layouts",
+        "dsv4cli.kernels.experts.kernel.warp_specialized",
+    }
     at_once = {
         module_name(file)
         for file, tree in trees().items()
         for _, name in imports_in(tree.body)
-        if any(name == one or name.startswith(f"{one}.") for one in gluon)
+        if any(name == one or name.startswith(f"{one}.") for one in {"triton.experimental", *ours})
     }
-    assert at_once == {name for name in gluon if name.startswith("dsv4cli")}
+    assert at_once == ours
 
 
 def test_files_and_functions_are_short():
