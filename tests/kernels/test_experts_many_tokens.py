@@ -191,6 +191,31 @@ def test_what_is_refused():
 SHARED = [(300, 3), (260, 2), (400, 20), (70, 192)]
 
 
+@pytest.mark.parametrize("pairs", [128, 64])
+def test_warps_that_share_experts_in_an_interpreter(pairs):
+    """The kernel's arithmetic and its barriers; layouts are the compiler's, and bits the GPU's."""
+    from dsv4cli.kernels.experts.kernel import warp_specialized
+    from tests.support.gluon_interpreter import run
+
+    tokens, count = 98, 4
+    x, weights = torch.randn(tokens, 512).bfloat16(), stacked(fp4, count, 512, 512)
+    # 97, 65, 33 pairs and one: each a little wider than a way to multiply them
+    token, routing = torch.arange(tokens), torch.rand(tokens, 2)
+    experts = torch.stack((torch.where(token < 97, 0, 3), torch.where(token < 65, 1, 2)), 1)
+    groups = sort_by_expert.group(experts, None, count, pairs)
+    tiles = (groups.order, groups.row, groups.start, groups.rows, len(groups.rows))
+    w1, w2, w3 = ((one.view(torch.int32), scale.view(torch.int32)) for one, scale in (
+        (weights.w1, weights.w1_scale), (weights.w2, weights.w2_scale), (weights.w3, weights.w3_scale)
+    ))  # fmt: skip
+    inner, outputs = torch.full((2, tokens * 2, 512), torch.nan).bfloat16()
+    run(warp_specialized._warp_specialized, 3, many_tokens._inputs(x, "fp4", False), *tiles, routing, groups.turns, *w1,
+        *w3, inner, 7.0, 512, 512, 2, True, pairs)  # fmt: skip
+    run(warp_specialized._warp_specialized, 3, inner, *tiles, None, groups.turns, *w2, *w2, outputs, 0.0, 512, 512, 1,
+        False, pairs)  # fmt: skip
+    expected = ref.routed_experts(x, weights, experts, routing, 7.0, False)
+    assert (many_tokens.ordered_sum(outputs, experts) - expected).norm() <= 2**-11 * expected.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "count"), SHARED)
 def test_warps_that_share_experts(tokens, count, triton_backend, monkeypatch):
