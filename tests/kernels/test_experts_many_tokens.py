@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dsv4cli.kernels.card import BLACKWELL, CARDS, HOPPER, described
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.experts import ExpertWeights, ref
 
@@ -10,7 +12,7 @@ pytest.importorskip("triton")  # what is tested here is Triton's only
 
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.experts import kernel as experts_kernel
-from dsv4cli.kernels.experts.kernel import many_tokens, sort_by_expert
+from dsv4cli.kernels.experts.kernel import hopper, many_tokens, sort_by_expert
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -61,6 +63,10 @@ def test_pairs_by_expert_in_tiles(tokens, chosen, count, size):
     found = zip(groups.row[needed].tolist(), groups.start[needed].tolist(), groups.rows[needed].tolist(), strict=True)
     assert list(found) == expected
     assert not groups.rows[len(expected) :].any()
+    # both begin at multiples of 16 bytes: for what does not, kernels would be compiled anew
+    assert not groups.turns.any()
+    assert groups.rows.data_ptr() % 16 == 0
+    assert groups.turns.data_ptr() % 16 == 0
 
 
 def assert_like_reference(x, weights, experts, routing, limit=7.0, round_inputs=False):
@@ -179,3 +185,87 @@ def test_what_is_refused():
     turned = ExpertWeights(**{**vars(weights), "w2": weights.w2.mT.contiguous().mT})
     with pytest.raises(KernelUnsupported, match="contiguous"):
         many_tokens.routed_experts(x, turned, experts, routing, 7.0, False)
+
+
+# large tiles of all widths and small ones, whole and not; one expert with many pairs; experts without any
+SHARED = [(300, 3), (260, 2), (400, 20), (70, 192)]
+
+
+@pytest.mark.parametrize("pairs", [128, 64])
+def test_warps_that_share_experts_in_an_interpreter(pairs):
+    """The kernel's arithmetic and its barriers; layouts are the compiler's, and bits the GPU's."""
+    from dsv4cli.kernels.experts.kernel import warp_specialized
+    from tests.support.gluon_interpreter import run
+
+    tokens, count = 98, 4
+    x, weights = torch.randn(tokens, 512).bfloat16(), stacked(fp4, count, 512, 512)
+    # 97, 65, 33 pairs and one: each a little wider than a way to multiply them
+    token, routing = torch.arange(tokens), torch.rand(tokens, 2)
+    experts = torch.stack((torch.where(token < 97, 0, 3), torch.where(token < 65, 1, 2)), 1)
+    groups = sort_by_expert.group(experts, None, count, pairs)
+    tiles = (groups.order, groups.row, groups.start, groups.rows, len(groups.rows))
+    w1, w2, w3 = ((one.view(torch.int32), scale.view(torch.int32)) for one, scale in (
+        (weights.w1, weights.w1_scale), (weights.w2, weights.w2_scale), (weights.w3, weights.w3_scale)
+    ))  # fmt: skip
+    inner, outputs = torch.full((2, tokens * 2, 512), torch.nan).bfloat16()
+    run(warp_specialized._warp_specialized, 3, many_tokens._inputs(x, "fp4", False), *tiles, routing, groups.turns, *w1,
+        *w3, inner, 7.0, 512, 512, 2, True, pairs)  # fmt: skip
+    run(warp_specialized._warp_specialized, 3, inner, *tiles, None, groups.turns, *w2, *w2, outputs, 0.0, 512, 512, 1,
+        False, pairs)  # fmt: skip
+    expected = ref.routed_experts(x, weights, experts, routing, 7.0, False)
+    assert (many_tokens.ordered_sum(outputs, experts) - expected).norm() <= 2**-11 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "count"), SHARED)
+def test_warps_that_share_experts(tokens, count, triton_backend, monkeypatch):
+    if triton_backend == "interpreter" or not HOPPER <= torch.cuda.get_device_capability() < BLACKWELL:
+        pytest.skip("for Hopper")
+    with torch.device("cuda"):
+        x, weights, chosen = torch.randn(tokens, 1024).bfloat16(), stacked(fp4, 2 * count, 1024, 512), 2
+        weights = ExpertWeights(**{**vars(weights), "rows": torch.randperm(2 * count)[:count]})
+        given = routed(tokens, count, chosen)
+        assert hopper.suits(x, weights, tokens * chosen)
+        for rounded in (True, False):
+            assert_like_reference(x, weights, *given, round_inputs=rounded)
+        outputs = many_tokens.routed_outputs(x, weights, *given, 7.0, True)
+        assert all(torch.equal(many_tokens.routed_outputs(x, weights, *given, 7.0, True), outputs) for _ in range(5))
+        # a token's bits are its own, whichever tile it is in
+        few = slice(tokens // 3, tokens // 3 + 5)
+        alone = many_tokens.routed_outputs(x[few], weights, *(one[few] for one in given), 7.0, True)
+        assert torch.equal(alone, outputs.unflatten(0, (tokens, chosen))[few].flatten(0, 1))
+        # and those of the kernel for other cards
+        monkeypatch.setattr(hopper, "suits", lambda *_: False)
+        assert torch.equal(many_tokens.routed_outputs(x, weights, *given, 7.0, True), outputs)
+
+
+@pytest.mark.parametrize(
+    ("card", "stored", "dtype", "hidden", "inner", "suits"),
+    [
+        ("h200", fp4, BF16, 4096, 2048, True),
+        ("h100", fp4, BF16, 7168, 512, True),
+        ("h200", fp4, BF16, 4096, 256, False),
+        ("h200", fp4, BF16, 4224, 512, False),
+        ("h200", fp4, FP32, 4096, 2048, False),
+        ("h200", fp8, BF16, 4096, 2048, False),
+        ("h200", bf16, BF16, 4096, 2048, False),
+        ("a100", fp4, BF16, 4096, 2048, False),
+        ("b200", fp4, BF16, 4096, 2048, False),
+        ("rtx5090", fp4, BF16, 4096, 2048, False),
+    ],
+)
+def test_which_experts_warps_share(card, stored, dtype, hidden, inner, suits, monkeypatch):
+    with FakeTensorMode(), described(CARDS[card]), torch.device("cuda"):
+        x, weights = torch.empty(70, hidden, dtype=dtype), stacked(stored, 2, hidden, inner)
+        assert hopper.suits(x, weights, 420) == suits
+        # it counts values of inputs in 32 bits
+        assert not hopper.suits(x, weights, 2**31 // inner)
+        assert not hopper.suits(torch.empty(2**31 // hidden + 1, hidden, dtype=dtype), weights, 420)
+        monkeypatch.setattr("triton.__version__", "3.9.0")
+        assert not hopper.suits(x, weights, 420)
+
+
+def test_experts_that_are_waited_for_have_small_tiles():
+    # chunks of 1,024 and of 2,048 tokens of Flash with 192 experts, 6 a token
+    assert hopper.tile(1024 * 6, 192) == 64
+    assert hopper.tile(2048 * 6, 192) == 128

@@ -35,7 +35,7 @@ NVFP4_FACTOR = tl.constexpr(2.0**7)
 
 
 @triton.jit
-def _pairs(words, factor, SHIFT: tl.constexpr):
+def fp4_pairs(words, factor, SHIFT: tl.constexpr):
     """Codes in bits SHIFT to + 3 (SHIFT 0 or 4) of halves of int32 [...] times factor * 2 ** -126: bf16 [..., 2]."""
     # sign to bit 15, the rest to bits 8..6: e2m1 * 2 ** -126
     bits = (words & (0x000F000F << SHIFT)) * (0x1040 >> SHIFT)
@@ -52,7 +52,7 @@ def _power_of_two(code):
 
 
 @triton.jit
-def _fp4_factor(code):
+def fp4_factor(code):
     """2 ** (code - 127 + 126) / FP4_FACTOR in bf16, code int32; NaN beyond 168, which bf16 does not have."""
     return tl.where(code > 168, 0x7FC0, (code + 86) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
@@ -73,8 +73,8 @@ def _nvfp4_factors(scale):
 def fp4_values(words, factor, ROWS: tl.constexpr):
     """words int32 [repeat, 2, warp, 8, 4, 4], factor bf16 [repeat, 2, warp, 8, 4, 1 or 4] -> bf16 [ROWS, 128]."""
     upper = words >> 8  # [.., t, i]
-    even = tl.join(_pairs(words, factor, 0), _pairs(upper, factor, 0))
-    odd = tl.join(_pairs(words, factor, 4), _pairs(upper, factor, 4))
+    even = tl.join(fp4_pairs(words, factor, 0), fp4_pairs(upper, factor, 0))
+    odd = tl.join(fp4_pairs(words, factor, 4), fp4_pairs(upper, factor, 4))
     values = tl.join(even, odd)  # [repeat, half, warp, 8, t, i, h, q1, q0]
     return tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 8, 4, 6]), [ROWS, 128])
 
@@ -168,7 +168,7 @@ def tile(
             factor = _nvfp4_factors(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4]))
         else:
             codes = _fp4_scale(scale, row, step, K)
-            factor = tl.expand_dims(_fp4_factor(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4])), -1)
+            factor = tl.expand_dims(fp4_factor(tl.reshape(codes, [ROWS // 16 // WARPS, 2, WARPS, 8, 4])), -1)
         values = fp4_values(words, factor, ROWS)
     else:
         values = _values(weight, scale, expert, row, step, N, K, FORMAT)

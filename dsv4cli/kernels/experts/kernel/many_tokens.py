@@ -8,9 +8,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4cli.kernels.block_scale.kernel import fp8_round
 from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from dsv4cli.kernels.experts.kernel import grouped_gemm, grouped_operands
+from dsv4cli.kernels.experts.kernel import grouped_gemm, grouped_operands, hopper
 from dsv4cli.kernels.experts.kernel.few_tokens import SCALE_WORDS
-from dsv4cli.kernels.experts.kernel.sort_by_expert import group
+from dsv4cli.kernels.experts.kernel.sort_by_expert import Groups, group
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
 from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.rows import rows
@@ -49,27 +49,67 @@ def routed_outputs(
         return torch.empty(0, width, dtype=x.dtype, device=x.device)
     _check(weights, width, inner_width, round_inputs)
     form, wide = _format(weights.w1, weights.w1_scale), torch.float32 in (x.dtype, weights.w1.dtype)
-    size, tuned = _columns(tokens * per_token, count, wide), form == "fp4" and not wide
+    pairs, shared = tokens * per_token, hopper.suits(x, weights, tokens * per_token)
+    size, tuned = hopper.tile(pairs, count) if shared else _columns(pairs, count, wide), form == "fp4" and not wide
     groups = group(experts, weights.rows, count, size)
-    tiles = (groups.order, groups.row, groups.start, groups.rows)
-    inputs, padded = _inputs(given, form, round_inputs), _padded(inner_width)
-    inner = torch.empty(tokens * per_token, padded, dtype=x.dtype, device=x.device)
-    height, warps, steps, described = gate_up_tiles(size, tuned, x.device)
-    grouped_gemm.gate_up[(cdiv(padded, height), len(groups.rows))](
-        inputs, *tiles, routing.contiguous(), *_stored(weights.w1, weights.w1_scale, height, described),
-        *_stored(weights.w3, weights.w3_scale, height, described), weights.w1_scale_2, weights.w3_scale_2, inner, limit,
-        inner_width, width, inputs.shape[1], padded, per_token, form, described, height, size, min(warps, height // 16),
-        steps, num_warps=warps,
-    )  # fmt: skip
+    inputs, routing = _inputs(given, form, round_inputs), routing.contiguous()
+    inner = torch.empty(pairs, _padded(inner_width), dtype=x.dtype, device=x.device)
+    if shared:
+        hopper.gate_up(inputs, groups, routing, weights, inner, limit, size)
+    else:
+        _gate_up(inputs, groups, routing, weights, inner, limit, width, form, size, tuned)
     if round_inputs:
         inner = fp8_round(inner, FP8_BLOCK)
-    outputs = torch.empty(tokens * per_token, width, dtype=x.dtype, device=x.device)
-    height, warps, steps, described = down_tiles(size, tuned, x.device)
-    grouped_gemm.down[(cdiv(width, height), len(groups.rows))](
-        inner, *tiles, *_stored(weights.w2, weights.w2_scale, height, described), weights.w2_scale_2, outputs, width,
-        inner_width, padded, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
-    )  # fmt: skip
+    outputs = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    if shared:
+        hopper.down(inner, groups, weights, outputs, size)
+    else:
+        _down(inner, groups, weights, outputs, inner_width, form, size, tuned)
     return outputs
+
+
+def _gate_up(
+    x: torch.Tensor,
+    groups: Groups,
+    routing: torch.Tensor,
+    weights: "ExpertWeights",
+    inner: torch.Tensor,
+    limit: float,
+    width: int,
+    form: str,
+    size: int,
+    tuned: bool,
+) -> None:
+    (inner_width, padded), tiles = (weights.w1.shape[1], inner.shape[1]), _tiles(groups)
+    height, warps, steps, described = gate_up_tiles(size, tuned, x.device)
+    grouped_gemm.gate_up[(cdiv(padded, height), len(groups.rows))](
+        x, *tiles, routing, *_stored(weights.w1, weights.w1_scale, height, described),
+        *_stored(weights.w3, weights.w3_scale, height, described), weights.w1_scale_2, weights.w3_scale_2, inner, limit,
+        inner_width, width, x.shape[1], padded, routing.shape[1], form, described, height, size,
+        min(warps, height // 16), steps, num_warps=warps,
+    )  # fmt: skip
+
+
+def _down(
+    inner: torch.Tensor,
+    groups: Groups,
+    weights: "ExpertWeights",
+    outputs: torch.Tensor,
+    inner_width: int,
+    form: str,
+    size: int,
+    tuned: bool,
+) -> None:
+    width, padded = outputs.shape[1], inner.shape[1]
+    height, warps, steps, described = down_tiles(size, tuned, inner.device)
+    grouped_gemm.down[(cdiv(width, height), len(groups.rows))](
+        inner, *_tiles(groups), *_stored(weights.w2, weights.w2_scale, height, described), weights.w2_scale_2, outputs,
+        width, inner_width, padded, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
+    )  # fmt: skip
+
+
+def _tiles(groups: Groups) -> tuple[torch.Tensor, ...]:
+    return groups.order, groups.row, groups.start, groups.rows
 
 
 def ordered_sum(

@@ -11,6 +11,8 @@ from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 CHUNK = 128
 # chunks whose counts a program adds at once
 ROWS = 32
+# counters, 16 bytes of them
+TURNS = 4
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Groups:
     row: torch.Tensor  # [tiles] where the expert of a tile lies
     start: torch.Tensor  # [tiles] its first position
     rows: torch.Tensor  # [tiles] its number of pairs, 0 for a tile that is not needed
+    turns: torch.Tensor  # [TURNS] 0: where programs that take tiles in turn count them, each launch in another
 
 
 def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: int) -> Groups:
@@ -37,9 +40,10 @@ def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: in
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
-    groups, counts = Groups(ints(pairs), ints(pairs), ints(tiles), ints(tiles), ints(tiles)), ints(chunks, bins)
+    zeros, counts = ints(TURNS + tiles), ints(chunks, bins)
+    groups = Groups(ints(pairs), ints(pairs), ints(tiles), ints(tiles), zeros[TURNS:], zeros[:TURNS])
     given = experts.contiguous()
-    _count[(max(chunks, cdiv(tiles, CHUNK)),)](given, counts, groups.rows, pairs, tiles, bins, CHUNK)
+    _count[(max(chunks, cdiv(len(zeros), CHUNK)),)](given, counts, zeros, pairs, len(zeros), bins, CHUNK)
     _place[(chunks,)](
         given, rows, counts, groups.order, groups.position, groups.row, groups.start, groups.rows, pairs, chunks,
         bins, CHUNK, ROWS, size, num_warps=8,
@@ -47,19 +51,19 @@ def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: in
     return groups
 
 
-@launched(do_not_specialize=["pairs", "tiles"])
+@launched(do_not_specialize=["pairs", "length"])
 def _count(
     experts,  # int64 [pairs]
     counts,  # [chunks, BINS]
-    rows,  # [tiles], set to 0
+    zeros,  # [length], set to 0
     pairs,
-    tiles,
+    length,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    tl.store(rows + index, 0, index < tiles)
+    tl.store(zeros + index, 0, index < length)
     if chunk * CHUNK < pairs:
         inside = index < pairs
         expert = tl.load(experts + index, inside, other=0).to(tl.int32)

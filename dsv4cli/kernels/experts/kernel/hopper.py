@@ -1,0 +1,67 @@
+"""Which experts `warp_specialized` multiplies: its Gluon is imported where it is used."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from
+from dsv4cli.kernels.experts.kernel.sort_by_expert import Groups
+from dsv4cli.kernels.launch import READ
+
+if TYPE_CHECKING:
+    from dsv4cli.kernels.experts import ExpertWeights
+
+# pairs of its tiles, and up to how many pairs of an expert it takes small ones; columns whose scales it reads at once
+SMALL, LARGE, FEW, COLUMNS = 64, 128, 48, 512
+# values of inputs that it counts in 32 bits
+MOST = 2**31
+
+
+def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int) -> bool:
+    """Whether `warp_specialized` multiplies these weights with inputs x [T, D] of so many pairs."""
+    inner, width = weights.w1.shape[1], x.shape[1]
+    # FP4 with e8m0 scales
+    if weights.w1.dtype != torch.int8 or x.dtype != torch.bfloat16 or width % COLUMNS or inner % COLUMNS:
+        return False
+    if max(len(x) * width, pairs * inner) >= MOST or not triton.__version__.startswith(READ):
+        return False
+    return x.device.type == "cuda" and is_from(x.device, HOPPER) and not is_from(x.device, BLACKWELL)
+
+
+def tile(pairs: int, experts: int) -> int:
+    """Pairs of a tile, for this many pairs and experts."""
+    return SMALL if pairs <= FEW * experts else LARGE
+
+
+def gate_up(
+    x: torch.Tensor,
+    groups: Groups,
+    routing: torch.Tensor,
+    weights: "ExpertWeights",
+    inner: torch.Tensor,
+    limit: float,
+    pairs: int,
+) -> None:
+    """As `grouped_gemm.gate_up`, into inner [P, I]; x [T, D]: as `grouped_operands.prepare` leaves it.
+
+    pairs: of a tile.
+    """
+    from dsv4cli.kernels.experts.kernel import warp_specialized
+
+    first, second = _words(weights.w1, weights.w1_scale), _words(weights.w3, weights.w3_scale)
+    warp_specialized.products(x, groups, routing, first, second, inner, limit, pairs)
+
+
+def down(inner: torch.Tensor, groups: Groups, weights: "ExpertWeights", outputs: torch.Tensor, pairs: int) -> None:
+    """As `grouped_gemm.down`, into outputs [P, D]; pairs: of a tile."""
+    from dsv4cli.kernels.experts.kernel import warp_specialized
+
+    matrix = _words(weights.w2, weights.w2_scale)
+    warp_specialized.products(inner, groups, None, matrix, matrix, outputs, 0.0, pairs)
+
+
+def _words(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [E, N, K / 8] and scales [E, N, K / 128] in words of 32 bits."""
+    assert scale is not None
+    return weight.view(torch.int32), scale.view(torch.int32)

@@ -1,0 +1,317 @@
+"""Runs kernels in Gluon on a CPU: values, shared memory and barriers, each set of warps a thread; no layouts.
+
+What it shows: that the arithmetic is right, that every slot is filled before it is read and freed before it is filled,
+and that nobody waits for ever. What it does not: layouts, which only the compiler checks, and time.
+"""
+
+import operator
+import threading
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from triton import language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+DTYPES = {
+    "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "fp32": torch.float32,
+    "bf16": torch.bfloat16, "uint8": torch.uint8,
+}  # fmt: skip
+# what shared memory holds before anything is stored, and what a load without `other` gives where it is masked
+POISON = {dtype: float("nan") if dtype.is_floating_point else 101 for dtype in DTYPES.values()}
+# seconds after which a wait is for ever
+PATIENCE = 10
+
+
+def run(kernel: Any, programs: int, *arguments: Any) -> None:
+    """The programs of a kernel, one after the other; tensors are contiguous, and pointers to their first element."""
+    given = [Pointers(value.view(-1), 0) if isinstance(value, torch.Tensor) else value for value in arguments]
+    for number in range(programs):
+        _in_python(kernel, {}, Language(number, programs))(*given)
+
+
+def _in_python(function: Any, known: dict[Any, Any], language: "Language") -> Any:
+    """What Gluon would compile, with another language."""
+    source = function.fn
+    if source not in known:
+        names = dict(source.__globals__)
+        known[source] = FunctionType(source.__code__, names, source.__name__, source.__defaults__)
+        for name in source.__code__.co_names:
+            if name in names:
+                names[name] = _replaced(names[name], known, language)
+    return known[source]
+
+
+def _replaced(value: Any, known: dict[Any, Any], language: "Language") -> Any:
+    if isinstance(value, gl.constexpr):
+        return value.value
+    if value is gl or value is tl:
+        return language
+    if callable(getattr(value, "fn", None)):
+        return _in_python(value, known, language)
+    return next((ours for theirs, ours in REPLACED if theirs is value), value)
+
+
+def raw(value: Any) -> Any:
+    return value.values if isinstance(value, Values) else value
+
+
+def _operation(function: Callable[..., Any], turned: bool = False) -> Callable[..., Any]:
+    def apply(one: "Values", other: Any) -> Any:
+        if isinstance(other, Pointers):
+            return other + one
+        left, right = one.values, raw(other)
+        return Values(function(right, left) if turned else function(left, right))
+
+    return apply
+
+
+class Values:
+    """A tensor in registers."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Values":
+        wanted = DTYPES[dtype.name]
+        return Values(self.values.view(wanted) if bitcast else self.values.to(wanted))
+
+    def __getitem__(self, index: Any) -> "Values":
+        return Values(self.values[index])
+
+    def __neg__(self) -> "Values":
+        return Values(-self.values)
+
+
+class Scalar(int):
+    """A number that kernels convert."""
+
+    def to(self, _dtype: Any) -> "Scalar":
+        return self
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "rshift", "lshift"):
+    _function = getattr(operator, f"__{_name}__")
+    setattr(Values, f"__{_name}__", _operation(_function))
+    setattr(Values, f"__r{_name}__", _operation(_function, True))
+    if _name != "truediv":
+        setattr(Scalar, f"__{_name}__", lambda one, other, f=_function: _scalar(f, one, other))
+        setattr(Scalar, f"__r{_name}__", lambda one, other, f=_function: Scalar(f(int(other), int(one))))
+for _name in ("lt", "gt", "le", "ge", "eq"):
+    setattr(Values, f"__{_name}__", _operation(getattr(operator, f"__{_name}__")))
+
+
+def _scalar(function: Callable[..., Any], one: int, other: Any) -> Any:
+    if isinstance(other, int):
+        return Scalar(function(int(one), int(other)))
+    found = function(int(one), raw(other))
+    return Values(found) if isinstance(other, Values) else found
+
+
+class Pointers:
+    """Places in memory, which is one tensor, or several one behind another."""
+
+    def __init__(self, memory: torch.Tensor, places: Any) -> None:
+        self.memory, self.places = memory, places
+        self.dtype = SimpleNamespace(element_ty=next((one for one in GLUON if DTYPES[one.name] == memory.dtype), None))
+
+    def __add__(self, more: Any) -> "Pointers":
+        return Pointers(self.memory, self.places + raw(more))
+
+    __radd__ = __add__
+
+
+GLUON = [gl.int8, gl.int16, gl.int32, gl.int64, gl.float32, gl.bfloat16, gl.uint8]
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    def index(self, number: int) -> "Shared":
+        return Shared(self.values[int(number)])
+
+    def slice(self, begin: int, length: int, dim: int = 0) -> "Shared":
+        return Shared(self.values.narrow(dim, begin, length))
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.values.permute(*order))
+
+    def load(self, _layout: Any) -> Values:
+        return Values(self.values.clone())
+
+    def store(self, given: Values) -> None:
+        assert (given.values.shape, given.values.dtype) == (self.values.shape, self.values.dtype)
+        self.values.copy_(given.values)
+
+
+class Barriers(list["Barrier"]):
+    """One for each slot."""
+
+    @property
+    def shape(self) -> list[int]:
+        return [len(self), 1]
+
+    def index(self, number: int) -> "Barrier":
+        return self[int(number)]
+
+
+class Barrier:
+    """As mbarrier in PTX: a phase ends when `count` have arrived."""
+
+    def __init__(self) -> None:
+        self.condition, self.phase, self.count, self.pending = threading.Condition(), 0, 0, 0
+
+    def arrive(self, count: int) -> None:
+        with self.condition:
+            self.pending -= count
+            assert self.pending >= 0, "more have arrived than were expected"
+            if not self.pending:
+                self.phase, self.pending = self.phase + 1, self.count
+                self.condition.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.condition:
+            assert self.condition.wait_for(lambda: self.phase & 1 != parity, PATIENCE), "nobody arrives"
+
+
+class Language:
+    """`gl` and `tl` of a program; layouts are what they are in Gluon."""
+
+    def __init__(self, number: int, programs: int) -> None:
+        self.number, self.programs = number, programs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gl, name)
+
+    static_range = staticmethod(range)
+
+    def program_id(self, _axis: int) -> Scalar:
+        return Scalar(self.number)
+
+    def num_programs(self, _axis: int) -> Scalar:
+        return Scalar(self.programs)
+
+    def arange(self, begin: int, end: int, layout: Any = None) -> Values:
+        return Values(torch.arange(begin, end, dtype=torch.int32))
+
+    def full(self, shape: list[int], value: Any, dtype: Any, layout: Any = None) -> Values:
+        return Values(torch.full([int(size) for size in shape], value, dtype=DTYPES[dtype.name]))
+
+    def load(self, pointers: Pointers, mask: Any = None, other: Any = None) -> Any:
+        places = torch.as_tensor(pointers.places)
+        inside = torch.as_tensor(True if mask is None else raw(mask)).expand(places.shape)
+        found = torch.full(places.shape, POISON[pointers.memory.dtype] if other is None else other)
+        found = found.to(pointers.memory.dtype).masked_scatter(inside, pointers.memory[places[inside]])
+        return Values(found) if found.ndim else Scalar(found.item())
+
+    def store(self, pointers: Pointers, values: Values, mask: Values) -> None:
+        inside = mask.values.expand(pointers.places.shape)
+        pointers.memory[pointers.places[inside]] = values.values[inside]
+
+    def atomic_add(self, pointers: Pointers, more: int, sem: str) -> Scalar:
+        before = int(pointers.memory[pointers.places])
+        pointers.memory[pointers.places] += more
+        return Scalar(before)
+
+    def where(self, condition: Any, one: Any, other: Any) -> Any:
+        if not isinstance(condition, Values):
+            chosen = one if condition else other
+            return Scalar(chosen) if isinstance(chosen, int) else chosen
+        if isinstance(one, Pointers):
+            both, behind = torch.cat((one.memory, other.memory)), len(one.memory)
+            return Pointers(both, torch.where(condition.values, one.places, other.places + behind))
+        given = [value.values for value in (one, other) if isinstance(value, Values)]
+        found = torch.where(condition.values, raw(one), raw(other))
+        return Values(found.to(given[0].dtype if given else torch.int32))
+
+    def maximum(self, one: Values, other: int) -> Values:
+        return Values(one.values.clamp(min=other))
+
+    def max(self, values: Values, _axis: int) -> Scalar:
+        return Scalar(values.values.max().item())
+
+    def exp(self, values: Values) -> Values:
+        return Values(values.values.exp())
+
+    def expand_dims(self, values: Any, axis: int) -> Values:
+        return Values(raw(values).unsqueeze(axis))
+
+    def join(self, one: Values, other: Values) -> Values:
+        return Values(torch.stack(torch.broadcast_tensors(one.values, other.values), -1))
+
+    def split(self, values: Values) -> list[Values]:
+        return [Values(one) for one in values.values.unbind(-1)]
+
+    def reshape(self, values: Values, shape: list[int]) -> Values:
+        return Values(values.values.reshape([int(size) for size in shape]))
+
+    def permute(self, values: Values, order: tuple[int, ...]) -> Values:
+        return Values(values.values.permute(*order))
+
+    def convert_layout(self, values: Values, _layout: Any, assert_trivial: bool = False) -> Values:
+        return values
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], _layout: Any) -> Any:
+        if dtype == gl.int64:
+            return Barriers(Barrier() for _ in range(shape[0]))
+        wanted = DTYPES[dtype.name]
+        return Shared(torch.full([int(size) for size in shape], POISON[wanted], dtype=wanted))
+
+    def warp_specialize(self, parts: list[Any], _warps: Any, _registers: Any) -> None:
+        failed: list[Exception] = []
+
+        def carry_out(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+            try:
+                function(*arguments)
+            except Exception as error:  # noqa: BLE001 # raised below
+                failed.append(error)
+
+        threads = [threading.Thread(target=carry_out, args=part) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in failed:
+            raise error
+
+
+def _begin(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+def _copy(shared: Shared, pointers: Pointers, mask: Values | None = None) -> None:
+    shared.store(Language(0, 1).load(pointers, mask, 0))
+
+
+def _products(left: Values, right: Shared, sums: Values, is_async: bool) -> Values:
+    return Values(sums.values + left.values.float() @ right.values.float())
+
+
+MBARRIER = SimpleNamespace(
+    MBarrierLayout=lambda: None,
+    init=_begin,
+    wait=lambda barrier, parity, pred=True: barrier.wait(int(parity)) if pred else None,
+    arrive=lambda barrier, count: barrier.arrive(count),
+)
+# a copy is told of by each of the 128 threads that make it
+COPY = SimpleNamespace(
+    async_copy_global_to_shared=_copy, mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128)
+)
+REPLACED = [
+    (async_copy, COPY), (hopper.mbarrier, MBARRIER), (hopper.warpgroup_mma, _products),
+    (hopper.warpgroup_mma_wait, lambda _pending, deps: deps),
+]  # fmt: skip
