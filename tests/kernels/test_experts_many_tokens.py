@@ -225,7 +225,8 @@ def test_warps_that_share_experts(tokens, count, triton_backend, monkeypatch):
         x, weights, chosen = torch.randn(tokens, 1024).bfloat16(), stacked(fp4, 2 * count, 1024, 512), 2
         weights = ExpertWeights(**{**vars(weights), "rows": torch.randperm(2 * count)[:count]})
         given = routed(tokens, count, chosen)
-        assert hopper.suits(x, weights, tokens * chosen)
+        monkeypatch.setattr(hopper, "LEAST", 0)
+        assert hopper.suits(x, weights, tokens * chosen, count)
         for rounded in (True, False):
             assert_like_reference(x, weights, *given, round_inputs=rounded)
         outputs = many_tokens.routed_outputs(x, weights, *given, 7.0, True)
@@ -257,12 +258,15 @@ def test_warps_that_share_experts(tokens, count, triton_backend, monkeypatch):
 def test_which_experts_warps_share(card, stored, dtype, hidden, inner, suits, monkeypatch):
     with FakeTensorMode(), described(CARDS[card]), torch.device("cuda"):
         x, weights = torch.empty(70, hidden, dtype=dtype), stacked(stored, 2, hidden, inner)
-        assert hopper.suits(x, weights, 420) == suits
+        assert hopper.suits(x, weights, 420, 2) == suits
+        # 16 pairs an expert
+        assert hopper.suits(x, weights, 420, 26) == suits
+        assert not hopper.suits(x, weights, 420, 27)
         # it counts values of inputs in 32 bits
-        assert not hopper.suits(x, weights, 2**31 // inner)
-        assert not hopper.suits(torch.empty(2**31 // hidden + 1, hidden, dtype=dtype), weights, 420)
+        assert not hopper.suits(x, weights, 2**31 // inner, 2)
+        assert not hopper.suits(torch.empty(2**31 // hidden + 1, hidden, dtype=dtype), weights, 420, 2)
         monkeypatch.setattr("triton.__version__", "3.9.0")
-        assert not hopper.suits(x, weights, 420)
+        assert not hopper.suits(x, weights, 420, 2)
 
 
 def test_experts_that_are_waited_for_have_small_tiles():

@@ -14,13 +14,18 @@ if TYPE_CHECKING:
 
 # pairs of its tiles, and up to how many pairs of an expert it takes small ones; columns whose scales it reads at once
 SMALL, LARGE, FEW, COLUMNS = 64, 128, 48, 512
+# the fewest pairs of an expert that it pays for
+LEAST = 16
 # values of inputs that it counts in 32 bits
 MOST = 2**31
 
 
-def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int) -> bool:
-    """Whether `warp_specialized` multiplies these weights with inputs x [T, D] of so many pairs."""
+def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, experts: int) -> bool:
+    """Whether `warp_specialized` multiplies the weights of this many experts with inputs x [T, D] of so many pairs, and
+    is the fastest for them."""
     inner, width = weights.w1.shape[1], x.shape[1]
+    if pairs < LEAST * experts:
+        return False
     # FP4 with e8m0 scales
     if weights.w1.dtype != torch.int8 or x.dtype != torch.bfloat16 or width % COLUMNS or inner % COLUMNS:
         return False

@@ -49,7 +49,7 @@ def routed_outputs(
         return torch.empty(0, width, dtype=x.dtype, device=x.device)
     _check(weights, width, inner_width, round_inputs)
     form, wide = _format(weights.w1, weights.w1_scale), torch.float32 in (x.dtype, weights.w1.dtype)
-    pairs, shared = tokens * per_token, hopper.suits(x, weights, tokens * per_token)
+    pairs, shared = tokens * per_token, hopper.suits(x, weights, tokens * per_token, count)
     size, tuned = hopper.tile(pairs, count) if shared else _columns(pairs, count, wide), form == "fp4" and not wide
     groups = group(experts, weights.rows, count, size)
     inputs, routing = _inputs(given, form, round_inputs), routing.contiguous()
