@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 
@@ -64,9 +64,16 @@ class Guard:
     def _check_origin(self, headers: Headers) -> None:
         """A page of another site must not ask through somebody's browser, under its own name or under one that it has
         had resolved to this machine."""
-        host = headers.get("host", "")
-        if is_loopback(self.host) and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if is_loopback(self.host) and not is_loopback(_split(f"//{host}").hostname or ""):
             raise Refusal(403, "this server answers this machine only: ask it as localhost")
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _split(origin).netloc != host:
             raise Refusal(403, "pages of other sites cannot ask this server")
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of an address, none of one that is damaged."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
