@@ -69,7 +69,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, most: int, metrics: Metrics) -> None:
         self._loop = asyncio.get_running_loop()
-        self._most, self._metrics = most, metrics
+        self.most, self._metrics = most, metrics
         self.room = engine.room
         self._calls: dict[Request, EngineCall] = {}
         self.failure: asyncio.Future[Exception] = self._loop.create_future()
@@ -98,7 +98,7 @@ class AsyncEngine:
         """Has requests answered. Raises `Refusal` where the queue has no room for all of them."""
         if self.failure.done():
             raise Refusal(503, "the engine has failed, and the server is about to end")
-        if len(self._calls) + len(requests) > self._most:
+        if len(self._calls) + len(requests) > self.most:
             raise Refusal(503, f"the queue is full: {len(self._calls):,} requests run or wait; try again later")
         call = EngineCall(self, requests)
         for request in requests:

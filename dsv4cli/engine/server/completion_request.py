@@ -21,19 +21,29 @@ IDLE = ("model", "user", "best_of", "metadata")
 @dataclass(frozen=True)
 class CompletionRequest:
     """plans: one a prompt. echo: the prompt is part of the text. logprobs: how many alternatives are reported, None
-    for nothing. draws: whether anything follows the prompts."""
+    for nothing. follows: whether anything does, behind the prompts."""
 
     plans: list[AnswerPlan]
     stream: bool
     include_usage: bool
     echo: bool
     logprobs: int | None
-    draws: bool
+    follows: bool
 
     @property
     def scored(self) -> bool:
         """Whether the prompts' own tokens are reported."""
         return self.echo and self.logprobs is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether requests of their own draw what follows the prompts."""
+        return self.follows and not self.one_greedy
+
+    @property
+    def count(self) -> int:
+        """How many requests of the engine it is."""
+        return sum(self.scored + plan.count * self.draws for plan in self.plans)
 
     @property
     def one_greedy(self) -> bool:
@@ -51,8 +61,7 @@ class CompletionRequest:
 
     async def drawing(self, service: Service) -> list[list[Request]]:
         """What follows each prompt."""
-        draws = self.draws and not self.one_greedy
-        return [await plan.requests(service) if draws else [] for plan in self.plans]
+        return [await plan.requests(service) if self.draws else [] for plan in self.plans]
 
 
 def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest:
@@ -77,6 +86,9 @@ def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest
     if fields.text("suffix"):
         raise bad_field("suffix", "the model goes on with a text, it does not fill one in")
     request = CompletionRequest(plans, stream, include_usage, echo, logprobs, most > 0)
+    if request.count > service.engine.most:
+        reason = f"with {len(plans)} prompts these are {request.count:,} requests"
+        raise bad_field("n", f"{reason}, the server takes {service.engine.most:,} at once")
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)
     return request

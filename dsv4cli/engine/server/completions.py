@@ -116,7 +116,7 @@ class CompletionReply:
 
     def _take_likeliest(self) -> None:
         """What follows each prompt, where scoring has found that."""
-        if self.asked.draws and self.asked.one_greedy:
+        if self.asked.follows and self.asked.one_greedy:
             for choice in self.choices:
                 choice.ended = False
                 _, self._taken[choice] = choice.push([choice.likeliest(self.service.dialogue.config.eos_token_ids)])

@@ -121,6 +121,7 @@ def test_nothing_need_follow_an_echo(nano, score):
         ({"prompt": [[-1]]}, "prompt[0]", "none of the model's"),
         ({"prompt": [[True]]}, "prompt[0]", "text or a list"),
         ({"prompt": ["a"] * 65}, "prompt", "1 to 64"),
+        ({"prompt": ["a"] * 64, "n": 6}, "n", "384 requests, the server takes 320 at once"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "whole number"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "fill"),
