@@ -48,9 +48,9 @@ class CompletionRequest:
     @property
     def one_greedy(self) -> bool:
         """Whether all that follows is the likeliest token, which scoring finds too."""
-        return self.scored and all(
-            one.limits.max_tokens == 1 and one.sampling.temperature == 0 and one.count == 1 for one in self.plans
-        )
+        one = self.plans[0]  # only their prompts differ
+        greedy = one.sampling.temperature == 0 and not one.sampling.logit_bias
+        return self.scored and greedy and one.limits.max_tokens == 1 and one.count == 1
 
     def scoring(self) -> list[Request]:
         """What reports the prompts' own tokens."""

@@ -99,6 +99,15 @@ def test_the_token_that_scoring_finds_is_the_one_that_is_drawn(nano):
     assert found["token_logprobs"][-1] == pytest.approx(drawn["token_logprobs"][0], abs=1e-4)
 
 
+def test_a_bias_changes_what_follows_an_echo(nano):
+    prompt = ids_of(nano, PROMPT + "17 +")
+    body = {"prompt": prompt, "max_tokens": 1, "logprobs": 0, "echo": True}
+    [likeliest] = ids_of(nano, completed(nano, **body)["choices"][0]["logprobs"]["tokens"][-1])
+    [choice] = completed(nano, **body, logit_bias={str(likeliest): -100})["choices"]
+    assert ids_of(nano, choice["logprobs"]["tokens"][-1]) != [likeliest]
+    assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1
+
+
 @pytest.mark.slow
 def test_nothing_need_follow_an_echo(nano, score):
     prompt = ids_of(nano, PROMPT)
