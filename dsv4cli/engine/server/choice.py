@@ -21,7 +21,7 @@ class Choice:
         self.index, self.request = index, request
         self._thinks = service.thinks(plan.ids)
         answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops)
-        self._stream = AnswerStream(answer, calls=plan.shape.choice.kind != "none")
+        self._stream = AnswerStream(answer, plan.shape.tools, calls=plan.shape.choice.kind != "none")
         self.reasoning_tokens = 0
         self._think_end = service.dialogue.tokenizer.token_id(tokens.THINK_END)
 

@@ -5,6 +5,14 @@ import re
 
 import pytest
 
+from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.server.choice import Choice
+from dsv4cli.engine.server.plan import AnswerPlan
+from dsv4cli.engine.server.shapes import Shape
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.text.reply_grammar import ToolChoice
+from dsv4cli.engine.text.tokens import EOS
+from tests.support.program import calls_block
 from tests.support.serving import asking
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
@@ -74,6 +82,19 @@ def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
     assert parts[0]["function"]["name"] == "get_weather"
     assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
     assert "DSML" not in json.dumps(events)
+
+
+def test_arguments_in_a_wrapper_of_the_models_own_making_are_taken_out(nano):
+    service = nano.server.config.app.service
+    wrapped = {"name": "get_weather", "arguments": '{"arguments": {"city": "Paris"}}'}
+    text = calls_block([{"type": "function", "function": wrapped}]) + EOS
+    ids = service.dialogue.tokenizer.encode(text)
+    plan = AnswerPlan([0], Sampling(0.0), Limits(), Shape(None, ToolChoice(), TOOLS))
+    choice = Choice(0, Request([0], plan.sampling, plan.limits), plan, service)
+    given = [Token(one, 0.0, [], "stop" if one == ids[-1] else None) for one in ids]
+    deltas, _ = choice.push(given, nano.asked.call([]))
+    assert json.loads("".join(delta.text for delta in deltas)) == {"city": "Paris"}
+    assert choice.message["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
 
 
 @pytest.mark.slow
