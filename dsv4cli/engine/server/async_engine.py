@@ -35,7 +35,7 @@ class EngineCall:
     def __exit__(self, *_: object) -> None:
         self.broken_off = bool(self.open)
         for request in list(self.open):
-            self.cancel(request)
+            self._leave(request, "cancelled")
 
     def take(self, update: Update) -> None:
         """Keeps what has come for a client that has not asked yet."""
@@ -56,10 +56,13 @@ class EngineCall:
                 raise refusal_of(update.error)
         return updates
 
-    def cancel(self, request: Request) -> None:
-        """Ends one of the requests before the next step; harmless when it has ended."""
+    def finish(self, request: Request) -> None:
+        """Ends one of the requests, whose answer is whole, before the next step; harmless when it has ended."""
+        self._leave(request, "finished")
+
+    def _leave(self, request: Request, outcome: str) -> None:
         self.open.discard(request)
-        self._engine.cancel(request)
+        self._engine.cancel(request, outcome)
 
 
 class AsyncEngine:
@@ -107,10 +110,10 @@ class AsyncEngine:
             self._thread.add(request)
         return call
 
-    def cancel(self, request: Request) -> None:
-        """Ends a request before the next step; harmless when it has ended."""
+    def cancel(self, request: Request, outcome: str) -> None:
+        """Ends a request before the next step; harmless when it has ended. outcome: as `Metrics.end` has it."""
         if self._calls.pop(request, None) is not None:
-            self._metrics.end(request, "cancelled")
+            self._metrics.end(request, outcome)
             self._thread.cancel(request)
 
     def close(self, seconds: float) -> bool:

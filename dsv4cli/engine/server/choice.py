@@ -67,7 +67,7 @@ class Choice:
             self._thinks = self._thinks and token.id != self._think_end
             deltas += self._stream.push(token)
         if self.ended:
-            call.cancel(self.request)
+            call.finish(self.request)
         return deltas, taken
 
 

@@ -111,7 +111,7 @@ class CompletionReply:
         added, taken = choice.push(update.tokens)
         self._taken[choice] += taken
         if choice.ended:
-            self.call.cancel(update.request)
+            self.call.finish(update.request)
         return added, taken
 
     def _take_likeliest(self) -> None:

@@ -84,6 +84,17 @@ def test_metrics_count_what_has_happened(nano):
     assert after["dsv4_drafts_total"] >= after["dsv4_drafts_accepted_total"] > 0
 
 
+@pytest.mark.parametrize(("path", "prompt"), [("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "2 + 3"})])
+def test_an_answer_that_ends_with_a_stop_text_is_finished(nano, path, prompt):
+    before = numbers(nano)
+    body = asking("What is 17 + 25?") | {"ignore_eos": True, "stop": ["5", " "], "max_tokens": 40} | prompt
+    assert nano.post(path, body)[1]["choices"][0]["finish_reason"] == "stop"
+    assert comes(lambda: nano.at_rest())
+    after = numbers(nano)
+    outcomes = [f'dsv4_requests_total{{outcome="{outcome}"}}' for outcome in ("finished", "cancelled")]
+    assert [after.get(name, 0) - before.get(name, 0) for name in outcomes] == [1, 0]
+
+
 def test_a_fault_of_ours_is_a_500_that_does_not_tell_it(nano, monkeypatch):
     monkeypatch.setattr(metrics, "generate_latest", lambda _: 1 / 0)
     status, document = nano.get("/metrics")
