@@ -123,17 +123,16 @@ class App:
 
         scope["app"] = self  # for the router to raise what is not found
         scope["state"] = {"service": self.service}
-        refusal: Refusal | None = None
         try:
             await self._answer(scope, receive, noting)
         except (ClientGone, ClientDisconnect):
             pass
         except Exception as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
-            refusal = self._refusal(error)
+            scope["state"]["refusal"] = refusal = self._refusal(error)
             if not status:
                 await refusal.response(_is_anthropic(scope))(scope, receive, noting)
         finally:
-            self.service.log(_line(scope, status, refusal, perf_counter() - start))
+            self.service.log(_line(scope, status, perf_counter() - start))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.crowded():
@@ -165,8 +164,9 @@ def _is_anthropic(scope: Scope) -> bool:
     return path.startswith("/v1/messages")
 
 
-def _line(scope: Scope, status: int, refusal: Refusal | None, seconds: float) -> str:
+def _line(scope: Scope, status: int, seconds: float) -> str:
     """What the log says of a request: nothing of what it said."""
+    refusal: Refusal | None = scope["state"].get("refusal")
     client = scope["client"][0] if scope.get("client") else "-"
     line = f"{client} {scope['method']} {scope['path']} {status or 'gone'}"
     if "usage" in scope["state"]:

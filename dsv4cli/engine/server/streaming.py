@@ -77,14 +77,15 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them, as ASGI has it."""
         with self._call, suppress(ClientGone):
-            await while_connected(receive, self._send_all(send))
+            await while_connected(receive, self._send_all(scope, send))
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except Refusal as refusal:
+            scope["state"]["refusal"] = refusal
             await send({"type": "http.response.body", "body": self._failed(refusal), "more_body": True})
         await send({"type": "http.response.body", "body": b""})

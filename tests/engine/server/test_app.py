@@ -12,7 +12,7 @@ from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.engine.server.serving import SWITCH_SECONDS
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import UnsoundResult, UsageError
 from tests.support.serving import asking, comes
 
 KEYS = (b"first-key", b"second-key")
@@ -115,6 +115,19 @@ def test_the_log_has_a_line_a_request_and_no_prompt(nano):
     fine, wrong = asked()[-2:]
     assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 200, \d+ \+ \d+ tokens(, \d+ cached)?, [\d.]+ s", fine)
     assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 400, temperature, [\d.]+ s", wrong)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_a_stream_that_fails_says_so_and_the_log_why(nano, monkeypatch, path):
+    def fail():
+        raise UnsoundResult("logits are not finite", "")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nano.engine, "step", fail)
+        events = nano.stream(path, asking("Hi", prompt="Hi", max_tokens=4))
+    assert any("logits are not finite" in json.dumps(data) for _, data in events)
+    assert comes(lambda: re.search(rf"{path} 200, .*, logits are not finite, [\d.]+ s", nano.lines[-1]))
+    assert comes(nano.at_rest)
 
 
 def test_a_body_has_a_limit(nano):
