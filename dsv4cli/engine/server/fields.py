@@ -40,6 +40,13 @@ class Fields:
             raise self.wrong(name, "expected a string", value)
         return value
 
+    def needed(self, name: str) -> str:
+        """A string that must be there."""
+        value = self.text(name)
+        if value is None:
+            raise bad_field(self.name(name), "expected a string, got nothing")
+        return value
+
     def flag(self, name: str, otherwise: bool = False) -> bool:
         """true or false."""
         value = self.value(name)

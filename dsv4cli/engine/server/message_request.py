@@ -83,7 +83,7 @@ def _text(given: Any, where: str) -> str:
         block = _block(one, f"{where}[{nth}]")
         if block.text("type") != "text":
             raise bad_field(f"{where}[{nth}].type", 'expected "text", which is all that DeepSeek-V4 reads')
-        texts.append(_needed(block, "text"))
+        texts.append(block.needed("text"))
     return "\n\n".join(texts)
 
 
@@ -91,13 +91,6 @@ def _block(given: Any, where: str) -> Fields:
     if not isinstance(given, dict):
         raise bad_field(where, "expected an object")
     return Fields(given, where)
-
-
-def _needed(fields: Fields, name: str) -> str:
-    value = fields.text(name)
-    if value is None:
-        raise bad_field(fields.name(name), "expected a string, got nothing")
-    return value
 
 
 def _messages(given: Any, where: str) -> list[Message]:
@@ -120,11 +113,11 @@ def _said(block: Fields) -> Message:
     if kind == "tool_result":
         content = block.value("content")
         text = "" if content is None else _text(content, block.name("content"))
-        return {"role": "tool", "tool_call_id": _needed(block, "tool_use_id"), "content": text}
+        return {"role": "tool", "tool_call_id": block.needed("tool_use_id"), "content": text}
     if kind != "text":
         reason = "expected text or tool_result: DeepSeek-V4 reads text, and nothing is fetched for a client"
         raise block.wrong("type", reason, kind)
-    return {"role": "user", "content": _needed(block, "text")}
+    return {"role": "user", "content": block.needed("text")}
 
 
 def _answer(blocks: list[Fields]) -> Message:
@@ -132,15 +125,15 @@ def _answer(blocks: list[Fields]) -> Message:
     for block in blocks:
         match block.text("type"):
             case "text":
-                content.append(_needed(block, "text"))
+                content.append(block.needed("text"))
             case "thinking":
-                reasoning.append(_needed(block, "thinking"))
+                reasoning.append(block.needed("thinking"))
             case "redacted_thinking":
                 pass
             case "tool_use":
                 arguments = to_json(block.value("input") or {})
-                function = {"name": _needed(block, "name"), "arguments": arguments}
-                calls.append({"id": _needed(block, "id"), "type": "function", "function": function})
+                function = {"name": block.needed("name"), "arguments": arguments}
+                calls.append({"id": block.needed("id"), "type": "function", "function": function})
             case kind:
                 raise block.wrong("type", "expected text, thinking or tool_use", kind)
     # no empty line between: an answer's text that calls have cut is one
@@ -159,5 +152,5 @@ def _tool(given: Any, where: str) -> Tool:
     schema = fields.mapping("input_schema")
     if schema is None:
         raise bad_field(fields.name("input_schema"), "expected an object, got nothing")
-    function = {"name": _needed(fields, "name"), "description": fields.text("description") or ""}
+    function = {"name": fields.needed("name"), "description": fields.text("description") or ""}
     return {"type": "function", "function": {**function, "parameters": given["input_schema"]}}

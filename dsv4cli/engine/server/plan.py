@@ -65,7 +65,7 @@ class AnswerPlan:
                 thinking=service.thinks(self.ids), form=shape.form, tools=shape.tools, choice=shape.choice
             )
         except UsageError as error:
-            raise bad_field("response_format" if shape.form is not None else "tool_choice", error.message) from None
+            raise bad_field(shape.field, f"{error.message}; {error.remedy}") from None
         return Constraints(*_parts(constraint), grammar)
 
 

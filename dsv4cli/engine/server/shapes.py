@@ -9,16 +9,19 @@ from dsv4cli.engine.text.prompt import Message, Tool
 from dsv4cli.engine.text.reply_grammar import ANY_JSON, AnswerForm, ToolChoice
 
 FORMATS = ("text", "json_object", "json_schema")
+CHOICE = "tool_choice"
 WORDS = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """form: of the text, None for any. choice: which calls there are, of these tools, in OpenAI's shape."""
+    """form: of the text, None for any. choice: which calls there are, of these tools, in OpenAI's shape. field: of the
+    body, that asks for the form or, without one, for calls."""
 
     form: AnswerForm | None
     choice: ToolChoice
     tools: list[Tool]
+    field: str = CHOICE
 
     @property
     def needs_grammar(self) -> bool:
@@ -33,18 +36,20 @@ def openai_shape(fields: Fields, tools: list[Tool]) -> Shape:
     """`response_format`, `structured_outputs` as vLLM has it, `tool_choice` and `parallel_tool_calls`. Raises
     `Refusal`."""
     parallel = fields.flag("parallel_tool_calls", otherwise=True)
-    return Shape(_openai_form(fields), _choice(_openai_choice(fields), parallel, tools), tools)
+    form, field = _openai_form(fields)
+    return Shape(form, _choice(_openai_choice(fields), parallel, tools), tools, field)
 
 
 def anthropic_shape(fields: Fields, tools: list[Tool]) -> Shape:
     """`tool_choice`, and `format` of `output_config`. Raises `Refusal`."""
-    given, output = fields.mapping("tool_choice"), fields.mapping("output_config")
+    given, output = fields.mapping(CHOICE), fields.mapping("output_config")
     form = None if output is None else _form(output, "format", nested=False)
+    field = CHOICE if output is None or form is None else output.name("format")
     if given is None:
-        return Shape(form, ToolChoice("auto"), tools)
+        return Shape(form, ToolChoice("auto"), tools, field)
     kind = given.choice("type", ("auto", "any", "tool", "none"))
-    named = ("required", given.text("name")) if kind == "tool" else (WORDS[kind or "auto"], None)
-    return Shape(form, _choice(named, not given.flag("disable_parallel_tool_use"), tools), tools)
+    named = ("required", given.needed("name")) if kind == "tool" else (WORDS[kind or "auto"], None)
+    return Shape(form, _choice(named, not given.flag("disable_parallel_tool_use"), tools), tools, field)
 
 
 def with_schema(messages: list[Message], form: AnswerForm | None) -> list[Message]:
@@ -61,14 +66,13 @@ _Named = tuple[str, str | None]
 
 
 def _openai_choice(fields: Fields) -> _Named:
-    value = fields.value("tool_choice")
+    value = fields.value(CHOICE)
     if isinstance(value, dict):
-        given = fields.mapping("tool_choice")
+        given = fields.mapping(CHOICE)
         assert given is not None
         given.choice("type", ("function",))
-        function = given.mapping("function")
-        return "required", function.text("name") if function is not None else given.text("name")
-    word = fields.choice("tool_choice", tuple(WORDS))
+        return "required", (given.mapping("function") or given).needed("name")
+    word = fields.choice(CHOICE, tuple(WORDS))
     return WORDS[word or "auto"], None
 
 
@@ -76,21 +80,34 @@ def _choice(named: _Named, parallel: bool, tools: list[Tool]) -> ToolChoice:
     kind, name = named
     names = [tool["function"]["name"] for tool in tools]
     if kind == "required" and not tools:
-        raise bad_field("tool_choice", "a call is required, and there are no tools")
+        raise bad_field(CHOICE, "a call is required, and there are no tools")
     if name is not None and name not in names:
-        raise bad_field("tool_choice", f"there is no tool {name!r}")
+        raise bad_field(CHOICE, f"there is no tool {name!r}")
     if kind == "none":
         return ToolChoice("none")
     return ToolChoice("required" if kind == "required" else "auto", name, parallel)
 
 
-def _openai_form(fields: Fields) -> AnswerForm | None:
+def _openai_form(fields: Fields) -> tuple[AnswerForm | None, str]:
+    """The form, and the field that asks for it, or for calls."""
     given = fields.mapping("structured_outputs")
-    for name, kind in (("json", "json"), ("regex", "regex"), ("grammar", "lark")):
-        value = None if given is None else given.mapping(name) if name == "json" else given.text(name)
-        if value is not None and given is not None:
-            return AnswerForm(kind, given.value(name))  # type: ignore[arg-type] # a kind of the table
-    return _form(fields, "response_format", nested=True)
+    found = None if given is None else _structured(given)
+    if found is not None:
+        return found
+    form = _form(fields, "response_format", nested=True)
+    return form, CHOICE if form is None else "response_format"
+
+
+def _structured(given: Fields) -> tuple[AnswerForm, str] | None:
+    """A form in vLLM's words; another than these would not be held."""
+    schema, regex, grammar = given.mapping("json"), given.text("regex"), given.text("grammar")
+    for name in given.unknown:
+        raise bad_field(name, "expected json, regex or grammar")
+    if schema is not None:
+        return AnswerForm("json", given.value("json")), given.name("json")
+    if regex is not None:
+        return AnswerForm("regex", regex), given.name("regex")
+    return None if grammar is None else (AnswerForm("lark", grammar), given.name("grammar"))
 
 
 def _form(fields: Fields, name: str, *, nested: bool) -> AnswerForm | None:

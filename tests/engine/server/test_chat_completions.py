@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from dsv4cli.engine.chat import grammar
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.server.choice import Choice
 from dsv4cli.engine.server.plan import AnswerPlan
@@ -292,7 +293,14 @@ def test_an_unknown_field_is_ignored_and_logged_once(nano):
             "response_format",
             "the schema at #",
         ),
-        ({"structured_outputs": {"regex": "["}}, "response_format", "the grammar"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "the grammar"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", "json, regex or grammar"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.name", "got nothing"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice.function.name",
+            "got nothing",
+        ),
         ({"reasoning_effort": "enormous"}, "reasoning_effort", "one of none"),
         ({"thinking": {"type": "perhaps"}}, "thinking.type", "one of enabled"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens", "from 0"),
@@ -306,6 +314,13 @@ def test_a_wrong_field_is_named_with_the_reason(nano, fields, param, reason):
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
     assert error["message"].startswith(f"{param}: ")
     assert reason in error["message"]
+
+
+def test_a_form_needs_what_reads_it(nano, monkeypatch):
+    monkeypatch.setattr(grammar, "find_spec", lambda _: None)
+    status, document = nano.post("/v1/chat/completions", asking("Hi", response_format={"type": "json_object"}))
+    assert (status, document["error"]["param"]) == (400, "response_format")
+    assert document["error"]["message"].endswith("which is not installed; install it: pip install 'dsv4[grammar]'")
 
 
 @pytest.mark.parametrize(

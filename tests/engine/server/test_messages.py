@@ -159,6 +159,11 @@ def test_the_same_prompt_as_openai_s(nano):
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"stop_sequences": [1]}, "stop_sequences"),
+        ({"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
+            "output_config.format: the schema at #",
+        ),
     ],
     ids=str,
 )
