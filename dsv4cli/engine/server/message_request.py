@@ -102,7 +102,7 @@ def _messages(given: Any, where: str) -> list[Message]:
     if role == "system":
         return [{"role": role, "content": _text(content, fields.name("content"))}]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list):
+    if not isinstance(blocks, list) or (role == "user" and not blocks):
         raise bad_field(fields.name("content"), "expected a text or a list of blocks")
     own = [_block(one, f"{fields.name('content')}[{nth}]") for nth, one in enumerate(blocks)]
     return [_answer(own)] if role == "assistant" else [_said(one) for one in own]

@@ -149,6 +149,7 @@ def test_the_same_prompt_as_openai_s(nano):
     [
         ({"messages": []}, "messages: expected a list"),
         ({"messages": [{"role": "user"}]}, "messages[0].content: expected a text"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: expected a text"),
         ({"messages": [{"content": "a"}]}, "messages[0].role: expected user or assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
