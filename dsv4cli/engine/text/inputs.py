@@ -185,5 +185,7 @@ def parse_json(text: str, remedy: str) -> object:
     except (ValueError, RecursionError):  # an integer of thousands of digits, thousands of brackets
         raise UsageError("not JSON that can be read: a number too long, or nested too deeply", remedy) from None
     if "\\u" in text and any("\ud800" <= character <= "\udfff" for character in json.dumps(value, ensure_ascii=False)):
-        raise UsageError("a \\u escape is half of a surrogate pair", "write both halves, or the character itself")
+        raise UsageError(
+            "not Unicode: a \\u escape is half of a surrogate pair", "write both halves, or the character itself"
+        )
     return value

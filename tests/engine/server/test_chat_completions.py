@@ -332,7 +332,7 @@ def test_a_form_needs_what_reads_it(nano, monkeypatch):
         (b"\xff", "not UTF-8 at byte 0"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' + b"9" * 5000 + b"}", "a number too long"),
-        (b'{"messages": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"messages": "\\ud800"}', "the body is not Unicode: a \\u escape is half of"),
     ],
     ids=["nothing", "open", "list", "bytes", "nested", "number", "surrogate"],
 )

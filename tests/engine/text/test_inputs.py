@@ -66,7 +66,7 @@ def test_a_pair_of_escapes_is_one_character(tmp_path):
     assert asked(path) == [from_prompt("😀", None)]
     path.write_text('{"prompt": "\\ude00\\ud83d"}')
     _, [bad] = read_questions(path, None)
-    assert (bad.number, bad.error.message) == (1, "a \\u escape is half of a surrogate pair")
+    assert (bad.number, bad.error.message) == (1, "not Unicode: a \\u escape is half of a surrogate pair")
 
 
 BATCH = {
