@@ -153,8 +153,8 @@ class App:
 def _misplaced(error: HTTPException) -> Refusal:
     """A path that is not there, or another method than it takes."""
     if error.status_code == 405:
-        methods = " or ".join(sorted((error.headers or {})["Allow"].split(", ")))
-        return Refusal(405, f"this path takes {methods}")
+        methods = sorted((error.headers or {})["Allow"].split(", "))
+        return Refusal(405, f"this path takes {' or '.join(methods)}", allow=", ".join(methods))
     paths = "/v1/chat/completions, /v1/completions, /v1/messages and /v1/models"
     return Refusal(error.status_code, f"there is nothing at this path; there are {paths}")
 

@@ -26,11 +26,14 @@ RETRY_AFTER = 2
 
 
 class Refusal(Exception):
-    """A request that is not carried out: the status, the reason, and the field that it is about."""
+    """A request that is not carried out: the status, the reason, and the field that it is about. allow: the methods
+    that the path takes, if it is about them."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, allow: str = ""
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.allow = status, message, param, code, allow
 
     def body(self, anthropic: bool) -> dict[str, Any]:
         """The JSON document of the error."""
@@ -42,6 +45,7 @@ class Refusal(Exception):
     def response(self, anthropic: bool) -> Response:
         """The error as a response; the connection ends where the rest of the request is not to be read."""
         headers = {"retry-after": str(RETRY_AFTER)} if self.status == 503 else {}
+        headers |= {"allow": self.allow} if self.allow else {}
         headers |= {"www-authenticate": "Bearer"} if self.status == 401 else {}
         headers |= {"connection": "close"} if self.status in (408, 413, 415, 503) else {}
         return json_response(self.body(anthropic), self.status, headers)

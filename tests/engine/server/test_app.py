@@ -58,6 +58,8 @@ def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, st
     response = nano.send(method, path, b"{}")
     assert response.status == status
     assert json.loads(response.read())["error"]["message"].startswith(message)
+    if status == 405:
+        assert message == f"this path takes {(response.getheader('allow') or '').replace(', ', ' or ')}"
     # whoever reads the log finds the reason too
     assert comes(lambda: any(f"{method} {path} {status}, {message}" in line for line in nano.lines))
 
