@@ -81,7 +81,8 @@ def serve(
     Ctrl-C lets running answers finish, twice it ends at once.
     """
     start, out = perf_counter(), Output(context.obj, quiet=quiet)
-    _check(options.device, torchrun)
+    names = tuple(alias or ())
+    _check(options.device, torchrun, host, names)
     compiler = early_compiler(options)
     from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
     from dsv4cli.engine.server.warm import Sharing
@@ -93,15 +94,17 @@ def serve(
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
     share = Sharing(memory, step_ms)
-    policy = Policy(Guard(keys, host), share, tuple(alias or ()), max_queue, grace, options.seed, fields, log_prompts)
+    policy = Policy(Guard(keys, host), share, names, max_queue, grace, options.seed, fields, log_prompts)
     code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy, start)
     raise typer.Exit(code)
 
 
-def _check(device: str, torchrun: str | None) -> None:
-    from dsv4cli.engine.settings import check_device
+def _check(device: str, torchrun: str | None, host: str, names: tuple[str, ...]) -> None:
+    from dsv4cli.engine.settings import check_device, require
 
     check_device(device)
+    require(bool(host), "--host", "empty", "use 127.0.0.1, 0.0.0.0 or an address of this machine")
+    require(all(map(str.strip, names)), "--alias", "empty", "give a name, or leave it out")
     if torchrun is not None:
         raise UsageError("serve starts its ranks itself, on one machine", "leave out torchrun and give --tp")
     try:

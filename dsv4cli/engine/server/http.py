@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import ceil
 
 import h11
 import uvicorn
@@ -97,7 +98,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app, http=bounded, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
                 server_header=False, date_header=False, h11_max_incomplete_event_size=MOST_HEADER,
-                timeout_keep_alive=int(limits.idle_seconds), timeout_graceful_shutdown=max(1, round(grace)),
+                timeout_keep_alive=int(limits.idle_seconds), timeout_graceful_shutdown=ceil(grace),
             )
         )  # fmt: skip
         self.limits, self._ready = limits, ready
@@ -119,6 +120,17 @@ class HttpServer(uvicorn.Server):
                 connection.transport.abort()
         self._stopped.set()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen. Raises UsageError where another program listens there meanwhile."""
+        [bound] = sockets or []
+        # of its connections too: the next server need not wait until the system has forgotten them
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            host, port = bound.getsockname()[:2]
+            raise _taken(host, port, error) from None
+
     async def main_loop(self) -> None:
         """Waits for the end, where uvicorn would look ten times a second."""
         self._ready()
@@ -131,24 +143,31 @@ class HttpServer(uvicorn.Server):
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address, which nobody can connect to yet. Raises UsageError."""
+    """A socket at an address, which is nobody else's and which nobody can connect to yet. Raises UsageError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # asyncio sends at once (TCP_NODELAY) only where the protocol is named: else an answer waits 40 ms for an ACK
         made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise UsageError(f"there is no address {host}: {error.strerror}", LISTEN) from None
+    except UnicodeError:
+        raise UsageError(f"there is no address {host}", LISTEN) from None
     try:
+        # connections of a server that has ended do not matter, a server that is about to listen does
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         made.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise UsageError(f"{host} is no address of this machine", LISTEN) from None
-        raise UsageError(
-            f"port {port} of {host} cannot be taken: {error.strerror}", "give another --port, or 0 for any that is free"
-        ) from None
+        raise _taken(host, port, error) from None
     return made
+
+
+def _taken(host: str, port: int, error: OSError) -> UsageError:
+    what = f"port {port} of {host} cannot be taken: {error.strerror}"
+    return UsageError(what, "give another --port, or 0 for any that is free")
 
 
 def url_of(bound: socket.socket) -> str:

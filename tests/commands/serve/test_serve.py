@@ -143,6 +143,9 @@ def test_help_loads_nothing_heavy():
     ("arguments", "message", "remedy"),
     [
         (["--host", "no.such.invalid"], "there is no address no.such.invalid", "--host 127.0.0.1"),
+        (["--host", ""], "--host cannot be empty", "127.0.0.1"),
+        (["--host", "a..b"], "there is no address a..b", "--host 127.0.0.1"),
+        (["--alias", "a", "--alias", " "], "--alias cannot be empty", "give a name"),
         (["--api-key-file", "no-such-file"], "no-such-file cannot be read", "a key a line"),
         (["--cache-memory", "much"], "'much' is not a size", "GB"),
         (["--think", "low"], 'release v4 has no thinking level "low"', "off, high, max"),

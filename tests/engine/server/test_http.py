@@ -1,5 +1,6 @@
 """Connections: how many there may be, clients that are slow, that go or do not read, and an orderly end."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -7,7 +8,7 @@ import threading
 import pytest
 
 from dsv4cli.engine.server import incoming
-from dsv4cli.engine.server.http import HttpLimits, bound_socket, url_of
+from dsv4cli.engine.server.http import HttpLimits, HttpServer, bound_socket, url_of
 from dsv4cli.engine.settings import Limits
 from dsv4cli.errors import UsageError
 from tests.support.serving import asking, comes, served
@@ -145,6 +146,23 @@ def test_the_end_lets_answers_finish():
         assert ends(client)
         client.close()
     assert not server.asked._calls
+    bound_socket("127.0.0.1", server.port).close()  # another may begin at once, though connections are remembered
+
+
+@pytest.mark.parametrize(("grace", "seconds"), [(0, 0), (0.2, 1), (30, 30)])
+def test_answers_have_their_grace_at_the_end(grace, seconds):
+    assert HttpServer(None, LIMITS, grace, lambda: None).config.timeout_graceful_shutdown == seconds
+
+
+def test_who_listens_first_has_the_port():
+    with socket.socket() as first, socket.socket() as second:
+        for one in (first, second):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        second.bind(first.getsockname())
+        first.listen()
+        with pytest.raises(UsageError, match=f"port {first.getsockname()[1]} of 127.0.0.1 cannot be taken"):
+            asyncio.run(HttpServer(None, LIMITS, 0, lambda: None).serve([second]))
 
 
 def test_what_is_sent_waits_for_no_acknowledgement(small):
@@ -158,7 +176,6 @@ def test_what_is_sent_waits_for_no_acknowledgement(small):
 def test_an_address_is_taken_before_the_model_is_loaded():
     with bound_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        taken.listen()
         assert url_of(taken) == f"http://127.0.0.1:{port}"
         with pytest.raises(UsageError, match=f"port {port} of 127.0.0.1 cannot be taken"):
             bound_socket("127.0.0.1", port)
