@@ -2,7 +2,9 @@
 
 import math
 import re
+from array import array
 from dataclasses import dataclass, replace
+from functools import cached_property
 from secrets import randbelow
 
 from dsv4cli.errors import UsageError
@@ -60,6 +62,11 @@ class Sampling:
             require(-MOST_BIAS <= bias <= MOST_BIAS, "logit_bias", bias, remedy)
         ids = [token for token, _ in self.logit_bias]
         require(len(ids) == len(set(ids)), "logit_bias", ids, "name each token once")
+
+    @cached_property
+    def packed_bias(self) -> "array[float]":
+        """The ids of `logit_bias`, then what is added to each, packed: fp64 holds both exactly."""
+        return array("d", [*(token for token, _ in self.logit_bias), *(bias for _, bias in self.logit_bias)])
 
     def plus(self, number: int) -> "Sampling":
         """The same with the seed of the answer that comes `number` after this one's."""

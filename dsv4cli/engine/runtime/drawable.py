@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.settings import Sampling
 from dsv4cli.engine.system.device import upload
 
 # far below any logit, and finite at the lowest temperature
 BANNED = -1e30
-# of a row: what is added to the logits of tokens
-Addends = Mapping[int, float]
 
 
 def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
@@ -19,37 +19,40 @@ def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
     Of each chunk a row for its newest token, and one for each draft behind it; what a constraint bans matters to the
     first of them only. The given logits stay, and are returned where nothing is asked. Nothing waits for the device.
     """
-    addends: dict[int, Addends] = {}
+    biased: list[tuple[int, Sampling]] = []
+    banned: list[tuple[int, int]] = []
     masks: dict[int, bytes] = {}
     first = 0
     for chunk in ready:
         sampling, constraint = chunk.request.sampling, chunk.request.constraint
         rows = range(first, first + 1 + len(chunk.drafts))
         if sampling.logit_bias:
-            addends |= {row: dict(sampling.logit_bias) for row in rows}
+            biased += [(row, sampling) for row in rows]
         if constraint is not None:
-            banned = constraint.banned()
-            if banned:
-                addends[first] = {**addends.get(first, {}), **dict.fromkeys(banned, BANNED)}
+            banned += [(first, token) for token in constraint.banned()]
             found = zip(rows, constraint.masks(chunk.drafts), strict=False)
             masks |= {row: mask for row, mask in found if mask is not None}
         first = rows.stop
-    if not addends and not masks:
+    if not biased and not banned and not masks:
         return logits
     logits = logits.clone()
-    if addends:
-        _add(logits, addends)
+    if biased:
+        _add(logits, biased)
+    if banned:
+        rows_of, tokens = upload(torch.tensor(banned).T.contiguous(), logits.device)
+        logits[rows_of, tokens] = BANNED
     if masks:
         _mask(logits, masks)
     return logits
 
 
-def _add(logits: torch.Tensor, addends: Mapping[int, Addends]) -> None:
-    entries = [(row, token, value) for row, own in addends.items() for token, value in own.items()]
-    # fp64 holds all of it exactly
-    columns = upload(torch.tensor(entries, dtype=torch.float64).T.contiguous(), logits.device)
-    rows, tokens = columns[:2].long()
-    logits[rows, tokens] += columns[2].float()
+def _add(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> None:
+    """biased: rows, and the samplings whose biases they get."""
+    packed = [np.frombuffer(sampling.packed_bias).reshape(2, -1) for _, sampling in biased]
+    rows = np.repeat([float(row) for row, _ in biased], [own.shape[1] for own in packed])
+    columns = upload(torch.from_numpy(np.vstack([rows, np.hstack(packed)])), logits.device)
+    places = columns[:2].long()
+    logits[places[0], places[1]] += columns[2].float()
 
 
 def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:

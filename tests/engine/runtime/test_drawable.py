@@ -83,3 +83,9 @@ def test_an_engine_on_a_gpu_follows_a_mask(drafts):
         path = [0, *request.ids[len(request.prompt) :]][start:]
         assert all((first + second) % 3 == 0 for first, second in pairwise(path))
     assert not all((first + second) % 3 == 0 for first, second in pairwise(requests[1].ids))
+
+
+def test_a_bias_is_packed_once_for_all_steps():
+    sampling = Sampling(0.0, logit_bias=((7, 1.5), (130, -100.0)))
+    assert sampling.packed_bias is sampling.packed_bias
+    assert sampling.packed_bias.tolist() == [7, 130, 1.5, -100]
