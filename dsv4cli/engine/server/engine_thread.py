@@ -84,7 +84,7 @@ class EngineThread:
         try:
             while self._carry_out_orders():
                 if self._engine.busy:
-                    self._step()
+                    self._attempt(self._step)
                 elif not self._orders and not self._engine.prepare():
                     self._wait()
         except Exception as error:  # noqa: BLE001 - whoever has made the thread says so
@@ -99,8 +99,14 @@ class EngineThread:
         with self._wake:
             orders, self._orders = self._orders, deque()
         for order in orders:
-            order()
+            self._attempt(order)
         return not self._closed
+
+    def _attempt(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Dsv4Error as error:
+            self._fail_all(error)
 
     def _add(self, request: Request) -> None:
         self._requests[request] = None
@@ -109,8 +115,6 @@ class EngineThread:
         except UsageError as error:
             del self._requests[request]
             self._deliver([_failure(request, error)])
-        except Dsv4Error as error:
-            self._fail_all(error)
 
     def _cancel(self, request: Request) -> None:
         if request in self._requests:
@@ -118,11 +122,7 @@ class EngineThread:
             self._engine.cancel(request)
 
     def _step(self) -> None:
-        try:
-            results = self._engine.step()
-        except Dsv4Error as error:
-            self._fail_all(error)
-            return
+        results = self._engine.step()
         now, updates = perf_counter(), []
         for result in results:
             request, tokens = result.request, result.tokens

@@ -10,7 +10,7 @@ import pytest
 from dsv4cli.engine.server import incoming
 from dsv4cli.engine.server.http import HttpLimits, HttpServer, bound_socket, url_of
 from dsv4cli.engine.settings import Limits
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.support.serving import asking, comes, served
 
 # layers of all kinds but one: what costs next to nothing
@@ -81,6 +81,23 @@ def test_a_client_that_goes_ends_its_request(small):
         assert comes(lambda: small.engine.busy)
     assert comes(small.at_rest)
     assert comes(lambda: small.tasks() == 1)
+
+
+def test_a_request_that_cannot_be_ended_fails_those_beside_it_and_no_later_ones(small, monkeypatch):
+    """A state of it is kept, for which there may be no memory."""
+    cancel = small.engine.cancel
+
+    def fail(request):
+        monkeypatch.setattr(small.engine, "cancel", cancel)
+        small.engine.forget()
+        raise NotEnoughMemory("no host memory", "")
+
+    with endless(small), endless(small) as other:
+        monkeypatch.setattr(small.engine, "cancel", fail)
+        endless(small).close()
+        assert ends(other)
+    assert comes(small.at_rest)
+    assert small.chat("go on")["choices"]
 
 
 @pytest.mark.slow
