@@ -16,10 +16,13 @@ from dsv4cli.engine.server.refusals import Refusal, refusal_of
 IDLE_SECONDS = 15
 # how long a step may take before the engine is said not to answer
 REPORT_SECONDS = 30
+# tokens, each with its alternatives, that wait for a client which does not read: 5 to 10 MB
+MOST_UNREAD = 1 << 15
 
 
 class EngineCall:
-    """Requests of one client that are answered together. Leaving it cancels those that have not ended.
+    """Requests of one client that are answered together. Leaving it cancels those that have not ended, as does a client
+    that does not read.
 
     open: those; broken_off: whether there were some then.
     """
@@ -27,20 +30,24 @@ class EngineCall:
     def __init__(self, engine: "AsyncEngine", requests: Sequence[Request]) -> None:
         self._engine, self.open, self.broken_off = engine, set(requests), False
         self._updates: list[Update] = []
+        self._unread = 0
         self._arrived = asyncio.Event()
 
     def __enter__(self) -> "EngineCall":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.broken_off = bool(self.open)
-        for request in list(self.open):
-            self._leave(request, "cancelled")
+        self._break_off()
 
     def take(self, update: Update) -> None:
         """Keeps what has come for a client that has not asked yet."""
         self._updates.append(update)
         self._arrived.set()
+        self._unread += sum(1 + len(token.top) for token in update.tokens)
+        if self._unread > MOST_UNREAD and self.open:
+            self._break_off()
+            slow = Refusal(408, "the answer was not read in time")
+            self._updates = [Update(update.request, update.time, [], error=slow, ended=True)]
 
     async def updates(self) -> list[Update]:
         """What has come since the last time, nothing after `IDLE_SECONDS` without; raises `Refusal` for an error."""
@@ -48,7 +55,7 @@ class EngineCall:
             async with asyncio.timeout(IDLE_SECONDS):
                 await self._arrived.wait()
         self._arrived.clear()
-        updates, self._updates = self._updates, []
+        updates, self._updates, self._unread = self._updates, [], 0
         for update in updates:
             if update.ended:
                 self.open.discard(update.request)
@@ -59,6 +66,11 @@ class EngineCall:
     def finish(self, request: Request) -> None:
         """Ends one of the requests, whose answer is whole, before the next step; harmless when it has ended."""
         self._leave(request, "finished")
+
+    def _break_off(self) -> None:
+        self.broken_off |= bool(self.open)
+        for request in list(self.open):
+            self._leave(request, "cancelled")
 
     def _leave(self, request: Request, outcome: str) -> None:
         self.open.discard(request)
