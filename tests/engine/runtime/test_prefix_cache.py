@@ -151,3 +151,13 @@ def test_tokens_are_compared_and_no_hash_is_trusted(monkeypatch):
     for number in range(3):
         assert keep(prefixes, [*[number] * 300, 9]).cached == 300
     assert keep(prefixes, [5] * 301).cached == 0
+
+
+def test_a_stranger_is_not_used_with_a_state():
+    """Those of few tokens are all filed at one border."""
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    prefixes = Prefixes(cache, 2)
+    cache.bound(40)
+    for number, tokens in enumerate((20, 50, 60)):
+        keep(prefixes, [number] * tokens)
+    assert lengths_on_device(prefixes) == [50, 60]
