@@ -44,7 +44,7 @@ class ChatReply:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompt and of all answers."""
-        return usage_of(len(self.asked.plan.ids), self.choices.values())
+        return usage_of((len(self.asked.plan.ids), self.choices.values()))
 
     async def document(self) -> dict[str, Any]:
         """All answers, once they have ended."""

@@ -57,7 +57,9 @@ class CompletionReply:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all prompts and texts."""
-        return usage_of(sum(len(plan.ids) for plan in self.asked.plans), self.choices)
+        return usage_of(
+            *((len(plan.ids), [one for one in self.choices if one.plan is plan]) for plan in self.asked.plans)
+        )
 
     async def document(self) -> dict[str, Any]:
         """All texts, once they have ended."""

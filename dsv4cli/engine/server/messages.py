@@ -59,7 +59,7 @@ class MessageReply:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompt and of the answer, as the log has them."""
-        return usage_of(len(self.asked.plan.ids), [self.choice])
+        return usage_of((len(self.asked.plan.ids), [self.choice]))
 
     async def document(self) -> dict[str, Any]:
         """The answer, once it has ended."""

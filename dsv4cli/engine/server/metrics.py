@@ -24,7 +24,9 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("dsv4_requests", "Requests that have ended", ["outcome"], registry=registry)
-        self._prompt = Counter("dsv4_prompt_tokens", "Tokens of the prompts of requests that have ended", registry=registry)
+        self._prompt = Counter(
+            "dsv4_prompt_tokens", "Tokens of the prompts of requests that have ended", registry=registry
+        )
         self._drawn = Counter("dsv4_generated_tokens", "Tokens of answers", registry=registry)
         self._first = Histogram(
             "dsv4_time_to_first_token_seconds", "From a request's arrival to its first token",

@@ -1,6 +1,6 @@
 """What OpenAI's two kinds of completions have in common on the wire; no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from dsv4cli.engine.server.refusals import Refusal, to_bytes
@@ -36,14 +36,15 @@ def event_of_refusal(refusal: Refusal) -> bytes:
     return event(refusal.body(anthropic=False)) + DONE
 
 
-def usage_of(prompt: int, answers: Iterable[Counted]) -> dict[str, Any]:
-    """How many tokens went in, and came out in all answers together."""
-    counted = list(answers)
-    drawn = sum(one.drawn for one in counted)
+def usage_of(*prompts: tuple[int, Collection[Counted]]) -> dict[str, Any]:
+    """How many tokens went in, and came out in all answers together. prompts: the tokens of each, and its answers."""
+    counted = [answer for _, answers in prompts for answer in answers]
+    read, drawn = sum(tokens for tokens, _ in prompts), sum(one.drawn for one in counted)
+    cached = sum(max((one.cached for one in answers), default=0) for _, answers in prompts)
     return {
-        "prompt_tokens": prompt,
+        "prompt_tokens": read,
         "completion_tokens": drawn,
-        "total_tokens": prompt + drawn,
-        "prompt_tokens_details": {"cached_tokens": max((one.cached for one in counted), default=0)},
+        "total_tokens": read + drawn,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in counted)},
     }

@@ -66,6 +66,15 @@ def test_a_stream_joins_to_the_document(nano, fields):
             assert [one for piece in pieces for one in piece["logprobs"][name]] == values
 
 
+def test_what_was_held_of_each_prompt_is_counted(nano):
+    prompts = [f"{PROMPT} {word}" for word in ("four", "five")]
+    document = [completed(nano, prompt=prompts, max_tokens=1, n=2) for _ in range(2)][-1]
+    read = sum(len(ids_of(nano, prompt)) for prompt in prompts)
+    # a drafter reads the last one that is held again
+    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == read - 2 * 2
+    assert document["usage"]["prompt_tokens"] == read
+
+
 def test_echo_with_log_probabilities_is_what_a_harness_expects(nano, score):
     """lm-eval's local-completions: ids in a list, one token more, T = 0; it reads [context:-1]."""
     text = ids_of(nano, PROMPT + ANSWER)
