@@ -73,7 +73,8 @@ class CompletionChoice:
         offsets = []
         for id_, _, _ in rows:
             offsets.append(self.offset)
-            self.offset += len(self._tokenizer.decode([id_]))
+            # a character begins with each byte of UTF-8 that goes on with none
+            self.offset += sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(id_))
         tops = [
             None if score is None else {self._name(other): value for other, value in top} | {name: score}
             for name, (_, score, top) in zip(names, rows, strict=True)

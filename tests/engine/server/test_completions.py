@@ -108,6 +108,14 @@ def test_the_token_that_scoring_finds_is_the_one_that_is_drawn(nano):
     assert found["token_logprobs"][-1] == pytest.approx(drawn["token_logprobs"][0], abs=1e-4)
 
 
+def test_offsets_count_characters_also_where_a_token_is_part_of_one(nano):
+    text = "wörld 😀!"
+    body = {"prompt": text, "max_tokens": 0, "logprobs": 0, "echo": True}
+    logprobs = completed(nano, **body)["choices"][0]["logprobs"]
+    assert logprobs["text_offset"][-1] == len(text) - 1
+    assert len(logprobs["tokens"]) > len(text)
+
+
 def test_a_bias_changes_what_follows_an_echo(nano):
     prompt = ids_of(nano, PROMPT + "17 +")
     body = {"prompt": prompt, "max_tokens": 1, "logprobs": 0, "echo": True}
