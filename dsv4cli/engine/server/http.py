@@ -20,6 +20,8 @@ from dsv4cli.errors import UsageError
 MOST_HEADER = 64 << 10
 # bytes that the system keeps for a client that does not read
 SEND_BUFFER = 256 << 10
+# how long it may take to tell clients that their answers are broken off
+LAST_WORDS_SECONDS = 1
 LISTEN = "use --host 127.0.0.1 or --host 0.0.0.0"
 
 
@@ -130,6 +132,12 @@ class HttpServer(uvicorn.Server):
         except OSError as error:
             host, port = bound.getsockname()[:2]
             raise _taken(host, port, error) from None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends what runs; clients whose answers are broken off are told so."""
+        await super().shutdown(sockets)
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
 
     async def main_loop(self) -> None:
         """Waits for the end, where uvicorn would look ten times a second."""

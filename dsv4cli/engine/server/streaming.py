@@ -20,13 +20,16 @@ class ClientGone(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives; where the client goes before that, it is cancelled. Raises ClientGone then."""
+    """What the work gives; where the client goes before that, it is cancelled. Raises ClientGone then, and `Refusal`
+    where the server does not wait for it at its end."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientGone
+    except asyncio.CancelledError:
+        raise Refusal(503, "the server has ended before the answer did") from None
     finally:
         gone.cancel()
         if working.cancel():
@@ -77,15 +80,15 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them, as ASGI has it."""
         with self._call, suppress(ClientGone):
-            await while_connected(receive, self._send_all(scope, send))
+            try:
+                await while_connected(receive, self._send_all(send))
+            except Refusal as refusal:
+                scope["state"]["refusal"] = refusal
+                await send({"type": "http.response.body", "body": self._failed(refusal), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
-    async def _send_all(self, scope: Scope, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-        except Refusal as refusal:
-            scope["state"]["refusal"] = refusal
-            await send({"type": "http.response.body", "body": self._failed(refusal), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -166,6 +166,29 @@ def test_the_end_lets_answers_finish():
     bound_socket("127.0.0.1", server.port).close()  # another may begin at once, though connections are remembered
 
 
+def test_answers_that_are_broken_off_at_the_end_are_told_so():
+    found = []
+    with served(SMALL, grace=0) as server:
+
+        def ask(**fields):
+            response = server.send("POST", "/v1/chat/completions", asking("go on", **ENDLESS | fields))
+            found.append((response.status, response.getheader("content-type"), response.read()))
+
+        clients = [threading.Thread(target=ask, kwargs={"stream": stream}) for stream in (False, True)]
+        for one in clients:
+            one.start()
+        assert comes(lambda: server.held().running == 2)
+        server.loop.call_soon_threadsafe(server.server.stop)
+        for one in clients:
+            one.join(60)
+    (stream, *_), (document, *_) = both = sorted(found)
+    assert (stream, document) == (200, 503)
+    for _, kind, content in both:
+        assert b"the server has ended before the answer did" in content, kind
+    assert both[0][2].endswith(b"data: [DONE]\n\n")
+    assert all("the server has ended before the answer did" in line for line in server.lines[-2:])
+
+
 @pytest.mark.parametrize(("grace", "seconds"), [(0, 0), (0.2, 1), (30, 30)])
 def test_answers_have_their_grace_at_the_end(grace, seconds):
     assert HttpServer(None, LIMITS, grace, lambda: None).config.timeout_graceful_shutdown == seconds
