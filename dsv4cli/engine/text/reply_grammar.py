@@ -124,8 +124,8 @@ def _named(name: str, form: AnswerForm) -> dict[str, Any]:
     if form.kind == "json":
         return {"name": name, "json_schema": _guided(_schema_of(form.value, "the schema"), lenient=False)}
     if form.kind == "regex":
-        # in Lark's notation a slash ends a regex
-        text = form.value.replace("/", r"\/")
+        # in Lark's notation a slash ends a regex, if no backslash is before it
+        text = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], form.value, flags=re.DOTALL)
         return {"name": name, "lark_grammar": f"start: /{text}/"}
     return {"name": name, "lark_grammar": form.value}
 

@@ -160,6 +160,7 @@ def test_an_answer_has_its_form_or_calls(grammars, official):
         (SHAPE, ['{"x": 1}', '{\n  "x": -20\n}'], ['{"x": 1.5}', '{"y"', " {", "[", '{"x": 1} ']),
         (ANY_JSON, ["{}", f'{{"a": [null, "{DSML}", 1e9, {{"é": "\\n"}}]}}'], ["[]", '{"a"}', '{"a": NaN}']),
         (AnswerForm("json", True), ["[1]", "null", '"</think>"'], ["nul1"]),
+        (AnswerForm("regex", r"a\/b/\\/"), ["a/b/\\/"], ["a\\/b/\\/", "a/b"]),
         (AnswerForm("regex", "a/b\n[0-9]+é?"), ["a/b\n12", "a/b\n1é"], ["a/b1", "a/b\n1éé", ""]),
         (AnswerForm("lark", 'start: "yes" | no\nno: "no" /!+/'), ["yes", "no!!"], ["no", "yes!"]),
     ],
