@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from time import perf_counter, time
 from traceback import format_exception
 
@@ -59,7 +60,8 @@ async def model(http: HttpRequest) -> Response:
 
 def _model(name: str, service: Service) -> dict[str, object]:
     openai = {"id": name, "object": "model", "created": STARTED, "owned_by": "dsv4", "max_model_len": service.context}
-    return openai | {"type": "model", "display_name": name}
+    created = datetime.fromtimestamp(STARTED, UTC).isoformat().replace("+00:00", "Z")
+    return openai | {"type": "model", "display_name": name, "created_at": created}
 
 
 async def metrics(http: HttpRequest) -> Response:

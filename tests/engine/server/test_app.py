@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from datetime import datetime
 
 import pytest
 from starlette.datastructures import Headers
@@ -23,6 +24,8 @@ def test_models_are_listed(nano):
     assert status == 200
     [one] = document["data"]
     assert (document["object"], one["id"], one["object"], one["max_model_len"]) == ("list", "nano", "model", 8192)
+    assert (one["type"], one["display_name"]) == ("model", "nano")
+    assert datetime.fromisoformat(one["created_at"]).timestamp() == one["created"]
     assert nano.get("/v1/models/nano") == (200, one)
     status, document = nano.get("/v1/models/other")
     assert (status, document["error"]["code"]) == (404, "model_not_found")
