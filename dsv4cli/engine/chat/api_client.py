@@ -126,7 +126,7 @@ class ApiClient:
 
     def _refusal(self, response: HTTPResponse, path: str) -> ServerError:
         status, said = response.status, _message(response) or response.reason
-        if status in (401, 403):
+        if status == 401:
             what = "does not accept this API key" if self._key else "asks for an API key"
             return ServerError(f"{self.url} {what}", "write the key into a file, and name it with --api-key-file")
         if status in (429, 503):

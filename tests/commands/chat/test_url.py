@@ -115,6 +115,7 @@ REFUSALS = (
     (Says(status=503, message="full", headers={"Retry-After": "7"}), "is busy: full\n→ ask again in 7 s"),
     (Says(status=429, message="slow down"), "is busy: slow down\n→ ask again in a moment"),
     (Says(status=400, message="no \x1b[31mroom"), "refuses this (400): no \\x1b[31mroom\n"),
+    (Says(status=403, message="ask as localhost"), "refuses this (403): ask as localhost"),
     (Says(status=404, message="no such model"), "has no /v1/chat/completions: no such model"),
     (Says(status=500, message="out of luck"), "has failed (500): out of luck"),
     (Says(status=307, headers={"Location": "https://elsewhere"}), "redirects to https://elsewhere"),

@@ -237,6 +237,7 @@ class TestPage:
         (Says(status=401), "", "The server asks for an API key. Enter it in the settings."),
         (Says(status=503, headers={"Retry-After": "7"}), "", "The server is busy. Try again in 7 s."),
         (Says(status=400, message="no room for 9 tokens"), "", "The server refuses this: no room for 9 tokens"),
+        (Says(status=403, message="ask as localhost"), "", "The server refuses this: ask as localhost"),
         (Says(status=500, message="out of luck"), "", "The server has failed: out of luck"),
         (Says(["Half ", "an"], cut=2), "Half", "The connection ended before the answer did. What came stays."),
         (Says(["Half"], damage="{nothing"), "Half", "The server's answer is damaged."),
