@@ -111,13 +111,26 @@ def _messages(given: Any, where: str) -> list[Message]:
 def _said(block: Fields) -> Message:
     kind = block.text("type")
     if kind == "tool_result":
-        content = block.value("content")
-        text = "" if content is None else _text(content, block.name("content"))
-        return {"role": "tool", "tool_call_id": block.needed("tool_use_id"), "content": text}
+        content = _result(block.value("content"), block.name("content"))
+        return {"role": "tool", "tool_call_id": block.needed("tool_use_id"), "content": content}
     if kind != "text":
         reason = "expected text or tool_result: DeepSeek-V4 reads text, and nothing is fetched for a client"
         raise block.wrong("type", reason, kind)
     return {"role": "user", "content": block.needed("text")}
+
+
+def _result(given: Any, where: str) -> str | list[dict[str, Any]]:
+    """What a tool has given, in OpenAI's shape; of what is no text the format leaves a note."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list):
+        raise bad_field(where, "expected a text or a list of blocks")
+    blocks = [_block(one, f"{where}[{nth}]") for nth, one in enumerate(given)]
+    kinds = [block.needed("type") for block in blocks]
+    return [
+        {"type": kind, "text": block.needed("text")} if kind == "text" else {"type": kind}
+        for kind, block in zip(kinds, blocks, strict=True)
+    ]
 
 
 def _answer(blocks: list[Fields]) -> Message:

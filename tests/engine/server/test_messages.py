@@ -95,6 +95,21 @@ def test_a_call_and_its_result(nano):
     assert "21" in document["content"][0]["text"]
 
 
+def test_of_a_result_that_is_no_text_there_is_a_note(nano):
+    """One picture in a conversation must not have all that follows refused."""
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url", "url": "http://x"}}]
+    asked = asking(SUM)["messages"]
+    blocks = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": parts}]}]
+    noted = "a\n\n[Unsupported image]"
+    same = {"messages": [*asked, {"role": "tool", "tool_call_id": "1", "content": noted}]}
+    status, counted = nano.post("/v1/messages/count_tokens", {"messages": asked + blocks})
+    assert status == 200
+    assert counted["input_tokens"] == nano.post("/tokenize", same)[1]["count"]
+    parts[0] = {"type": "text"}
+    status, document = nano.post("/v1/messages/count_tokens", {"messages": asked + blocks})
+    assert (status, "messages[1].content[0].content[0].text" in document["error"]["message"]) == (400, True)
+
+
 @pytest.mark.slow
 def test_which_tools_may_be_called(nano):
     required = answered(nano, SUM, tools=TOOLS, tool_choice={"type": "any"})
