@@ -1,5 +1,6 @@
 """The server's routes, and what surrounds each request: who may ask, errors in the client's shape, a line of log."""
 
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +22,7 @@ from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.messages import count_tokens, messages
 from dsv4cli.engine.server.page import page
-from dsv4cli.engine.server.refusals import Refusal, json_response, refusal_of
+from dsv4cli.engine.server.refusals import Refusal, broken_off, json_response, refusal_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import ClientGone
 from dsv4cli.engine.server.tokens_api import detokenize, tokenize, tokenizer_info
@@ -129,7 +130,7 @@ class App:
             await self._answer(scope, receive, noting)
         except (ClientGone, ClientDisconnect):
             pass
-        except Exception as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
             scope["state"]["refusal"] = refusal = self._refusal(error)
             if not status:
                 await refusal.response(_is_anthropic(scope))(scope, receive, noting)
@@ -142,7 +143,9 @@ class App:
         self.guard.check(scope["path"], Headers(scope=scope))
         await self._router(scope, receive, send)
 
-    def _refusal(self, error: Exception) -> Refusal:
+    def _refusal(self, error: Exception | CancelledError) -> Refusal:
+        if isinstance(error, CancelledError):
+            return broken_off()
         if isinstance(error, HTTPException):
             return _misplaced(error)
         if isinstance(error, RecursionError):

@@ -56,6 +56,11 @@ def bad_field(name: str, reason: str) -> Refusal:
     return Refusal(400, f"{name}: {reason}", name)
 
 
+def broken_off() -> Refusal:
+    """What is said where the server does not wait for a request at its end."""
+    return Refusal(503, "the server has ended before the answer did")
+
+
 def refusal_of(error: Exception) -> Refusal:
     """What a client is told of an error of the engine."""
     if isinstance(error, Refusal):

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dsv4cli.engine.server.async_engine import EngineCall
-from dsv4cli.engine.server.refusals import Refusal, json_response
+from dsv4cli.engine.server.refusals import Refusal, broken_off, json_response
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return working.result()
         raise ClientGone
     except asyncio.CancelledError:
-        raise Refusal(503, "the server has ended before the answer did") from None
+        raise broken_off() from None
     finally:
         gone.cancel()
         if working.cancel():

@@ -178,7 +178,11 @@ def test_answers_that_are_broken_off_at_the_end_are_told_so():
         for one in clients:
             one.start()
         assert comes(lambda: server.held().running == 2)
-        server.loop.call_soon_threadsafe(server.server.stop)
+        with connected(server) as slow:  # its body has not come
+            slow.sendall(REQUEST % 9 + b"{")
+            assert comes(lambda: len(server.server.server_state.tasks) == 3)
+            server.loop.call_soon_threadsafe(server.server.stop)
+            assert slow.recv(12) == b"HTTP/1.1 503"
         for one in clients:
             one.join(60)
     (stream, *_), (document, *_) = both = sorted(found)
@@ -186,7 +190,7 @@ def test_answers_that_are_broken_off_at_the_end_are_told_so():
     for _, kind, content in both:
         assert b"the server has ended before the answer did" in content, kind
     assert both[0][2].endswith(b"data: [DONE]\n\n")
-    assert all("the server has ended before the answer did" in line for line in server.lines[-2:])
+    assert all("the server has ended before the answer did" in line for line in server.lines[-3:])
 
 
 @pytest.mark.parametrize(("grace", "seconds"), [(0, 0), (0.2, 1), (30, 30)])
