@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 from starlette.datastructures import Headers
 
-from dsv4cli.engine.server import metrics
+from dsv4cli.engine.server import async_engine, metrics
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.refusals import Refusal
@@ -133,6 +133,21 @@ def test_a_stream_that_fails_says_so_and_the_log_why(nano, monkeypatch, path):
     assert any("logits are not finite" in json.dumps(data) for _, data in events)
     assert comes(lambda: re.search(rf"{path} 200, .*, logits are not finite, [\d.]+ s", nano.lines[-1]))
     assert comes(nano.at_rest)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sign"),
+    [
+        ("/v1/chat/completions", {}, b": waiting\n\n"),
+        ("/v1/completions", {"prompt": "Hi"}, b": waiting\n\n"),
+        ("/v1/completions", {"prompt": "Hi", "echo": True, "logprobs": 0}, b": waiting\n\n"),
+        ("/v1/messages", {}, b'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+def test_who_waits_is_told_so(nano, monkeypatch, path, fields, sign):
+    monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.001)
+    sent = nano.send("POST", path, asking("Hi", max_tokens=2, stream=True) | fields).read()
+    assert sent.count(sign) > 1
 
 
 def test_a_body_has_a_limit(nano):

@@ -72,7 +72,9 @@ def test_a_stream_joins_to_the_document(nano):
 
 
 def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
-    [call] = nano.chat(WEATHER, tools=TOOLS)["choices"][0]["message"]["tool_calls"]
+    message = nano.chat(WEATHER, tools=TOOLS)["choices"][0]["message"]
+    assert message["content"] is None
+    [call] = message["tool_calls"]
     assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
     assert json.loads(call["function"]["arguments"])["city"] == "Paris"
     events = nano.stream("/v1/chat/completions", asking(WEATHER, tools=TOOLS))
