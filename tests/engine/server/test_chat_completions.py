@@ -59,6 +59,7 @@ def test_a_stream_joins_to_the_document(nano):
     message = nano.chat(SUM, reasoning_effort="high")["choices"][0]["message"]
     events = nano.stream("/v1/chat/completions", body)
     assert events[-1] == ("", "[DONE]")
+    assert events[0][1]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert message["reasoning_content"]
     assert joined(events, "content") == message["content"] == ANSWER
     assert joined(events, "reasoning_content") == joined(events, "reasoning") == message["reasoning_content"]
