@@ -230,6 +230,44 @@ def test_a_developer_who_speaks_first_is_the_system(nano):
     assert asked("developer") == asked("system") == "The capital of Italy is Rome. over"
 
 
+def tokenized(nano, *messages):
+    status, document = nano.post("/tokenize", {"messages": messages})
+    assert status == 200, document
+    return document["tokens"]
+
+
+def test_a_developer_who_speaks_later_is_none_of_the_system(nano):
+    user, later = {"role": "user", "content": "a"}, {"content": "b"}
+    assert tokenized(nano, user, later | {"role": "developer"}) != tokenized(nano, user, later | {"role": "system"})
+
+
+def test_fields_of_the_prompt_format_are_not_a_clients(nano):
+    messages = [{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}, *asking("c")["messages"]]
+    own = [
+        messages[0] | {"tools": TOOLS, "response_format": {"type": "object"}},
+        messages[1] | {"wo_eos": True},
+        messages[2],
+    ]
+    assert tokenized(nano, *own) == tokenized(nano, *messages)
+
+
+def test_an_answer_may_ignore_its_end(nano):
+    document = nano.chat(SUM, ignore_eos=True, max_tokens=16)
+    assert document["usage"]["completion_tokens"] == 16
+    assert document["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1e-9}, {"temperature": 50, "top_p": 0}, {"temperature": 0.0}])
+def test_what_leaves_no_choice_is_greedy(nano, fields):
+    """Temperatures that fp32 cannot divide by, and a nucleus of nothing."""
+    assert nano.chat(SUM, **fields)["choices"][0]["message"]["content"] == ANSWER
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**70])
+def test_any_whole_number_is_a_seed(nano, seed):
+    assert nano.chat("Hi", seed=seed, temperature=1, max_tokens=1)["choices"]
+
+
 def test_what_was_read_before_is_not_read_again(nano):
     body = asking("What is the capital of Italy? " * 20, max_tokens=2)
     usages = []
