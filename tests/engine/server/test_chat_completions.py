@@ -2,17 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from dsv4cli.engine.chat import grammar
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.server.choice import Choice
-from dsv4cli.engine.server.plan import AnswerPlan
+from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.plan import AnswerPlan, limits_of
 from dsv4cli.engine.server.shapes import Shape
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.reply_grammar import ToolChoice
-from dsv4cli.engine.text.tokens import EOS
+from dsv4cli.engine.text.tokens import EOS, USER
 from tests.support.program import calls_block
 from tests.support.serving import asking
 
@@ -263,6 +265,12 @@ def test_what_leaves_no_choice_is_greedy(nano, fields):
     assert nano.chat(SUM, **fields)["choices"][0]["message"]["content"] == ANSWER
 
 
+def test_stops_of_the_server_hold_beside_those_of_a_request(nano):
+    service = nano.server.config.app.service
+    usual = replace(service.usual, limits=Limits(stops=("a",)))
+    assert limits_of(Fields({}), replace(service, usual=usual), None, ("b",), 0).stops == ("a", "b")
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**70])
 def test_any_whole_number_is_a_seed(nano, seed):
     assert nano.chat("Hi", seed=seed, temperature=1, max_tokens=1)["choices"]
@@ -278,6 +286,24 @@ def test_what_was_read_before_is_not_read_again(nano):
         body["messages"] += [document["choices"][0]["message"], {"role": "user", "content": "And of France?"}]
     first, second = usages
     assert second["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"] > 100
+
+
+def test_what_stands_before_a_question_is_held_and_so_is_the_question(nano):
+    system = {"role": "system", "content": "Be brief. " * 20}
+
+    def cached(content):
+        # all of them are longer than a state can be taken back by
+        body = asking(f"{content} is the sky not as blue at night as it is at noon?", max_tokens=12, ignore_eos=True)
+        body["messages"].insert(0, system)
+        return nano.post("/v1/chat/completions", body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    question = tokenized(nano, system, {"role": "user", "content": ""}).index(
+        nano.server.config.app.service.dialogue.tokenizer.token_id(USER)
+    )
+    assert cached("Why") < 10
+    # a drafter reads the last one that is held again
+    assert cached("How") == question - 1
+    assert cached("Why") > question + 8
 
 
 def test_an_unknown_field_is_ignored_and_logged_once(nano):
