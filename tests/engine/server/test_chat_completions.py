@@ -271,6 +271,12 @@ def test_stops_of_the_server_hold_beside_those_of_a_request(nano):
     assert limits_of(Fields({}), replace(service, usual=usual), None, ("b",), 0).stops == ("a", "b")
 
 
+def test_a_request_without_a_seed_has_the_servers_or_one_of_its_own(nano):
+    service = nano.server.config.app.service
+    assert len({service.seed(None) for _ in range(4)}) > 1
+    assert replace(service, usual=replace(service.usual, seed=7)).seed(None) == 7
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**70])
 def test_any_whole_number_is_a_seed(nano, seed):
     assert nano.chat("Hi", seed=seed, temperature=1, max_tokens=1)["choices"]
