@@ -16,7 +16,7 @@ MOST_LOGPROBS = 20
 # what says nothing about the answer
 IDLE = (
     "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "functions", "function_call", "add_generation_prompt", "continue_final_message",
+    "prompt_cache_retention", "add_generation_prompt", "continue_final_message",
 )  # fmt: skip
 
 

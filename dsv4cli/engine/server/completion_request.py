@@ -15,7 +15,7 @@ from dsv4cli.engine.text import tokens
 # as in OpenAI's API
 USUAL_TOKENS = 16
 MOST_LOGPROBS = 20
-IDLE = ("model", "user", "best_of", "metadata")
+IDLE = ("model", "user", "metadata")
 
 
 @dataclass(frozen=True)

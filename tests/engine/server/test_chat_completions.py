@@ -320,6 +320,15 @@ def test_an_unknown_field_is_ignored_and_logged_once(nano):
 
 
 @pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/chat/completions", "functions"), ("/v1/chat/completions", "function_call"), ("/v1/completions", "best_of")],
+)
+def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path, field):
+    assert nano.post(path, asking("Hi", max_tokens=1) | {"prompt": "Hi", field: 1})[0] == 200
+    assert f"the field {field} is ignored" in nano.lines
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
         ({"messages": None}, "messages", "expected a list of messages"),
