@@ -3,7 +3,9 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 from starlette.datastructures import Headers
@@ -12,6 +14,7 @@ from dsv4cli.engine.server import async_engine, metrics
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.engine.server.service import MOST_NAMES
 from dsv4cli.engine.server.serving import SWITCH_SECONDS
 from dsv4cli.errors import UnsoundResult, UsageError
 from tests.support.serving import asking, comes
@@ -106,6 +109,23 @@ def test_a_fault_of_ours_is_a_500_that_does_not_tell_it(nano, monkeypatch):
     assert (status, document["error"]["type"]) == (500, "server_error")
     assert "Zero" not in document["error"]["message"]
     assert "ZeroDivisionError" in nano.bugs.pop()
+
+
+def test_a_prompt_fits_the_cache_as_well_as_the_context(nano):
+    service, room = nano.server.config.app.service, SimpleNamespace(room=100)
+    assert replace(service, engine=room).context == 100
+    assert replace(service, engine=SimpleNamespace(room=None)).context == 8192
+    with pytest.raises(Refusal, match="100 tokens, and the context has room for 99 and an answer"):
+        replace(service, engine=room).room([1] * 100)
+
+
+def test_the_log_has_prompts_where_that_was_asked_for_and_so_many_names_of_fields(nano):
+    lines = []
+    service = replace(nano.server.config.app.service, log=lines.append, log_prompts=True, _said=set())
+    service.say_prompt("secret")
+    assert lines == ["prompt: secret"]
+    service.say_ignored(f"a{number}" for number in range(2 * MOST_NAMES))
+    assert len(lines) == 1 + MOST_NAMES
 
 
 def test_the_log_has_a_line_a_request_and_no_prompt(nano):
