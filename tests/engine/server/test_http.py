@@ -4,6 +4,8 @@ import asyncio
 import json
 import socket
 import threading
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +75,25 @@ def test_a_body_must_come_in_time(small, monkeypatch):
         client.sendall(REQUEST % 9 + b"{")
         assert client.recv(12) == b"HTTP/1.1 408"
         assert ends(client)
+
+
+def test_a_body_of_unsaid_length_has_the_limit_too(small, monkeypatch):
+    monkeypatch.setattr(incoming, "MOST_BODY", 8)
+    with connected(small) as client:
+        client.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n9\r\n123456789\r\n"
+        )
+        assert client.recv(12) == b"HTTP/1.1 413"
+        assert ends(client)
+
+
+def test_of_many_more_clients_the_last_are_not_accepted(small, monkeypatch):
+    monkeypatch.setattr(small.server.config.http, "limits", replace(LIMITS, header_seconds=60))
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connected(small)) for _ in range(2 * LIMITS.connections)]
+        assert comes(lambda: len(small.server.server_state.connections) == len(clients))
+        last = stack.enter_context(connected(small))
+        assert ends(last)
 
 
 def test_a_client_that_goes_ends_its_request(small):
