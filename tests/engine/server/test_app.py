@@ -13,10 +13,10 @@ from starlette.datastructures import Headers
 from dsv4cli.engine.server import async_engine, metrics
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
-from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.engine.server.refusals import Refusal, refusal_of
 from dsv4cli.engine.server.service import MOST_NAMES
 from dsv4cli.engine.server.serving import SWITCH_SECONDS
-from dsv4cli.errors import UnsoundResult, UsageError
+from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.serving import asking, comes
 
 KEYS = (b"first-key", b"second-key")
@@ -101,6 +101,21 @@ def test_an_answer_that_ends_with_a_stop_text_is_finished(nano, path, prompt):
     after = numbers(nano)
     outcomes = [f'dsv4_requests_total{{outcome="{outcome}"}}' for outcome in ("finished", "cancelled")]
     assert [after.get(name, 0) - before.get(name, 0) for name in outcomes] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (UsageError("no room", "shorten it"), 400, "no room"),
+        (NotEnoughMemory("9 of 10 GB", "buy more"), 503, "the server has no memory for this request now"),
+        (UnsoundResult("logits are not finite", ""), 500, "logits are not finite"),
+        (ValueError("/home/me"), 500, "the server has failed; its log says why"),
+    ],
+    ids=repr,
+)
+def test_what_a_client_is_told_of_an_error(error, status, message):
+    refusal = refusal_of(error)
+    assert (refusal.status, refusal.message) == (status, message)
 
 
 def test_a_fault_of_ours_is_a_500_that_does_not_tell_it(nano, monkeypatch):

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from dsv4cli.engine.server import messages
+
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
 TOOLS = [
     {
@@ -108,6 +110,13 @@ def test_of_a_result_that_is_no_text_there_is_a_note(nano):
     parts[0] = {"type": "text"}
     status, document = nano.post("/v1/messages/count_tokens", {"messages": asked + blocks})
     assert (status, "messages[1].content[0].content[0].text" in document["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"), [('{"a": 1}', {"a": 1}), ("[1]", {"arguments": [1]}), ("{", {"arguments": "{"})]
+)
+def test_what_a_tool_is_given_is_an_object(arguments, given):
+    assert messages._input(arguments) == given
 
 
 @pytest.mark.slow
