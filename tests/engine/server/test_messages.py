@@ -1,6 +1,7 @@
 """POST /v1/messages over the wire, as Anthropic has it: blocks, events and their order, results, what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,17 @@ def test_thinking_is_a_block_of_its_own_where_it_was_asked_for(nano):
     assert thinking["thinking"]
     assert thinking["signature"]
     assert [block["type"] for block in answered(nano, SUM, thinking={"type": "disabled"})["content"]] == ["text"]
+
+
+def test_thinking_that_the_server_wants_is_not_shown_to_who_has_not_asked(nano, monkeypatch):
+    app = nano.server.config.app
+    usual = replace(app.service.usual, think="high")
+    monkeypatch.setattr(app, "service", replace(app.service, usual=usual))
+    document = answered(nano, SUM)
+    assert document["content"] == [{"type": "text", "text": ANSWER}]
+    assert document["usage"]["output_tokens"] > 12
+    events = nano.stream("/v1/messages", asking(SUM))
+    assert {data["delta"]["type"] for name, data in events if name == "content_block_delta"} == {"text_delta"}
 
 
 def test_events_come_in_anthropics_order(nano):
