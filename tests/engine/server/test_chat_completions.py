@@ -253,6 +253,22 @@ def test_fields_of_the_prompt_format_are_not_a_clients(nano):
     assert tokenized(nano, *own) == tokenized(nano, *messages)
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=len)
+def test_a_schema_is_part_of_the_prompt(nano, system):
+    """As the model was trained on it; that an answer is any object is not."""
+    messages = [*system, *asking("Hi")["messages"]]
+
+    def prompt(form):
+        tokens = nano.post("/tokenize", {"messages": messages, "response_format": form})[1]["tokens"]
+        return nano.post("/detokenize", {"tokens": tokens})[1]["prompt"]
+
+    schema = {"type": "string", "enum": ["a"]}
+    own = prompt({"type": "json_schema", "json_schema": {"schema": schema}})
+    assert json.dumps(schema) in own.partition("<｜User｜>")[0]
+    assert not system or "Be brief." in own
+    assert prompt({"type": "json_object"}) == prompt(None)
+
+
 def test_an_answer_may_ignore_its_end(nano):
     document = nano.chat(SUM, ignore_eos=True, max_tokens=16)
     assert document["usage"]["completion_tokens"] == 16
