@@ -22,6 +22,7 @@ class Choice:
         self._thinks = service.thinks(plan.ids)
         answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops)
         self._stream = AnswerStream(answer, plan.shape.tools, calls=plan.shape.choice.kind != "none")
+        self._most_calls = None if plan.shape.choice.parallel else 1
         self.reasoning_tokens = 0
         self._think_end = service.dialogue.tokenizer.token_id(tokens.THINK_END)
 
@@ -53,7 +54,8 @@ class Choice:
     @property
     def message(self) -> Message:
         """The whole answer, which has ended."""
-        return self._stream.message()
+        message = self._stream.message()
+        return message | {"tool_calls": message["tool_calls"][: self._most_calls]}
 
     def push(self, given: Iterable[Token], call: EngineCall) -> tuple[list[Delta], list[Token]]:
         """What tokens add, and those of them that belong to the answer; one that ends with a stop text ends its
@@ -66,6 +68,8 @@ class Choice:
             self.reasoning_tokens += self._thinks
             self._thinks = self._thinks and token.id != self._think_end
             deltas += self._stream.push(token)
+        if self._most_calls is not None:  # without a grammar, others may follow the first
+            deltas = [delta for delta in deltas if delta.index < self._most_calls]
         if self.ended:
             call.finish(self.request)
         return deltas, taken

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
@@ -11,7 +12,7 @@ from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.server.choice import Choice
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.plan import AnswerPlan, limits_of
-from dsv4cli.engine.server.shapes import Shape
+from dsv4cli.engine.server.shapes import Shape, anthropic_shape, openai_shape
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.reply_grammar import ToolChoice
 from dsv4cli.engine.text.tokens import EOS, USER
@@ -90,17 +91,39 @@ def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
     assert "DSML" not in json.dumps(events)
 
 
-def test_arguments_in_a_wrapper_of_the_models_own_making_are_taken_out(nano):
+def called(nano, choice, *arguments):
+    """What a client gets of calls with these arguments: as deltas, and in the document."""
     service = nano.server.config.app.service
-    wrapped = {"name": "get_weather", "arguments": '{"arguments": {"city": "Paris"}}'}
-    text = calls_block([{"type": "function", "function": wrapped}]) + EOS
-    ids = service.dialogue.tokenizer.encode(text)
-    plan = AnswerPlan([0], Sampling(0.0), Limits(), Shape(None, ToolChoice(), TOOLS))
-    choice = Choice(0, Request([0], plan.sampling, plan.limits), plan, service)
+    calls = [{"type": "function", "function": {"name": "get_weather", "arguments": one}} for one in arguments]
+    ids = service.dialogue.tokenizer.encode(calls_block(calls) + EOS)
+    plan = AnswerPlan([0], Sampling(0.0), Limits(), Shape(None, choice, TOOLS))
+    answer = Choice(0, Request([0], plan.sampling, plan.limits), plan, service)
     given = [Token(one, 0.0, [], "stop" if one == ids[-1] else None) for one in ids]
-    deltas, _ = choice.push(given, nano.asked.call([]))
-    assert json.loads("".join(delta.text for delta in deltas)) == {"city": "Paris"}
-    assert choice.message["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+    deltas, _ = answer.push(given, nano.asked.call([]))
+    streamed = ["".join(delta.text for delta in own) for _, own in groupby(deltas, key=lambda delta: delta.index)]
+    assert answer.finish == "tool_calls"
+    return streamed, [call["function"]["arguments"] for call in answer.message["tool_calls"]]
+
+
+def test_arguments_in_a_wrapper_of_the_models_own_making_are_taken_out(nano):
+    paris = '{"city": "Paris"}'
+    assert called(nano, ToolChoice(), f'{{"arguments": {paris}}}') == ([paris], [paris])
+
+
+def test_where_one_call_is_wanted_the_first_is_given(nano):
+    cities = ['{"city": "Paris"}', '{"city": "Rome"}']
+    assert called(nano, ToolChoice(), *cities) == (cities, cities)
+    assert called(nano, ToolChoice(parallel=False), *cities) == (cities[:1], cities[:1])
+
+
+def test_how_many_calls_there_may_be_is_read_in_both_dialects():
+    own = {"type": "auto", "disable_parallel_tool_use": True}
+    assert [openai_shape(Fields({"parallel_tool_calls": one}), TOOLS).choice.parallel for one in (True, False)] == [
+        True,
+        False,
+    ]
+    assert anthropic_shape(Fields({}), TOOLS).choice.parallel
+    assert not anthropic_shape(Fields({"tool_choice": own}), TOOLS).choice.parallel
 
 
 @pytest.mark.slow
