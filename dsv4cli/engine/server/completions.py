@@ -90,7 +90,6 @@ class CompletionReply:
 
     async def _drawn_events(self) -> AsyncGenerator[bytes, None]:
         for choice in self.choices if self.asked.echo else ():
-            choice.offset = len(self._prompt(choice))
             finish = choice.finish if choice.ended else None
             yield self._chunk(self._piece(choice, self._prompt(choice), [], finish))
         while self.call.open:
@@ -135,7 +134,6 @@ class CompletionReply:
     def _choice(self, choice: CompletionChoice) -> dict[str, Any]:
         """A text that has ended."""
         prompt = self._prompt(choice) if self.asked.echo else ""
-        choice.offset = 0 if self.asked.scored else len(prompt)
         return self._piece(choice, prompt + choice.text, self._taken[choice], choice.finish)
 
     def _piece(self, choice: CompletionChoice, text: str, taken: list[Token], finish: str | None) -> dict[str, Any]:

@@ -162,12 +162,14 @@ def test_a_stream_that_fails_says_so_and_the_log_why(nano, monkeypatch, path):
     def fail():
         raise UnsoundResult("logits are not finite", "")
 
+    failed, before = 'dsv4_requests_total{outcome="failed"}', numbers(nano)
     with monkeypatch.context() as patched:
         patched.setattr(nano.engine, "step", fail)
         events = nano.stream(path, asking("Hi", prompt="Hi", max_tokens=4))
     assert any("logits are not finite" in json.dumps(data) for _, data in events)
     assert comes(lambda: re.search(rf"{path} 200, .*, logits are not finite, [\d.]+ s", nano.lines[-1]))
     assert comes(nano.at_rest)
+    assert numbers(nano)[failed] == before.get(failed, 0) + 1
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,12 @@ import json
 
 import pytest
 
-from dsv4cli.engine.text.tokens import ASSISTANT, BOS, THINK_END, USER
-from tests.support.program import Program
+from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.server.completion_choice import CompletionChoice
+from dsv4cli.engine.server.plan import AnswerPlan
+from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.text.tokens import ASSISTANT, BOS, EOS, THINK_END, USER
+from tests.support.program import Program, calls_block
 
 PROMPT = f"{BOS}{USER}What is 17 + 25?{ASSISTANT}{THINK_END}"
 ANSWER = "17 + 25 = 42."
@@ -114,6 +118,17 @@ def test_offsets_count_characters_also_where_a_token_is_part_of_one(nano):
     logprobs = completed(nano, **body)["choices"][0]["logprobs"]
     assert logprobs["text_offset"][-1] == len(text) - 1
     assert len(logprobs["tokens"]) > len(text)
+
+
+def test_calls_in_a_raw_text_are_text(nano):
+    tokenizer = nano.server.config.app.service.dialogue.tokenizer
+    ids = tokenizer.encode(calls_block([{"type": "function", "function": {"name": "f", "arguments": "{}"}}]) + EOS)
+    plan = AnswerPlan([0], Sampling(0.0), Limits())
+    choice = CompletionChoice(0, plan, Request([0], plan.sampling, plan.limits), tokenizer)
+    added, _ = choice.push(Token(one, 0.0, [], "stop" if one == ids[-1] else None) for one in ids)
+    assert choice.ended
+    assert choice.finish == "stop"
+    assert choice.text == added == tokenizer.decode(ids[:-1])
 
 
 def test_a_bias_changes_what_follows_an_echo(nano):
