@@ -37,7 +37,9 @@ def test_models_are_listed(nano):
 def test_the_page_may_load_nothing_from_elsewhere(nano):
     response = nano.send("GET", "/")
     assert (response.status, response.getheader("content-type")) == (200, "text/html; charset=utf-8")
-    assert (response.getheader("content-security-policy") or "").startswith("default-src 'none'")
+    policy = response.getheader("content-security-policy") or ""
+    assert policy.startswith("default-src 'none'")
+    assert {"connect-src 'self'", "frame-ancestors 'none'"} <= {*policy.split("; ")}
     assert b"<title>" in response.read()
 
 

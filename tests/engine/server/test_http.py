@@ -230,6 +230,18 @@ def test_who_listens_first_has_the_port():
             asyncio.run(HttpServer(None, LIMITS, 0, lambda: None).serve([second]))
 
 
+def test_an_engine_that_cannot_go_on_is_said(monkeypatch):
+    with served(SMALL) as server:
+        assert server.get("/health")[0] == 200
+        monkeypatch.setattr(server.engine, "step", lambda: 1 / 0)
+        status, document = server.post("/v1/chat/completions", asking("go on"))
+        assert (status, document["error"]["message"]) == (500, "the server has failed; its log says why")
+        assert isinstance(server.asked.failure.result(), ZeroDivisionError)
+        assert server.get("/health")[0] == 503
+        status, document = server.post("/v1/chat/completions", asking("go on"))
+        assert (status, "the engine has failed" in document["error"]["message"]) == (503, True)
+
+
 def test_what_is_sent_waits_for_no_acknowledgement(small):
     """Headers and body, and the tokens of a stream, go out as they are written: no 40 ms between them."""
     with connected(small):
