@@ -19,6 +19,7 @@ from dsv4cli import __version__
 from dsv4cli.engine.server.chat_completions import chat_completions
 from dsv4cli.engine.server.completions import completions
 from dsv4cli.engine.server.guard import Guard
+from dsv4cli.engine.server.http import LATE
 from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.messages import count_tokens, messages
 from dsv4cli.engine.server.page import page
@@ -124,10 +125,11 @@ class App:
             status = message.get("status", status)
             await send(message)
 
+        late = scope.get("state", {}).get(LATE, False)
         scope["app"] = self  # for the router to raise what is not found
         scope["state"] = {"service": self.service}
         try:
-            await self._answer(scope, receive, noting)
+            await self._answer(scope, receive, noting, late)
         except (ClientGone, ClientDisconnect):
             pass
         except (Exception, CancelledError) as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
@@ -137,8 +139,8 @@ class App:
         finally:
             self.service.log(_line(scope, status, perf_counter() - start))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.crowded():
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, late: bool) -> None:
+        if late and self.crowded():
             raise Refusal(503, "too many clients are connected: try again later")
         self.guard.check(scope["path"], Headers(scope=scope))
         await self._router(scope, receive, send)

@@ -22,6 +22,7 @@ MOST_HEADER = 64 << 10
 SEND_BUFFER = 256 << 10
 # how long it may take to tell clients that their answers are broken off
 LAST_WORDS_SECONDS = 1
+LATE = "late"
 LISTEN = "use --host 127.0.0.1 or --host 0.0.0.0"
 
 
@@ -49,6 +50,8 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > 2 * self.limits.connections:
             transport.abort()
             return
+        # of a request's scope: whether its client is one of those beyond the limit
+        self.app_state = {LATE: len(self.connections) > self.limits.connections}
         transport.set_write_buffer_limits(high=0)  # what is not taken at once counts as waiting
         with suppress(OSError):  # a connection over a socket of another family
             own = transport.get_extra_info("socket")

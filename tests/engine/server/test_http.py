@@ -144,6 +144,24 @@ def test_more_clients_than_there_may_be_are_told_so(small):
     assert comes(small.at_rest)
 
 
+def test_those_who_came_before_the_limit_are_served(small, monkeypatch):
+    monkeypatch.setattr(small.server.config.http, "limits", replace(LIMITS, header_seconds=60))
+    connections = small.server.server_state.connections
+    assert comes(lambda: not connections)
+    with ExitStack() as stack:
+        clients = []
+        for number in range(LIMITS.connections + 1):
+            clients.append(stack.enter_context(connected(small)))
+            assert comes(lambda most=number: len(connections) > most)
+        found = []
+        for client in clients:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            found.append(client.recv(12))
+        assert found == [b"HTTP/1.1 200"] * LIMITS.connections + [b"HTTP/1.1 503"]
+        clients[0].close()
+    assert comes(lambda: not connections)
+
+
 def test_a_full_queue_is_said(small):
     """Eight more than the 64 that run at once."""
     client = endless(small)
