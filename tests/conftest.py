@@ -37,7 +37,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """What is there after the imports lives as long as the run: the garbage collector need not look at it again."""
     gc.freeze()
-    gc.set_threshold(700, 10, 100)  # rarely everything: what a test leaves behind is small
+    gc.set_threshold(5000, 20, 100)  # rarely everything: what a test leaves behind is small
     gc.enable()
 
 
