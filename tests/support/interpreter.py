@@ -1,7 +1,7 @@
 """Triton's interpreter with the arithmetic of a GPU: right roundings, wide products, and no zeros by luck.
 
 Without this it cuts fp32 to bf16 instead of rounding, takes the bits of bf16 for integers, and loses carries in FP8.
-`tests/conftest.py` switches the interpreter itself on, before Triton is imported, where there is no GPU.
+`tests/support/every_test.py` switches the interpreter itself on, before Triton is imported, where there is no GPU.
 """
 
 import dataclasses
