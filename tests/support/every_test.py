@@ -5,6 +5,7 @@ And the backends: a test with the fixture `backend` runs in plain PyTorch and in
 """
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which is when a kernel is first called
 # of the workers and programs that are started from here: threads that wait for each other leave the core to others
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# what a test has left, a store of ranks for one, may wait at its end for a thread that a forked process has not
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _computing(name: str) -> Iterator[str]:
