@@ -50,8 +50,8 @@ def test_a_reply_in_pieces(nano):
 
 
 def test_thinking_and_tools(nano):
-    thought = nano.chat("What is 48 minus 24?", think="high", temperature=0)
-    assert "24" in thought["content"]
+    thought = nano.chat("What is 2 + 3?", think="high", temperature=0)
+    assert "5" in thought["content"]
     assert thought["reasoning_content"]
     called = nano.chat(
         "What is the weather in Paris?", tools=[{"type": "function", "function": WEATHER}], temperature=0

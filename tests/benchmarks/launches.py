@@ -3,7 +3,7 @@
 python -m tests.benchmarks.launches prompt 86,120   the three kernels of a prompt that take the most shared memory
 python -m tests.benchmarks.launches all 90          every kernel, as its first and as its last operation launches it
 
-A process of its own: conftest sets TRITON_INTERPRET. Triton keeps what it has compiled, so a second time takes seconds.
+A process of its own: tests set TRITON_INTERPRET. Triton keeps what it has compiled, so a second time takes seconds.
 """
 
 import json

@@ -28,6 +28,7 @@ from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.kernels.card import CARDS
 from dsv4cli.kernels.launch import Kernel
+from tests.support import no_compiler as no_compiler
 
 
 def demand(preset: str, sequences: int, context: int, ranks: int) -> Demand:

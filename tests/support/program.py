@@ -28,7 +28,7 @@ from tests.support.shared_models import share_models
 ROOT = Path(__file__).resolve().parents[2]
 # one layer: what a command does with the tokens is tested, not the model
 SMALL = "random:tiny,layers=1"
-# the commands' signatures, which Typer reads once for all calls (tests/conftest.py)
+# the commands' signatures, which Typer reads once for all calls (tests/support/every_test.py)
 command = cache(typer.main.get_command)
 BYTES = Tokenizer.byte_level()
 

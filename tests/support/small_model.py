@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from dsv4cli.engine.config.presets import TINY, shortened
+from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
@@ -22,15 +22,18 @@ NARROW = {
     "index_head_dim": 32, "moe_intermediate_size": 32, "hc_sinkhorn_iters": 2,
 }  # fmt: skip
 FP32 = Formats("f32", "f32", "f32")
+# every kind of layer and router once
+RATIOS = (0, 4, 128)
 # awkward lengths, an open window of each compressor among them
 LENGTHS = (1, 131, 4, 7)
 SEEDED = Sampling(seed=1)
 
 
 @cache
-def model(layers: int = 4) -> Transformer:
-    """Layers of ratio 0, 0, 4 and 128."""
-    return build_random(parse_config(shortened(TINY, layers, None) | NARROW, "small"), Numerics.plain(), formats=FP32)
+def model(ratios: tuple[int, ...] = RATIOS) -> Transformer:
+    """Layers of these ratios, the first of which routes by token."""
+    layers = {"num_hidden_layers": len(ratios), "compress_ratios": [*ratios, 0]}
+    return build_random(parse_config(TINY | NARROW | layers, "small"), Numerics.plain(), formats=FP32)
 
 
 def prompts() -> list[list[int]]:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from dsv4cli.engine.model.batch import Batch
 
 SECONDS = 60
+# what a program imports when it begins
+LATE = ("dsv4cli.commands.chat.editor", "dsv4cli.engine.compiling.process", "markdown_it", "rich.progress")
 Sampler = Callable[..., torch.Tensor]
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>])")
 
@@ -104,6 +107,9 @@ class Terminal:
         **environment: str,
     ) -> None:
         """prepare: what is changed in the program before it starts."""
+        for module in LATE:
+            with suppress(ModuleNotFoundError):  # the program is to say what is missing
+                import_module(module)  # once for all programs
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's threads sleep
             self.program, self.master = pty.fork()

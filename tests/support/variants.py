@@ -4,6 +4,7 @@ It shares no line with `dsv4 convert`: what it writes is an independent opinion.
 """
 
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,14 @@ def write_variant(
     """Writes a golden checkpoint in other formats and names; `encode` makes the arrays of each matrix."""
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    specs, tensors = _arrays(formats, encode, source)
+    lay_out(target, naming or OfficialNaming(), specs, tensors)
+    return target
+
+
+@lru_cache(maxsize=8)
+def _arrays(formats: Formats, encode: Encode, source: Path) -> tuple[list[TensorSpec], Arrays]:
+    """The table of a golden checkpoint in these formats, and its tensors, which nobody changes."""
     with StoredModel(recognise(source)) as model:
         specs = expected_tensors(model.identity.config, formats)
         old = model.matrices()
@@ -70,8 +79,7 @@ def write_variant(
             raw = {role: model.read(spec) for role, spec in old[name].items()}
             made = encode(name, form_of(old[name]["weight"]), raw, form_of(parts["weight"]))
             tensors |= {parts[role].name: array for role, array in made.items()}
-    lay_out(target, naming or OfficialNaming(), specs.values(), tensors)
-    return target
+    return [*specs.values()], tensors
 
 
 def e4m3_codes(values: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ Source: tensor list of the official repositories (69,187 tensors for Flash, 145,
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from dsv4cli.engine.config.formats import STORAGE, FormatName, Role
@@ -56,6 +57,11 @@ def matrices(specs: Iterable[TensorSpec]) -> dict[str, dict[Role, TensorSpec]]:
 
 def expected_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorSpec]:
     """Every tensor that a checkpoint of this model holds, by key; nothing more and nothing less loads."""
+    return {spec.name: spec for spec in _specs(config, formats)}
+
+
+@lru_cache(maxsize=4)  # 0.3 s for a release, of which one command asks several times
+def _specs(config: ModelConfig, formats: Formats) -> tuple[TensorSpec, ...]:
     table = _Table(config, formats)
     specs = [*table.top()]
     for layer, ratio in enumerate(config.layer_ratios):
@@ -63,7 +69,7 @@ def expected_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorS
     for stage in range(config.draft_stages):
         specs += table.block(f"mtp.{stage}.", 0, is_hash=False)
         specs += table.mtp(stage) if config.dspark is None else table.dspark(stage)
-    return {spec.name: spec for spec in specs}
+    return tuple(specs)
 
 
 def loaded_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorSpec]:

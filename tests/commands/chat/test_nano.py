@@ -3,6 +3,7 @@
 import re
 
 from tests.support.program import ROOT
+from tests.support.shared_models import share_models, shared_model
 from tests.support.terminals import Terminal
 
 COMMAND = "$ dsv4 chat --tools price.json\n"
@@ -20,7 +21,9 @@ def shown_in_the_document():
 def test_the_conversation_of_the_document(tmp_path):
     tools, session = shown_in_the_document()
     (tmp_path / "price.json").write_text(tools, encoding="utf-8")
-    one = Terminal("chat", "--tools", str(tmp_path / "price.json"), TERM="dumb", XDG_STATE_HOME=str(tmp_path))
+    shared_model("nano")
+    words = "chat", "--tools", str(tmp_path / "price.json")
+    one = Terminal(*words, prepare=share_models, TERM="dumb", XDG_STATE_HOME=str(tmp_path))
     for line in re.findall(r"^> (.*)$", session, re.MULTILINE):
         one.until("\n> ")
         one.type(f"{line}\n")

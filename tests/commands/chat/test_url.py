@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from dsv4cli.commands.chat import turn
 from tests.commands.chat.test_chat import assistant, conversation, dsv4, user
 from tests.support.chat_server import CONTEXT, MODEL, ChatServer, Says
 from tests.support.program import ROOT, SMALL
@@ -93,7 +94,8 @@ def test_a_budget_of_thinking_goes_to_dsv4_serve_alone(chat, server):
     assert server.bodies[0]["thinking"] == {"type": "enabled", "budget_tokens": 50}
 
 
-def test_calls_are_carried_out_and_their_results_go_back(chat, server, tmp_path):
+def test_calls_are_carried_out_and_their_results_go_back(chat, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(turn, "BURST", 60)  # however busy the machine is
     server.script = [Says(["I add."], calls=[{"name": "add", "arguments": '{"a": 2}'}]), Says(["4."])]
     (tmp_path / "tools.json").write_text(json.dumps([ADDER]))
     command = f"""{sys.executable} -c "import json; print(json.loads(input())['arguments']['a'] * 2)" """

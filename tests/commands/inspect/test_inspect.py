@@ -21,6 +21,7 @@ from tests.support import damage
 from tests.support.foreign import FOREIGN, INCOMPLETE
 from tests.support.program import IMPORTS_NOTHING_HEAVY, Program, inside
 from tests.support.synthetic import write_holes
+from tests.support.terminals import Terminal
 from tests.support.variants import write_variant
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -340,20 +341,9 @@ def test_a_reader_that_leaves_ends_the_program_quietly():
     ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
 )
 def test_colour_is_for_terminals_that_want_it(environment, coloured):
-    import pty
-
-    ours, theirs = pty.openpty()
-    clean = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "TERM"}}
-    subprocess.run(
-        [sys.executable, "-m", "dsv4cli", "inspect", FLASH],
-        cwd=ROOT,
-        env={**clean, "TERM": "xterm", **environment},
-        stdout=theirs,
-        check=True,
-    )
-    os.close(theirs)
-    assert (b"\x1b[" in os.read(ours, 1000)) is coloured
-    os.close(ours)
+    terminal = Terminal("inspect", FLASH, **environment)
+    assert terminal.leave() == 0
+    assert ("\x1b[" in terminal.shown) is coloured
 
 
 @pytest.mark.parametrize(

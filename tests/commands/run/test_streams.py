@@ -15,8 +15,9 @@ from dsv4cli.engine.runtime import drawing
 from tests.support.program import BYTES, IMPORTS_NOTHING_HEAVY, ROOT, SMALL
 from tests.support.terminals import Terminal
 
-# a model of one layer that says words for ever
+# a model of one layer that says words for ever; computing on a CPU imports no Triton
 SAYS = """
+import sys
 import torch
 torch.set_num_threads(1)
 from itertools import cycle
@@ -24,7 +25,10 @@ from dsv4cli import cli
 from dsv4cli.engine.runtime import drawing
 ids = cycle(byte + 3 for byte in b"words\\n")
 drawing.sample = lambda *_: torch.tensor([next(ids)])
-cli.main()
+try:
+    cli.main()
+finally:
+    assert "triton" not in sys.modules
 """
 RUN = ["run", "hi", "--model", SMALL, "--draft", "off"]
 SECONDS = 60

@@ -21,7 +21,7 @@ from dsv4cli.engine.runtime.prefix_cache import shared
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import Limits, Sampling
-from dsv4cli.engine.text.tokens import THINK_END
+from dsv4cli.engine.text.tokens import THINK_END, USER
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult
 from tests.support.shared_models import shared_model
@@ -103,6 +103,15 @@ def ask(one, messages, sampling=SEEDED, **options):
 def decoder(monkeypatch):
     """Steps of single tokens are made as on a GPU, but for the graphs."""
     monkeypatch.setattr(runner, "captures", lambda device: True)
+
+
+def test_the_last_of_several_questions_that_were_read_at_once_is_replaced():
+    """As where a session is taken up again and its last question put in other words."""
+    one, before = new_conversation(), [user("One? " * 5), said("Two.")]
+    ask(one, [*before, user("What is it? " * 9)])
+    ask(one, [*before, user("Why?")])
+    ids = dialogue().prompt([*before, user("Why?")]).ids
+    assert one.reused == len(ids) - 1 - ids[::-1].index(dialogue().tokenizer.token_id(USER)) > 20
 
 
 # the first block ends within the question

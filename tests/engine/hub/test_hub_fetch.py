@@ -12,7 +12,7 @@ from huggingface_hub import file_download, get_session
 from huggingface_hub.utils import WeakFileLock
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
-from dsv4cli.engine.hub import job
+from dsv4cli.engine.hub import fetch, job
 from dsv4cli.engine.hub.retry import RetryPolicy
 from dsv4cli.engine.hub.selection import Selection
 from dsv4cli.engine.hub.xet import PAGE, written
@@ -169,10 +169,17 @@ def test_an_unfinished_file_of_a_living_process_is_left_alone(hub, xet, folder):
     assert download(folder) == "there"
 
 
-def test_two_processes_share_the_work(hub, folder):
+def test_two_processes_share_the_work(hub, folder, monkeypatch):
     """Both want the same file at the same time: it comes once, and both end well."""
     hub.add("org/name", {"weights.bin": CONTENT, "again.bin": CONTENT[:50_000]})
-    hub.pace = 0.0005
+    bring = fetch._bring
+    both = {name: threading.Barrier(2) for name in ("weights.bin", "again.bin")}
+
+    def together(context, file, anew):
+        both[file.name].wait(20)  # one that looks later finds it there already
+        return bring(context, file, anew)
+
+    monkeypatch.setattr(fetch, "_bring", together)
     plans = [job.plan("org/name", None, Selection(), folder, HASTY) for _ in range(2)]
     outcomes = []
     threads = [

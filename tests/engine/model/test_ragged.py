@@ -17,7 +17,7 @@ from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels import alike
 from tests.support.drafting import mtp_logits
 from tests.support.golden_data import NETS, Golden, chunks, golden, remember_weights
-from tests.support.small_model import FP32, NARROW
+from tests.support.small_model import FP32, NARROW, RATIOS
 
 LENGTHS = (1, 3, 127, 128, 129, 300)
 # sums in another order over the same fp32 numbers: measured here 1e-6, a wrong row gives 0.05 and more
@@ -27,7 +27,9 @@ PLAIN_BOUND = 1e-5
 @pytest.fixture(scope="module")
 def plain() -> Transformer:
     """Every kind of layer and router; few entries chosen (index_topk) and clamps that act (swiglu_limit)."""
-    config = parse_config(TINY | NARROW | {"index_topk": 8, "swiglu_limit": 0.5, "vocab_size": 128}, "test")
+    few = {"index_topk": 8, "swiglu_limit": 0.5, "vocab_size": 128}
+    layers = {"num_hidden_layers": len(RATIOS), "compress_ratios": [*RATIOS, 0]}
+    config = parse_config(TINY | NARROW | few | layers, "test")
     return build_random(config, Numerics.plain(), formats=FP32)
 
 

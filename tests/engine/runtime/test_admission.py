@@ -82,14 +82,14 @@ def test_a_memory_that_is_too_small_says_how_much_it_needs():
 
 def test_a_model_of_window_layers_has_states_too():
     """Its blocks hold nothing."""
-    one = Engine(model(1), Capacity(2, cache_memory=10**7, host_memory=10**6), "cpu")
+    one = Engine(model((0,)), Capacity(2, cache_memory=10**7, host_memory=10**6), "cpu")
     begin = text(300, 1)
     for ids, cached in ((begin, 0), ([*begin, 4, 5], 300), ([*begin, 9], 300)):
         request = asked(ids, 3, keep=(300,))
         answers(one, request)
         assert request.cached == cached
         plain = asked(ids, 3)
-        answers(Engine(model(1), Capacity(), "cpu"), plain)
+        answers(Engine(model((0,)), Capacity(), "cpu"), plain)
         assert request.ids == plain.ids
         while one.runner.prefixes._give_way():
             pass

@@ -17,7 +17,7 @@ from tests.kernels.test_workspace import together
 from tests.support import small_model
 
 PLAIN = Numerics.plain()
-LAYERS, PROMPTS, STEPS = (3, 4), ([5, 9, 30], [60, 7]), 5
+RATIOS, PROMPTS, STEPS = ((0, 4), (0, 4, 128)), ([5, 9, 30], [60, 7]), 5
 
 
 class Decoding:
@@ -25,9 +25,9 @@ class Decoding:
 
     def __init__(self, number, device, numerics):
         if device == "cpu":
-            model = small_model.model(LAYERS[number])
+            model = small_model.model(RATIOS[number])
         else:
-            model = load_model(resolve_model(f"random:tiny,layers={LAYERS[number]}"), numerics, device=device)
+            model = load_model(resolve_model(f"random:tiny,layers={3 + number}"), numerics, device=device)
         self.ids = list(PROMPTS[number])
         self.runner = Runner(model, Capacity(longest=len(self.ids) + STEPS), device)
         self.begin()

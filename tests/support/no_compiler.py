@@ -1,0 +1,18 @@
+"""A PyTorch without its compiler, which operations on tensors without data would import, 2 s, to be kept away from it.
+
+For processes of tests alone; imported before any such operation.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def _left_alone(function: Any, *_: Any, **__: Any) -> Any:
+    return function
+
+
+torch._dynamo = sys.modules["torch._dynamo"] = ModuleType("torch._dynamo")
+torch._dynamo.disable = _left_alone  # type: ignore[attr-defined]
