@@ -82,7 +82,7 @@ class _Unread(TorchFunctionMode):
             return _indexed(*args)
         if name == "__setitem__":
             return None
-        if name == "unique":
+        if name in ("unique", "pin_memory"):
             return args[0]
         if name in ("__int__", "item"):
             return 1
