@@ -120,16 +120,16 @@ def compile_launch(launch: Launch) -> bool:
     before = knobs.compilation.listener
     knobs.compilation.listener = lambda *, cache_hit, **details: found.append(cache_hit)
     try:
-        kernel = _compiled(launch)
+        _compiled(launch)
     finally:
         knobs.compilation.listener = before
-    _build_launcher(kernel)
     return not found[-1]
 
 
-def source_length(launch: Launch) -> int:
-    """Characters of a kernel's source and of all that it calls: more of them mostly take longer to compile."""
-    return sum(len(function.src) for function in called_by(launch.function))
+def work_of(launch: Launch) -> int:
+    """What mostly takes longer to compile the larger it is: characters of a kernel's source and of all that it calls,
+    for each address that it is given."""
+    return sum(len(function.src) for function in called_by(launch.function)) * (1 + len(launch.attributes))
 
 
 def load_launch(launch: Launch, device: int) -> None:
@@ -171,10 +171,25 @@ def builds_launchers() -> bool:
     return False
 
 
-def _build_launcher(kernel: Any) -> None:
-    """Into Triton's cache. One that cannot be built here is built where the kernel is launched."""
+def build_launcher(launch: Launch) -> None:
+    """Into Triton's cache, inside `driven_by`, of a kernel that is there: for all with its signature. One that cannot
+    be built here is built where the kernel is launched."""
+    from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
 
-    if builds_launchers():
+    before, knobs.build.impl = knobs.build.impl, knobs.build.impl or _build_quickly
+    try:
         with suppress(Exception):  # a compiler raises anything
+            kernel = _compiled(launch)
             CudaLauncher(kernel.src, kernel.metadata)
+    finally:
+        knobs.build.impl = before
+
+
+def _build_quickly(*given: Any) -> Any:
+    """As Triton has the C compiler build, with -O1 after its -O3: two thirds of the time, launches take as long."""
+    from triton import knobs
+    from triton.runtime.build import _build
+
+    knobs.build.impl = None
+    return _build(*given, ["-O1"])
