@@ -113,11 +113,13 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
             yield Step(((count, start),), sampling, longest, 0, drafts if start + count == demand.length else 0)
         return
     most = min(demand.chunk if demand.sequences == 1 else MAX_STEP_TOKENS, demand.context)
-    yield from (Span(first, last, sampling, longest, count=drafts) for first, last in _parts(most))
+    # drafts behind a step know only of how many sequences it is
+    yield from (Span(first, last, sampling, longest, count=0 if first > 1 else drafts) for first, last in _parts(most))
     for each, one in _drawn(EACH, demand.samplings) if demand.sequences > 1 else ():
         if each <= demand.context:
             several = _parts(min(demand.sequences, MAX_STEP_TOKENS // each))
-            yield from (Span(first, last, one, longest, each=each, count=drafts) for first, last in several)
+            count = 0 if each > EACH[0] else drafts
+            yield from (Span(first, last, one, longest, each=each, count=count) for first, last in several)
     for place in PLACES:
         # what steps are captured for when a sequence is as long as that
         longer = min((one for one in demand.longest if one > place + FEW), default=max(demand.longest, default=None))
