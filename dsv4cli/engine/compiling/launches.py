@@ -9,9 +9,11 @@ from subprocess import CalledProcessError
 from typing import Any
 
 import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from dsv4cli.kernels.card import Card
-from dsv4cli.kernels.launch import called_by
+from dsv4cli.kernels.launch import Kernel, called_by
 
 # threads of a warp, on every NVIDIA GPU
 WARP = 32
@@ -74,16 +76,40 @@ class Recorder:
     def __init__(self) -> None:
         self.launches: dict[tuple[str, str, str], Launch] = {}
         self.seen = set[tuple[str, str, str]]()
+        self._kernels, self._last = list[Kernel](), ("", "", "")
 
     def __call__(self, *, key: str, fn: Any, compile: Mapping[str, Any], **details: Any) -> bool:
         """That it returns True keeps Triton from compiling, and from launching."""
-        identity = fn.module, fn.name, key
+        identity = self._last = fn.module, fn.name, key
         self.seen.add(identity)
         if identity not in self.launches:
             options = json.loads(compile["specialization_data"])["options"]
             [attributes] = compile["configs"]
             self.launches[identity] = Launch(*identity, compile["signature"], compile["constants"], attributes, options)
         return True
+
+    def run(self, kernel: Kernel, *arguments: Any, **options: Any) -> "_Recorded":
+        """In place of Triton's: what the kernel keeps for launches like this one, which need not go Triton's way."""
+        JITFunction.run(kernel, *arguments, **options)
+        self._kernels.append(kernel)
+        return _Recorded(self.seen, self._last)
+
+    def forget(self) -> None:
+        """What kernels have kept of this."""
+        while self._kernels:
+            self._kernels.pop().calls.clear()
+
+
+class _Recorded(CompiledKernel):  # type: ignore[misc] # Triton has no types
+    """Stands for a kernel that would be compiled; launched, it is seen."""
+
+    function = packed_metadata = None
+
+    def __init__(self, seen: set[tuple[str, str, str]], identity: tuple[str, str, str]) -> None:
+        self._seen, self._identity = seen, identity
+
+    def run(self, *given: object) -> None:
+        self._seen.add(self._identity)
 
 
 @contextmanager
@@ -106,10 +132,13 @@ def recording() -> Iterator[Recorder]:
 
     before, recorder = knobs.runtime.jit_cache_hook, Recorder()
     knobs.runtime.jit_cache_hook = recorder
+    Kernel.run = lambda kernel, *arguments, **options: recorder.run(kernel, *arguments, **options)
     try:
         yield recorder
     finally:
         knobs.runtime.jit_cache_hook = before
+        del Kernel.run
+        recorder.forget()
 
 
 def compile_launch(launch: Launch) -> bool:
