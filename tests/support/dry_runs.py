@@ -71,10 +71,20 @@ def keys_of(launches: list[Launch], last_first: bool) -> list[str]:
     return [keys[names] for names in sorted(kernels)]
 
 
+def seen_again(dry: DryRun, step: Step) -> bool:
+    """Whether a step that was done before is seen to launch the same, and nothing of it goes Triton's way."""
+    dry.launches(step)
+    before = set(dry._recorder.seen)
+    with patch.object(JITFunction, "run", None):
+        dry.launches(step)
+    return bool(before) and dry._recorder.seen == before
+
+
 def compiled_anew(dry: DryRun, step: Step, launches: list[Launch]) -> dict[str, list[bool]]:
     """Whether Triton's cache lacked one kernel: compiled ahead, ahead again, and where a launch asks for it."""
     one = next(launch for launch in launches if launch.name == "_rms_norm")
     ahead = [compile_launch(one), compile_launch(one)]
+    dry._recorder.forget()
     lacked: list[bool] = []
     hook, runtime, compilation = knobs.runtime.jit_cache_hook, knobs.runtime, knobs.compilation
     # of what is launched only this kernel is compiled
@@ -102,10 +112,13 @@ def main(preset: str, sequences: str, context: str, ranks: str, steps: str) -> N
             missed += [[launch.name, str(step)[:300], str(launch.constants)] for launch in dry.launches(step)]
         if one.sequences > 1:
             missed += [[launch.name, "a captured chunk", str(launch.constants)] for launch in captured_chunks(dry, one)]
-        anew = compiled_anew(dry, Step(((5, 0),), one.samplings[0], one.longest[0]), found)
+        step = Step(((5, 0),), one.samplings[0], one.longest[0])
+        again = seen_again(dry, step)
+        anew = compiled_anew(dry, step, found)
         same_keys = keys_of(found, last_first=False) == keys_of(found, last_first=True)
-    names = sorted({launch.name for launch in found})
-    json.dump({"found": len(found), "names": names, "missed": missed, "anew": anew, "same_keys": same_keys}, sys.stdout)
+    kept = "run" in vars(Kernel) or any(call.compiled for launch in found for call in launch.function.calls.values())
+    told = {"found": len(found), "names": sorted({launch.name for launch in found}), "missed": missed, "anew": anew}
+    json.dump(told | {"again": again, "kept": kept, "same_keys": same_keys}, sys.stdout)
 
 
 if __name__ == "__main__":

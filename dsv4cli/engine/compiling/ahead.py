@@ -126,6 +126,9 @@ class Compilation:
 
 def prepare() -> None:
     """Imports what `compile_all` needs, before it is known for what."""
+    # a hash of Triton's files, up to 2 s: forks have it then. It needs no lock of the interpreter, imports do
+    hashing = Thread(target=import_module("triton.runtime.cache").triton_key)
+    hashing.start()
     # torch.cat of tensors without data would import the real one, and SymPy with it: 2 s, for nothing
     without = ModuleType("torch._dynamo")
     vars(without)["disable"] = lambda function, *given, **named: function
@@ -134,7 +137,7 @@ def prepare() -> None:
         torch.cat([torch.empty(1, device="cuda")])
     for found in walk_packages(kernels.__path__, f"{kernels.__name__}."):
         import_module(found.name)
-    import_module("triton.runtime.cache").triton_key()  # a hash of Triton's files, 1 to 2 s: forks have it then
+    hashing.join()
 
 
 def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None], ready: Callable[[Launch], None]) -> None:

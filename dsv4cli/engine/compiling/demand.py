@@ -11,6 +11,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS
 from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
 from dsv4cli.engine.runtime.limits import context_of, workload_of
+from dsv4cli.engine.runtime.sampler import kind_of
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.weights.placement import FreeMemory
 from dsv4cli.engine.weights.reserve import CHUNKS, FAR, Workload
@@ -97,7 +98,7 @@ class Span:
 def decoding(demand: Demand, sizes: tuple[int, ...]) -> Iterator[Step]:
     """The steps that follow prompts: of each number of sequences that is captured, with each number of drafts."""
     most = next(number for number, size in enumerate(sizes) if size >= min(demand.sequences, MAX_SLOTS))
-    for longest, size, sampling in product(demand.longest, sizes[: most + 1], demand.samplings):
+    for (longest, sampling), size in product(_drawn(demand.longest, demand.samplings), sizes[: most + 1]):
         drafts = min(demand.drafts, max(MAX_SLOTS // size - 1, 0))
         for verified in range(drafts + 1):
             yield Step(((1, 1),) * size, sampling, longest, verified, drafts)
@@ -112,11 +113,13 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
             yield Step(((count, start),), sampling, longest, 0, drafts if start + count == demand.length else 0)
         return
     most = min(demand.chunk if demand.sequences == 1 else MAX_STEP_TOKENS, demand.context)
-    yield from (Span(first, last, sampling, longest, count=drafts) for first, last in _parts(most))
-    for each, one in product(EACH if demand.sequences > 1 else (), demand.samplings):
+    # drafts behind a step know only of how many sequences it is
+    yield from (Span(first, last, sampling, longest, count=0 if first > 1 else drafts) for first, last in _parts(most))
+    for each, one in _drawn(EACH, demand.samplings) if demand.sequences > 1 else ():
         if each <= demand.context:
             several = _parts(min(demand.sequences, MAX_STEP_TOKENS // each))
-            yield from (Span(first, last, one, longest, each=each, count=drafts) for first, last in several)
+            count = 0 if each > EACH[0] else drafts
+            yield from (Span(first, last, one, longest, each=each, count=count) for first, last in several)
     for place in PLACES:
         # what steps are captured for when a sequence is as long as that
         longer = min((one for one in demand.longest if one > place + FEW), default=max(demand.longest, default=None))
@@ -124,6 +127,11 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
             yield Span(first, last, sampling, longer, place)
         if place + FEW < demand.context:
             yield Span(FEW + 1, FEW + 1, sampling, longer, place)
+
+
+def _drawn(computed: Sequence[int], samplings: Sequence[Sampling]) -> list[tuple[int, Sampling]]:
+    """How each is drawn: all alike, and the first in every way. What draws knows only how many rows there are."""
+    return [(one, samplings[0]) for one in computed] + [(one, way) for one in computed[:1] for way in samplings[1:]]
 
 
 def _parts(most: int) -> Iterator[tuple[int, int]]:
@@ -164,7 +172,7 @@ def demand_of(
         longest=longest if drawn else (),
         context=context,
         chunk=limits.prefill_chunk or CHUNKS[0],
-        samplings=tuple(replace(one, seed=0) for one in samplings),
+        samplings=tuple({kind_of((one,)): replace(one, seed=0) for one in samplings}.values()),
         drafting=drafting if drawn else NO_DRAFTS,
         memory=memory,
         load=workload_of(config, limits, lengths, sequences=sequences, drawn=drawn, cache_memory=cache_memory),

@@ -9,9 +9,11 @@ from subprocess import CalledProcessError
 from typing import Any
 
 import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from dsv4cli.kernels.card import Card
-from dsv4cli.kernels.launch import called_by
+from dsv4cli.kernels.launch import Kernel, called_by
 
 # threads of a warp, on every NVIDIA GPU
 WARP = 32
@@ -74,16 +76,40 @@ class Recorder:
     def __init__(self) -> None:
         self.launches: dict[tuple[str, str, str], Launch] = {}
         self.seen = set[tuple[str, str, str]]()
+        self._kernels, self._last = list[Kernel](), ("", "", "")
 
     def __call__(self, *, key: str, fn: Any, compile: Mapping[str, Any], **details: Any) -> bool:
         """That it returns True keeps Triton from compiling, and from launching."""
-        identity = fn.module, fn.name, key
+        identity = self._last = fn.module, fn.name, key
         self.seen.add(identity)
         if identity not in self.launches:
             options = json.loads(compile["specialization_data"])["options"]
             [attributes] = compile["configs"]
             self.launches[identity] = Launch(*identity, compile["signature"], compile["constants"], attributes, options)
         return True
+
+    def run(self, kernel: Kernel, *arguments: Any, **options: Any) -> "_Recorded":
+        """In place of Triton's: what the kernel keeps for launches like this one, which need not go Triton's way."""
+        JITFunction.run(kernel, *arguments, **options)
+        self._kernels.append(kernel)
+        return _Recorded(self.seen, self._last)
+
+    def forget(self) -> None:
+        """What kernels have kept of this."""
+        while self._kernels:
+            self._kernels.pop().calls.clear()
+
+
+class _Recorded(CompiledKernel):  # type: ignore[misc] # Triton has no types
+    """Stands for a kernel that would be compiled; launched, it is seen."""
+
+    function = packed_metadata = None
+
+    def __init__(self, seen: set[tuple[str, str, str]], identity: tuple[str, str, str]) -> None:
+        self._seen, self._identity = seen, identity
+
+    def run(self, *given: object) -> None:
+        self._seen.add(self._identity)
 
 
 @contextmanager
@@ -106,10 +132,13 @@ def recording() -> Iterator[Recorder]:
 
     before, recorder = knobs.runtime.jit_cache_hook, Recorder()
     knobs.runtime.jit_cache_hook = recorder
+    Kernel.run = lambda kernel, *arguments, **options: recorder.run(kernel, *arguments, **options)
     try:
         yield recorder
     finally:
         knobs.runtime.jit_cache_hook = before
+        del Kernel.run
+        recorder.forget()
 
 
 def compile_launch(launch: Launch) -> bool:
@@ -120,16 +149,16 @@ def compile_launch(launch: Launch) -> bool:
     before = knobs.compilation.listener
     knobs.compilation.listener = lambda *, cache_hit, **details: found.append(cache_hit)
     try:
-        kernel = _compiled(launch)
+        _compiled(launch)
     finally:
         knobs.compilation.listener = before
-    _build_launcher(kernel)
     return not found[-1]
 
 
-def source_length(launch: Launch) -> int:
-    """Characters of a kernel's source and of all that it calls: more of them mostly take longer to compile."""
-    return sum(len(function.src) for function in called_by(launch.function))
+def work_of(launch: Launch) -> int:
+    """What mostly takes longer to compile the larger it is: characters of a kernel's source and of all that it calls,
+    for each address that it is given."""
+    return sum(len(function.src) for function in called_by(launch.function)) * (1 + len(launch.attributes))
 
 
 def load_launch(launch: Launch, device: int) -> None:
@@ -171,10 +200,25 @@ def builds_launchers() -> bool:
     return False
 
 
-def _build_launcher(kernel: Any) -> None:
-    """Into Triton's cache. One that cannot be built here is built where the kernel is launched."""
+def build_launcher(launch: Launch) -> None:
+    """Into Triton's cache, inside `driven_by`, of a kernel that is there: for all with its signature. One that cannot
+    be built here is built where the kernel is launched."""
+    from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
 
-    if builds_launchers():
+    before, knobs.build.impl = knobs.build.impl, knobs.build.impl or _build_quickly
+    try:
         with suppress(Exception):  # a compiler raises anything
+            kernel = _compiled(launch)
             CudaLauncher(kernel.src, kernel.metadata)
+    finally:
+        knobs.build.impl = before
+
+
+def _build_quickly(*given: Any) -> Any:
+    """As Triton has the C compiler build, with -O1 after its -O3: two thirds of the time, launches take as long."""
+    from triton import knobs
+    from triton.runtime.build import _build
+
+    knobs.build.impl = None
+    return _build(*given, ["-O1"])

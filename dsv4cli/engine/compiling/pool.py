@@ -1,5 +1,6 @@
 """Many processes that find launches and compile them; what one of them cannot is left to the launch itself."""
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -8,9 +9,9 @@ from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from dsv4cli.engine.compiling.demand import Step
+from dsv4cli.engine.compiling.demand import Span
 from dsv4cli.engine.compiling.dry_run import DryRun, Task
-from dsv4cli.engine.compiling.launches import Launch, compile_launch, source_length
+from dsv4cli.engine.compiling.launches import Launch, build_launcher, builds_launchers, compile_launch, work_of
 from dsv4cli.engine.system.ending import end_with_parent
 
 # how much they give way to the process that loads a model meanwhile
@@ -34,6 +35,16 @@ class Counts:
         return self.compiled + self.present + len(self.failed)
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """What launches a kernel and all others with its signature, where Triton has it built."""
+
+    launch: Launch
+
+
+Work = Task | Launch | Launcher
+
+
 class CompilerPool:
     """The work of a dry run on `workers` processes, which are forked from this one: it must have one thread and no
     CUDA. counts: how far it is."""
@@ -43,39 +54,40 @@ class CompilerPool:
     ) -> None:
         """report: called with the counts when they have changed. ready: with each kernel that is in Triton's cache."""
         self.counts, self._dry, self._report, self._ready = Counts(), dry, report, ready
-        tasks = dry.tasks()
-        self._steps = deque(task for task in tasks if isinstance(task, Step))
-        self._spans = deque(task for task in tasks if not isinstance(task, Step))
+        # steps, then the longest searches: nothing is left to be found while the last kernels are compiled
+        self._tasks = deque(sorted(dry.tasks(), key=_width, reverse=True))
         self._launches: list[Launch] = []  # what takes long is begun first, from the end
         self._known = set[tuple[str, str, str]]()
-        if self._steps:  # what is imported on the way, forks need not import
-            self._found(dry.launches(self._steps.popleft()))
-        self._work: dict[Connection, Task | Launch | None] = dict.fromkeys(self._fork() for _ in range(workers))
+        self._launchers = deque[Launcher]()
+        # by signature the kernels that wait for their launcher; None: it is there
+        self._waiting: dict[str, list[Launch] | None] = {}
+        self._builds = builds_launchers()
+        if self._tasks:  # what is imported on the way, forks need not import
+            self._found(dry.launches(self._tasks.popleft()))
+        self._work: dict[Connection, Work | None] = dict.fromkeys(self._fork() for _ in range(workers))
 
     def run(self) -> None:
         """Until all is done, or no process is left."""
         while self._work:
             self._hand_out()
-            busy = [one for one, work in self._work.items() if work is not None]
-            self.counts.searching = bool(self._steps or self._spans) or any(
-                not isinstance(self._work[one], Launch) for one in busy
-            )
+            busy = {one: work for one, work in self._work.items() if work is not None}
+            self.counts.searching = bool(self._tasks) or any(isinstance(work, Task) for work in busy.values())
             self._report(self.counts)
             if not busy:
                 break
-            for one in connection.wait(busy):
+            for one in connection.wait([*busy]):
                 self._take(one)  # type: ignore[arg-type]  # of what was given
 
     def _hand_out(self) -> None:
         for one, work in self._work.items():
-            if work is None and (self._steps or self._launches or self._spans):
+            if work is None and (self._tasks or self._launchers or self._launches):
                 self._work[one] = self._next()
                 one.send(self._work[one])
 
-    def _next(self) -> Task | Launch:
-        if self._steps or not self._launches:
-            return (self._steps or self._spans).popleft()
-        return self._launches.pop()
+    def _next(self) -> Work:
+        if self._tasks:
+            return self._tasks.popleft()
+        return self._launchers.popleft() if self._launchers else self._launches.pop()
 
     def _take(self, one: Connection) -> None:
         work, self._work[one] = self._work[one], None
@@ -84,21 +96,40 @@ class CompilerPool:
         except (EOFError, OSError):
             del self._work[one]
             result = "its process has ended"
-        name = f"{work.module}.{work.name}" if isinstance(work, Launch) else str(work)
+        if isinstance(work, Launcher):
+            self._built(work.launch)  # or not: then it is built where the kernel is launched
         if isinstance(result, str):
+            launch = work.launch if isinstance(work, Launcher) else work
+            name = f"{launch.module}.{launch.name}" if isinstance(launch, Launch) else str(launch)
             self.counts.failed.append(f"{name}: {result}")
         elif isinstance(work, Launch):
             self.counts.compiled += result
             self.counts.present += not result
-            self._ready(work)
-        else:
+            self._compiled(work)
+        elif isinstance(work, Task):
             self._found(result)
 
     def _found(self, launches: list[Launch]) -> None:
         new = [launch for launch in launches if launch.identity not in self._known]
         self._known.update(launch.identity for launch in new)
-        self._launches = sorted([*self._launches, *new], key=source_length)
+        self._launches = sorted([*self._launches, *new], key=work_of)
         self.counts.found += len(new)
+
+    def _compiled(self, launch: Launch) -> None:
+        signature = str([*launch.signature.values()])
+        waiting = self._waiting.get(signature, [])
+        if not self._builds or waiting is None:
+            self._ready(launch)
+            return
+        if not waiting:
+            self._launchers.append(Launcher(launch))
+        self._waiting[signature] = [*waiting, launch]
+
+    def _built(self, launch: Launch) -> None:
+        signature = str([*launch.signature.values()])
+        for waiting in self._waiting[signature] or ():
+            self._ready(waiting)
+        self._waiting[signature] = None
 
     def _fork(self) -> Connection:
         context = get_context("fork")
@@ -106,6 +137,10 @@ class CompilerPool:
         context.Process(target=_serve, args=(self._dry, there, os.getpid()), daemon=True).start()
         there.close()
         return here
+
+
+def _width(task: Task) -> float:
+    return task.last - task.first if isinstance(task, Span) else math.inf
 
 
 def _serve(dry: DryRun, jobs: Connection, parent: int) -> None:
@@ -117,8 +152,10 @@ def _serve(dry: DryRun, jobs: Connection, parent: int) -> None:
         jobs.send(_done(dry, job))
 
 
-def _done(dry: DryRun, job: Task | Launch) -> Any:
+def _done(dry: DryRun, job: Work) -> Any:
     try:
+        if isinstance(job, Launcher):
+            return build_launcher(job.launch)
         return compile_launch(job) if isinstance(job, Launch) else dry.launches(job)
     except Exception as error:  # noqa: BLE001 - compilers raise anything; the launch itself says it again
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -26,7 +26,7 @@ def test_a_launch_finds_what_was_compiled_ahead(tmp_path):
     found = dry_run(tmp_path, "tiny", 0, 24, 1, 0)
     assert {"_step_metadata", "_rms_norm", "_scores", "up", "_race", "fused_connect"} <= set(found["names"])
     assert found["anew"] == {"ahead": [True, False], "launched": [False]}
-    assert found["same_keys"]
+    assert (found["again"], found["kept"], found["same_keys"]) == (True, False, True)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Processes that compile: all is done once, and what one of them cannot is left to the launch."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,8 @@ def compiler(monkeypatch):
         return one.name != "there"
 
     monkeypatch.setattr(pool, "compile_launch", compiled)
-    monkeypatch.setattr(pool, "source_length", lambda one: len(one.name))
+    monkeypatch.setattr(pool, "work_of", lambda one: len(one.name))
+    monkeypatch.setattr(pool, "builds_launchers", lambda: False)
     monkeypatch.setattr(pool, "end_with_parent", lambda parent: None)
 
 
@@ -105,10 +107,72 @@ def test_launchers_are_built_where_triton_has_them_built(there, monkeypatch):
     monkeypatch.setattr(driver, "library_dirs", library_dirs)
     monkeypatch.setattr(driver, "CudaLauncher", launcher)
     assert launches.builds_launchers() is there
-    launches._build_launcher(SimpleNamespace(src="source", metadata="metadata"))
-    assert built == [("source", "metadata")] * there
+    monkeypatch.setattr(launches, "_compiled", lambda one: SimpleNamespace(src=one.name, metadata="metadata"))
+    launches.build_launcher(launch("up"))
+    assert built == [("up", "metadata")]
     monkeypatch.delattr(driver, "make_launcher")
     assert not launches.builds_launchers()
+
+
+def test_launchers_are_built_with_few_optimisations(monkeypatch):
+    """A launch takes as long, the C compiler two thirds."""
+    from triton import knobs
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    ran: list[list[str]] = []
+    monkeypatch.setattr(build.subprocess, "check_call", lambda command, **how: ran.append(command))
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(launches, "_compiled", lambda one: SimpleNamespace(src="source", metadata="metadata"))
+    monkeypatch.setattr(
+        driver, "CudaLauncher", lambda source, metadata: build._build("name", "name.c", "/folder", [], [], [], [])
+    )
+    for own in (None, lambda *given: ran.append(["own"])):  # who builds in another way still does
+        monkeypatch.setattr(knobs.build, "impl", own)
+        launches.build_launcher(launch("up"))
+        assert knobs.build.impl is own
+    assert [one for one in ran[0] if one.startswith("-O")] == ["-O3", "-O1"]
+    assert ran[1:] == [["own"]]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_launcher_is_built_once_for_all_with_its_signature(dies, monkeypatch):
+    """And kernels are named when it is there: whoever loads one before would build it again."""
+    events: list[str] = []
+
+    def build(one: Launch) -> None:
+        if dies:
+            os._exit(9)
+
+    monkeypatch.setattr(pool, "builds_launchers", lambda: True)
+    monkeypatch.setattr(pool, "build_launcher", build)
+    signatures = {"a": {"x": "*bf16"}, "there": {"x": "*fp32"}, "ccc": {"x": "*bf16"}}
+    dry = DryRun({FIRST: []})
+    monkeypatch.setattr(
+        dry, "launches", lambda task: [replace(launch(name), signature=one) for name, one in signatures.items()]
+    )
+    one = CompilerPool(dry, 4, lambda counts: None, lambda launch: events.append(launch.name))  # type: ignore[arg-type]
+    built = one._built
+
+    def note(launch: Launch) -> None:
+        events.append("launcher")
+        built(launch)
+
+    monkeypatch.setattr(one, "_built", note)
+    one.run()
+    assert sorted(events) == ["a", "ccc", "launcher", "launcher", "there"]
+    assert events[0] == "launcher"
+    assert (one.counts.compiled, one.counts.present) == (2, 1)
+    assert [failed.partition(": ")[2] for failed in one.counts.failed] == ["its process has ended"] * 2 * dies
+
+
+def test_all_is_searched_before_it_is_compiled_and_the_longest_first():
+    wide = Span(2, 9, Sampling(), 8)
+    dry = DryRun({SPAN: ["a"], wide: ["b"], FIRST: ["c"], SECOND: ["d"]})
+    one = CompilerPool(dry, 0, lambda counts: None, lambda launch: None)  # type: ignore[arg-type]
+    assert [launch.name for launch in one._launches] == ["c"]
+    assert [one._next() for _ in range(3)] == [SECOND, wide, SPAN]
+    assert isinstance(one._next(), Launch)
 
 
 def test_kernels_that_are_there_are_named():

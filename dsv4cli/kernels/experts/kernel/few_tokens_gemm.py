@@ -83,7 +83,7 @@ def up(
         number, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
         wait_for_inputs(OVERLAP)
         expert, begin, size = chunk_parts(tl.load(chunks + number))
-        if size > _SMALL:
+        if CHUNK > _SMALL and size > _SMALL:
             _up_routed(
                 inputs, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, routing, inner, counters, order, expert,
                 begin, size, pairs, first, limit, D, INNER, PER_TOKEN, CHUNK, ROUND, ROWS, SPLITS, AHEAD, EACH,
@@ -157,7 +157,7 @@ def down(
         if size > 0:
             tiles, factors = first_steps((rows,), (row_scales,), AHEAD, EACH)
             wait_for_inputs(OVERLAP)
-            if size > _SMALL:
+            if CHUNK > _SMALL and size > _SMALL:
                 _down_routed(
                     rows, row_scales, tiles, factors, w2_scale_2, inner, parts, begin, expert, size, row, D, INNER,
                     CHUNK, SPLITS, EACH,

@@ -132,7 +132,7 @@ def _fused(
     given, options = rows(x), overlap_of_few(streams, count)
     left = words(streams.device, 2, FEW, splits, slots)
     parts = max(next_power_of_2(splits), 32 * tile.warps // slots)  # a word of `take` for each thread
-    if options["OVERLAP"] and tile.tokens == 0 and count > 1 and width <= 4096:
+    if output and options["OVERLAP"] and tile.tokens == 0 and count > 1 and width <= 4096:
         options["maxnreg"] = 128  # two programs a multiprocessor; wider streams would spill
     if count:
         projecting, weighing = splits * (1 if tile.tokens else count), count if iterations else 0
