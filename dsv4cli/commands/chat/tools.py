@@ -35,11 +35,11 @@ class Round(NamedTuple):
 
 def read_tools(path: Path) -> "list[Tool]":
     """The tools of a JSON file: a list as in the OpenAI API, or an object that has it as `tools`. Raises UsageError."""
-    from dsv4cli.engine.text.inputs import BOM, read_text
+    from dsv4cli.engine.text.inputs import read_text
     from dsv4cli.engine.text.prompt import check_tools
 
     try:
-        value = json.loads(read_text(path).removeprefix(BOM))
+        value = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}", "write a list of tools as for the OpenAI chat API") from None
     return check_tools(value.get("tools") if isinstance(value, dict) else value, f"{path}: tools")

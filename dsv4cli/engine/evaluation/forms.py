@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dsv4cli.engine.evaluation.items import EvalItem, EvalSet, choose, numbered, read_own
 from dsv4cli.engine.evaluation.vectors import is_manifest, is_vectors, read_manifest, read_vectors
-from dsv4cli.engine.text.inputs import BOM, BadLine, from_prompt, name_of, parse_lines, read_text, refuse
+from dsv4cli.engine.text.inputs import BadLine, from_prompt, name_of, parse_lines, read_text, refuse
 from dsv4cli.errors import UsageError
 
 BUILT_IN = "nano"
@@ -35,7 +35,7 @@ def read_set(name: str, by_answer: bool) -> EvalSet:
     """The items of the set that is built in, or of a file, in whichever form; by_answer: whether choices of public
     files are to be answered in a text. Raises UsageError that names every bad line, or the forms where it has none."""
     path = NANO_FILE if name == BUILT_IN else Path(name)
-    text = read_text(path).removeprefix(BOM)
+    text = read_text(path)
     called = name if name == BUILT_IN else name_of(path)
     form, read = _form(text, path, _REASONED if by_answer else _ALONE)
     lines, bad = read(text, called)

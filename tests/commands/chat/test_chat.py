@@ -61,6 +61,22 @@ def test_each_line_is_a_question_and_stdout_has_the_answers(chat):
     assert " tokens · " in second
 
 
+def test_a_byte_order_mark_is_no_part_of_a_line(chat):
+    done = chat("\ufeff/think", "\ufeffhello", "/json")
+    assert "thinking: off" in done.err
+    assert json.loads(done.out.partition("\n")[2])["messages"][0] == user("hello")
+
+
+def test_input_that_cannot_be_read_ends_the_chat(dsv4):
+    speak(dsv4.patch, says("Yes."))
+    done = dsv4("chat", "--model", SMALL, readable=False)
+    assert done.code == 2
+    assert done.err.splitlines()[-2:] == [
+        "error: stdin cannot be read: Bad file descriptor",
+        "→ give the question as an argument",
+    ]
+
+
 def test_a_session_file_has_what_was_said_and_grows(chat, tmp_path):
     file = tmp_path / "talk.json"
     options = ("--session", str(file), "--system", "Be brief.")

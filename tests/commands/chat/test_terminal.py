@@ -1,6 +1,7 @@
 """`dsv4 chat` as its user meets it: a terminal, keys, Ctrl-C, kills."""
 
 import json
+import os
 import stat
 import sys
 import time
@@ -189,6 +190,10 @@ def test_a_dumb_terminal_shows_the_text_as_it_is(terminal):
     one.until(f"{SMALL} · ", ">")
     one.type("/copy\r")
     one.until("this terminal cannot copy", ">")
+    os.write(one.master, b"caf\xe9\r")
+    one.until("what was typed is not utf-8", ">")
+    one.type("hello\r")
+    one.until(f"{SMALL} · ", ">")
     one.type("\x04")
     assert one.leave() == 0
 

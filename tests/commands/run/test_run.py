@@ -168,7 +168,7 @@ def test_the_split_of_a_prompt_does_not_change_the_answer(dsv4):
     ("arguments", "stdin", "text"),
     [
         (["hi"], None, "<｜User｜>hi<｜Assistant｜>"),
-        ([], b"caf\xc3\xa9\n", "<｜User｜>café<｜Assistant｜>"),
+        ([], b"\xef\xbb\xbfcaf\xc3\xa9\n", "<｜User｜>café<｜Assistant｜>"),
         (["ask"], b"text\n\n", "<｜User｜>ask\n\ntext\n<｜Assistant｜>"),
         (["ask"], b"", "<｜User｜>ask<｜Assistant｜>"),
         (["-"], b"text", "<｜User｜>text<｜Assistant｜>"),
