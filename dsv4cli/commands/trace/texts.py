@@ -54,7 +54,15 @@ def read_texts(job: Job, given: TextOptions) -> "list[Text]":
     else:
         vocabulary = job.source.identity.config.vocab_size
         prompts = [[random.Random(0).randrange(FIRST, vocabulary) for _ in range(TOKENS)]]
+    check_prompts(job, prompts)
     return [Text((*ids, *([-1] * given.steps)), len(ids)) for ids in prompts]
+
+
+def check_prompts(job: Job, prompts: list[list[int]]) -> None:
+    """Raises UsageError, before a model is loaded, for what it cannot take."""
+    from dsv4cli.engine.runtime.limits import check_texts
+
+    check_texts(prompts, job.source.identity.config, job.limits)
 
 
 def _prompt(job: Job, messages: list[Any]) -> list[int]:
