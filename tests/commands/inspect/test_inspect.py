@@ -254,6 +254,9 @@ def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_p
         (["inspekt", FLASH], 2, "inspect"),
         (["inspect", "random:huge"], 2, "error: random:huge: there is no preset 'huge'\n→ "),
         (["inspect", "./nothing", "--json"], 1, "error: there is no folder ./nothing\n→ "),
+        (["inspect", FLASH, "--tensor", ""], 2, "has no tensor ''"),
+        (["inspect", FLASH, "--layer", ""], 2, "there is no layer "),
+        (["inspect", FLASH, "--diff", ""], 2, "error: '' is neither a folder nor a known model"),
         (["inspect", "nothing"], 2, "error: 'nothing' is neither a folder nor a known model\n→ "),
     ],
 )
