@@ -55,7 +55,8 @@ def _form(text: str, path: Path, ending: str) -> tuple[str, Callable[[str, str],
         return "ds4 continuations", lambda text, name: read_manifest(text, path)
     if first.lstrip().startswith("{"):
         return _json_form(first, name_of(path))
-    table = next((form for form, signs in _TABLES.items() if signs(_cells(first))), None)
+    row = _first_row(text)
+    table = next((form for form, signs in _TABLES.items() if signs(row)), None)
     if table is not None:
         return table, lambda text, name: _split(_READ_TABLE[table](text), ending)
     raise UsageError(f"{name_of(path)} is in no form that eval reads", f"it reads {FORMS}")
@@ -118,9 +119,10 @@ _JSON_FORMS: Mapping[str, tuple[set[str], Callable[[dict[str, Any]], EvalItem]]]
 }
 
 
-def _cells(line: str) -> list[str]:
+def _first_row(text: str) -> list[str]:
+    """The cells that a table begins with, of which some have several lines; none where it is no table."""
     try:
-        return next(csv.reader([line]), [])
+        return next(filter(None, csv.reader(io.StringIO(text, newline=""))), [])
     except csv.Error:  # a cell of 131,073 characters
         return []
 
