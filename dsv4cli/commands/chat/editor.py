@@ -96,14 +96,19 @@ class SlashCompleter(Completer):
 
 
 def _files(text: str) -> Iterator[Completion]:
-    folder, _, beginning = text.rpartition("/")
+    """The files that a path may go on with, in quotes where it has a space."""
+    quote = text[:1] if text[:1] in ("'", '"') else ""
+    folder, slash, beginning = text.removeprefix(quote).rpartition("/")
     try:
-        entries = sorted(Path(f"{folder}/" if "/" in text else ".").expanduser().iterdir())
-    except (OSError, RuntimeError):
+        entries = sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())
+    except (OSError, RuntimeError, ValueError):
         return
     for entry in entries:
         if entry.name.startswith(beginning) and (beginning or not entry.name.startswith(".")):
-            yield Completion(entry.name + "/" * entry.is_dir(), start_position=-len(beginning))
+            path, is_folder = f"{folder}{slash}{entry.name}", entry.is_dir()
+            mark = quote or ('"' if " " in path else "")
+            shown = f"{entry.name}/" if is_folder else entry.name
+            yield Completion(f"{mark}{path}{'/' if is_folder else mark}", start_position=-len(text), display=shown)
 
 
 class _Private(FileHistory):

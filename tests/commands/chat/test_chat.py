@@ -124,6 +124,17 @@ def test_nothing_to_continue(chat):
     assert "there is no session to continue" in done.err
 
 
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_name_with_spaces_stands_in_quotes(chat, tmp_path, quote):
+    (tmp_path / "my notes.txt").write_text("the text")
+    saved = tmp_path / "my talk.json"
+    name = f"{quote}{tmp_path}/my notes.txt{quote}"
+    done = chat(f"/read {name} why?", f"/read {name}", f"/save {saved}", f"/save {quote}{saved}.2{quote}")
+    assert done.code == 0
+    assert [one["content"] for one in conversation(saved)][::2] == ["why?\n\nthe text", "the text"]
+    assert conversation(tmp_path / "my talk.json.2") == conversation(saved)
+
+
 def test_an_empty_chat_leaves_nothing(chat, tmp_path):
     assert chat("/help", "/exit", "never").code == 0
     assert not (tmp_path / "state").exists()
@@ -178,6 +189,8 @@ WRONG = (
     ("/set think-budget=-1", "cannot be -1"),
     ("/think fast", 'no thinking level "fast"'),
     ("/read nothing.txt", "nothing.txt cannot be read"),
+    ("/read -", "'-' is not the name of a file"),
+    ("/load a\0b", "'a\\x00b' is not the name of a file"),
     ("/load", "the file name is missing"),
     ("/save /nowhere/at/all.json", "cannot be written"),
     ("/show-thinking perhaps", "cannot be perhaps"),

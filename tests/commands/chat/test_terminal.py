@@ -7,7 +7,10 @@ import sys
 import time
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
+from dsv4cli.commands.chat.editor import SlashCompleter
 from tests.support.program import SMALL
 from tests.support.terminals import Terminal, says, speaking
 
@@ -69,6 +72,27 @@ def test_typing_history_completion_lines_and_paste(terminal, tmp_path):
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert "+first\n" in history.read_text()
     assert "secret" not in history.read_text()
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("", ['"my notes.txt"', "notes", '"old talks/']),
+        ("n", ["notes"]),
+        ("my n", ['"my notes.txt"']),
+        ("'my", ["'my notes.txt'"]),
+        ('"old talks/', ['"old talks/one"']),
+        ("none/", []),
+    ],
+)
+def test_names_of_files_are_completed_in_quotes_where_they_have_spaces(tmp_path, monkeypatch, typed, completed):
+    for name in ("my notes.txt", "notes", "old talks/one"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    found = list(SlashCompleter({}).get_completions(Document(f"/read {typed}"), CompleteEvent()))
+    assert [one.text for one in found] == completed
+    assert {one.start_position for one in found} <= {-len(typed)}
 
 
 def test_ctrl_c_stops_an_answer_and_clears_a_line(terminal, tmp_path):
