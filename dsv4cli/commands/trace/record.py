@@ -71,9 +71,8 @@ def record(
     )  # fmt: skip
     job = open_job(Output(context.obj, as_json, quiet), options)
     given, parts = TextOptions(prompt, ids, prompts, steps), parts_of(layers, what)
-    _record(
-        job, read_texts(job, given) if like is None else _texts_of(job, like), folder, parts, tp, noise=not no_noise
-    )
+    texts = read_texts(job, given) if like is None else _texts_of(job, like)
+    _record(job, texts, folder, parts, tp, noise=not no_noise)
 
 
 def _texts_of(job: Job, like: Path) -> "list[Text]":

@@ -112,6 +112,15 @@ def test_a_server_that_names_no_model(server, models):
         conversation(server)
 
 
+@pytest.mark.parametrize("counted", [{}, {"count": "many", "tokens": 7}, {"count": None, "tokens": {}}])
+def test_a_server_that_counts_in_another_format(server, monkeypatch, counted):
+    monkeypatch.setattr(ApiClient, "post", lambda *_: counted)
+    one = conversation(server)
+    for ask in (lambda: one.tokens([user("x")]), lambda: one.text_ids("x")):
+        with pytest.raises(ServerError, match="does not answer as OpenAI's API does"):
+            ask()
+
+
 def test_who_listens_and_says_nothing_is_no_server(monkeypatch):
     monkeypatch.setattr(api_client, "LONGEST_WAIT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
