@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -115,9 +116,10 @@ class _Private(FileHistory):
     """Keeps what does not begin with a space."""
 
     def store_string(self, string: str) -> None:
-        """Adds a message to the file."""
+        """Adds a message to the file, where that can be; what cannot be written is said of the session."""
         if not string.startswith(" "):
-            super().store_string(string)
+            with suppress(OSError):
+                super().store_string(string)
 
 
 def _history(path: Path | None) -> History:

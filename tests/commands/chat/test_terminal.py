@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import sys
 import time
@@ -250,6 +251,21 @@ def test_without_prompt_toolkit_lines_are_still_edited(terminal, tmp_path, monke
     one.type("\x04")
     assert one.leave() == 0
     assert kept(tmp_path) == ["hello!", "Yes."]
+
+
+def test_a_state_folder_that_goes_away_is_made_again(terminal, tmp_path):
+    one = terminal()
+    one.type("hello\r")
+    one.until(f"{SMALL} · ", ">")
+    shutil.rmtree(tmp_path / "dsv4")
+    one.type("again\r")
+    one.until(f"{SMALL} · ", "the session is not saved", ">")
+    one.type("more\r")
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert "Traceback" not in one.plain
+    assert kept(tmp_path)[::2] == ["hello", "again", "more"]
 
 
 def test_a_kill_loses_nothing_that_was_finished(terminal, tmp_path):
