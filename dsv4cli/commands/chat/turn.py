@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -141,11 +141,10 @@ class Chat:
 
     def _answer(self) -> bool:
         """One answer of the model; whether it goes on after the results of its calls."""
-        from dsv4cli.engine.settings import MAX_SEED
         from dsv4cli.engine.text.reply import name_calls
 
-        self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
         steps = self.conversation.reply(self.prompt(), self.sampling, think_budget=self.think_budget)
+        self.sampling = self.sampling.plus(1)  # /retry draws anew
         report_lookalikes(self.out, [text for text in self.conversation.lookalikes if text not in self.lookalikes])
         self.lookalikes.update(self.conversation.lookalikes)
         answer = self._follow(steps)

@@ -173,6 +173,17 @@ def test_a_retry_draws_anew(chat):
     done = chat("/set", "one", "/set seed", "/set", answers=("1",))
     assert "seed          1\n" in done.out
     assert "seed          2\n" in done.out
+    assert "\nseed: 2\n" in done.err
+
+
+def test_the_first_answer_has_the_seed_that_was_given(chat, dsv4):
+    asked = []
+    reply = Conversation.reply
+    dsv4.patch.setattr(
+        Conversation, "reply", lambda self, *rest, **more: asked.append(rest[1].seed) or reply(self, *rest, **more)
+    )
+    chat("a", "/retry", "/set seed=7", "b", "c", "/set seed=4294967295", "d", "e")
+    assert asked == [1, 2, 7, 8, 4294967295, 0]
 
 
 WRONG = (
