@@ -123,7 +123,7 @@ class Tools:
         """What the command prints, as it is; where it fails, what went wrong, as JSON, for the model to read."""
         try:
             arguments = json.loads(function["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = function["arguments"]
         call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         try:
