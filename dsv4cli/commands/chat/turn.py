@@ -16,7 +16,7 @@ from dsv4cli.commands.chat.tools import Round
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.job import report_lookalikes
 from dsv4cli.commands.terminal import keys_wait
-from dsv4cli.errors import AnswerLost, Dsv4Error
+from dsv4cli.errors import AnswerLost, Dsv4Error, UsageError
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
@@ -98,11 +98,14 @@ class Chat:
     def ask(self, question: str, before: "list[Message]") -> None:
         """A whole turn, with the calls of tools in it; without an answer the conversation is as `before`.
 
-        Raises Dsv4Error, at once where the file of the session is not as it was, and KeyboardInterrupt for the second
-        Ctrl-C, after which the text so far is kept, as after AnswerLost."""
+        Raises Dsv4Error, at once where the question is not valid Unicode or the file of the session not as it was, and
+        KeyboardInterrupt for the second Ctrl-C, after which the text so far is kept, as after AnswerLost."""
+        from dsv4cli.engine.text.tokenizer import check_unicode
+
         try:
+            check_unicode(question, "the question")  # a file of a session could not be read again
             self.session.check_file()
-        except FileChanged:
+        except UsageError:
             self.session.messages = before
             raise
         asked = {"role": "user", "content": question}

@@ -76,8 +76,8 @@ class RemoteAnswer:
     def message(self) -> tuple[Message, list[str]]:
         """The answer as a message; calls are in it where it has ended, for half of one is none."""
         calls = [self._calls[index] for index in sorted(self._calls)] if self.finish else []
-        message = {"content": self._content, "reasoning_content": self._reasoning, "tool_calls": calls}
-        return {"role": "assistant", **message}, []
+        content, reasoning = _sound(self._content), _sound(self._reasoning)
+        return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}, []
 
     def _call(self, delta: dict[str, Any]) -> str:
         index = int(delta.get("index") or 0)
@@ -271,6 +271,11 @@ class RemoteConversation:
         if not answer.drawn:
             return ServerError(f"{self.client.url}: {reason}", "ask again; its own log may say why")
         return AnswerLost(f"{reason}: what came is kept", "/retry asks again")
+
+
+def _sound(text: str) -> str:
+    """The text with the halves of characters joined that came apart, and without those that have no other."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _models(client: ApiClient) -> dict[str, dict[str, Any]]:

@@ -64,6 +64,8 @@ def test_typing_history_completion_lines_and_paste(terminal, tmp_path):
     one.until("xt")
     one.type("\r")
     one.until("tokens used", ">")
+    os.write(one.master, b"caf\xe9\r")
+    one.until("the question is not valid Unicode at character 4", ">")
     one.type(" secret\r")
     one.until(f"{SMALL} · ", ">")
     one.type("\x04")

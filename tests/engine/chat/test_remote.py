@@ -129,6 +129,13 @@ def test_who_listens_and_says_nothing_is_no_server(monkeypatch):
             client.get("/v1/models")
 
 
+def test_halves_of_a_character_become_one():
+    answer = RemoteAnswer()
+    for part in ("a\ud83d", "\ude00b", "\ud83d c"):
+        answer.push({"choices": [{"delta": {"content": part}}]})
+    assert answer.message()[0]["content"] == "a\U0001f600b\ufffd c"
+
+
 ODD = (
     {}, {"choices": None}, {"choices": []}, {"choices": [{}]}, {"choices": [{"delta": None}]}, {"usage": None},
     {"choices": [{"delta": {"tool_calls": [{}]}, "finish_reason": "content_filter"}]}, {"usage": {"x": 1}},
