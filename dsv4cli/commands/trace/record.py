@@ -7,7 +7,7 @@ import typer
 
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, finished, in_ranks, loaded, parts_of, record_plan, walk_of
-from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions, check_prompts, read_texts
+from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions, check, read_texts
 from dsv4cli.options import (
     MODEL_HELP,
     BackendOpt,
@@ -79,7 +79,7 @@ def _texts_of(job: Job, like: Path) -> "list[Text]":
     from dsv4cli.engine.tracing.manifest import read_manifest
 
     texts = list(read_manifest(like).texts)
-    check_prompts(job, [list(text.ids) for text in texts])
+    check(job, texts)
     return texts
 
 

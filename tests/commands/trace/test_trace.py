@@ -160,6 +160,7 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--layers", "2-3", "--out", "A"), "--layers 2-3: the model has 3 layers"),
         (("record", NET, "--what", "blocks", "--out", "A"), "--what 'blocks' is no group of stages"),
         (("record", NET, "--ids", "5", "--out", "full"), "full is not empty"),
+        (("record", NET, "--ids", "5", "--steps", "9999999", "--out", "A"), "the text has 10,000,000 tokens"),
         (("record", NET, "--ids", "5,99999", "--out", "A"), "the text has the token id 99999"),
         (("bisect", NET, "--chunk", "1", "--keep", "full"), "full is not empty"),
         (("record", NET, "--like", "none", "--out", "A"), "none holds no whole recording"),
