@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,13 +47,18 @@ def read_tools(path: Path) -> "list[Tool]":
 
 
 def split_command(text: str) -> list[str]:
-    """A command and its arguments, as a shell would part them. Raises UsageError."""
+    """A command and its arguments, as a shell would part them. Raises UsageError, also where there is no such program."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"--tool-exec {text!r}: {error}", "close the quotes") from None
     if not words:
         raise UsageError("--tool-exec names no command", "give one that reads a call as JSON and prints its result")
+    if shutil.which(words[0]) is None:
+        raise UsageError(
+            f"--tool-exec: {words[0]!r} is no program that can be run",
+            "give its path, in quotes where that has spaces; chmod +x makes a script one",
+        )
     return words
 
 

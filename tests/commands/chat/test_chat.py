@@ -332,6 +332,8 @@ def test_a_command_carries_out_calls(chat, tools, tmp_path, script, result):
 REFUSED = (
     (("--tool-exec", "true"), "add --yes"),
     (("--tool-exec", "true '", "--yes"), "close the quotes"),
+    (("--tool-exec", "no-such-program x", "--yes"), "'no-such-program' is no program that can be run"),
+    (("--tool-exec", f"{__file__} x", "--yes"), "chmod +x makes a script one"),
     (("--tool-timeout", "0"), "--tool-timeout cannot be 0"),
     (("--tool-timeout", "nan"), "--tool-timeout cannot be nan"),
     (("--think-budget", "-1"), "--think-budget cannot be -1"),
