@@ -47,7 +47,7 @@ def read_tools(path: Path) -> "list[Tool]":
 
 
 def split_command(text: str) -> list[str]:
-    """A command and its arguments, as a shell would part them. Raises UsageError, also where there is no such program."""
+    """A command and its arguments, as a shell would part them. Raises UsageError, also where there is no program."""
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -71,7 +71,7 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
     if answer.complaint:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
-        job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
+        job.out.hint(f"the answer was cut off {_limit(job, answer)}")
     report_traffic(job.out, clock.experts)
     report_drafts(job.out, clock.drafts)
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
@@ -80,6 +80,18 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
         | record_of(job, answer, request)
         | {"seed": job.sampling.seed, **clock.record()}
     )
+
+
+def _limit(job: Job, answer: "Answer") -> str:
+    """Where an answer was cut off, and what would make it longer."""
+    from dsv4cli.engine.runtime.limits import context_of
+
+    config, limits = job.dialogue.config, job.limits
+    if len(answer.tokens) >= limits.max_tokens:
+        return f"after {counted(limits.max_tokens, 'token')}; raise --max-tokens"
+    if context_of(config, limits) < config.max_position_embeddings:
+        return f"at {limits.max_context:,} tokens with its prompt; raise --max-context"
+    return "at the end of the model's context; shorten the prompt"
 
 
 class Samples(NamedTuple):
