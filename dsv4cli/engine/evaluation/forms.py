@@ -121,8 +121,9 @@ _JSON_FORMS: Mapping[str, tuple[set[str], Callable[[dict[str, Any]], EvalItem]]]
 
 def _first_row(text: str) -> list[str]:
     """The cells that a table begins with, of which some have several lines; none where it is no table."""
+    rows = csv.reader(io.StringIO(text, newline=""))
     try:
-        return next(filter(None, csv.reader(io.StringIO(text, newline=""))), [])
+        return next((row for row in rows if any(cell.strip() for cell in row)), [])
     except csv.Error:  # a cell of 131,073 characters
         return []
 
