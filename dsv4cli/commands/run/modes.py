@@ -8,7 +8,7 @@ from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
-from dsv4cli.commands.run.show import show_answer, stream_answer
+from dsv4cli.commands.run.show import limit_met, show_answer, stream_answer
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
     if answer.complaint:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
-        job.out.hint(f"the answer was cut off {_limit(job, answer)}")
+        job.out.hint(f"the answer was cut off {limit_met(job, answer)}")
     report_traffic(job.out, clock.experts)
     report_drafts(job.out, clock.drafts)
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")
@@ -80,18 +80,6 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
         | record_of(job, answer, request)
         | {"seed": job.sampling.seed, **clock.record()}
     )
-
-
-def _limit(job: Job, answer: "Answer") -> str:
-    """Where an answer was cut off, and what would make it longer."""
-    from dsv4cli.engine.runtime.limits import context_of
-
-    config, limits = job.dialogue.config, job.limits
-    if len(answer.tokens) >= limits.max_tokens:
-        return f"after {counted(limits.max_tokens, 'token')}; raise --max-tokens"
-    if context_of(config, limits) < config.max_position_embeddings:
-        return f"at {limits.max_context:,} tokens with its prompt; raise --max-context"
-    return "at the end of the model's context; shorten the prompt"
 
 
 class Samples(NamedTuple):

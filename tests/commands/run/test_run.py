@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4cli.commands.run import modes
+from dsv4cli.commands.run import modes, show
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.text.prompt_text import CALLS_OPEN
@@ -165,7 +165,7 @@ def test_limits_and_logprobs(dsv4):
 def test_a_full_context_of_the_model_is_no_matter_of_options():
     dialogue = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=8))
     for limits in (Limits(), Limits(max_context=99)):
-        told = modes._limit(SimpleNamespace(dialogue=dialogue, limits=limits), SimpleNamespace(tokens=[1, 2]))
+        told = show.limit_met(SimpleNamespace(dialogue=dialogue, limits=limits), SimpleNamespace(tokens=[1, 2]))
         assert told == "at the end of the model's context; shorten the prompt"
 
 
