@@ -186,7 +186,8 @@ def main() -> None:
     try:
         app(prog_name="dsv4")
     except ReaderGone:
-        _leave_quietly()
+        _be_silent()
+        sys.exit(0)
     except KeyboardInterrupt:
         _interrupted()
     except SystemExit as leaving:
@@ -228,14 +229,13 @@ def _fail(error: Dsv4Error) -> None:
         traceback.print_exc()
     try:
         Output(_colours()).error(error)
-    except ReaderGone:
-        _leave_quietly()
+    except (ReaderGone, OSError):  # nobody hears it, or a disk that is full has stderr too
+        _be_silent()
     sys.exit(error.exit_code)
 
 
-def _leave_quietly() -> None:
+def _be_silent() -> None:
     # the interpreter flushes both streams at exit: give it something that takes the rest
     devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(devnull, stream.fileno())
-    sys.exit(0)

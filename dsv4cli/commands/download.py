@@ -8,7 +8,7 @@ import typer
 
 from dsv4cli.harmless import brief_line, shell_word
 from dsv4cli.options import JsonOpt, LayersOpt, NoMtpOpt, RevisionOpt
-from dsv4cli.output import UNIT_NOTE, Output, duration_text, size_text
+from dsv4cli.output import UNIT_NOTE, Output, counted, duration_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -87,7 +87,7 @@ def _carry_out(out: Output, plan: "DownloadPlan", workers: int, policy: "RetryPo
     from dsv4cli.engine.hub import job
     from dsv4cli.engine.inspection.download import judge
 
-    out.status(f"{len(plan.wanted)} files, {size_text(plan.missing)} of {size_text(plan.nbytes)} to fetch")
+    out.status(f"{counted(len(plan.wanted), 'file')}, {size_text(plan.missing)} of {size_text(plan.nbytes)} to fetch")
     try:
         with out.progress(f"downloading {plan.name}") as report:
             outcomes = job.carry_out(plan, workers, policy, report)
@@ -141,7 +141,8 @@ def _show_end(
 ) -> None:
     counts = {word: list(outcomes.values()).count(word) for word in ("fetched", "repaired", "there")}
     what = plan.name if plan.selection.is_whole else f"the part of {plan.name}"
-    out.line(f"{what} is complete: {len(outcomes)} files, {size_text(plan.nbytes)}, every byte verified", strong=True)
+    files = counted(len(outcomes), "file")
+    out.line(f"{what} is complete: {files}, {size_text(plan.nbytes)}, every byte verified", strong=True)
     out.table(
         [
             ("  files", ", ".join(f"{count} {word}" for word, count in counts.items() if count)),

@@ -71,9 +71,11 @@ class Program:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         share_models(patch)
 
-    def __call__(self, *arguments: str, stdin: bytes | None = None) -> Done:
-        """Runs one command; stdin is a file of these bytes, or /dev/null."""
-        with tempfile.TemporaryFile() if stdin is not None else open(os.devnull, "rb") as file:
+    def __call__(self, *arguments: str, stdin: bytes | None = None, readable: bool = True) -> Done:
+        """Runs one command; stdin is a file of these bytes, or /dev/null, which is open for writing only where it is
+        not readable, as under nohup."""
+        null = os.open(os.devnull, os.O_RDONLY if readable else os.O_WRONLY)
+        with tempfile.TemporaryFile() if stdin is not None else open(null, "rb") as file:
             if stdin is not None:
                 file.write(stdin)
                 file.seek(0)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -96,23 +97,29 @@ class SlashCompleter(Completer):
 
 
 def _files(text: str) -> Iterator[Completion]:
-    folder, _, beginning = text.rpartition("/")
+    """The files that a path may go on with, in quotes where it has a space."""
+    quote = text[:1] if text[:1] in ("'", '"') else ""
+    folder, slash, beginning = text.removeprefix(quote).rpartition("/")
     try:
-        entries = sorted(Path(f"{folder}/" if "/" in text else ".").expanduser().iterdir())
-    except (OSError, RuntimeError):
+        entries = sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())
+    except (OSError, RuntimeError, ValueError):
         return
     for entry in entries:
         if entry.name.startswith(beginning) and (beginning or not entry.name.startswith(".")):
-            yield Completion(entry.name + "/" * entry.is_dir(), start_position=-len(beginning))
+            path, is_folder = f"{folder}{slash}{entry.name}", entry.is_dir()
+            mark = quote or ('"' if " " in path else "")
+            shown = f"{entry.name}/" if is_folder else entry.name
+            yield Completion(f"{mark}{path}{'/' if is_folder else mark}", start_position=-len(text), display=shown)
 
 
 class _Private(FileHistory):
     """Keeps what does not begin with a space."""
 
     def store_string(self, string: str) -> None:
-        """Adds a message to the file."""
+        """Adds a message to the file, where that can be; what cannot be written is said of the session."""
         if not string.startswith(" "):
-            super().store_string(string)
+            with suppress(OSError):
+                super().store_string(string)
 
 
 def _history(path: Path | None) -> History:

@@ -8,12 +8,17 @@ second thread writes between the words of an answer.
 import sys
 from typing import Protocol
 
+from dsv4cli.errors import UsageError
 from dsv4cli.output import Output
 
 PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
 # Ctrl-D
 END_KEY = "\x04"
+
+
+class InputLost(UsageError):
+    """There is no more input, for it cannot be read."""
 
 
 class Input(Protocol):
@@ -23,7 +28,7 @@ class Input(Protocol):
 
     def read(self, draft: str) -> str:
         """The next message, begun with `draft`, which Ctrl-C gives up. Raises EOFError at the end, KeyboardInterrupt
-        for Ctrl-C."""
+        for Ctrl-C, InputLost, and UsageError for what is not in the encoding that is read."""
 
 
 class Lines:
@@ -32,16 +37,16 @@ class Lines:
     edits = False
 
     def read(self, draft: str) -> str:
-        """The next line; a draft has nobody to finish it. Raises UsageError for one that is not UTF-8."""
-        from dsv4cli.engine.text.inputs import not_utf8
+        """The next line; a draft has nobody to finish it."""
+        from dsv4cli.engine.text.inputs import decoded
 
-        line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
+        try:
+            line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
+        except OSError as error:  # nohup opens stdin for writing only
+            raise InputLost(f"stdin cannot be read: {error.strerror}", "give the question as an argument") from None
         if not line:
             raise EOFError
-        try:
-            return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise not_utf8("stdin", error) from None
+        return decoded(line, "stdin").removesuffix("\n").removesuffix("\r")
 
 
 class Plain:
@@ -62,6 +67,8 @@ class Plain:
             self._out.forget_line()
             self._out.new_line()
             raise
+        except UnicodeDecodeError as error:
+            raise UsageError(f"what was typed is not {error.encoding}", "set the terminal to this encoding") from None
         return unquoted(text)
 
     def _line(self, prompt: str, draft: str) -> str:

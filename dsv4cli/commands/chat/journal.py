@@ -204,7 +204,7 @@ def _follows(path: Path) -> str | None:
         with path.open("rb") as file:
             first = json.loads(file.readline())
         return str(first["follows"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from dsv4cli.commands.chat.input import Input
+from dsv4cli.commands.chat.input import Input, InputLost
 from dsv4cli.commands.chat.slash import run_slash_command
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import Dsv4Error, RankLost
@@ -22,7 +22,7 @@ def converse(chat: Chat, source: Input, question: str | None) -> None:
             _take(chat, line, edited=draft is not None)
         except EOFError:
             break
-        except RankLost:
+        except (RankLost, InputLost):
             raise
         except Dsv4Error as error:
             if chat.leaving:

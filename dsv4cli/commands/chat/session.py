@@ -79,14 +79,15 @@ class Session:
 
     def load_file(self, path: Path) -> None:
         """Takes the conversation of a file in place of this one; an empty file has an empty one. Raises UsageError."""
-        from dsv4cli.engine.text.inputs import read_messages, read_text
+        from dsv4cli.engine.text.inputs import decoded, name_of, parse_messages, read_content
         from dsv4cli.engine.text.prompt import without_tools
 
-        text = read_text(path)
+        content, name = read_content(path), name_of(path)
+        text = decoded(content, name)
         tools = _tools_without_messages(text)
-        self.messages, named = without_tools(read_messages(path) if tools is None else [])
+        self.messages, named = without_tools(parse_messages(text, name) if tools is None else [])
         self.tools = tools or named
-        self._note(path, text.encode())
+        self._note(path, content)
 
     def take_up(self, path: Path) -> None:
         """Goes on with the conversation of a journal, in a new one; a file of messages stays as it is, for another
@@ -153,11 +154,10 @@ class Session:
 def _tools_without_messages(text: str) -> "list[Tool] | None":
     """The tools of a file of a session without messages, as before its first question: an empty file, an empty list, or
     no messages beside tools; None for any other. Raises UsageError."""
-    from dsv4cli.engine.text.inputs import BOM
     from dsv4cli.engine.text.prompt import check_tools
 
     try:
-        value = json.loads(text.removeprefix(BOM).strip() or "[]")
+        value = json.loads(text.strip() or "[]")
     except (ValueError, RecursionError):
         return None
     if value == []:

@@ -54,14 +54,19 @@ def set_value(chat: Chat, words: str) -> None:
     """Shows or sets a number of `SETTINGS`. Raises UsageError."""
     name, _, value = words.replace("=", " ").partition(" ")
     name = name.replace("_", "-")
-    kinds: Mapping[str, type[int] | type[float]] = SETTINGS
     if not words:
-        chat.out.table([[name, str(_setting(chat, name))] for name in kinds])
+        chat.out.table([[name, str(_setting(chat, name))] for name in SETTINGS])
         return
-    if name not in kinds:
-        raise UsageError(f"there is no setting {name!r}", f"use one of {', '.join(kinds)}")
+    if name not in SETTINGS:
+        raise UsageError(f"there is no setting {name!r}", f"use one of {', '.join(SETTINGS)}")
+    if value.strip():
+        _set(chat, name, value)
+    chat.out.status(f"{name}: {_setting(chat, name)}")
+
+
+def _set(chat: Chat, name: str, value: str) -> None:
     try:
-        number = kinds[name](value)
+        number = SETTINGS[name](value)
     except ValueError:
         raise UsageError(f"{name} cannot be {value.strip()!r}", f"write a number, as in /set {name}=1") from None
     if name == "max-tokens":
@@ -78,7 +83,6 @@ def set_value(chat: Chat, words: str) -> None:
             chat.choose(replace(chat.session.choices, temperature=number))
         elif name == "top-p":
             chat.choose(replace(chat.session.choices, top_p=number))
-    chat.out.status(f"{name}: {_setting(chat, name)}")
 
 
 def _setting(chat: Chat, name: str) -> object:

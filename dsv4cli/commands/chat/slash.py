@@ -13,6 +13,9 @@ from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
+# a file, in quotes where its name has spaces, and what follows it
+FILE = re.compile(r"""("[^"]+"|'[^']+'|\S*)\s*(.*)""", re.DOTALL)
+QUOTED = re.compile(r"""(["'])(.+)\1""")
 # so many of the newest sessions are listed
 MOST_SESSIONS = 20
 
@@ -130,9 +133,10 @@ def _edit(chat: Chat, text: str) -> str | None:
 def _read(chat: Chat, words: str) -> str:
     from dsv4cli.engine.text.inputs import read_text
 
-    name, _, question = words.partition(" ")
-    text = read_text(_path(name)).removesuffix("\n")
-    return "\n\n".join(part for part in (question.strip(), text) if part)
+    found = FILE.match(words)
+    assert found is not None
+    text = read_text(_path(found[1])).removesuffix("\n")
+    return "\n\n".join(part for part in (found[2], text) if part)
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -159,8 +163,13 @@ EDITOR_KEYS = ("Ctrl-R searches the history, Tab completes a command, Ctrl-X Ctr
 
 
 def _path(name: str) -> Path:
+    """The file of a name, which may stand in quotes. Raises UsageError for none, and for -, from which lines come."""
+    quoted = QUOTED.fullmatch(name)
+    name = quoted[2] if quoted else name
     if not name:
         raise UsageError("the file name is missing", "write it after the command")
+    if name == "-" or "\0" in name:
+        raise UsageError(f"{name!r} is not the name of a file", "write another one")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:  # ~somebody who is not there
@@ -182,7 +191,9 @@ COMMANDS: Mapping[str, Slash] = {
     "think": Slash("[LEVEL]", "Show or set how hard to reason: off, low, high, max.", settings.think),
     "show-thinking": Slash("[on|off]", "Show reasoning as it comes, or the last one now.", settings.show_thinking),
     "set": Slash("[NAME=VALUE]", f"Show or set {', '.join(settings.SETTINGS)}.", settings.set_value),
-    "read": Slash("FILE [QUESTION]", "Ask a question, with the text of a file below it.", _read),
+    "read": Slash(
+        "FILE [QUESTION]", "Ask a question, with the text of a file below it; a name with spaces in quotes.", _read
+    ),
     "save": Slash("FILE", "Write the conversation as JSON messages.", _save),
     "load": Slash("FILE", "Load the conversation of such a file instead.", _load),
     "json": Slash("", "Print the conversation as JSON messages.", facts.show_json),

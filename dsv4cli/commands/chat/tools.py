@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,24 +36,29 @@ class Round(NamedTuple):
 
 def read_tools(path: Path) -> "list[Tool]":
     """The tools of a JSON file: a list as in the OpenAI API, or an object that has it as `tools`. Raises UsageError."""
-    from dsv4cli.engine.text.inputs import BOM, read_text
+    from dsv4cli.engine.text.inputs import read_text
     from dsv4cli.engine.text.prompt import check_tools
 
     try:
-        value = json.loads(read_text(path).removeprefix(BOM))
+        value = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}", "write a list of tools as for the OpenAI chat API") from None
     return check_tools(value.get("tools") if isinstance(value, dict) else value, f"{path}: tools")
 
 
 def split_command(text: str) -> list[str]:
-    """A command and its arguments, as a shell would part them. Raises UsageError."""
+    """A command and its arguments, as a shell would part them. Raises UsageError, also where there is no program."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"--tool-exec {text!r}: {error}", "close the quotes") from None
     if not words:
         raise UsageError("--tool-exec names no command", "give one that reads a call as JSON and prints its result")
+    if shutil.which(words[0]) is None:
+        raise UsageError(
+            f"--tool-exec: {words[0]!r} is no program that can be run",
+            "give its path, in quotes where that has spaces; chmod +x makes a script one",
+        )
     return words
 
 
@@ -123,7 +129,7 @@ class Tools:
         """What the command prints, as it is; where it fails, what went wrong, as JSON, for the model to read."""
         try:
             arguments = json.loads(function["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = function["arguments"]
         call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         try:

@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from dsv4cli.commands.chat.tools import Round
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.job import report_lookalikes
 from dsv4cli.commands.terminal import keys_wait
-from dsv4cli.errors import AnswerLost, Dsv4Error
+from dsv4cli.errors import AnswerLost, Dsv4Error, UsageError
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
@@ -98,11 +98,14 @@ class Chat:
     def ask(self, question: str, before: "list[Message]") -> None:
         """A whole turn, with the calls of tools in it; without an answer the conversation is as `before`.
 
-        Raises Dsv4Error, at once where the file of the session is not as it was, and KeyboardInterrupt for the second
-        Ctrl-C, after which the text so far is kept, as after AnswerLost."""
+        Raises Dsv4Error, at once where the question is not valid Unicode or the file of the session not as it was, and
+        KeyboardInterrupt for the second Ctrl-C, after which the text so far is kept, as after AnswerLost."""
+        from dsv4cli.engine.text.tokenizer import check_unicode
+
         try:
+            check_unicode(question, "the question")  # a file of a session could not be read again
             self.session.check_file()
-        except FileChanged:
+        except UsageError:
             self.session.messages = before
             raise
         asked = {"role": "user", "content": question}
@@ -141,11 +144,10 @@ class Chat:
 
     def _answer(self) -> bool:
         """One answer of the model; whether it goes on after the results of its calls."""
-        from dsv4cli.engine.settings import MAX_SEED
         from dsv4cli.engine.text.reply import name_calls
 
-        self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % (MAX_SEED + 1))  # /retry draws anew
         steps = self.conversation.reply(self.prompt(), self.sampling, think_budget=self.think_budget)
+        self.sampling = self.sampling.plus(1)  # /retry draws anew
         report_lookalikes(self.out, [text for text in self.conversation.lookalikes if text not in self.lookalikes])
         self.lookalikes.update(self.conversation.lookalikes)
         answer = self._follow(steps)

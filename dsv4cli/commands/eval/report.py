@@ -120,9 +120,10 @@ def _tell(job: Job, results: ModelResults, whole: "ScoreSummary") -> None:
     if whole.rulings["cut"]:
         job.out.hint("answers were cut off at their limit; raise --max-tokens or --max-context")
     if results.asked:
+        those = "" if results.asked == whole.items else "all "
         job.out.status(
             f"{counted(results.asked, 'question')} in {duration_text(results.seconds)}; "
-            f"{counted(whole.tokens, 'token')} of answers and texts, {whole.prompt_tokens:,} of prompts"
+            f"{counted(whole.tokens, 'token')} of {those}answers and texts, {whole.prompt_tokens:,} of {those}prompts"
         )
 
 

@@ -113,9 +113,9 @@ def inspect(
     questions: dict[str, _Question | None] = {
         "verdict": partial(_ask_for, consumer=consumer) if consumer else None,
         "fit": partial(_ask_fit, gpus=gpus, ram=ram, context=tokens, batch=batch) if fit else None,
-        "diff": partial(_ask_diff, other=diff, layer=layer, tensor=tensor) if diff else None,
-        "tensor": partial(_ask_tensor, name=tensor) if tensor and not diff else None,
-        "layer": partial(_ask_layer, name=layer) if layer and not diff else None,
+        "diff": partial(_ask_diff, other=diff, layer=layer, tensor=tensor) if diff is not None else None,
+        "tensor": partial(_ask_tensor, name=tensor) if tensor is not None and diff is None else None,
+        "layer": partial(_ask_layer, name=layer) if layer is not None and diff is None else None,
         "tree": _ask_tree if tree else None,
         "values": partial(_ask_values, depth=values) if values else None,
     }

@@ -59,7 +59,7 @@ def compare(
     with out.progress("comparing") as progress:
         found = diff_models(_identity(a), _identity(b), progress, _wanted(layer, tensor))
     if not (found.matrices or found.only_a or found.only_b):
-        what = tensor or f"layer {layer}"
+        what = f"layer {layer}" if tensor is None else f"the tensor {tensor!r}"
         raise UsageError(f"neither model has {what}", f"`dsv4 inspect {shell_word(a.name)} --tree` lists the names")
     seconds = max(monotonic() - start, 1e-9)
     out.status(
@@ -88,7 +88,7 @@ def _identity(source: "Inspectable") -> "FolderIdentity":
 def _wanted(layer: int | None, tensor: str | None) -> "Callable[[str], bool]":
     """Which matrices are compared, by their official names."""
     prefix = "" if layer is None else f"layers.{layer}."
-    matrix = tensor and tensor.removesuffix(".weight").removesuffix(".scale")
+    matrix = None if tensor is None else tensor.removesuffix(".weight").removesuffix(".scale")
     return lambda name: name.startswith(prefix) and matrix in (None, name, name.removesuffix(".weight"))
 
 

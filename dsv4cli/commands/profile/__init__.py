@@ -181,8 +181,8 @@ def step(
 
     out, source, torch_device = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
     chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "step")
-    if trace is not None and not trace.parent.is_dir():
-        raise UsageError(f"--trace: there is no folder {trace.parent}", "make it, or name another")
+    if trace is not None:
+        _check_trace(trace)
     load = choose_load(source.identity.config, tokens, before, batch)
     drafting = parse_drafting(draft)
     check_drafter(source, drafting)
@@ -206,6 +206,13 @@ profile.command(
         "TRITON_CACHE_DIR=cache dsv4 profile warm --model flash --card h200",
     )
 )(warm)
+
+
+def _check_trace(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise UsageError(f"--trace: there is no folder {path.parent}", "make it, or name another")
+    if path.is_dir():
+        raise UsageError(f"--trace: {path} is a folder", "name a file in it")
 
 
 def _baseline(path: Path | None, kind: str) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
-from dsv4cli.commands.run.show import show_answer, stream_answer
+from dsv4cli.commands.run.show import limit_met, show_answer, stream_answer
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
     if answer.complaint:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
-        job.out.hint("the answer was cut off at its limit; raise --max-tokens or --max-context")
+        job.out.hint(f"the answer was cut off {limit_met(job, answer)}")
     report_traffic(job.out, clock.experts)
     report_drafts(job.out, clock.drafts)
     job.out.status(f"{clock.sentence()}; seed {job.sampling.seed}")

@@ -17,11 +17,11 @@ def conversation(
     prompt: str | None, files: Sequence[Path], messages: Path | None, system: str | None
 ) -> "list[Message]":
     """The conversation of --messages, or of the prompt, the texts of files and the text piped in."""
-    from dsv4cli.engine.text.inputs import BOM, from_prompt, read_messages, read_text
+    from dsv4cli.engine.text.inputs import from_prompt, read_messages, read_text
 
     if messages is not None:
         return read_messages(messages)
-    texts = [read_text(file).removeprefix(BOM).removesuffix("\n") for file in files]
+    texts = [read_text(file).removesuffix("\n") for file in files]
     piped = _read_stdin(demanded=prompt == "-")
     parts = [part for part in ("" if prompt == "-" else prompt or "", *texts, piped) if part]
     if not parts:
@@ -31,14 +31,11 @@ def conversation(
 
 def _read_stdin(demanded: bool) -> str:
     """What was piped in or redirected; nothing where stdin is a terminal or a device, unless it is demanded."""
-    from dsv4cli.engine.text.inputs import not_utf8
+    from dsv4cli.engine.text.inputs import STDIN, read_text
 
     if sys.stdin is None:
         return ""
     mode = os.fstat(sys.stdin.fileno()).st_mode
     if not demanded and not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
         return ""
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8("stdin", error) from None
+    return read_text(STDIN).removesuffix("\n")

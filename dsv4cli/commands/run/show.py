@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.job import Job
+from dsv4cli.output import counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import Answer, Pieces
@@ -52,3 +53,15 @@ def stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "A
     job.out.end_line()
     show_calls(job, tool_calls)
     return answer
+
+
+def limit_met(job: Job, answer: "Answer") -> str:
+    """Where an answer was cut off, and what would make it longer."""
+    from dsv4cli.engine.runtime.limits import context_of
+
+    config, limits = job.dialogue.config, job.limits
+    if len(answer.tokens) >= limits.max_tokens:
+        return f"after {counted(limits.max_tokens, 'token')}; raise --max-tokens"
+    if context_of(config, limits) < config.max_position_embeddings:
+        return f"at {limits.max_context:,} tokens with its prompt; raise --max-context"
+    return "at the end of the model's context; shorten the prompt"

@@ -7,7 +7,7 @@ import typer
 
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, finished, in_ranks, loaded, parts_of, record_plan, walk_of
-from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions, read_texts
+from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions, check, read_texts
 from dsv4cli.options import (
     MODEL_HELP,
     BackendOpt,
@@ -71,21 +71,26 @@ def record(
     )  # fmt: skip
     job = open_job(Output(context.obj, as_json, quiet), options)
     given, parts = TextOptions(prompt, ids, prompts, steps), parts_of(layers, what)
-    _record(job, read_texts(job, given) if like is None else _texts_of(like), folder, parts, tp, noise=not no_noise)
+    texts = read_texts(job, given) if like is None else _texts_of(job, like)
+    _record(job, texts, folder, parts, tp, noise=not no_noise)
 
 
-def _texts_of(like: Path) -> "list[Text]":
+def _texts_of(job: Job, like: Path) -> "list[Text]":
     from dsv4cli.engine.tracing.manifest import read_manifest
 
-    return list(read_manifest(like).texts)
+    texts = list(read_manifest(like).texts)
+    check(job, texts)
+    return texts
 
 
 def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], tp: int | None, *, noise: bool) -> None:
     from dsv4cli.engine.tracing.passes import Pass, Plan
     from dsv4cli.engine.tracing.record import keep_noise, manifest_of, with_twin
+    from dsv4cli.engine.tracing.recording import make_folder
 
     manifest = manifest_of(job.source, job.numerics, texts, **parts)
     plan = with_twin(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
+    make_folder(folder)  # refused before the model is loaded
     with in_ranks(job, tp, plan) as own, loaded(own, texts) as transformer:
         manifest = record_plan(own, walk_of(own, transformer), plan)
     recording, *twin = finished(job, plan, manifest, tp)

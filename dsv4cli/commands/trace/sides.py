@@ -71,8 +71,11 @@ class SideOptions:
 
 @contextmanager
 def kept(folder: Path | None) -> Iterator[Path]:
-    """Where recordings go: a folder that is named, or one that goes too."""
+    """Where recordings go: a folder that is named, or one that goes too. Raises UsageError where there is something."""
+    from dsv4cli.engine.tracing.recording import make_folder
+
     if folder is not None:
+        make_folder(folder)  # before a model is loaded
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="dsv4-trace-") as temporary:

@@ -54,7 +54,18 @@ def read_texts(job: Job, given: TextOptions) -> "list[Text]":
     else:
         vocabulary = job.source.identity.config.vocab_size
         prompts = [[random.Random(0).randrange(FIRST, vocabulary) for _ in range(TOKENS)]]
-    return [Text((*ids, *([-1] * given.steps)), len(ids)) for ids in prompts]
+    texts = [Text((*ids, *([-1] * given.steps)), len(ids)) for ids in prompts]
+    check(job, texts)
+    return texts
+
+
+def check(job: Job, texts: "list[Text]") -> None:
+    """Raises UsageError, before a model is loaded, for prompts that it cannot take with the tokens behind them."""
+    from dsv4cli.engine.runtime.limits import check_texts
+
+    # -1 stands for one that is to be drawn
+    known = [[*one.ids[: one.prompt], *(max(token, 0) for token in one.ids[one.prompt :])] for one in texts]
+    check_texts(known, job.source.identity.config, job.limits)
 
 
 def _prompt(job: Job, messages: list[Any]) -> list[int]:

@@ -114,7 +114,7 @@ class AnswerFile:
                 record = json.loads(line)
                 found.setdefault((int(record["index"]), int(record.get("sample", 0))), record)
                 str(record["request"]), int(record["seed"])
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise UsageError(
                     f"{self.path}, line {number}: not an answer that --out has written", "name another file"
                 ) from None

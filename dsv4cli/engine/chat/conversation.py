@@ -32,13 +32,14 @@ Reply = Generator[tuple[Answer, Pieces], None, None]
 
 
 class ContextFull(UsageError):
-    """A conversation that leaves no room for an answer; messages_to_drop: as `Conversation` counts them."""
+    """A conversation that leaves no room for an answer; messages_to_drop: as `Conversation` counts them. longest: the
+    context that the model has."""
 
-    def __init__(self, tokens: int, context: int, drop: int) -> None:
+    def __init__(self, tokens: int, context: int, drop: int, longest: int) -> None:
         what = "shorten the last message" if drop < 0 else f"leave out the first {drop} messages"
         super().__init__(
             f"the conversation has {tokens:,} tokens: the context has room for {context - 1:,} and an answer",
-            f"{what}, or raise --max-context",
+            f"{what}, or raise --max-context" if context < longest else what,
         )
         self.tokens, self.context, self.messages_to_drop = tokens, context, drop
 
@@ -161,7 +162,8 @@ class Conversation:
         prompt = self.dialogue.prompt(messages)
         ids, self.lookalikes = prompt.ids, prompt.lookalikes
         if len(ids) >= self.context:
-            raise ContextFull(len(ids), self.context, self.messages_to_drop(messages))
+            longest = self.dialogue.config.max_position_embeddings
+            raise ContextFull(len(ids), self.context, self.messages_to_drop(messages), longest)
         room = max_new_tokens(ids, self.dialogue.config, self.limits)
         thinking = self._thinking(ids, room, think_budget)
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0

@@ -76,8 +76,8 @@ class RemoteAnswer:
     def message(self) -> tuple[Message, list[str]]:
         """The answer as a message; calls are in it where it has ended, for half of one is none."""
         calls = [self._calls[index] for index in sorted(self._calls)] if self.finish else []
-        message = {"content": self._content, "reasoning_content": self._reasoning, "tool_calls": calls}
-        return {"role": "assistant", **message}, []
+        content, reasoning = _sound(self._content), _sound(self._reasoning)
+        return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}, []
 
     def _call(self, delta: dict[str, Any]) -> str:
         index = int(delta.get("index") or 0)
@@ -147,11 +147,16 @@ class RemoteConversation:
 
     def tokens(self, messages: Sequence[Message]) -> int:
         """How many tokens the prompt of these messages has. Raises ServerError, also where the server cannot count."""
-        return int(self._tokenized({**self._asked(messages), "add_generation_prompt": True}, "count"))
+        count = self._tokenized({**self._asked(messages), "add_generation_prompt": True}, "count")
+        if not isinstance(count, int):
+            raise self.client.other_format()
+        return count
 
     def text_ids(self, text: str) -> list[int]:
         """The tokens of a text. Raises ServerError, also where the server cannot count."""
-        ids: list[int] = self._tokenized({"model": self.model, "prompt": text, "add_special_tokens": False}, "tokens")
+        ids = self._tokenized({"model": self.model, "prompt": text, "add_special_tokens": False}, "tokens")
+        if not isinstance(ids, list):
+            raise self.client.other_format()
         return ids
 
     def most_tokens(self, text: str) -> int:
@@ -222,11 +227,8 @@ class RemoteConversation:
         thinks = {"reasoning_effort": EFFORTS[self._level], "chat_template_kwargs": {"thinking": self._level != "off"}}
         return {"model": self.model, "messages": plain} | ({"tools": tools} if tools else {}) | thinks
 
-    def _tokenized(self, body: dict[str, Any], name: str) -> Any:
-        value = self.client.post(TOKENIZE, body).get(name)
-        if value is None:
-            raise self.client.other_format()
-        return value
+    def _tokenized(self, body: dict[str, Any], name: str) -> object:
+        return self.client.post(TOKENIZE, body).get(name)
 
     def _most_tokens(self, messages: Sequence[Message]) -> int:
         return BESIDE + self.most_tokens(json.dumps(messages, ensure_ascii=False))
@@ -269,6 +271,11 @@ class RemoteConversation:
         if not answer.drawn:
             return ServerError(f"{self.client.url}: {reason}", "ask again; its own log may say why")
         return AnswerLost(f"{reason}: what came is kept", "/retry asks again")
+
+
+def _sound(text: str) -> str:
+    """The text with the halves of characters joined that came apart, and without those that have no other."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _models(client: ApiClient) -> dict[str, dict[str, Any]]:

@@ -12,11 +12,11 @@ from fractions import Fraction
 # digits of a number; longer ones are none
 MOST_DIGITS = 60
 _NUMBER = re.compile(r"(?:(?<![\w)\]}.])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w)\]}.])-?\.\d+")
-_FRACTION = re.compile(r"(-?)(?:\\[dt]?frac\{(-?\d+)\}\{(\d+)\}|(\d+)/(\d+))")
+_FRACTION = re.compile(r"(-?)(?:\\frac\{(-?\d+)\}\{(\d+)\}|(\d+)/(\d+))")
 _ANSWER = re.compile(r"\banswer(?:\s+is\b|[ \t*_]*[:=])[ \t*_:]*(?P<rest>[^\n]*)", re.IGNORECASE)
 _EDGES = " \t\r\n.,:;*_`'\"$()[]"
 # of formulas: what says nothing about the value
-_SILENT = re.compile(r"\\left|\\right|\\[!,;: ]|\$|\^\{?\\circ\}?|\\?%|(?<!\d)\s+|\s+(?!\d)")
+_SILENT = re.compile(r"\\left|\\right|\\[!,;: ]|\\?\$|\^\{?\\circ\}?|\\?%|(?<!\d)\s+|\s+(?!\d)")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\frac(?:\{(\w)\}|(\w))(?:\{(\w)\}|(\w))")
 _NAMED = re.compile(r"[a-zA-Z]=(?=.)")
@@ -118,12 +118,14 @@ def same_formula(one: str, other: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return _SILENT.sub("", _WRAPPED.sub(r"\1", _signs(text))).rstrip(".")
+    """Without what says nothing about the value, fractions in one spelling."""
+    plain = _SILENT.sub("", _WRAPPED.sub(r"\1", _signs(text))).rstrip(".")
+    plain = plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    return _SHORT_FRACTION.sub(lambda found: f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}", plain)
 
 
 def _normal(text: str) -> str:
-    plain = _plain(text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    plain = _SHORT_FRACTION.sub(lambda found: f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}", plain)
+    plain = _plain(text)
     return _NAMED.sub("", plain, count=1) if _NAMED.match(plain) else plain
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dsv4cli.engine.evaluation.items import EvalItem, EvalSet, choose, numbered, read_own
 from dsv4cli.engine.evaluation.vectors import is_manifest, is_vectors, read_manifest, read_vectors
-from dsv4cli.engine.text.inputs import BOM, BadLine, from_prompt, name_of, parse_lines, read_text, refuse
+from dsv4cli.engine.text.inputs import BadLine, from_prompt, name_of, parse_lines, read_text, refuse
 from dsv4cli.errors import UsageError
 
 BUILT_IN = "nano"
@@ -35,7 +35,7 @@ def read_set(name: str, by_answer: bool) -> EvalSet:
     """The items of the set that is built in, or of a file, in whichever form; by_answer: whether choices of public
     files are to be answered in a text. Raises UsageError that names every bad line, or the forms where it has none."""
     path = NANO_FILE if name == BUILT_IN else Path(name)
-    text = read_text(path).removeprefix(BOM)
+    text = read_text(path)
     called = name if name == BUILT_IN else name_of(path)
     form, read = _form(text, path, _REASONED if by_answer else _ALONE)
     lines, bad = read(text, called)
@@ -55,7 +55,8 @@ def _form(text: str, path: Path, ending: str) -> tuple[str, Callable[[str, str],
         return "ds4 continuations", lambda text, name: read_manifest(text, path)
     if first.lstrip().startswith("{"):
         return _json_form(first, name_of(path))
-    table = next((form for form, signs in _TABLES.items() if signs(_cells(first))), None)
+    row = _first_row(text)
+    table = next((form for form, signs in _TABLES.items() if signs(row)), None)
     if table is not None:
         return table, lambda text, name: _split(_READ_TABLE[table](text), ending)
     raise UsageError(f"{name_of(path)} is in no form that eval reads", f"it reads {FORMS}")
@@ -118,9 +119,11 @@ _JSON_FORMS: Mapping[str, tuple[set[str], Callable[[dict[str, Any]], EvalItem]]]
 }
 
 
-def _cells(line: str) -> list[str]:
+def _first_row(text: str) -> list[str]:
+    """The cells that a table begins with, of which some have several lines; none where it is no table."""
+    rows = csv.reader(io.StringIO(text, newline=""))
     try:
-        return next(csv.reader([line]), [])
+        return next((row for row in rows if any(cell.strip() for cell in row)), [])
     except csv.Error:  # a cell of 131,073 characters
         return []
 

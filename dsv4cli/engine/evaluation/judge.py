@@ -48,7 +48,7 @@ def _judge_calls(expected: list[dict[str, Any]], content: str, calls: Sequence[M
         made = [
             {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])} for call in calls
         ]
-    except ValueError:
+    except (ValueError, RecursionError):
         return Judged("wrong", given, "the arguments are not JSON")
     return Judged("correct" if made == expected and not content.strip() else "wrong", given or content.strip())
 

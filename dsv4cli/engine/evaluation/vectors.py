@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4cli.engine.evaluation.items import EvalItem
-from dsv4cli.engine.text.inputs import BOM, BadLine, from_prompt, read_text
+from dsv4cli.engine.text.inputs import BadLine, from_prompt, read_text
 from dsv4cli.errors import UsageError
 
 _CASE = re.compile(r"case (?P<id>\S+) \d+ (?P<steps>\d+) (?P<file>\S+)")
@@ -102,4 +102,4 @@ def _beside(path: Path, name: str) -> str:
     found = next((folder / name for folder in path.resolve().parents if (folder / name).is_file()), None)
     if found is None:
         raise UsageError(f"there is no {name} beside {path} or above", "keep the files as their repository has them")
-    return read_text(found).removeprefix(BOM)
+    return read_text(found)

@@ -108,7 +108,7 @@ def read_baseline(path: Path, kind: str) -> dict[str, Any]:
         raise UsageError(
             f"--baseline {path} cannot be read: {error.strerror}", "name a file of an earlier run"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"--baseline {path} is not JSON", f"make one with `dsv4 profile {kind} --json`") from None
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA or document.get("kind") != kind or not _sound(document):

@@ -11,7 +11,7 @@ from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, wit
 from dsv4cli.errors import UsageError
 
 T = TypeVar("T")
-BOM = "\ufeff"
+_BOM = "\ufeff"
 STDIN = Path("-")
 _LINES = "write one JSON object on each line"
 
@@ -39,30 +39,43 @@ def name_of(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, or of stdin for -. Raises UsageError when it cannot be read or is not UTF-8."""
+    """The text of a file, or of stdin for -, as `decoded` gives it. Raises UsageError."""
+    return decoded(read_content(path), name_of(path))
+
+
+def read_content(path: Path) -> bytes:
+    """The bytes of a file, or of stdin for -. Raises UsageError when it cannot be read."""
     try:
-        content = sys.stdin.buffer.read() if path == STDIN and sys.stdin is not None else path.read_bytes()
-        return content.decode("utf-8")
+        if path != STDIN:
+            return path.read_bytes()
+        return b"" if sys.stdin is None else sys.stdin.buffer.read()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", "give the path of a readable file") from None
+        reason = f"{name_of(path)} cannot be read: {error.strerror}"
+        raise UsageError(reason, "give the path of a readable file") from None
+
+
+def decoded(content: bytes, name: str) -> str:
+    """Bytes of UTF-8 as text, without the mark that Windows' editors begin it with; name: where they come from. Raises
+    UsageError for another encoding."""
+    try:
+        return content.decode("utf-8").removeprefix(_BOM)
     except UnicodeDecodeError as error:
-        raise not_utf8(name_of(path), error) from None
-
-
-def not_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
-    """What to say about input in another encoding."""
-    return UsageError(
-        f"{name} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}", "convert it to UTF-8"
-    )
+        where = f"byte {content[error.start]:#04x} at offset {error.start}"
+        raise UsageError(f"{name} is not UTF-8: {where}", "convert it to UTF-8") from None
 
 
 def read_messages(path: Path) -> list[Message]:
-    """The conversation in a JSON file: a list of messages, or an object with `messages` and perhaps `tools`."""
-    text = read_text(path).removeprefix(BOM)
+    """The conversation in a JSON file, as `parse_messages` takes it."""
+    return parse_messages(read_text(path), name_of(path))
+
+
+def parse_messages(text: str, name: str) -> list[Message]:
+    """The conversation in a text of JSON: a list of messages, or an object with `messages` and perhaps `tools`; name:
+    where it comes from. Raises UsageError."""
     try:
         return _conversation(parse_json(text, "write a list of messages as for the OpenAI chat API"))
     except UsageError as error:
-        raise UsageError(f"{name_of(path)}: {error.message}", error.remedy) from None
+        raise UsageError(f"{name}: {error.message}", error.remedy) from None
 
 
 def asked_in(value: dict[str, Any], system: str | None) -> list[Message]:
@@ -145,7 +158,7 @@ def parse_lines(
     good: list[tuple[int, T]] = []
     bad: list[BadLine] = []
     # not splitlines: a text inside a line may have U+2028 and its like
-    for number, line in enumerate(text.removeprefix(BOM).split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 good.append((number, convert(_object(line))))

@@ -107,7 +107,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """The arguments by name; text that is not a JSON object is one string argument named `arguments`."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
 

@@ -61,6 +61,22 @@ def test_each_line_is_a_question_and_stdout_has_the_answers(chat):
     assert " tokens · " in second
 
 
+def test_a_byte_order_mark_is_no_part_of_a_line(chat):
+    done = chat("\ufeff/think", "\ufeffhello", "/json")
+    assert "thinking: off" in done.err
+    assert json.loads(done.out.partition("\n")[2])["messages"][0] == user("hello")
+
+
+def test_input_that_cannot_be_read_ends_the_chat(dsv4):
+    speak(dsv4.patch, says("Yes."))
+    done = dsv4("chat", "--model", SMALL, readable=False)
+    assert done.code == 2
+    assert done.err.splitlines()[-2:] == [
+        "error: stdin cannot be read: Bad file descriptor",
+        "→ give the question as an argument",
+    ]
+
+
 def test_a_session_file_has_what_was_said_and_grows(chat, tmp_path):
     file = tmp_path / "talk.json"
     options = ("--session", str(file), "--system", "Be brief.")
@@ -108,6 +124,17 @@ def test_nothing_to_continue(chat):
     assert "there is no session to continue" in done.err
 
 
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_name_with_spaces_stands_in_quotes(chat, tmp_path, quote):
+    (tmp_path / "my notes.txt").write_text("the text")
+    saved = tmp_path / "my talk.json"
+    name = f"{quote}{tmp_path}/my notes.txt{quote}"
+    done = chat(f"/read {name} why?", f"/read {name}", f"/save {saved}", f"/save {quote}{saved}.2{quote}")
+    assert done.code == 0
+    assert [one["content"] for one in conversation(saved)][::2] == ["why?\n\nthe text", "the text"]
+    assert conversation(tmp_path / "my talk.json.2") == conversation(saved)
+
+
 def test_an_empty_chat_leaves_nothing(chat, tmp_path):
     assert chat("/help", "/exit", "never").code == 0
     assert not (tmp_path / "state").exists()
@@ -146,6 +173,17 @@ def test_a_retry_draws_anew(chat):
     done = chat("/set", "one", "/set seed", "/set", answers=("1",))
     assert "seed          1\n" in done.out
     assert "seed          2\n" in done.out
+    assert "\nseed: 2\n" in done.err
+
+
+def test_the_first_answer_has_the_seed_that_was_given(chat, dsv4):
+    asked = []
+    reply = Conversation.reply
+    dsv4.patch.setattr(
+        Conversation, "reply", lambda self, *rest, **more: asked.append(rest[1].seed) or reply(self, *rest, **more)
+    )
+    chat("a", "/retry", "/set seed=7", "b", "c", "/set seed=4294967295", "d", "e")
+    assert asked == [1, 2, 7, 8, 4294967295, 0]
 
 
 WRONG = (
@@ -162,6 +200,8 @@ WRONG = (
     ("/set think-budget=-1", "cannot be -1"),
     ("/think fast", 'no thinking level "fast"'),
     ("/read nothing.txt", "nothing.txt cannot be read"),
+    ("/read -", "'-' is not the name of a file"),
+    ("/load a\0b", "'a\\x00b' is not the name of a file"),
     ("/load", "the file name is missing"),
     ("/save /nowhere/at/all.json", "cannot be written"),
     ("/show-thinking perhaps", "cannot be perhaps"),
@@ -292,6 +332,8 @@ def test_a_command_carries_out_calls(chat, tools, tmp_path, script, result):
 REFUSED = (
     (("--tool-exec", "true"), "add --yes"),
     (("--tool-exec", "true '", "--yes"), "close the quotes"),
+    (("--tool-exec", "no-such-program x", "--yes"), "'no-such-program' is no program that can be run"),
+    (("--tool-exec", f"{__file__} x", "--yes"), "chmod +x makes a script one"),
     (("--tool-timeout", "0"), "--tool-timeout cannot be 0"),
     (("--tool-timeout", "nan"), "--tool-timeout cannot be nan"),
     (("--think-budget", "-1"), "--think-budget cannot be -1"),

@@ -186,8 +186,11 @@ def test_a_session_that_is_not_there(chat):
 
 def test_a_journal_that_cannot_be_read_is_listed_as_such(chat, tmp_path):
     chat("one")
-    (tmp_path / "state/dsv4/sessions/20200101-000000-odd.jsonl").write_text('{"schema": 1}\nnot JSON\n')
-    assert "20200101-000000-odd.jsonl cannot be read" in chat(options=("--sessions",)).out
+    for name, text in (("odd", '{"schema": 1}\nnot JSON\n'), ("deep", "[" * 10**5 + "\n{}\n")):
+        (tmp_path / f"state/dsv4/sessions/20200101-000000-{name}.jsonl").write_text(text)
+    listed = chat(options=("--sessions",)).out
+    assert "20200101-000000-odd.jsonl cannot be read" in listed
+    assert "20200101-000000-deep.jsonl cannot be read" in listed
 
 
 def test_continue_keeps_model_thinking_and_temperature(chat, dsv4):

@@ -1,12 +1,17 @@
 """`dsv4 chat` as its user meets it: a terminal, keys, Ctrl-C, kills."""
 
 import json
+import os
+import shutil
 import stat
 import sys
 import time
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
+from dsv4cli.commands.chat.editor import SlashCompleter
 from tests.support.program import SMALL
 from tests.support.terminals import Terminal, says, speaking
 
@@ -59,6 +64,8 @@ def test_typing_history_completion_lines_and_paste(terminal, tmp_path):
     one.until("xt")
     one.type("\r")
     one.until("tokens used", ">")
+    os.write(one.master, b"caf\xe9\r")
+    one.until("the question is not valid Unicode at character 4", ">")
     one.type(" secret\r")
     one.until(f"{SMALL} · ", ">")
     one.type("\x04")
@@ -68,6 +75,27 @@ def test_typing_history_completion_lines_and_paste(terminal, tmp_path):
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert "+first\n" in history.read_text()
     assert "secret" not in history.read_text()
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("", ['"my notes.txt"', "notes", '"old talks/']),
+        ("n", ["notes"]),
+        ("my n", ['"my notes.txt"']),
+        ("'my", ["'my notes.txt'"]),
+        ('"old talks/', ['"old talks/one"']),
+        ("none/", []),
+    ],
+)
+def test_names_of_files_are_completed_in_quotes_where_they_have_spaces(tmp_path, monkeypatch, typed, completed):
+    for name in ("my notes.txt", "notes", "old talks/one"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    found = list(SlashCompleter({}).get_completions(Document(f"/read {typed}"), CompleteEvent()))
+    assert [one.text for one in found] == completed
+    assert {one.start_position for one in found} <= {-len(typed)}
 
 
 def test_ctrl_c_stops_an_answer_and_clears_a_line(terminal, tmp_path):
@@ -189,6 +217,10 @@ def test_a_dumb_terminal_shows_the_text_as_it_is(terminal):
     one.until(f"{SMALL} · ", ">")
     one.type("/copy\r")
     one.until("this terminal cannot copy", ">")
+    os.write(one.master, b"caf\xe9\r")
+    one.until("what was typed is not utf-8", ">")
+    one.type("hello\r")
+    one.until(f"{SMALL} · ", ">")
     one.type("\x04")
     assert one.leave() == 0
 
@@ -221,6 +253,21 @@ def test_without_prompt_toolkit_lines_are_still_edited(terminal, tmp_path, monke
     one.type("\x04")
     assert one.leave() == 0
     assert kept(tmp_path) == ["hello!", "Yes."]
+
+
+def test_a_state_folder_that_goes_away_is_made_again(terminal, tmp_path):
+    one = terminal()
+    one.type("hello\r")
+    one.until(f"{SMALL} · ", ">")
+    shutil.rmtree(tmp_path / "dsv4")
+    one.type("again\r")
+    one.until(f"{SMALL} · ", "the session is not saved", ">")
+    one.type("more\r")
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert "Traceback" not in one.plain
+    assert kept(tmp_path)[::2] == ["hello", "again", "more"]
 
 
 def test_a_kill_loses_nothing_that_was_finished(terminal, tmp_path):

@@ -48,6 +48,13 @@ def tools(capsys, monkeypatch, tmp_path):
     return run
 
 
+def test_arguments_that_nobody_can_parse_reach_the_command_as_text():
+    deep = {"id": "1", "function": {"name": "f", "arguments": "[" * 10**5}}
+    one = Tools(Output(Colours()), Keys(), ["cat"], ask_first=False)
+    [result] = one.run([deep], Round(1, 10**6, lambda text: 0)) or []
+    assert result["content"].startswith('{"name": "f", "arguments": "[[[')
+
+
 def test_plain_text_is_a_result(tools):
     result, out, err = tools("print('Sunny, 21 °C.\\n  No wind.\\n')")
     assert result == "Sunny, 21 °C.\n  No wind."

@@ -64,7 +64,7 @@ def test_what_is_chosen_is_sent(chat, server):
     first, second = server.bodies
     assert spoken(first) == [("system", "Be brief."), ("user", "a")]
     assert [first[name] for name in ("temperature", "reasoning_effort", "stop", "max_tokens", "seed")] == [
-        0.5, "high", ["X"], 9, 4,
+        0.5, "high", ["X"], 9, 3,
     ]  # fmt: skip
     assert first["chat_template_kwargs"] == {"thinking": True}
     assert "top_p" not in first

@@ -234,6 +234,13 @@ def test_another_model_comes_whole_but_the_answer_is_no(hub, dsv4, tmp_path):
     assert "DeepSeek-V3" in done.out
 
 
+def test_one_file_is_one_file(hub, dsv4):
+    hub.add(REPOSITORY, FLASH)
+    done = dsv4("download", "flash", "--only", "index")
+    assert done.err.startswith("1 file, ")
+    assert " is complete: 1 file, " in done.out
+
+
 def test_a_dry_run_shows_the_plan_and_fetches_nothing(hub, dsv4, tmp_path):
     hub.add(REPOSITORY, FLASH)
     assert dsv4("download", "flash", "--only", "config").code == 0

@@ -1,6 +1,7 @@
 """`dsv4 eval`: streams, exit codes, the keys of --json; results that survive what ends a run; two models in pairs."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -94,6 +95,8 @@ def test_the_same_command_asks_what_is_missing(dsv4, file, out, monkeypatch, err
         stopped = dsv4(*command)
     assert stopped.code == code
     assert f"2 of 6 results are in {out}; the same command continues" in stopped.err
+    told = dsv4("eval", file, *FAST, "--out", shutil.copy(out, out.with_name("copy.jsonl"))).err
+    assert re.search(r"\n4 questions in .* s; \d+ tokens of all answers and texts, \d+ of all prompts\n", told)
     first = read_results(out)[1]
     out.write_text(out.read_text() + '{"index": 0, "id')  # a kill cut it off
     done = document(dsv4(*command, "--json"))

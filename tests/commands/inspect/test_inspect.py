@@ -17,6 +17,7 @@ from dsv4cli.engine.config.presets import FLASH as FLASH_KEYS
 from dsv4cli.engine.config.storage import Formats, contradictions
 from dsv4cli.engine.inspection import report
 from dsv4cli.errors import Dsv4Error
+from dsv4cli.output import Output, ReaderGone
 from tests.support import damage
 from tests.support.foreign import FOREIGN, INCOMPLETE
 from tests.support.program import IMPORTS_NOTHING_HEAVY, Program, inside
@@ -254,6 +255,9 @@ def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_p
         (["inspekt", FLASH], 2, "inspect"),
         (["inspect", "random:huge"], 2, "error: random:huge: there is no preset 'huge'\n→ "),
         (["inspect", "./nothing", "--json"], 1, "error: there is no folder ./nothing\n→ "),
+        (["inspect", FLASH, "--tensor", ""], 2, "has no tensor ''"),
+        (["inspect", FLASH, "--layer", ""], 2, "there is no layer "),
+        (["inspect", FLASH, "--diff", ""], 2, "error: '' is neither a folder nor a known model"),
         (["inspect", "nothing"], 2, "error: 'nothing' is neither a folder nor a known model\n→ "),
     ],
 )
@@ -370,6 +374,17 @@ def test_the_boundary_turns_a_failure_into_an_exit_code(monkeypatch, capsys, rai
     assert captured.out == ""
     assert captured.err.startswith(words)
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("gone", [ReaderGone(), OSError(28, "No space left on device")], ids=repr)
+def test_a_failure_that_nobody_hears_has_its_exit_code(monkeypatch, capsys, gone):
+    def fail(*_):
+        raise gone
+
+    silent = []
+    monkeypatch.setattr(cli, "_be_silent", lambda: silent.append(True))
+    monkeypatch.setattr(Output, "error", fail)
+    assert (Program(monkeypatch, capsys)("inspect", "nothing").code, silent) == (2, [True])
 
 
 @pytest.mark.parametrize("raised", [ValueError("a bug"), OSError(13, "Permission denied", "x")], ids=repr)

@@ -265,6 +265,7 @@ def test_what_only_one_of_two_documents_has(dsv4):
         (["kernels", "--plot", "no/such/folder/a.svg"], 2, "--plot"),
         (["kernels", "--baseline", "no-such-file"], 2, "--baseline"),
         (["step", "--trace", "no/such/folder/a.json"], 2, "--trace"),
+        (["step", "--trace", "."], 2, "--trace: . is a folder"),
         (["step", "--context", "8192"], 2, "--context"),
         (["step", "--model", "random:tiny", "--tokens", "4097", "--batch", "2"], 2, "a step takes"),
         (["step", "--device", "cuda:0"], 4, "cuda:0"),

@@ -120,7 +120,7 @@ def test_another_command_does_not_go_on(dsv4, prompts, out, tmp_path):
         done = dsv4(*command, *change)
         assert (done.code, out.read_text()) == (2, before)
         assert "belongs to another command: the answer with index 0 is to another prompt" in done.err
-    for text in ("my notes", '{"a": 1}\n'):
+    for text in ("my notes", '{"a": 1}\n', "[" * 10**5 + "\n"):
         out.write_text(text)
         done = dsv4(*command)
         assert (done.code, out.read_text()) == (2, text)

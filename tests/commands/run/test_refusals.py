@@ -154,6 +154,10 @@ def test_stdin_that_is_not_utf8(dsv4):
     refused(dsv4("run", stdin=b"caf\xe9"), 2, "stdin is not UTF-8: byte 0xe9 at offset 3")
 
 
+def test_stdin_that_cannot_be_read(dsv4):
+    refused(dsv4("run", "-", readable=False), 2, "stdin cannot be read: Bad file descriptor")
+
+
 def test_a_wrong_device_where_there_are_some(dsv4, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     done = dsv4("run", "hi", "--device", "cuda:1")

@@ -2,12 +2,14 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dsv4cli.commands.run import modes
+from dsv4cli.commands.run import modes, show
 from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from tests.support import damage
 from tests.support.golden_data import golden, need_recorded_arithmetic, official_sums
@@ -153,7 +155,18 @@ def test_limits_and_logprobs(dsv4):
     one = json.loads(dsv4("run", "hi", "--model", SMALL, "--max-tokens", "1", "--json").out)
     assert "logprobs" not in one
     assert one["tokens_per_second"] is None
-    assert "1 token; first" in dsv4("run", "hi", "--model", SMALL, "--max-tokens", "1").err
+    told = dsv4("run", "hi", "--model", SMALL, "--max-tokens", "1", "--seed", "5").err
+    assert "1 token; first" in told
+    assert "→ the answer was cut off after 1 token; raise --max-tokens\n" in told
+    told = dsv4("run", "hi", "--model", SMALL, "--max-context", "8", "--seed", "5").err
+    assert "→ the answer was cut off at 8 tokens with its prompt; raise --max-context\n" in told
+
+
+def test_a_full_context_of_the_model_is_no_matter_of_options():
+    dialogue = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=8))
+    for limits in (Limits(), Limits(max_context=99)):
+        told = show.limit_met(SimpleNamespace(dialogue=dialogue, limits=limits), SimpleNamespace(tokens=[1, 2]))
+        assert told == "at the end of the model's context; shorten the prompt"
 
 
 def test_the_split_of_a_prompt_does_not_change_the_answer(dsv4):
@@ -168,7 +181,7 @@ def test_the_split_of_a_prompt_does_not_change_the_answer(dsv4):
     ("arguments", "stdin", "text"),
     [
         (["hi"], None, "<｜User｜>hi<｜Assistant｜>"),
-        ([], b"caf\xc3\xa9\n", "<｜User｜>café<｜Assistant｜>"),
+        ([], b"\xef\xbb\xbfcaf\xc3\xa9\n", "<｜User｜>café<｜Assistant｜>"),
         (["ask"], b"text\n\n", "<｜User｜>ask\n\ntext\n<｜Assistant｜>"),
         (["ask"], b"", "<｜User｜>ask<｜Assistant｜>"),
         (["-"], b"text", "<｜User｜>text<｜Assistant｜>"),

@@ -160,6 +160,9 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--layers", "2-3", "--out", "A"), "--layers 2-3: the model has 3 layers"),
         (("record", NET, "--what", "blocks", "--out", "A"), "--what 'blocks' is no group of stages"),
         (("record", NET, "--ids", "5", "--out", "full"), "full is not empty"),
+        (("record", NET, "--ids", "5", "--steps", "9999999", "--out", "A"), "the text has 10,000,000 tokens"),
+        (("record", NET, "--ids", "5,99999", "--out", "A"), "the text has the token id 99999"),
+        (("bisect", NET, "--chunk", "1", "--keep", "full"), "full is not empty"),
         (("record", NET, "--like", "none", "--out", "A"), "none holds no whole recording"),
         (("compare", "none", "none"), "none holds no whole recording"),
         (("bisect", NET), "nothing says what is different on the other side"),
@@ -176,6 +179,8 @@ def test_refusals(program, tmp_path, monkeypatch, arguments, complaint):
     assert (done.code, done.out) == (2, "")
     assert complaint in done.err
     assert "\n→ " in done.err
+    assert " on cpu: " not in done.err  # no model is loaded for that
+    assert not list(tmp_path.glob("A/*"))
 
 
 def test_other_tokens_and_unknown_noise(program, recorded, tmp_path):

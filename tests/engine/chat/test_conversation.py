@@ -500,8 +500,10 @@ def test_a_full_context_says_what_to_leave_out():
     assert one.tokens(rest) <= 300 * 3 / 4 < one.tokens([SYSTEM, *messages[error.messages_to_drop - 1 :]])
     assert drain(one.reply(rest, SEEDED))[0].finish
     assert one.messages_to_drop([SYSTEM, user("x" * 400)]) == -1
-    with pytest.raises(ContextFull, match="room for 299"):
+    with pytest.raises(ContextFull, match="room for 299") as caught:
         one.reply([user("x" * 400)], SEEDED)
+    assert caught.value.remedy == "shorten the last message, or raise --max-context"
+    assert ContextFull(9, 8, -1, longest=8).remedy == "shorten the last message"
 
 
 def test_a_nearly_full_context_keeps_room_for_an_answer():

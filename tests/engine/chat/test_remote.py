@@ -112,12 +112,28 @@ def test_a_server_that_names_no_model(server, models):
         conversation(server)
 
 
+@pytest.mark.parametrize("counted", [{}, {"count": "many", "tokens": 7}, {"count": None, "tokens": {}}])
+def test_a_server_that_counts_in_another_format(server, monkeypatch, counted):
+    monkeypatch.setattr(ApiClient, "post", lambda *_: counted)
+    one = conversation(server)
+    for ask in (lambda: one.tokens([user("x")]), lambda: one.text_ids("x")):
+        with pytest.raises(ServerError, match="does not answer as OpenAI's API does"):
+            ask()
+
+
 def test_who_listens_and_says_nothing_is_no_server(monkeypatch):
     monkeypatch.setattr(api_client, "LONGEST_WAIT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = ApiClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(ServerError, match=r"no server answers at .*: timed out"):
             client.get("/v1/models")
+
+
+def test_halves_of_a_character_become_one():
+    answer = RemoteAnswer()
+    for part in ("a\ud83d", "\ude00b", "\ud83d c"):
+        answer.push({"choices": [{"delta": {"content": part}}]})
+    assert answer.message()[0]["content"] == "a\U0001f600b\ufffd c"
 
 
 ODD = (

@@ -130,6 +130,8 @@ def test_mmlu(read):
     assert asked(found.items[0]) == (
         "Which one?\n\nA. w, x\nB. x\nC. y\nD. z\n\nAnswer with the letter of the right choice alone."
     )
+    [history] = read('"This refers to:\n""A text.""\nWhich?",w,x,y,z,B\n', "history.csv").items
+    assert asked(history).startswith('This refers to:\n"A text."\nWhich?\n\nA. w')
     [other] = read(SIMPLE, "mmlu.csv", by_answer=True).items
     assert (other.answer, other.task, other.choices) == ("C", "anatomy", ("A", "B", "C", "D"))
     assert asked(other).endswith("as in: Answer: A")

@@ -57,8 +57,9 @@ def test_calls_are_values_not_texts():
     assert judge(item, reply("I call.", "tool_calls", [CALL])).ruling == "wrong"
     assert judge(item, reply("", "tool_calls", [CALL, CALL])).ruling == "wrong"
     assert judge(item, reply("f")).ruling == "wrong"
-    broken = {"function": {"name": "f", "arguments": "{"}}
-    assert judge(item, reply("", "tool_calls", [broken])).note == "the arguments are not JSON"
+    for text in ("{", "[" * 10**5):
+        broken = {"function": {"name": "f", "arguments": text}}
+        assert judge(item, reply("", "tool_calls", [broken])).note == "the arguments are not JSON"
     assert judged("exact", "Rome", "Rome", calls=[CALL]) == ("wrong", "Rome")
 
 

@@ -95,7 +95,9 @@ def test_other_results_are_not_mixed_in(path, change, complaint):
         json.dumps(HEADER) + "\nno JSON\nand mo",
         json.dumps(HEADER | {"schema": "dsv4.eval/1"}) + "\n",
         "3\n",
+        "[" * 10**5 + "\n",
     ],
+    ids=range(8),
 )
 def test_what_is_no_file_of_results_stays_as_it_is(path, content):
     path.write_text(content)

@@ -78,6 +78,12 @@ def test_recorded_text(case: dict[str, Any]) -> None:
     assert "".join(recorded(case)) == case["text"]
 
 
+def test_arguments_that_nobody_can_parse_are_one_text() -> None:
+    deep = "[" * 10**5
+    invoke = "".join(prompt_text.calls_parts([{"function": {"name": "f", "arguments": deep}}]))
+    assert f'parameter name="arguments" string="true">{deep}<' in invoke
+
+
 def test_recorded_ids(official_tokenizer: Tokenizer) -> None:
     assert len(CASES) == 44
     texts = ["".join(recorded(case)) for case in CASES]
