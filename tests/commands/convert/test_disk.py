@@ -282,3 +282,16 @@ def test_the_layers_that_are_there_can_be_converted(tmp_path, lost, advice):
     if advice:
         assert f"with `{advice}`, which are there" in remedy
         convert(source, tmp_path / "out", *BF16, *advice.split())
+
+
+def test_an_index_that_names_a_file_in_vain_is_no_part_of_a_model(source, tmp_path):
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {
+        key: "gone.safetensors" if key == "norm.weight" else file for key, file in index["weight_map"].items()
+    }
+    path.write_text(json.dumps(index))
+    error, remedy = refused(1, source, tmp_path / "out", *BF16)
+    assert "norm.weight is in" in error
+    # all layers are there: to choose them would not help
+    assert "--layers" not in remedy
