@@ -83,8 +83,10 @@ def _texts_of(like: Path) -> "list[Text]":
 def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], tp: int | None, *, noise: bool) -> None:
     from dsv4cli.engine.tracing.passes import Pass, Plan
     from dsv4cli.engine.tracing.record import keep_noise, manifest_of, with_twin
+    from dsv4cli.engine.tracing.recording import make_folder
 
     manifest = manifest_of(job.source, job.numerics, texts, **parts)
+    make_folder(folder)  # before the weights are read, which may take minutes
     plan = with_twin(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
     with in_ranks(job, tp, plan) as own, loaded(own, texts) as transformer:
         manifest = record_plan(own, walk_of(own, transformer), plan)

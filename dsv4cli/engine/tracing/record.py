@@ -35,12 +35,15 @@ def manifest_of(
     layers: range | None = None,
     what: tuple[Group, ...] | None = None,
 ) -> TraceManifest:
-    """What a recording of these texts is of: all layers and stages if none are named. Raises UsageError for layers that
-    the model does not have."""
+    """What a recording of these texts is of: all layers and stages if none are named. Raises UsageError for layers and
+    tokens that the model does not have."""
     config, formats = source.identity.config, source.identity.formats
     count = config.num_hidden_layers
     if layers is not None and layers.stop > count:
-        raise UsageError(f"--layers {layers.start}-{layers.stop - 1}: the model has {count} layers", f"0-{count - 1}")
+        raise UsageError(
+            f"--layers {layers.start}-{layers.stop - 1}: the model has {count} layers", f"choose from 0-{count - 1}"
+        )
+    _check_tokens(texts, config.vocab_size)
     whole = TraceManifest(
         model=source.name,
         texts=tuple(texts),
@@ -55,6 +58,17 @@ def manifest_of(
         weights=weights_of(source.identity) if isinstance(source, FolderSource) else source.name,
     )
     return whole if what is None else replace(whole, what=what)
+
+
+def _check_tokens(texts: Sequence[Text], vocabulary: int) -> None:
+    for text in texts:
+        # behind the prompt some may be below 0: they are drawn
+        other = [id for at, id in enumerate(text.ids) if id >= vocabulary or (id < 0 and at < text.prompt)]
+        if other:
+            raise UsageError(
+                f"a text has the token id {other[0]}, the model's vocabulary is 0 to {vocabulary - 1:,}",
+                "use ids of the tokenizer.json that belongs to the model",
+            )
 
 
 def weights_of(identity: Identity) -> str | None:
@@ -92,13 +106,19 @@ def twin_of(folder: Path) -> Path:
 
 def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None) -> TraceManifest:
     """Makes the recordings of a plan, with several ranks this one's part of them: what they are of, all tokens known.
-    progress: as of `Walk.through`. Raises what `Engine.step` raises."""
+    progress: as of `Walk.through`. Raises what `Engine.step` raises; what was recorded then goes."""
     texts, each = plan.manifest.texts, plan.manifest.rows("token", 0)
     for one in plan.passes:
         make_folder(one.folder)
-    with plan.observed(walk.model, slot=walk.slot if walk.followers is None else None):
-        for number in range(len(plan.passes)):
-            texts = tuple(walk.through(texts, partial(_progress, progress, number * each, len(plan.passes) * each)))
+    try:
+        with plan.observed(walk.model, slot=walk.slot if walk.followers is None else None):
+            for number in range(len(plan.passes)):
+                texts = tuple(walk.through(texts, partial(_progress, progress, number * each, len(plan.passes) * each)))
+    except BaseException:
+        # they were empty, and a half is of no use: the same command can be given again
+        for one in plan.passes:
+            shutil.rmtree(one.folder, ignore_errors=True)
+        raise
     return replace(plan.manifest, texts=texts)
 
 
