@@ -14,7 +14,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.read import parse_config, read_config
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode
+from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode, encode_matrix
 from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata
 from dsv4cli.engine.conversion.gguf.vocabulary import CHAT_TEMPLATE, tokenizer_text, vocabulary
 from dsv4cli.engine.text.prompt import encode_messages
@@ -48,6 +48,15 @@ def test_q8_0_refuses_what_its_scale_cannot_hold(value):
     values[1, 40] = value
     with pytest.raises(NotFinite):
         encode("Q8_0", {"weight": values})
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**32])
+def test_i32_refuses_what_it_cannot_hold(value):
+    with pytest.raises(CheckpointError, match="tid2eid has values that I32 cannot hold") as refused:
+        encode_matrix("a.tid2eid", "I32", {"weight": np.array([[0, value]])})
+    assert "bf16" not in refused.value.remedy
+    kept = encode_matrix("a.tid2eid", "I32", {"weight": np.array([[0, -(2**31), 2**31 - 1]])})
+    assert kept.tolist() == [[0, -(2**31), 2**31 - 1]]
 
 
 def test_mxfp4_is_the_same_codes_in_another_order():
