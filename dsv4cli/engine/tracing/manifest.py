@@ -88,14 +88,13 @@ class TraceManifest:
 
 
 def read_manifest(folder: Path) -> TraceManifest:
-    """What the recording in a folder is of. Raises UsageError for a folder without one, or one of another version, and
-    for a file that is not as it was written."""
-    remedy = f"record it: dsv4 trace record MODEL --out {shell_word(folder)}"
+    """What the recording in a folder is of. Raises UsageError for a folder without one, or one of another version."""
+    remedy = _remedy(folder)
     try:
         given = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if given.pop("schema") != SCHEMA:
             raise ValueError(SCHEMA)
-        _check_files(folder, given.pop("files", {}), remedy)
+        given.pop("files", None)
         texts = tuple(Text(tuple(map(int, one["ids"])), int(one["prompt"])) for one in given.pop("texts"))
         tuples: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("layers", "ratios", "rounded", "what")}
         return TraceManifest(texts=texts, **tuples, **given)
@@ -105,12 +104,18 @@ def read_manifest(folder: Path) -> TraceManifest:
         raise UsageError(f"{folder / FILE} is not of this version of dsv4 trace", remedy) from None
 
 
-def _check_files(folder: Path, files: Mapping[str, int], remedy: str) -> None:
-    """Raises UsageError for a file that is gone or of another length: a comparison would pass over what it held."""
+def check_files(folder: Path) -> None:
+    """Raises UsageError where a file of a recording is gone or of another length: a comparison would pass over what it
+    held. For its tokens alone the manifest is enough."""
+    files: Mapping[str, int] = json.loads((folder / FILE).read_text(encoding="utf-8")).get("files", {})
     for name, size in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            raise UsageError(f"{path} {'has changed' if path.is_file() else 'is missing'}", remedy)
+            raise UsageError(f"{path} {'has changed' if path.is_file() else 'is missing'}", _remedy(folder))
+
+
+def _remedy(folder: Path) -> str:
+    return f"record it: dsv4 trace record MODEL --out {shell_word(folder)}"
 
 
 def check_same_shapes(one: TraceManifest, other: TraceManifest) -> None:
