@@ -94,7 +94,18 @@ def test_what_a_model_asks_for(tmp_path, text, sampling):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"temperature": -1}', '{"temperature": "warm"}', '{"top_p": [1]}', "\udcff"]
+    "text",
+    [
+        "{",
+        "[]",
+        '{"temperature": -1}',
+        '{"temperature": "warm"}',
+        '{"top_p": [1]}',
+        "\udcff",
+        "[" * 100_000,
+        '{"temperature": 1' + "0" * 400 + "}",
+    ],
+    ids=range(8),
 )
 def test_a_generation_config_that_cannot_be_used(tmp_path, text):
     (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))

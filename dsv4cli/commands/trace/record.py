@@ -89,8 +89,8 @@ def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], 
     from dsv4cli.engine.tracing.recording import make_folder
 
     manifest = manifest_of(job.source, job.numerics, texts, **parts)
+    make_folder(folder)  # before the weights are read, which may take minutes
     plan = with_twin(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
-    make_folder(folder)  # refused before the model is loaded
     with in_ranks(job, tp, plan) as own, loaded(own, texts) as transformer:
         manifest = record_plan(own, walk_of(own, transformer), plan)
     recording, *twin = finished(job, plan, manifest, tp)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.trace.side import finished, in_ranks, loaded, record_plan, walk_of
 from dsv4cli.commands.trace.texts import FIRST, TextOptions, read_texts
-from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output
 
@@ -71,11 +70,11 @@ class SideOptions:
 
 @contextmanager
 def kept(folder: Path | None) -> Iterator[Path]:
-    """Where recordings go: a folder that is named, or one that goes too. Raises UsageError where there is something."""
-    from dsv4cli.engine.tracing.recording import make_folder
-
+    """Where recordings go: a folder that is named and empty, or one that goes too. Raises UsageError for another."""
     if folder is not None:
-        make_folder(folder)  # before a model is loaded
+        from dsv4cli.engine.tracing.recording import make_folder
+
+        make_folder(folder)
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="dsv4-trace-") as temporary:
@@ -100,13 +99,14 @@ class Sides:
 
     def compared(self) -> "TraceComparison":
         """The first side beside the other. Raises Dsv4Error."""
+        from dsv4cli.engine.tracing.manifest import check_same_shapes
         from dsv4cli.engine.tracing.opened import is_recording
 
         if self.change.against is not None and is_recording(Path(self.change.against)):
             return self._beside_recording(Path(self.change.against))
         first, second = open_job(self.out, self.options), open_job(self.out, self.change.of(self.options))
         manifest, other = self._manifest(first, read_texts(first, self.given)), self._manifest(second, [])
-        _check_alike(manifest, other)
+        check_same_shapes(manifest, other)
         if self.change.same_model:
             with loaded(second, manifest.texts) as model:
                 return self._beside(self._first(first, model, manifest, other), second, model)
@@ -188,6 +188,7 @@ class Sides:
     def _beside_recording(self, folder: Path) -> "TraceComparison":
         """The model, fed with a recording's streams, beside that."""
         from dsv4cli.engine.tracing.feed import rounding_between
+        from dsv4cli.engine.tracing.manifest import check_same_shapes
         from dsv4cli.engine.tracing.opened import open_recording
         from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
         from dsv4cli.engine.tracing.report import compared
@@ -196,7 +197,7 @@ class Sides:
         job = open_job(self.out, change.of(self.options))
         one = open_recording(folder, self._manifest(job, read_texts(job, self.given)))
         manifest = self._manifest(job, list(one.manifest.texts))
-        _check_alike(one.manifest, manifest)
+        check_same_shapes(one.manifest, manifest)
         plan = with_fed_twin(self.folder / "other", manifest, folder, rounding_between(one.manifest, manifest))
         with in_ranks(job, change.tp, plan) as own, loaded(own, manifest.texts) as model:
             record_plan(own, walk_of(own, model), plan)
@@ -204,14 +205,3 @@ class Sides:
         noise = keep_noise(other, twin, fed=True)
         other.name = f"{job.source.name} {change.words}".strip()
         return compared(one, other, noise, fed=True)
-
-
-def _check_alike(one: "TraceManifest", other: "TraceManifest") -> None:
-    """Raises UsageError for models of other shapes."""
-    shapes = [(side.layers_of_model, side.hidden, side.streams, side.ratios) for side in (one, other)]
-    if shapes[0] != shapes[1]:
-        raise UsageError(
-            f"{one.model} and {other.model} are models of other shapes: {shapes[0][0]} layers of {one.hidden} and "
-            f"{shapes[1][0]} of {other.hidden}",
-            "compare two of the same: dsv4 inspect MODEL shows them",
-        )

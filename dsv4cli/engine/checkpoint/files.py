@@ -1,5 +1,6 @@
 """The bytes of a checkpoint's files, read from several threads at once; no torch."""
 
+import errno
 import os
 from pathlib import Path
 from threading import Lock
@@ -53,9 +54,10 @@ class Files:
                     raise CheckpointError(f"{info.file} ends inside {info.name}", f"download {info.file.name} again")
                 done += count
         except OSError as error:
-            raise CheckpointError(
-                f"{info.file} cannot be read at {info.name}: {error.strerror}", "check the file and its disk"
-            ) from None
+            # a model may have more files than a process may open
+            many = error.errno == errno.EMFILE
+            remedy = "raise the limit, as with `ulimit -n 4096`" if many else "check the file and its disk"
+            raise CheckpointError(f"{info.file} cannot be read at {info.name}: {error.strerror}", remedy) from None
 
     def _descriptor(self, path: Path) -> int:
         with self._lock:

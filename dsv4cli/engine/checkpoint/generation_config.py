@@ -21,5 +21,5 @@ def own_sampling(folder: Path) -> Sampling:
         values: dict[str, Any] = json.loads(read_bytes(path).decode())
         temperature, top_p = float(values.get("temperature", 1.0)), float(values.get("top_p", 1.0))
         return Sampling(temperature if values.get("do_sample", True) else 0.0, top_p)
-    except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, UsageError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}", "fetch it again, or remove it") from None

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsv4cli.engine.checkpoint.remedies import download_again
 from dsv4cli.engine.conversion.journal import temporary_name
+from dsv4cli.engine.conversion.metadata import copied_files, is_dead
 from dsv4cli.engine.system import atomic
 from dsv4cli.engine.system.regular_files import open_file
 from dsv4cli.errors import CheckpointError
@@ -41,6 +43,17 @@ class Copy:
         finally:
             os.close(descriptor)
         atomic.publish(temporary, self.target)
+
+
+def copies_of(folder: Path, output: Path) -> tuple[Copy, ...]:
+    """What goes into an output as it is. Raises CheckpointError for a link that leads nowhere: what it stands for would
+    be left out."""
+    files = copied_files(folder)
+    lost = next(filter(is_dead, files), None)
+    if lost is not None:
+        remedy = download_again(folder, lost.relative_to(folder).as_posix())
+        raise CheckpointError(f"{lost} is missing, but a link points to it", f"{remedy}, or remove the link")
+    return tuple(Copy(path, output / path.relative_to(folder), path.stat().st_size) for path in files)
 
 
 class _SourceReader:

@@ -21,11 +21,11 @@ from dsv4cli.engine.checkpoint.naming import MpNaming, Naming, TransformersNamin
 from dsv4cli.engine.checkpoint.sizes import stored_bytes
 from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.config.model_config import ModelConfig
-from dsv4cli.engine.conversion.copies import Copy
+from dsv4cli.engine.conversion.copies import Copy, copies_of
 from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata, stem
 from dsv4cli.engine.conversion.gguf.plan import plan_gguf
 from dsv4cli.engine.conversion.journal import Part, Times
-from dsv4cli.engine.conversion.metadata import copied_files, metadata_files
+from dsv4cli.engine.conversion.metadata import is_dead, metadata_files
 from dsv4cli.engine.conversion.plan import ORDER, FilePlan, plan_files
 from dsv4cli.engine.conversion.room import free_bytes, told_apart
 from dsv4cli.engine.conversion.selection import LayerSelection, select, stored_part
@@ -145,7 +145,11 @@ class Conversion:
 
     def check_output(self) -> None:
         """Raises UsageError for an output that is the source, inside it, or holds something else than this job."""
-        source, output = self.source.checkpoint.folder.resolve(), self.output.resolve()
+        # a loop of links has no end, and is not resolved
+        source, output = (Path(os.path.realpath(path)) for path in (self.source.checkpoint.folder, self.output))
+        dead = next(filter(is_dead, (self.output, *self.output.parents)), None)
+        if dead is not None:
+            raise UsageError(f"{dead} is a link to what is not there", "remove it, or name another folder")
         if output == source or source in output.parents or output in source.parents:
             raise UsageError(f"{self.output} and the source overlap", "name a folder outside the source")
         existing = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
@@ -191,11 +195,9 @@ class Conversion:
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        """The files that are neither weights nor configuration, tokenizer and all else; each part copies all."""
-        folder = self.source.checkpoint.folder
-        return tuple(
-            Copy(path, self.output / path.relative_to(folder), path.stat().st_size) for path in copied_files(folder)
-        )
+        """The files that are neither weights nor configuration, tokenizer and all else; each part copies all.
+        Raises CheckpointError for a link that leads nowhere."""
+        return copies_of(self.source.checkpoint.folder, self.output)
 
     def index(self) -> dict[str, Any] | None:
         """The index of the output; the official files for ranks and GGUF have none."""

@@ -73,8 +73,10 @@ class Journal:
         changed since it began.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        begin_plan(self.folder, plan)
+        check_plan(self.folder, plan)
         with self._held(os.O_CREAT):
+            # not before: of two that begin at once with other options, one would continue what the other has written
+            begin_plan(self.folder, plan)
             if not self.times:
                 self._append({"source": times})
                 self.times = times
@@ -152,11 +154,17 @@ class Journal:
 
 
 def begin_plan(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Writes the plan of a conversion, or compares it with the one that is there."""
+    """Writes the plan of a conversion, unless it is there. Raises as `check_plan`."""
     path = folder / PLAN
     if not path.exists():
         write_file(path, json.dumps(plan).encode(), folder)
-    if read_plan(path) != plan:
+    check_plan(folder, plan)
+
+
+def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
+    """Raises UsageError where the folder holds another plan."""
+    path = folder / PLAN
+    if path.exists() and read_plan(path) != plan:
         raise UsageError(
             f"{folder.parent} holds an unfinished conversion of another source or with other options",
             f"repeat the command that began it, or remove it with `rm -r {shell_word(folder.parent)}`",

@@ -5,6 +5,7 @@ vLLM (DeepseekV4FP8Config) and SGLang of config.json, the last two of moe_quant_
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,8 +68,10 @@ def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: 
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """The files of a folder that go into the output as they are: neither weights, index, metadata nor hidden."""
-    paths = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    """The files of a folder that go into the output as they are: neither weights, index, metadata nor hidden. Links
+    that lead nowhere are among them: what they stand for is lost."""
+    every = (path for path in sorted(folder.rglob("*")) if path.is_file() or is_dead(path))
+    paths = {path.relative_to(folder): path for path in every}
     return [
         path
         for below, path in paths.items()
@@ -78,6 +81,11 @@ def copied_files(folder: Path) -> list[Path]:
         and below.as_posix() not in {CONFIG, INFERENCE, NVFP4_MANIFEST, MANIFEST}
         and not any(part.startswith(".") for part in below.parts)
     ]
+
+
+def is_dead(path: Path) -> bool:
+    """Whether a path is a link to what is not there."""
+    return path.is_symlink() and not os.path.exists(path)
 
 
 def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, target: TargetName) -> dict[str, Any]:

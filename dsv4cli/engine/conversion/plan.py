@@ -64,11 +64,17 @@ def plan_files(specs: Mapping[str, TensorSpec], naming: Naming, max_file: int) -
     """
     parts = matrices(specs.values())
     stored = stored_table(naming, specs.values())
+    owners: dict[str, list[str]] = {}
+    for matrix, roles in parts.items():
+        for spec in roles.values():
+            for location in naming.locations(spec):
+                owners.setdefault(location.name, []).append(matrix)
     groups = list(_by_rank(stored) if isinstance(naming, MpNaming) else _by_size(naming, parts, stored, max_file))
     found = []
     for number, (name, keys) in enumerate(groups, 1):
         file = name or f"model-{number:05}-of-{len(groups):05}.safetensors"
-        found.append(_Writer(file, {key: stored[key] for key in keys}).plan(naming, parts))
+        here = {matrix: parts[matrix] for key in keys for matrix in owners[key]}
+        found.append(_Writer(file, {key: stored[key] for key in keys}).plan(naming, here))
     return tuple(found)
 
 

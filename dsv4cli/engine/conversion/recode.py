@@ -13,7 +13,7 @@ from dsv4cli.engine.checkpoint.remedies import look
 from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
 from dsv4cli.engine.checkpoint.values import Form, Values, decode, form_of, scale_rows
 from dsv4cli.engine.config.formats import Role
-from dsv4cli.engine.weights.fill import TORCH_DTYPES
+from dsv4cli.engine.weights.fill import TORCH_DTYPES, damaged_scale, no_scales
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels import recode
 from dsv4cli.kernels.block_scale import dequantise
@@ -89,6 +89,7 @@ class Recipe:
                 found.setdefault("input_scale", np.array(INPUT_SCALE, np.float32))
         else:
             found = {role: numpy_bits(tensor) for role, tensor in self._recode(self._tensors(arrays), first).items()}
+            self._check_scales(arrays)
         if begin == first:
             return found
         # only formats with a scale for each row are cut inside a block
@@ -104,6 +105,13 @@ class Recipe:
             role: source.read(spec, scale_rows(form, rows) if spec.is_scale else rows)
             for role, spec in self.parts.items()
         }
+
+    def _check_scales(self, arrays: Mapping[Role, Raw]) -> None:
+        """Raises CheckpointError for what loading refuses too: in another format nobody would see it."""
+        for role, array in arrays.items():
+            spec = self.parts[role]
+            if role not in ("weight", "input_scale") and no_scales(spec.dtype, array.reshape(-1).view(np.uint8)).any():
+                raise damaged_scale(spec)
 
     def _tensors(self, arrays: Mapping[Role, Raw]) -> Tensors:
         return {role: self._tensor(array, self.parts[role].dtype) for role, array in arrays.items()}

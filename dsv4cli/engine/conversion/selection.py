@@ -76,7 +76,7 @@ def stored_part(model: FolderIdentity) -> str:
     }
     here = [layer for layer in range(config.num_hidden_layers) if layer not in lacking]
     outside = {name for name in lacking if isinstance(name, str)} - {"mtp"}
-    if not checkpoint.missing_files or outside or not here:
+    if not checkpoint.missing_files or not lacking or outside or not here:
         return ""
     last = next(layer for layer in here if layer + 1 not in here)
     options = f"--layers {here[0]}-{last}"

@@ -129,6 +129,9 @@ class CacheDestination:
         revision = self.listing.revision or constants.DEFAULT_REVISION
         if revision != self.listing.commit:
             reference = self.root / "refs" / revision
+            with suppress(OSError):
+                if reference.read_bytes().decode(errors="replace") == self.listing.commit:
+                    return  # in a cache that cannot be written, too
             reference.parent.mkdir(parents=True, exist_ok=True)
             fresh = _beside(reference)
             fresh.write_text(self.listing.commit, encoding="utf-8")

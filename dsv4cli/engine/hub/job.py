@@ -160,7 +160,10 @@ def carry_out(job: DownloadPlan, workers: int, policy: RetryPolicy, report: Repo
             f"{broken[0]}{others} came with wrong bytes {1 + REPAIRS} times; the other files are complete",
             f"the hub or a proxy damages them: {AGAIN}",
         )
-    job.destination.close()
+    try:
+        job.destination.close()
+    except OSError as error:
+        raise _explained(error, job.destination) from error
     return outcomes
 
 

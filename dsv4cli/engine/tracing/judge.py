@@ -23,10 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dsv4cli.engine.system.atomic import publish
 from dsv4cli.engine.tracing.compare import StageDifference
 from dsv4cli.engine.tracing.stages import BY_NAME, LOGITS, STREAMS, placed
+from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
 
 FACTOR = 4.0
 # of the rows of a stage, and of those of its twin
@@ -82,18 +86,24 @@ def save_noise(noise: Noise, folder: Path, *, fed: bool) -> None:
     for (layer, stage), moved in noise.items():
         # each tensor of a file has memory of its own
         tensors |= {f"{layer}/{stage}/{name}": rows.clone() for name, rows in moved._asdict().items()}
-    save_file(tensors, folder / NOISE[fed])
+    temporary = folder / f".{NOISE[fed]}"
+    save_file(tensors, temporary)
+    publish(temporary, folder / NOISE[fed])
 
 
 def load_noise(folder: Path, *, fed: bool) -> Noise | None:
-    """What a recording's folder has of it."""
-    if not (folder / NOISE[fed]).is_file():
+    """What a recording's folder has of it. Raises UsageError for a file that is damaged."""
+    path = folder / NOISE[fed]
+    if not path.is_file():
         return None
     parts: dict[tuple[int, str], dict[str, torch.Tensor]] = defaultdict(dict)
-    for key, rows in load_file(folder / NOISE[fed]).items():
-        layer, stage, name = key.split("/")
-        parts[int(layer), stage][name] = rows
-    return {place: Moved(**moved) for place, moved in parts.items()}
+    try:
+        for key, rows in load_file(path).items():
+            layer, stage, name = key.split("/")
+            parts[int(layer), stage][name] = rows
+        return {place: Moved(**moved) for place, moved in parts.items()}
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} is damaged: {error}", f"record {shell_word(folder)} again") from None
 
 
 def judged(found: Iterable[StageDifference], noise: Noise) -> Iterator[StageVerdict]:

@@ -1,7 +1,7 @@
 """What a recording is of: tokens, layers, numerics, machine; a JSON file beside its tensors; no torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from dsv4cli.harmless import shell_word
 
 SCHEMA = "dsv4.trace/1"
 FILE = "manifest.json"
+# of a recording, each rank's part of each layer
+PARTS = "layer-*-rank-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -80,24 +82,51 @@ class TraceManifest:
         """Completes a recording. Raises OSError."""
         from dsv4cli.engine.system.atomic import write_file
 
-        content = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1).encode()
+        files = {path.name: path.stat().st_size for path in sorted(folder.glob(PARTS))}
+        content = json.dumps({"schema": SCHEMA, "files": files, **asdict(self)}, indent=1).encode()
         write_file(folder / FILE, content, folder / f".{FILE}")
 
 
 def read_manifest(folder: Path) -> TraceManifest:
     """What the recording in a folder is of. Raises UsageError for a folder without one, or one of another version."""
-    remedy = f"record it: dsv4 trace record MODEL --out {shell_word(folder)}"
+    remedy = _remedy(folder)
     try:
         given = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if given.pop("schema") != SCHEMA:
             raise ValueError(SCHEMA)
+        given.pop("files", None)
         texts = tuple(Text(tuple(map(int, one["ids"])), int(one["prompt"])) for one in given.pop("texts"))
         tuples: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("layers", "ratios", "rounded", "what")}
         return TraceManifest(texts=texts, **tuples, **given)
     except OSError as error:
         raise UsageError(f"{folder} holds no whole recording: {FILE}: {error.strerror}", remedy) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{folder / FILE} is not of this version of dsv4 trace", remedy) from None
+
+
+def check_files(folder: Path) -> None:
+    """Raises UsageError where a file of a recording is gone or of another length: a comparison would pass over what it
+    held. For its tokens alone the manifest is enough."""
+    files: Mapping[str, int] = json.loads((folder / FILE).read_text(encoding="utf-8")).get("files", {})
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise UsageError(f"{path} {'has changed' if path.is_file() else 'is missing'}", _remedy(folder))
+
+
+def _remedy(folder: Path) -> str:
+    return f"record it: dsv4 trace record MODEL --out {shell_word(folder)}"
+
+
+def check_same_shapes(one: TraceManifest, other: TraceManifest) -> None:
+    """Raises UsageError for models of other shapes."""
+    shapes = [(side.layers_of_model, side.hidden, side.streams, side.ratios) for side in (one, other)]
+    if shapes[0] != shapes[1]:
+        raise UsageError(
+            f"{one.model} and {other.model} are models of other shapes: {shapes[0][0]} layers of {one.hidden} and "
+            f"{shapes[1][0]} of {other.hidden}",
+            "compare two of the same: dsv4 inspect MODEL shows them",
+        )
 
 
 def check_same_tokens(one: Sequence[Text], other: Sequence[Text], names: tuple[str, str]) -> None:

@@ -13,8 +13,8 @@ def is_recording(folder: Path) -> bool:
 
 
 def open_recording(folder: Path, like: TraceManifest | None = None) -> Recording:
-    """The recording in a folder. like: what it is of where the folder does not say: it is ATOM's, or is being made.
-    Raises UsageError for a folder without one."""
-    if like is None or (folder / FILE).is_file():
+    """The recording in a folder. like: what it is of where the folder does not say, for it is ATOM's. Raises UsageError
+    for a folder without a whole one."""
+    if like is None or (folder / FILE).is_file() or not any(folder.glob(GLOB)):
         return RecordedFolder(folder)
-    return AtomFolder(folder, like) if any(folder.glob(GLOB)) else RecordedFolder(folder, like)
+    return AtomFolder(folder, like)

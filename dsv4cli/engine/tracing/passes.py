@@ -10,7 +10,7 @@ from dsv4cli.engine.tracing.feed import Jitter, MovedStreams, RecordedStreams
 from dsv4cli.engine.tracing.manifest import TraceManifest
 from dsv4cli.engine.tracing.observe import observed
 from dsv4cli.engine.tracing.observer import Feed, Observer
-from dsv4cli.engine.tracing.opened import open_recording
+from dsv4cli.engine.tracing.opened import is_recording, open_recording
 from dsv4cli.engine.tracing.recording import RecordedFolder, Writer
 
 
@@ -27,7 +27,10 @@ class Pass:
         """What the blocks are given; manifest: of the plan, whose earlier passes have none yet."""
         jitter = None if self.moved is None else Jitter(self.moved)
         if self.fed is not None:
-            return RecordedStreams(open_recording(self.fed, manifest), jitter)
+            # that of an earlier pass is not finished
+            finished = is_recording(self.fed)
+            recording = open_recording(self.fed, manifest) if finished else RecordedFolder(self.fed, manifest)
+            return RecordedStreams(recording, jitter)
         return None if jitter is None else MovedStreams(jitter)
 
 

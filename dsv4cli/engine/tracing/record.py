@@ -40,7 +40,9 @@ def manifest_of(
     config, formats = source.identity.config, source.identity.formats
     count = config.num_hidden_layers
     if layers is not None and layers.stop > count:
-        raise UsageError(f"--layers {layers.start}-{layers.stop - 1}: the model has {count} layers", f"0-{count - 1}")
+        raise UsageError(
+            f"--layers {layers.start}-{layers.stop - 1}: the model has {count} layers", f"choose from 0-{count - 1}"
+        )
     whole = TraceManifest(
         model=source.name,
         texts=tuple(texts),
@@ -92,13 +94,19 @@ def twin_of(folder: Path) -> Path:
 
 def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None) -> TraceManifest:
     """Makes the recordings of a plan, with several ranks this one's part of them: what they are of, all tokens known.
-    progress: as of `Walk.through`. Raises what `Engine.step` raises."""
+    progress: as of `Walk.through`. Raises what `Engine.step` raises; what was recorded then goes."""
     texts, each = plan.manifest.texts, plan.manifest.rows("token", 0)
     for one in plan.passes:
         make_folder(one.folder)
-    with plan.observed(walk.model, slot=walk.slot if walk.followers is None else None):
-        for number in range(len(plan.passes)):
-            texts = tuple(walk.through(texts, partial(_progress, progress, number * each, len(plan.passes) * each)))
+    try:
+        with plan.observed(walk.model, slot=walk.slot if walk.followers is None else None):
+            for number in range(len(plan.passes)):
+                texts = tuple(walk.through(texts, partial(_progress, progress, number * each, len(plan.passes) * each)))
+    except BaseException:
+        # they were empty, and a half is of no use: the same command can be given again
+        for one in plan.passes:
+            shutil.rmtree(one.folder, ignore_errors=True)
+        raise
     return replace(plan.manifest, texts=texts)
 
 

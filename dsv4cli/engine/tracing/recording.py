@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsv4cli.engine.tracing.manifest import TraceManifest, read_manifest
+from dsv4cli.engine.tracing.manifest import TraceManifest, check_files, read_manifest
 from dsv4cli.engine.tracing.stages import BY_NAME, in_order
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
@@ -125,7 +125,10 @@ class RecordedFolder:
 
     def __init__(self, folder: Path, manifest: TraceManifest | None = None) -> None:
         """manifest: of a recording that is not finished. Raises UsageError for a folder without a whole one."""
-        self.name, self.folder, self.manifest = str(folder), folder, manifest or read_manifest(folder)
+        if manifest is None:
+            manifest = read_manifest(folder)
+            check_files(folder)
+        self.name, self.folder, self.manifest = str(folder), folder, manifest
 
     def layers(self) -> list[int]:
         """The layers that it has stages of."""

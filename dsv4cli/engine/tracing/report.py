@@ -7,7 +7,7 @@ from typing import Any
 
 from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.judge import Noise, StageVerdict, judged
-from dsv4cli.engine.tracing.manifest import check_same_tokens
+from dsv4cli.engine.tracing.manifest import check_same_shapes, check_same_tokens
 from dsv4cli.engine.tracing.recording import Recording, common
 from dsv4cli.errors import UsageError
 
@@ -43,8 +43,9 @@ class TraceComparison:
 
 
 def compared(one: Recording, other: Recording, noise: Noise, *, fed: bool) -> TraceComparison:
-    """Every stage that both recordings have. Raises UsageError for other tokens, and where no stage is in both."""
+    """Every stage that both recordings have. Raises UsageError for other shapes and tokens, and for no common stage."""
     names = (one.name, other.name)
+    check_same_shapes(one.manifest, other.manifest)
     check_same_tokens(one.manifest.texts, other.manifest.texts, names)
     if not common(one, other):
         raise UsageError(

@@ -89,8 +89,8 @@ def fill(
     supply: `made` or `reading.stored`. progress is called at the start and with all that arrives, in this thread.
     elsewhere: the destinations of tensors that are no part of a parameter, by name.
 
-    Raises CheckpointError for a tensor of another shape or dtype, a scale byte 255, a tensor that comes twice or not at
-    all; nothing else fills a parameter.
+    Raises CheckpointError for a tensor of another shape or dtype, a scale byte 255, a table that names an expert that
+    is not there, a tensor that comes twice or not at all; nothing else fills a parameter.
     """
     done, total = 0, total_bytes(specs, world)
     own = {name: spec for name, spec in specs.items() if name not in elsewhere}
@@ -109,6 +109,9 @@ def fill(
     missing = [name for name, left in waiting.items() if left]
     if missing:
         raise CheckpointError(f"{len(missing)} tensors never came, the first is {min(missing)}")
+    experts = 1 + max((spec.expert for spec in specs.values() if spec.expert is not None), default=-1)
+    for spec in (spec for spec in own.values() if spec.dtype == "I64"):
+        check_table(spec, destinations[spec.name], experts)
 
 
 def total_bytes(specs: dict[str, TensorSpec], world: World) -> int:
@@ -123,6 +126,18 @@ def no_scales(dtype: str, stored: Any) -> Any:
         return ~((numbers > 0) & (numbers < inf))
     # e4m3: NaN, and the numbers below 0
     return stored == E8M0_NAN if dtype == "F8_E8M0" else stored >= E4M3_NAN
+
+
+def check_table(spec: TensorSpec, chosen: torch.Tensor, experts: int) -> None:
+    """Raises CheckpointError unless a table of chosen experts, int64 [V, k], names those of a layer only: kernels read
+    where it says."""
+    outside = ((chosen < 0) | (chosen >= experts)).any(1)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise CheckpointError(
+            f"{spec.name}: row {row}, {chosen[row].tolist()}, names an expert that is not there",
+            "the tensor is damaged: fetch its shard again",
+        )
 
 
 def damaged_scale(spec: TensorSpec) -> CheckpointError:

@@ -282,3 +282,35 @@ def test_the_layers_that_are_there_can_be_converted(tmp_path, lost, advice):
     if advice:
         assert f"with `{advice}`, which are there" in remedy
         convert(source, tmp_path / "out", *BF16, *advice.split())
+
+
+def test_an_index_that_names_a_file_in_vain_is_no_part_of_a_model(source, tmp_path):
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {
+        key: "gone.safetensors" if key == "norm.weight" else file for key, file in index["weight_map"].items()
+    }
+    path.write_text(json.dumps(index))
+    error, remedy = refused(1, source, tmp_path / "out", *BF16)
+    assert "norm.weight is in" in error
+    # all layers are there: to choose them would not help
+    assert "--layers" not in remedy
+
+
+def test_a_file_that_a_link_has_lost_is_not_left_out(source, tmp_path):
+    (source / "encoding").mkdir()
+    lost = source / "encoding" / "encoding_dsv4.py"
+    lost.symlink_to("../../blobs/none")
+    for more in ((), ("--dry-run",)):
+        error, remedy = refused(1, source, tmp_path / "out", *BF16, *more)
+        assert f"{lost} is missing, but a link points to it" in error
+        assert "download encoding/encoding_dsv4.py again, or remove the link" in remedy
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_behind_a_link_that_leads_nowhere(small, tmp_path):
+    (tmp_path / "dead").symlink_to("none")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("dead", "dead/out", "loop", "loop/out"):
+        error, _ = refused(2, small, tmp_path / name, *BF16)
+        assert f"{tmp_path / name.partition('/')[0]} is a link to what is not there" in error

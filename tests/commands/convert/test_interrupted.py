@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from dsv4cli.commands import convert as commands
-from dsv4cli.engine.conversion import plan
+from dsv4cli.engine.conversion import journal, plan
+from dsv4cli.engine.conversion.journal import Journal, Part
+from dsv4cli.errors import UsageError
 from dsv4cli.output import Output
 from tests.support import conversions, crashing, damage, synthetic
 from tests.support.conversions import convert, files
@@ -280,6 +282,23 @@ def test_a_second_process_is_refused(source, whole, calls, tmp_path):
     assert (code, "another process is writing this part" in err) == (2, True)
     assert crashing.ended(process) == 0
     assert files(tmp_path / "out") == whole["nvfp4"]
+
+
+def test_of_two_that_begin_at_once_with_other_options_one_is_refused(tmp_path, monkeypatch):
+    plans = [{"files": {"a": {"nbytes": 1, "header": "", "header_bytes": 8}}, "metadata": {}, "parts": 1, "layer": 0,
+              "to": to, "index": None} for to in ("bf16", "fp8")]  # fmt: skip
+    write_file = journal.write_file
+
+    def write_while_another_begins(*arguments):
+        monkeypatch.setattr(journal, "write_file", write_file)
+        other = Journal(tmp_path, Part()).opened(plans[1], {})
+        with pytest.raises(UsageError, match="another process is writing this part"), other:
+            pass
+        write_file(*arguments)
+
+    monkeypatch.setattr(journal, "write_file", write_while_another_begins)
+    with Journal(tmp_path, Part()).opened(plans[0], {}):
+        assert journal.read_plan(tmp_path / PLAN) == plans[0]
 
 
 def wait_until_stopped(pid):

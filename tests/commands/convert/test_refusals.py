@@ -334,6 +334,21 @@ def test_a_value_that_has_no_place_is_named(source, tmp_path, monkeypatch, tenso
     assert left(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize(("to", "role"), [("base", "scale"), ("nvfp4", "weight_scale_2")])
+def test_a_scale_that_would_not_load_does_not_become_sound(small, tmp_path, number, to, role):
+    source = tmp_path / to
+    convert(small, source, "--to", to, "--verify", "off")
+    data = struct.pack("<f", number)
+    name = f"{EXPERT}.{role}"
+    damage.edit_tensor(source, name, lambda stored: replace(stored, data=data + stored.data[4:]))
+    # a copy has it as it was
+    convert(source, tmp_path / "copy", "--to", to, "--verify", "off")
+    error, _ = refused(1, source, tmp_path / "out", *BF16)
+    assert f"{name} holds a scale that is not a positive number" in error or "is NaN or too large" in error
+    assert left(tmp_path / "out") == []
+
+
 def test_a_disk_that_is_too_small(small, tmp_path, monkeypatch):
     output = tmp_path / "out"
     plan = json.loads(convert(small, output, *BF16, "--dry-run", "--json"))

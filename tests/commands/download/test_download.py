@@ -1,5 +1,6 @@
 """`dsv4 download` from outside, against a real HTTP server on loopback that speaks the hub's interface."""
 
+import errno
 import functools
 import json
 import os
@@ -510,6 +511,27 @@ def test_offline_a_full_cache_is_checked(hub, dsv4, tmp_path, monkeypatch):
     assert dsv4("download", "flash", "--layers", "0-1", "--no-mtp").code == 0
     assert dsv4("download", "flash", "--local-dir", str(tmp_path / "model")).code == 0
     assert (content(tmp_path / "model"), hub.requests) == (FLASH, [])
+
+
+def test_a_cache_that_cannot_be_written_is_checked(hub, dsv4, tmp_path, monkeypatch):
+    branches = hub.add(REPOSITORY, FLASH).branches
+    branches["v1"] = branches["main"]
+    assert dsv4("download", "flash").code == 0
+    offline(hub, monkeypatch)
+    written, replace = [], os.replace
+
+    def refuse(source, target):
+        if not target.is_relative_to(cached(tmp_path)):
+            return replace(source, target)
+        written.append(target)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(target))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    done = dsv4("download", "flash")
+    assert (done.code, written) == (0, []), done.err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    done = dsv4("download", "flash", "--revision", "v1")
+    assert (done.code, "cannot be written: Read-only file system" in done.err) == (2, True), done.err
 
 
 def test_offline_what_is_wrong_or_absent_in_the_cache_is_named(hub, dsv4, tmp_path, monkeypatch):

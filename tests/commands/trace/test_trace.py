@@ -1,12 +1,20 @@
 """`dsv4 trace` from outside: streams, exit codes, keys, refusals."""
 
+import contextlib
 import json
+import shutil
 
 import pytest
 import torch
 
+from dsv4cli.commands.job import Job
+from dsv4cli.engine.checkpoint.source import resolve_model
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.tracing.manifest import Text
+from dsv4cli.engine.tracing.record import manifest_of
 from dsv4cli.engine.tracing.recording import RecordedFolder
 from dsv4cli.engine.tracing.stages import BY_NAME
+from dsv4cli.engine.tracing.walk import Walk
 from tests.engine.model.test_mutations import MUTATIONS
 from tests.support.program import Program
 
@@ -158,29 +166,64 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--ids", "5;6", "--out", "A"), "--ids '5;6' is no list of token ids"),
         (("record", NET, "--ids", "5", "--prompt", "Hi", "--out", "A"), "--prompt and --ids cannot be combined"),
         (("record", NET, "--layers", "2-3", "--out", "A"), "--layers 2-3: the model has 3 layers"),
+        (("record", NET, "--like", "other", "--out", "A"), "the text has the token id 999, the model's vocabulary"),
         (("record", NET, "--what", "blocks", "--out", "A"), "--what 'blocks' is no group of stages"),
         (("record", NET, "--ids", "5", "--out", "full"), "full is not empty"),
         (("record", NET, "--ids", "5", "--steps", "9999999", "--out", "A"), "the text has 10,000,000 tokens"),
         (("record", NET, "--ids", "5,99999", "--out", "A"), "the text has the token id 99999"),
-        (("bisect", NET, "--chunk", "1", "--keep", "full"), "full is not empty"),
         (("record", NET, "--like", "none", "--out", "A"), "none holds no whole recording"),
         (("compare", "none", "none"), "none holds no whole recording"),
         (("bisect", NET), "nothing says what is different on the other side"),
         (("bisect", NET, "--slots", "--chunk", "1"), "--slots goes alone"),
         (("bisect", NET, "--against", "random:tiny,layers=2"), "are models of other shapes: 3 layers of"),
         (("bisect", NET, "--chunk", "1", "--plot", "parts.gif"), "--plot parts.gif ends with neither"),
+        (("bisect", NET, "--chunk", "1", "--keep", "full"), "full is not empty"),
     ],
 )
 def test_refusals(program, tmp_path, monkeypatch, arguments, complaint):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
+    for name in ("full", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    manifest_of(resolve_model(NET), Numerics.reference(), [Text((5,), 1)]).write(tmp_path / "other")
+    told = json.loads((tmp_path / "other" / "manifest.json").read_text())
+    told["texts"] = [{"ids": [5, 999], "prompt": 1}]
+    (tmp_path / "other" / "manifest.json").write_text(json.dumps(told))
+    # nobody waits for weights to hear it
+    monkeypatch.setattr(Job, "model", None)
     done = program("trace", *arguments)
     assert (done.code, done.out) == (2, "")
     assert complaint in done.err
     assert "\n→ " in done.err
     assert " on cpu: " not in done.err  # no model is loaded for that
-    assert not list(tmp_path.glob("A/*"))
+    assert not (tmp_path / "A").exists()
+
+
+def test_what_does_not_compare(program, recorded, tmp_path):
+    folder, _ = recorded
+    half, shape = tmp_path / "half", tmp_path / "shape"
+    shutil.copytree(folder, half)
+    (half / "manifest.json").unlink()
+    done = program("trace", "compare", str(folder), str(half))
+    assert (done.code, f"{half} holds no whole recording" in done.err) == (2, True)
+    program("trace", "record", "random:tiny,layers=2", "--ids", IDS, "--steps", "0", "--no-noise", "--out", str(shape))
+    done = program("trace", "compare", str(folder), str(shape))
+    assert (done.code, "are models of other shapes: 3 layers of" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_recording_does_not_stand_in_the_way(program, tmp_path, monkeypatch, error):
+    out = tmp_path / "A"
+
+    def interrupted(walk, texts, progress):
+        (out / "layer-000-rank-0.safetensors").write_bytes(b"half")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walk, "through", interrupted)
+        with contextlib.suppress(RuntimeError):
+            assert program("trace", "record", NET, "--ids", IDS, "--out", str(out)).code == 130
+    assert not out.exists()
 
 
 def test_other_tokens_and_unknown_noise(program, recorded, tmp_path):

@@ -1,17 +1,21 @@
 """What a GGUF file is made of: blocks against the gguf package, keys there and back, the vocabulary, the template."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dsv4cli.engine.checkpoint.gguf import blocks
+from dsv4cli.engine.checkpoint.identify import identify
 from dsv4cli.engine.config.gguf import end_tokens, gguf_values, missing_keys, parse_gguf
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.read import parse_config, read_config
-from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode, encode_matrix
+from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata
 from dsv4cli.engine.conversion.gguf.vocabulary import CHAT_TEMPLATE, tokenizer_text, vocabulary
 from dsv4cli.engine.text.prompt import encode_messages
 from dsv4cli.engine.text.tokenizer import Tokenizer
@@ -44,6 +48,15 @@ def test_q8_0_refuses_what_its_scale_cannot_hold(value):
     values[1, 40] = value
     with pytest.raises(NotFinite):
         encode("Q8_0", {"weight": values})
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**32])
+def test_i32_refuses_what_it_cannot_hold(value):
+    with pytest.raises(CheckpointError, match="tid2eid has values that I32 cannot hold") as refused:
+        encode_matrix("a.tid2eid", "I32", {"weight": np.array([[0, value]])})
+    assert "bf16" not in refused.value.remedy
+    kept = encode_matrix("a.tid2eid", "I32", {"weight": np.array([[0, -(2**31), 2**31 - 1]])})
+    assert kept.tolist() == [[0, -(2**31), 2**31 - 1]]
 
 
 def test_mxfp4_is_the_same_codes_in_another_order():
@@ -139,6 +152,55 @@ def test_a_vocabulary_cut_in_another_way_is_not_made_up():
 def test_another_kind_of_vocabulary_is_refused(text):
     with pytest.raises(CheckpointError, match=r"not a tokenizer\.json with a byte-level BPE"):
         vocabulary(text, 10, {}, None, "file")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"type": "BPE", "merges": []}},
+        {"model": {"type": "BPE", "merges": [], "vocab": ["a"]}},
+        {"model": {"type": "BPE", "merges": [[1, 2]], "vocab": {"a": 0}}},
+        {"model": {"type": "BPE", "merges": [], "vocab": {"a": "0"}}},
+        {"model": {"type": "BPE", "merges": [], "vocab": {"a": -1}}},
+        {"model": {"type": "BPE", "merges": [], "vocab": {"\ud800": 0}}},
+        {"added_tokens": [3]},
+        {"added_tokens": [{"id": 0, "content": 3, "special": False}]},
+        {"added_tokens": [{"id": 0, "content": "a"}]},
+        {"pre_tokenizer": {"pretokenizers": [3]}},
+    ],
+)
+def test_a_vocabulary_that_is_damaged_is_refused(change):
+    sound = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": None}
+    assert vocabulary(json.dumps(sound), 10, {}, None, "file")["tokenizer.ggml.tokens"][0] == "a"
+    with pytest.raises(CheckpointError, match=r"file is not a tokenizer\.json"):
+        vocabulary(json.dumps(sound | change), 10, {}, None, "file")
+    with pytest.raises(CheckpointError, match=r"file is not a tokenizer\.json"):
+        vocabulary("[" * 100_000, 10, {}, None, "file")
+
+
+@pytest.mark.parametrize(
+    ("given", "template"),
+    [
+        ([{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A"}], "A"),
+        ([{"name": "tool_use", "template": "B"}], CHAT_TEMPLATE),
+        ({"default": "A"}, CHAT_TEMPLATE),
+        ("A", "A"),
+    ],
+)
+def test_of_several_templates_the_default_is_taken(given, template):
+    settings = {"chat_template": given, "pad_token": ["a"]}
+    values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, settings, None, "file")
+    assert values["tokenizer.chat_template"] == template
+    assert "tokenizer.ggml.padding_token_id" not in values
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_vocabulary_that_is_no_text_is_refused(tmp_path, name):
+    shutil.copytree(NANO, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_bytes(b"\xe9")
+    source = identify(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*utf-8"):
+        gguf_metadata(source, source.config.without_drafter(), Formats("f32", "fp4", "bf16"), {})
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused():

@@ -229,8 +229,10 @@ def test_what_is_copied(tmp_path):
     # as in the cache of huggingface_hub
     (tmp_path / "blob").write_text("y")
     (folder / "linked.txt").symlink_to(tmp_path / "blob")
-    (folder / "broken.txt").symlink_to(tmp_path / "nowhere")
     assert copied_files(folder) == sorted(folder / path for path in [*copied, "linked.txt"])
+    # named, so that it is missed
+    (folder / "broken.txt").symlink_to(tmp_path / "nowhere")
+    assert copied_files(folder) == sorted(folder / path for path in [*copied, "linked.txt", "broken.txt"])
 
 
 def test_the_way_back_from_transformers_leaves_no_word_of_its_dialect(tmp_path):

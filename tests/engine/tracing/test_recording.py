@@ -1,9 +1,13 @@
 """What is recorded is what the model computes, wherever its rows come from; and nothing is left behind."""
 
+import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
@@ -12,12 +16,13 @@ from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.feed import RecordedStreams
+from dsv4cli.engine.tracing.judge import load_noise
 from dsv4cli.engine.tracing.manifest import Text, TraceManifest, check_same_tokens, read_manifest
 from dsv4cli.engine.tracing.observer import Watched
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.record import manifest_of as record_manifest
 from dsv4cli.engine.tracing.record import walked
-from dsv4cli.engine.tracing.recording import RecordedFolder, Writer, make_folder
+from dsv4cli.engine.tracing.recording import RecordedFolder, Writer, file_of, make_folder
 from dsv4cli.engine.tracing.stages import BY_NAME, parse_groups
 from dsv4cli.engine.tracing.walk import Company, Walk
 from dsv4cli.engine.weights.load import load_model
@@ -203,11 +208,34 @@ def test_an_unfinished_recording_is_refused(tmp_path):
         RecordedFolder(tmp_path / "one")
 
 
+@pytest.mark.parametrize(
+    ("damage", "complaint"), [(Path.unlink, "is missing"), (lambda path: os.truncate(path, 9), "has changed")]
+)
+def test_a_recording_that_has_lost_something_is_refused(whole, tmp_path, damage, complaint):
+    copy = shutil.copytree(whole.folder, tmp_path / "copy")
+    assert RecordedFolder(copy).layers() == whole.layers()
+    damage(file_of(copy, 1, 0))
+    with pytest.raises(UsageError, match=complaint):
+        RecordedFolder(copy)
+    # the same tokens can be recorded again
+    assert read_manifest(copy) == whole.manifest
+
+
+@pytest.mark.parametrize("tensors", [{"streams": torch.zeros(1)}, {"0/streams/other": torch.zeros(1)}, None])
+def test_noise_that_is_damaged_is_refused(tmp_path, tensors):
+    path = tmp_path / "noise.safetensors"
+    path.write_bytes(b"x" * 20) if tensors is None else save_file(tensors, path)
+    with pytest.raises(UsageError, match=r"noise\.safetensors is damaged"):
+        load_noise(tmp_path, fed=False)
+
+
 def test_a_manifest_comes_back(whole):
     assert read_manifest(whole.folder) == whole.manifest
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"schema": "dsv4.trace/9"}', "no json"])
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"schema": "dsv4.trace/9"}', "no json", pytest.param("[" * 10**5, id="deep")]
+)
 def test_another_manifest_is_refused(content, tmp_path):
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(UsageError, match="not of this version"):

@@ -41,6 +41,7 @@ THIN_FLASH = {"vocab_size": 256, "hidden_size": 128, "num_attention_heads": 4, "
 THIN_FLASH |= {"o_lora_rank": 64, "o_groups": 2, "n_routed_experts": 8, "moe_intermediate_size": 128}
 THIN_FLASH |= {"index_n_heads": 4, "index_topk": 16}
 SCALE = "layers.1.attn.wq_b.scale"
+TABLE = "layers.0.ffn.gate.tid2eid"
 
 
 @pytest.mark.parametrize("preset", ["tiny", "flash-0731"])
@@ -85,6 +86,12 @@ def with_nan_byte(scale: torch.Tensor) -> torch.Tensor:
     return scale
 
 
+def last_row_too_large(table: torch.Tensor) -> torch.Tensor:
+    table = table.clone()
+    table[-1, -1] = SMALL.n_routed_experts
+    return table
+
+
 # what comes -> words of the error
 DAMAGED = {
     "missing": (lambda: [pair for pair in pairs() if pair[0].name != "norm.weight"], "norm.weight"),
@@ -101,6 +108,11 @@ DAMAGED = {
     "bytes for e8m0": (
         lambda: changed(SCALE, lambda tensor: tensor.view(torch.uint8)),
         "expected torch.float8_e8m0fnu",
+    ),
+    "expert -1": (lambda: changed(TABLE, lambda tensor: tensor.index_fill(1, torch.tensor([1]), -1)), "row 0, .*, -1"),
+    "an expert too many": (
+        lambda: changed(TABLE, last_row_too_large),
+        r"row 63, \[0, 2\], names an expert that is not",
     ),
     "scale byte 255": (lambda: changed(SCALE, with_nan_byte), f"{SCALE} holds the scale byte 255"),
 }

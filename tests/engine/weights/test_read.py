@@ -1,5 +1,6 @@
 """Reading weights by threads: the bytes that the library reads, in bounded memory, and an end to every thread."""
 
+import errno
 import os
 import signal
 import threading
@@ -187,6 +188,16 @@ def test_a_disk_that_fails_ends_all_threads(folder, way, monkeypatch):
         check_ends(stored(open_checkpoint(folder), specs(), SINGLE, 2)(destinations_of()))
     # the other thread may have been inside a piece
     assert len(reads) < 50
+
+
+def test_more_files_than_a_process_may_open(folder, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(files, "open_file", refuse)
+    with pytest.raises(CheckpointError, match="Too many open files") as refused:
+        check_ends(stored(open_checkpoint(folder), specs(), SINGLE, 2)(destinations_of()))
+    assert "`ulimit -n 4096`" in refused.value.remedy
 
 
 def test_a_short_read_goes_on(folder, way, monkeypatch):

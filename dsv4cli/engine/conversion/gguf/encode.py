@@ -14,7 +14,7 @@ LARGEST = 127
 
 
 class NotFinite(Exception):
-    """A value has no code: NaN, or too large for an fp16 scale."""
+    """A value has no code: NaN, or too large for an fp16 scale or for 32 bits."""
 
 
 def encode_matrix(matrix: str, kind: str, arrays: Mapping[Role, Raw]) -> Raw:
@@ -22,9 +22,10 @@ def encode_matrix(matrix: str, kind: str, arrays: Mapping[Role, Raw]) -> Raw:
     try:
         return encode(kind, arrays)
     except NotFinite:
+        other = "" if kind == "I32" else "--attention bf16 can hold every value; "
         raise CheckpointError(
             f"{matrix} has values that {kind} cannot hold",
-            "--attention bf16 can hold every value; `dsv4 inspect SRC --values full` shows what is damaged",
+            f"{other}`dsv4 inspect SRC --values full` shows what is damaged",
         ) from None
 
 
@@ -39,7 +40,14 @@ def encode(kind: str, arrays: Mapping[Role, Raw]) -> Raw:
         return _mxfp4(weight, arrays["scale"])
     if kind == "Q8_0":
         return _q8_0(weight)
-    return weight.astype(np.int32) if kind == "I32" else weight
+    return _i32(weight) if kind == "I32" else weight
+
+
+def _i32(numbers: Raw) -> Raw:
+    narrow = numbers.astype(np.int32)
+    if not np.array_equal(narrow, numbers):
+        raise NotFinite
+    return narrow
 
 
 def _mxfp4(packed: Raw, scales: Raw) -> Raw:

@@ -62,4 +62,7 @@ def _name(source: FolderIdentity) -> str:
 
 
 def _text(path: Path) -> str | None:
-    return read_bytes(path).decode() if is_there(path) else None
+    try:
+        return read_bytes(path).decode() if is_there(path) else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", f"fetch {path.name} again") from None

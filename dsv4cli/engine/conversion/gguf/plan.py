@@ -22,9 +22,11 @@ def plan_gguf(
     """
     weights = {name: roles["weight"] for name, roles in matrices(specs.values()).items()}
     tensors: Tensors = {}
-    for weight in weights.values():
+    owners: dict[str, dict[str, TensorSpec]] = {}
+    for matrix, weight in weights.items():
         name = gguf_name(weight)
         tensors[name] = naming.types[name], naming.shape(weight)
+        owners.setdefault(name, {})[matrix] = weight
     groups = list(_by_size(tensors, max_file))
     plans = []
     for number, group in enumerate(groups):
@@ -33,7 +35,7 @@ def plan_gguf(
         if len(groups) > 1:
             said |= {"split.no": number, "split.count": len(groups), "split.tensors.count": len(tensors)}
             name = f"{stem}-{number + 1:05}-of-{len(groups):05}.gguf"
-        plans.append(_plan(name, said, group, weights, naming))
+        plans.append(_plan(name, said, group, owners, naming))
     return tuple(plans)
 
 
@@ -51,15 +53,19 @@ def _by_size(tensors: Tensors, max_file: int) -> Iterator[Tensors]:
 
 
 def _plan(
-    name: str, metadata: Mapping[str, Any], tensors: Tensors, weights: Mapping[str, TensorSpec], naming: GgufNaming
+    name: str,
+    metadata: Mapping[str, Any],
+    tensors: Tensors,
+    owners: Mapping[str, Mapping[str, TensorSpec]],
+    naming: GgufNaming,
 ) -> FilePlan:
+    """One file. owners: the weights by matrix that lie in a stored tensor, by its name."""
     header = gguf_header(metadata, tensors)
     places = [(len(header) + begin, len(header) + end) for begin, end in tensor_places(tensors)]
-    begins = {tensor: begin for tensor, (begin, _) in zip(tensors, places, strict=True)}
     items = [
-        _item(matrix, weight, naming, begins[gguf_name(weight)])
-        for matrix, weight in weights.items()
-        if gguf_name(weight) in begins
+        _item(matrix, weight, naming, begin)
+        for tensor, (begin, _) in zip(tensors, places, strict=True)
+        for matrix, weight in owners[tensor].items()
     ]
     # a matrix begins behind the one before it, or behind padding
     ends = [len(header), *(end for _, end in places)]

@@ -6,6 +6,7 @@ in which text is cut before it is merged).
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dsv4cli.engine.config.gguf import TOKENS
@@ -49,44 +50,58 @@ def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str 
     text: of tokenizer.json. settings: of tokenizer_config.json. template: of a chat, None for one that covers texts
     without tools. Raises CheckpointError for a file that is no byte-level BPE, or has more tokens than the model.
     """
-    content = _content(text, where)
-    added = content.get("added_tokens", ())
-    names: dict[int, str] = {id: name for name, id in content["model"]["vocab"].items()}
-    names |= {entry["id"]: entry["content"] for entry in added}
-    if max(names, default=0) >= size:
-        raise CheckpointError(f"{where} has the token id {max(names)}, the model {size:,} tokens", REMEDY)
-    types = dict.fromkeys(names, NORMAL)
-    types |= {entry["id"]: CONTROL if _is_special(entry) else USER_DEFINED for entry in added}
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
-    ids = {name: id for id, name in names.items()}
+    found = _read(text, where)
+    if max(found.names, default=0) >= size:
+        raise CheckpointError(f"{where} has the token id {max(found.names)}, the model {size:,} tokens", REMEDY)
+    ids = {name: id for id, name in found.names.items()}
     pad = settings.get("pad_token")
     pad = pad.get("content") if isinstance(pad, Mapping) else pad
     values: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
-        PRE: DEEPSEEK if _patterns(content) == DEEPSEEK_PATTERNS else OTHER,
-        TOKENS: [names.get(id, f"[PAD{id}]") for id in range(size)],
-        TYPES: [types.get(id, UNUSED) for id in range(size)],
-        MERGES: merges,
+        PRE: DEEPSEEK if found.patterns == DEEPSEEK_PATTERNS else OTHER,
+        TOKENS: [found.names.get(id, f"[PAD{id}]") for id in range(size)],
+        TYPES: [found.types.get(id, UNUSED) for id in range(size)],
+        MERGES: found.merges,
         "tokenizer.ggml.add_bos_token": bool(settings.get("add_bos_token")),
-        TEMPLATE: template or settings.get("chat_template") or CHAT_TEMPLATE,
+        TEMPLATE: template or _template(settings) or CHAT_TEMPLATE,
         WHOLE: text,
     }
-    return values | ({"tokenizer.ggml.padding_token_id": ids[pad]} if pad in ids else {})
+    if isinstance(pad, str) and pad in ids:
+        values["tokenizer.ggml.padding_token_id"] = ids[pad]
+    return values
 
 
-def _content(text: str, where: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _TokenizerFile:
+    """What a tokenizer.json says. names, types: of tokens by their ids. patterns: by which text is cut, in order."""
+
+    names: Mapping[int, str]
+    types: Mapping[int, int]
+    merges: list[str]
+    patterns: tuple[str, ...]
+
+
+def _read(text: str, where: str) -> _TokenizerFile:
     try:
-        content: dict[str, Any] = json.loads(text)
-        sound = content["model"]["type"] == "BPE" and isinstance(content["model"]["merges"], list)
-    except (ValueError, KeyError, TypeError):
+        content = json.loads(text)
+        model, added = content["model"], content.get("added_tokens") or ()
+        names: dict[int, str] = {id: name for name, id in model["vocab"].items()}
+        names |= {entry["id"]: entry["content"] for entry in added}
+        types = dict.fromkeys(names, NORMAL)
+        types |= {entry["id"]: CONTROL if _is_special(entry) else USER_DEFINED for entry in added}
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+        found = _TokenizerFile(names, types, merges, _patterns(content))
+        sound = model["type"] == "BPE" and isinstance(model["merges"], list)
+        sound = sound and all(type(id) is int and id >= 0 for id in names)
+        "".join((*names.values(), *merges)).encode()  # text, and no half of a character
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise CheckpointError(f"{where} is not a tokenizer.json with a byte-level BPE vocabulary", REMEDY)
-    return content
+    return found
 
 
 def _patterns(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """The patterns by which text is cut, one after another."""
     outer = content.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers", ())
     return tuple(step["pattern"]["Regex"] for step in steps if "Regex" in step.get("pattern", {}))
@@ -95,6 +110,15 @@ def _patterns(content: Mapping[str, Any]) -> tuple[str, ...]:
 def _is_special(entry: Mapping[str, Any]) -> bool:
     # the releases mark some of the tokens of the prompt format as ordinary text
     return bool(entry["special"]) or (entry["content"].startswith("<｜") and entry["content"].endswith("｜>"))
+
+
+def _template(settings: Mapping[str, Any]) -> str | None:
+    """The chat template of a tokenizer_config.json; of several, as transformers had them, the one named default."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = [one for one in found if isinstance(one, Mapping) and one.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None
 
 
 def tokenizer_text(metadata: Mapping[str, Any]) -> str | None:
