@@ -60,10 +60,15 @@ class ChunkTimes:
         return size / self.of(size)
 
     def worth(self, tokens: int) -> list[int]:
-        """The sizes of which so many tokens may be read next: not so small that others read them in much less time, but
-        that which has room for all of them."""
-        least, last = WORTH * max(map(self.rate, SIZES)), rounded(tokens)
-        return [size for size in SIZES if size == last or (size < last and self.rate(size) >= least)]
+        """The sizes of which so many tokens may be read next: not so small that others read them in much less time, nor
+        where a larger one takes no longer, but that which has room for all of them."""
+        least, last, timed = WORTH * max(map(self.rate, SIZES)), rounded(tokens), self._captured
+        sizes = [size for size in SIZES if size == last or (size < last and self.rate(size) >= least)]
+        return [
+            size
+            for size in sizes
+            if not any(larger in timed and self.of(larger) <= self.of(size) for larger in sizes if larger > size)
+        ]
 
     def learn(self, chunks: Sequence[int], seconds: float) -> None:
         """Takes in what chunks of so many tokens took together, where these tell what their sizes take: all but those
