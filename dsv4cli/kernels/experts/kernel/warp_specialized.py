@@ -282,7 +282,7 @@ def _store(
 
 
 @gluon.jit
-def _tile(
+def _multiply_tile(
     out, limit, steps, results, number, turn, count, column, N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr,
     line: gl.constexpr, FIRST: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
@@ -318,13 +318,13 @@ def _multiply(
         count, number = unit % MANY, turn * slots
         begin = unit // MANY % (N // height) * height + HALF * (height // 2)
         if count <= 32:
-            _tile(out, limit, steps, results, number, turn, count, begin, N, K, BOTH, line, 32, 0)
+            _multiply_tile(out, limit, steps, results, number, turn, count, begin, N, K, BOTH, line, 32, 0)
         elif PAIRS == 64 or count <= 64:
-            _tile(out, limit, steps, results, number, turn, count, begin, N, K, BOTH, line, 64, 0)
+            _multiply_tile(out, limit, steps, results, number, turn, count, begin, N, K, BOTH, line, 64, 0)
         elif count <= 96:
-            _tile(out, limit, steps, results, number, turn, count, begin, N, K, BOTH, line, 64, 32)
+            _multiply_tile(out, limit, steps, results, number, turn, count, begin, N, K, BOTH, line, 64, 32)
         else:
-            _tile(out, limit, steps, results, number, turn, count, begin, N, K, BOTH, line, 128, 0)
+            _multiply_tile(out, limit, steps, results, number, turn, count, begin, N, K, BOTH, line, 128, 0)
         turn += 1
         unit = _next(units, unit_filled, turn)
 
