@@ -85,8 +85,8 @@ def test_all_of_flash_on_an_h100_with_134_gb():
 
 # one rank's part of Pro, by their number
 PRO_SIZES = {
-    2: RankSizes(435_122_710_072, 7_042_790_860, 61, 384, 17_547_264, 6),
-    4: RankSizes(220_331_668_760, 3_585_892_444, 61, 384, 8_773_632, 6),
+    2: RankSizes(435_122_710_072, 7_042_790_860, 61, 384, 17_547_264, 6, 1_853_358_080),
+    4: RankSizes(220_331_668_760, 3_585_892_444, 61, 384, 8_773_632, 6, 1_853_358_080),
 }
 
 
@@ -98,7 +98,7 @@ def test_the_ranks_of_a_machine_share_its_memory():
     assert alone.host > 512 * GB // 2
     four = decide(PRO_SIZES[4], FreeMemory(H200, 512 * GIB, 4), SEVEN)
     assert four.division is not None
-    assert (four.division.rows, four.division.slots) == (243, 83)
+    assert (four.division.rows, four.division.slots) == (246, 83)
     assert 4 * four.host <= 512 * GIB * 7 // 8
 
 
