@@ -1,6 +1,6 @@
 """Launches of kernels in Gluon, Triton's language in which a kernel says itself what each warp does.
 
-Gluon is experimental: what imports this asks first that the version of Triton is among `launch.READ`.
+Gluon is experimental: what imports this asks `launch.takes_gluon` first.
 """
 
 from collections.abc import Callable

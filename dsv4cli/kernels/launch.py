@@ -23,6 +23,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction, native_specialize_impl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from
+
 # the versions of Triton that specialise and launch as it is done here
 READ = ("3.6.", "3.7.")
 # what an argument is to a kernel, by its type; of any other, fake tensors among them, only Triton knows
@@ -45,6 +47,13 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         return partial(launched, **options)
     direct = triton.__version__.startswith(READ) and not knobs.runtime.interpret
     return Kernel(function, **options) if direct else triton.jit(function, **options)
+
+
+def takes_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon run there: they are written for Hopper and for the versions among READ. Asked before
+    Gluon is imported, which is experimental."""
+    read = triton.__version__.startswith(READ)
+    return read and device.type == "cuda" and is_from(device, HOPPER) and not is_from(device, BLACKWELL)
 
 
 def cdiv(x: int, y: int) -> int:

@@ -1,10 +1,8 @@
 """Which attention `warp_specialized` computes: its Gluon is imported where it is used."""
 
 import torch
-import triton
 
-from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from
-from dsv4cli.kernels.launch import READ, cdiv
+from dsv4cli.kernels.launch import cdiv, takes_gluon
 
 # what a program of `warp_specialized` takes: values of a row, at most so many heads, so many pairs that are turned
 WIDTH, HEADS, PAIRS = 512, 64, 64
@@ -17,9 +15,7 @@ def suits(q: torch.Tensor, window: torch.Tensor, entries: torch.Tensor, turned: 
     tokens, heads, width = q.shape
     if q.dtype != torch.bfloat16 or width != WIDTH or heads <= 16 or turned > PAIRS:
         return False
-    if tokens * cdiv(heads, HEADS) < FEWEST or not triton.__version__.startswith(READ):
-        return False
-    if q.device.type != "cuda" or not is_from(q.device, HOPPER) or is_from(q.device, BLACKWELL):
+    if tokens * cdiv(heads, HEADS) < FEWEST or not takes_gluon(q.device):
         return False
     # copies of 16 bytes
     return not any(x.stride(-2) % 16 or x.storage_offset() % 8 for x in (q, window, entries))

@@ -2,8 +2,8 @@
 
 A program stays on its multiprocessor and takes tokens in turn, up to 64 heads of one at a time. Four of its warps
 gather rows into shared memory, four score them, four each multiply the left and the right half of them; barriers tell
-what is there and what is free again. Triton gives warps no work of their own: this is its Gluon, which nothing
-interprets.
+what is there and what is free again. Triton gives warps no work of their own: this is its Gluon, which its
+interpreter does not take.
 """
 
 from triton.experimental import gluon

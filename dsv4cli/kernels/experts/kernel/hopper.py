@@ -3,11 +3,9 @@
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
-from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from
 from dsv4cli.kernels.experts.kernel.sort_by_expert import Groups
-from dsv4cli.kernels.launch import READ
+from dsv4cli.kernels.launch import takes_gluon
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
@@ -29,9 +27,7 @@ def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, experts: int) -
     # FP4 with e8m0 scales
     if weights.w1.dtype != torch.int8 or x.dtype != torch.bfloat16 or width % COLUMNS or inner % COLUMNS:
         return False
-    if max(len(x) * width, pairs * inner) >= MOST or not triton.__version__.startswith(READ):
-        return False
-    return x.device.type == "cuda" and is_from(x.device, HOPPER) and not is_from(x.device, BLACKWELL)
+    return max(len(x) * width, pairs * inner) < MOST and takes_gluon(x.device)
 
 
 def tile(pairs: int, experts: int) -> int:

@@ -1,11 +1,10 @@
 """Which products of FP8 codes `warp_specialized` takes: its Gluon is imported where it is used."""
 
 import torch
-import triton
 
-from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from, multiprocessors
+from dsv4cli.kernels.card import multiprocessors
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.launch import READ, cdiv
+from dsv4cli.kernels.launch import cdiv, takes_gluon
 
 # rows of a program's tile
 ROWS = 128
@@ -15,10 +14,8 @@ LEAST = 0.75
 
 def suits(codes: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `warp_specialized` takes the product of codes [T, K] and weight [N, K], and is the fastest for it."""
-    if codes.device.type != "cuda" or not is_from(codes.device, HOPPER) or is_from(codes.device, BLACKWELL):
-        return False
     (tokens, width), features = codes.shape, weight.shape[0]
-    if width % FP8_BLOCK or features % FP8_BLOCK or not triton.__version__.startswith(READ):
+    if width % FP8_BLOCK or features % FP8_BLOCK or not takes_gluon(codes.device):
         return False
     if any(not x.is_contiguous() or x.storage_offset() % 16 for x in (codes, weight)):
         return False

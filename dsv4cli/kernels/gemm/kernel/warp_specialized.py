@@ -3,8 +3,8 @@
 A program stays on its multiprocessor and takes tiles of 128 rows in turn. One of its warps brings blocks of 128 columns
 into a ring in shared memory; four multiply the upper 64 rows, four the lower, each at its own pace: while one four adds
 a block's product to its sums, or stores them, the tensor cores work for the other. Triton gives warps no work of their
-own: this is its Gluon, which nothing interprets. A row's sums are those of `tiled_fp8`, bit by bit, where that does not
-split them.
+own: this is its Gluon, which its interpreter does not take. A row's sums are those of `tiled_fp8`, bit by bit, where
+that does not split them.
 """
 
 import torch

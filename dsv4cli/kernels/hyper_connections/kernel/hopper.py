@@ -1,10 +1,9 @@
 """Which streams `warp_specialized` mixes and projects: its Gluon is imported where it is used."""
 
 import torch
-import triton
 
-from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from, multiprocessors
-from dsv4cli.kernels.launch import READ, cdiv
+from dsv4cli.kernels.card import multiprocessors
+from dsv4cli.kernels.launch import cdiv, takes_gluon
 
 # what a program of `warp_specialized` takes: streams, tokens, columns at a time; places for sums, of which one is left
 STREAMS, TOKENS, COLUMNS, PLACES = 4, 128, 32, 32
@@ -19,9 +18,7 @@ def suits(x: torch.Tensor, streams: torch.Tensor, lines: int) -> bool:
     count, number, width = streams.shape
     if x.dtype != torch.bfloat16 or streams.dtype != torch.bfloat16 or count < FEWEST or number != STREAMS:
         return False
-    if width % COLUMNS or not PLACES // 2 <= lines < PLACES or not triton.__version__.startswith(READ):
-        return False
-    if streams.device.type != "cuda" or not is_from(streams.device, HOPPER) or is_from(streams.device, BLACKWELL):
+    if width % COLUMNS or not PLACES // 2 <= lines < PLACES or not takes_gluon(streams.device):
         return False
     # copies of 16 bytes
     return streams.is_contiguous() and not any(one.stride(0) % 8 or one.storage_offset() % 8 for one in (x, streams))

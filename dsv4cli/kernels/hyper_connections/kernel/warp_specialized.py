@@ -2,8 +2,8 @@
 
 A program takes 128 tokens and some columns of each stream. One of its warps brings 32 columns after the other into a
 ring in shared memory; four warps mix and project the upper 64 tokens, four the lower, in registers that tensor cores
-read. Triton gives warps no work of their own: this is its Gluon, which nothing interprets. What is mixed has the bits
-of `mix_and_project`.
+read. Triton gives warps no work of their own: this is its Gluon, which its interpreter does not take. What is mixed has
+the bits of `mix_and_project`.
 """
 
 import torch
