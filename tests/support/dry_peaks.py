@@ -5,11 +5,6 @@ usage: python -m tests.support.dry_peaks PRESET,CHUNK,PLACE,RANKS ...; prints JS
 
 import json
 import sys
-import weakref
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dsv4cli.engine.compiling.demand import Step, demand_of
 from dsv4cli.engine.compiling.dry_run import DryRun
@@ -23,36 +18,7 @@ from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling
 from dsv4cli.kernels.card import CARDS
 from tests.support import no_compiler as no_compiler
-
-
-class MetaPeak(TorchDispatchMode):
-    """The most bytes of tensors without data, made inside, that are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: set[int] = set()
-        self.live = self.most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self._count((args, kwargs), made=False)
-        result = function(*args, **(kwargs or {}))
-        self._count(result, made=True)
-        return result
-
-    def _count(self, tensors, *, made: bool) -> None:
-        with torch._C.DisableTorchFunction():
-            stores = [x.untyped_storage() for x in tree_leaves(tensors) if isinstance(x, torch.Tensor) and x.is_meta]
-        for storage in stores:
-            if storage._cdata not in self.known:
-                size = storage.nbytes() if made else 0
-                self.known.add(storage._cdata)
-                self.live += size
-                self.most = max(self.most, self.live)
-                weakref.finalize(storage, self._forget, storage._cdata, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
+from tests.support.peak import Peak
 
 
 def peak_of(preset: str, chunk: int, place: int, ranks: int, layers: int | None) -> int:
@@ -65,7 +31,7 @@ def peak_of(preset: str, chunk: int, place: int, ranks: int, layers: int | None)
         runner = Runner(dry._model, Capacity(1, end + 50), CUDA)
         runner.cache.provide(end // 128 + 4)
         runner.scheduler.add(dry._request(runner, chunk, place, Step(((chunk, place),), sampling, end + 50)))
-        with MetaPeak() as peak:
+        with Peak("meta") as peak:
             runner.run()
     return peak.most
 

@@ -6,15 +6,12 @@ import re
 import subprocess
 import sys
 import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import typer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dsv4cli.cli import app
 from dsv4cli.commands.inspect.fit import _notes, show_fit
@@ -51,6 +48,7 @@ from dsv4cli.kernels.indexer import ref as indexer_ref
 from dsv4cli.output import Colours, Output
 from tests.support import damage
 from tests.support.damage import GOLDEN
+from tests.support.peak import Peak
 from tests.support.program import Program
 
 CONFIG = parse_config(TINY, "tiny")
@@ -119,35 +117,6 @@ def test_the_tokens_of_a_step(load, tokens):
     assert load.tokens(load.chunk) == tokens
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes of tensors, made inside, that are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: set[int] = set()
-        self.live = self.most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self._count((args, kwargs), made=False)
-        result = function(*args, **(kwargs or {}))
-        self._count(result, made=True)
-        return result
-
-    def _count(self, tensors, *, made: bool) -> None:
-        for tensor in tree_leaves(tensors):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.known:
-                size = storage.nbytes() if made else 0
-                self.known.add(storage._cdata)
-                self.live += size
-                self.most = max(self.most, self.live)
-                weakref.finalize(storage, self._forget, storage._cdata, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
-
-
 ONE_EXPERT = {"num_experts_per_tok": 1, "n_routed_experts": 1}
 NO_DRAFTER = {"num_nextn_predict_layers": 0}
 # changes to the tiny model, tokens of the step, context, sequences: each makes another part of the model the widest
@@ -207,7 +176,7 @@ def test_workspace_bounds_what_a_step_allocates(case):
     config = parse_config(TINY | {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4]} | change | NO_DRAFTER, "")
     step = ready(build_random(config, Numerics.reference()), "cpu", tokens, context, batch)
     widen_e4m3(torch.zeros(2).to(torch.float8_e4m3fn))  # its table stays, half a megabyte
-    with Peak() as peak:
+    with Peak("cpu") as peak:
         step()
     estimate = WidestStep(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=False).peak()
     # never less than the tensors, and at most a third more: it adds up what is alive at the widest place of each part
