@@ -93,11 +93,15 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(parent)
+    from dsv4cli.engine.compiling.process import start_hashing
+
+    hashing = start_hashing()
     from dsv4cli.engine.compiling.ahead import compile_all, prepare
     from dsv4cli.engine.compiling.pool import Counts
 
     out = Output(context.obj)
     prepare()
+    hashing.join()  # who forks has one thread
     given = sys.stdin.read()
     if not given:
         return
@@ -106,8 +110,9 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
         compile_all(
             demand,
             card,
-            lambda counts: out.record(asdict(counts)),
+            lambda counts: out.record({"counts": asdict(counts)}),
             lambda launch: out.record({"ready": pickle.dumps(launch).hex()}),
         )
     except Exception as error:  # noqa: BLE001 - whoever waits says so: nobody reads this stderr
-        out.record(asdict(Counts(failed=[f"{type(error).__name__}: {error}"])))
+        out.record({"counts": asdict(Counts(failed=[f"{type(error).__name__}: {error}"]))})
+    out.record({"done": True})

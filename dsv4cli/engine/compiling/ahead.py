@@ -89,29 +89,35 @@ class Compilation:
     def _follow(self, process: "subprocess.Popen[str]", job: str) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
+        done = False
         # where it ends early, what is not compiled yet is compiled where it is launched
         with process.stdout, suppress(OSError, ValueError):
             with process.stdin:
                 process.stdin.write(job)
             for line in process.stdout:
-                self._take(json.loads(line))
-        code = process.wait()
-        if code == 0 and not self.counts.failed:
+                done = self._take(json.loads(line))
+                if done:  # it takes a second to end
+                    break
+        code = 0 if done else process.wait()
+        if done and not self.counts.failed:
             _leave(self._mark, self._launches)
         with self._changed:
-            if code and not self._closed:
+            if not done and not self._closed:
                 self.counts.failed.append(f"the process that compiles has ended with code {code}")
             self._ended = True
             self._changed.notify_all()
+        process.wait()
 
-    def _take(self, said: dict[str, Any]) -> None:
+    def _take(self, said: dict[str, Any]) -> bool:
+        """Whether it was the last."""
         if "ready" in said:
             self._launches.append(pickle.loads(bytes.fromhex(said["ready"])))
             self._load(self._launches[-1])
-            return
-        with self._changed:
-            self.counts = Counts(**said)
-            self._changed.notify_all()
+        elif "counts" in said:
+            with self._changed:
+                self.counts = Counts(**said["counts"])
+                self._changed.notify_all()
+        return "done" in said
 
     def _load_marked(self) -> None:
         with suppress(Exception):  # a file that was not written to the end raises anything
@@ -126,9 +132,6 @@ class Compilation:
 
 def prepare() -> None:
     """Imports what `compile_all` needs, before it is known for what."""
-    # a hash of Triton's files, up to 2 s: forks have it then. It needs no lock of the interpreter, imports do
-    hashing = Thread(target=import_module("triton.runtime.cache").triton_key)
-    hashing.start()
     # torch.cat of tensors without data would import the real one, and SymPy with it: 2 s, for nothing
     without = ModuleType("torch._dynamo")
     vars(without)["disable"] = lambda function, *given, **named: function
@@ -137,7 +140,6 @@ def prepare() -> None:
         torch.cat([torch.empty(1, device="cuda")])
     for found in walk_packages(kernels.__path__, f"{kernels.__name__}."):
         import_module(found.name)
-    hashing.join()
 
 
 def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None], ready: Callable[[Launch], None]) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 PACKAGE = Path(__file__).parents[2]
 # `python -m dsv4cli` would take what the folder has where the user is
@@ -33,6 +34,15 @@ def start_early() -> "subprocess.Popen[str] | None":
         return start()
     except OSError:
         return None
+
+
+def start_hashing() -> Thread:
+    """Hashes Triton's files, up to 2 s, so that forks have it: it needs no lock of the interpreter, as imports do."""
+    from triton.runtime.cache import triton_key
+
+    hashing = Thread(target=triton_key)
+    hashing.start()
+    return hashing
 
 
 def cache_folder() -> Path:

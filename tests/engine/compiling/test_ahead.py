@@ -124,6 +124,13 @@ def test_the_oldest_marks_go(says, monkeypatch, tmp_path):
     assert [_mark(demand(length), CARD).exists() for length in (5, 6, 7)] == [False, True, True]
 
 
+def test_nobody_waits_for_its_end(says):
+    says(ALL, ending=100)
+    counts, seconds = waited()
+    assert (counts, seconds < 20) == (Counts(**ALL), True)
+    assert _mark(demand(5), CARD).exists()
+
+
 @pytest.mark.parametrize(("lines", "code"), [([{"found": 2, "compiled": 1}], 1), ([{**ALL, "failed": ["up: no"]}], 0)])
 def test_what_failed_is_tried_again(says, lines, code):
     says(*lines, code=code)
