@@ -1,5 +1,6 @@
 """What the linears of few rows share: what is multiplied, and the values of stored codes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,26 @@ class Norm:
     eps: float
 
 
+def runs_alike(products: Sequence[Product]) -> tuple[int, ...]:
+    """The first of each run of products for which the same instructions do, and how many products there are."""
+    kinds = [(p.weight.dtype, p.scale is not None and p.scale.dtype, p.rounded, p.dtype) for p in products]
+    return *(i for i in range(len(kinds)) if not i or kinds[i] != kinds[i - 1]), len(kinds)
+
+
 def bits(stored: torch.Tensor | None) -> torch.Tensor | None:
     """FP8 codes and e8m0 scales as bytes, which every GPU loads; int8 stands for FP4."""
     if stored is None or stored.dtype in (torch.bfloat16, torch.float32, torch.int8):
         return stored
     return stored.view(torch.uint8)
+
+
+@triton.jit
+def one_of(given, program, STARTS: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
+    """Of what is given of the products FIRST .. END - 1 that of a program's own; STARTS: the first program of each."""
+    chosen = given[FIRST]
+    for i in tl.static_range(FIRST + 1, END):
+        chosen = tl.where(program >= STARTS[i], given[i], chosen)
+    return chosen
 
 
 @triton.jit

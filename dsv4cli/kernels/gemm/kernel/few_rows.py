@@ -18,7 +18,7 @@ import triton.language as tl
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_two_ceil
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, block_scales
+from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, block_scales, one_of, runs_alike
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
@@ -56,9 +56,9 @@ def multiply(
     _few_rows[(starts[-1], groups)](
         x, norm and norm.weight,
         tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results),
-        tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), numbers, width,
-        tuple(p.rounded for p in products), warps, ahead, times, num_warps=warps, **overlap(x),
-        **({"maxnreg": registers} if registers else {}),
+        tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), numbers,
+        runs_alike(products), width, tuple(p.rounded for p in products), warps, ahead, times, num_warps=warps,
+        **overlap(x), **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip
 
 
@@ -83,7 +83,8 @@ def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles
             times *= 2
     most = 8 if tiles < 512 else 4
     warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
-    ahead, registers = (4, 128 if times == 1 else 0) if all(p.scale is not None for p in products) else (2, 0)
+    # of 128 registers four programs of four warps run at once, of 168 three
+    ahead, registers = (4, 128 if times == 1 else 168) if all(p.scale is not None for p in products) else (2, 0)
     return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers)
 
 
@@ -100,6 +101,7 @@ def _few_rows(
     eps,
     STARTS: tl.constexpr,  # the first program of each product, and of none
     NS: tl.constexpr,
+    RUNS: tl.constexpr,  # as of runs_alike
     K: tl.constexpr,
     ROUNDED: tl.constexpr,
     SPLITS: tl.constexpr,  # parts of the columns, one for a warp
@@ -107,13 +109,18 @@ def _few_rows(
     TIMES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    program, group = tl.program_id(0), tl.program_id(1)
-    for i in tl.static_range(len(NS)):
-        if (program >= STARTS[i]) & (program < STARTS[i + 1]):
+    program = tl.program_id(0)
+    for i in tl.static_range(len(RUNS) - 1):
+        if (program >= STARTS[RUNS[i]]) & (program < STARTS[RUNS[i + 1]]):
+            weight = one_of(weights, program, STARTS, RUNS[i], RUNS[i + 1])
+            scale = None if scales[RUNS[i]] is None else one_of(scales, program, STARTS, RUNS[i], RUNS[i + 1])
+            y = one_of(ys, program, STARTS, RUNS[i], RUNS[i + 1])
+            n = one_of(NS, program, STARTS, RUNS[i], RUNS[i + 1])
+            start = one_of(STARTS, program, STARTS, RUNS[i], RUNS[i + 1])
+            group = tl.program_id(1)
             _product(
-                x + group * x_group, norm, weights[i], scales[i], ys[i] + group * NS[i], group * NS[i],
-                (program - STARTS[i]) * (16 * TIMES), tokens, x_row, eps, NS[i], K, ROUNDED[i], SPLITS,
-                AHEAD, TIMES, OVERLAP,
+                x + group * x_group, norm, weight, scale, y + group * n, group * n, (program - start) * (16 * TIMES),
+                tokens, x_row, eps, n, K, ROUNDED[RUNS[i]], SPLITS, AHEAD, TIMES, OVERLAP,
             )  # fmt: skip
 
 
@@ -129,7 +136,7 @@ def _product(
     tokens,
     x_row,
     eps,
-    N: tl.constexpr,
+    n,
     K: tl.constexpr,
     ROUND: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -140,7 +147,7 @@ def _product(
     """TIMES times 16 rows of the product of one weight and all tokens, into y."""
     STEPS: tl.constexpr = K // 128 // SPLITS
     BYTES: tl.constexpr = 2 if scale is None else 1
-    tiles = _first_tiles(weight, before, first, N, K, SPLITS, BYTES, AHEAD)
+    tiles = _first_tiles(weight, before, first, n, K, SPLITS, BYTES, AHEAD)
     factors = _factors(scale, before + first, K, SPLITS)
     wait_for_inputs(OVERLAP)
     given = x + _places(tokens, x_row, K, SPLITS, BYTES)
@@ -165,12 +172,12 @@ def _product(
                 waiting += (tiles[k + 1],)
             if time * STEPS + j + AHEAD < STEPS * TIMES:
                 at = first + (time * STEPS + j + AHEAD) // STEPS * 16
-                waiting += (_tile(weight, before, at, (j + AHEAD) % STEPS, N, K, SPLITS, BYTES),)
+                waiting += (_tile(weight, before, at, (j + AHEAD) % STEPS, n, K, SPLITS, BYTES),)
             tiles = waiting
         row, token = first + time * 16 + tl.arange(0, 16)[:, None], tl.arange(0, 8)[None]
         sums = tl.sum(total, 0).to(y.dtype.element_ty)
-        place = y + token.to(tl.int64) * (tl.num_programs(1) * N) + row
-        tl.store(place, sums, (token < tokens) & (row < N))
+        place = y + token.to(tl.int64) * (tl.num_programs(1) * n) + row
+        tl.store(place, sums, (token < tokens) & (row < n))
 
 
 @triton.jit
@@ -178,7 +185,7 @@ def _first_tiles(
     weight,
     before,
     first,
-    N: tl.constexpr,
+    n,
     K: tl.constexpr,
     SPLITS: tl.constexpr,
     BYTES: tl.constexpr,
@@ -187,7 +194,7 @@ def _first_tiles(
     STEPS: tl.constexpr = K // 128 // SPLITS
     tiles = ()
     for j in tl.static_range(AHEAD):
-        tiles += (_tile(weight, before, first + j // STEPS * 16, j % STEPS, N, K, SPLITS, BYTES),)
+        tiles += (_tile(weight, before, first + j // STEPS * 16, j % STEPS, n, K, SPLITS, BYTES),)
     return tiles
 
 
@@ -258,13 +265,13 @@ def _by_token(values, SPLITS: tl.constexpr):
 
 @triton.jit
 def _tile(
-    weight, before, first, step, N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
+    weight, before, first, step, n, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
     """What is stored of a step: 16 rows in two halves, pieces of 64 bytes of each: [2, 2 * BYTES, SPLITS, 8; piece]."""
     PIECE: tl.constexpr = 64 // BYTES
     number = tl.arange(0, 2 * 2 * BYTES * SPLITS * 8)
     # beyond the last row that one again
-    row = before + tl.minimum(first + number // (8 * SPLITS * 2 * BYTES) * 8 + number % 8, N - 1)
+    row = before + tl.minimum(first + number // (8 * SPLITS * 2 * BYTES) * 8 + number % 8, n - 1)
     column = number // 8 % SPLITS * (K // SPLITS) + number // (8 * SPLITS) % (2 * BYTES) * PIECE + step * 128
     place = weight + row.to(tl.int64) * K + column
     return tl.load(place[:, None] + tl.arange(0, PIECE)[None], eviction_policy="evict_first")

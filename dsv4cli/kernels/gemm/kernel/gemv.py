@@ -25,7 +25,9 @@ from dsv4cli.kernels.gemm.kernel.dequant import (
     e4m3_rounded,
     e4m3_values,
     e8m0_values,
+    one_of,
     read_once,
+    runs_alike,
 )
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.norm.kernel import normed
@@ -123,7 +125,7 @@ def _launch(
     _rows[(starts[-1], groups, cdiv(tokens, together))](
         x, norm and norm.weight, tuple(bits(p.weight) for p in products), tuple(bits(p.scale) for p in products),
         tuple(results), tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), tuple(times),
-        numbers, width, tuple(p.rounded for p in products), has_fp8(x), rows,
+        numbers, runs_alike(products), width, tuple(p.rounded for p in products), has_fp8(x), rows,
         max(128, next_power_of_2(width)), together,
         together == 1 and starts[-1] * groups * warps <= _AT_ONCE, num_warps=warps, **overlap(x),
     )  # fmt: skip
@@ -169,8 +171,9 @@ def _rows(
     x_group,
     eps,
     STARTS: tl.constexpr,  # the first program of each product, and of none
-    TIMES: tl.constexpr,  # how often a program of each product takes ROWS rows
+    TIMES: tl.constexpr,  # how often a program of each product takes ROWS rows: alike of a run
     NS: tl.constexpr,
+    RUNS: tl.constexpr,  # as of runs_alike
     K: tl.constexpr,
     ROUNDED: tl.constexpr,
     HAS_FP8: tl.constexpr,
@@ -183,12 +186,17 @@ def _rows(
     program, group = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * TOKENS
     x += token.to(tl.int64) * x_row + group * x_group
-    for i in tl.static_range(len(NS)):
-        if (program >= STARTS[i]) & (program < STARTS[i + 1]):
-            y = ys[i] + (token * tl.num_programs(1) + group).to(tl.int64) * NS[i]
+    for i in tl.static_range(len(RUNS) - 1):
+        if (program >= STARTS[RUNS[i]]) & (program < STARTS[RUNS[i + 1]]):
+            weight = one_of(weights, program, STARTS, RUNS[i], RUNS[i + 1])
+            scale = None if scales[RUNS[i]] is None else one_of(scales, program, STARTS, RUNS[i], RUNS[i + 1])
+            y = one_of(ys, program, STARTS, RUNS[i], RUNS[i + 1])
+            n = one_of(NS, program, STARTS, RUNS[i], RUNS[i + 1])
+            start = one_of(STARTS, program, STARTS, RUNS[i], RUNS[i + 1])
+            y += (token * tl.num_programs(1) + group).to(tl.int64) * n
             _product(
-                x, norm, weights[i], scales[i], y, program - STARTS[i], group, x_row * (token + 1 < tokens), eps,
-                TIMES[i], NS[i], K, ROUNDED[i], HAS_FP8, ROWS, COLUMNS, TOKENS, EARLY, OVERLAP,
+                x, norm, weight, scale, y, program - start, group, x_row * (token + 1 < tokens), eps, n, TIMES[RUNS[i]],
+                K, ROUNDED[RUNS[i]], HAS_FP8, ROWS, COLUMNS, TOKENS, EARLY, OVERLAP,
             )  # fmt: skip
 
 
@@ -203,8 +211,8 @@ def _product(
     group,
     apart,  # from x to the next token; 0 if there is none
     eps,
+    n,
     TIMES: tl.constexpr,
-    N: tl.constexpr,
     K: tl.constexpr,
     ROUND: tl.constexpr,
     HAS_FP8: tl.constexpr,
@@ -218,9 +226,9 @@ def _product(
     if not EARLY:
         wait_for_inputs(OVERLAP)
     first = program * (ROWS * TIMES)
-    values, factor = _tile(weight, scale, group * N, first, N, K, ROWS, COLUMNS)
+    values, factor = _tile(weight, scale, group * n, first, n, K, ROWS, COLUMNS)
     if TIMES > 1:
-        values1, factor1 = _tile(weight, scale, group * N, first + ROWS, N, K, ROWS, COLUMNS)
+        values1, factor1 = _tile(weight, scale, group * n, first + ROWS, n, K, ROWS, COLUMNS)
     if EARLY:
         wait_for_inputs(OVERLAP)
     given, power = _inputs(x, norm, eps, K, ROUND, HAS_FP8, COLUMNS)
@@ -232,24 +240,24 @@ def _product(
         if TOKENS == 2:
             # both before either is stored: what was decoded serves both
             more = tl.sum(_sums(values, factor, other, power1, HAS_FP8, TIMES > 1), 1).to(y.dtype.element_ty)
-            tl.store(y + tl.num_programs(1) * N + row, more, (row < N) & (apart != 0))
-        tl.store(y + row, tl.sum(sums, 1).to(y.dtype.element_ty), row < N)
+            tl.store(y + tl.num_programs(1) * n + row, more, (row < n) & (apart != 0))
+        tl.store(y + row, tl.sum(sums, 1).to(y.dtype.element_ty), row < n)
         if time + 1 < TIMES:
             values, factor = values1, factor1
         if time + 2 < TIMES:
-            values1, factor1 = _tile(weight, scale, group * N, first + (time + 2) * ROWS, N, K, ROWS, COLUMNS)
+            values1, factor1 = _tile(weight, scale, group * n, first + (time + 2) * ROWS, n, K, ROWS, COLUMNS)
 
 
 @triton.jit
 def _tile(
-    weight, scale, before, first, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    weight, scale, before, first, n, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows from `first` of the matrix of N rows that begins at row `before`, 0 behind its last; their scales.
+    """ROWS rows from `first` of the matrix of n rows that begins at row `before`, 0 behind its last; their scales.
 
     The scales: fp32, of FP8 [COLUMNS / 128, 1], of FP4 [ROWS, COLUMNS / 32].
     """
     row = first + tl.arange(0, ROWS)
-    place, inside = (before + row).to(tl.int64)[:, None], (row < N)[:, None]
+    place, inside = (before + row).to(tl.int64)[:, None], (row < n)[:, None]
     if weight.dtype.element_ty == tl.int8:
         values = read_once(weight, place, inside, K // 2, COLUMNS // 2)
         factor = e8m0_values(read_once(scale, place, inside, K // 32, COLUMNS // 32))
@@ -260,7 +268,7 @@ def _tile(
             block = tl.arange(0, COLUMNS // 128)[:, None]
             # all rows lie in one block of 128
             at = scale + (before + first) // 128 * ((K + 127) // 128) + block
-            factor = block_scales(tl.load(at, (block * 128 < K) & (first < N), other=0))
+            factor = block_scales(tl.load(at, (block * 128 < K) & (first < n), other=0))
     return values, factor
 
 

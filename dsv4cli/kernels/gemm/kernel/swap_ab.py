@@ -16,7 +16,7 @@ from dsv4cli.kernels.block_scale import kernel as block_scale
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, block_scales
+from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, block_scales, one_of, runs_alike
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.workspace import words
@@ -53,9 +53,9 @@ def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.T
     coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
     _swap_ab[(starts[-1], groups, splits)](
         x, coded, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
-        words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers, width,
-        tuple(p.rounded for p in products), cdiv(cdiv(width, _STEP.value), splits), rows, columns, splits,
-        stages, num_warps=warps, **overlap(x),
+        words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers,
+        runs_alike(products), width, tuple(p.rounded for p in products), cdiv(cdiv(width, _STEP.value), splits), rows,
+        columns, splits, stages, num_warps=warps, **overlap(x),
     )  # fmt: skip
 
 
@@ -108,6 +108,7 @@ def _swap_ab(
     x_group,
     STARTS: tl.constexpr,  # the first tile of each product, and of none
     NS: tl.constexpr,
+    RUNS: tl.constexpr,  # as of runs_alike
     K: tl.constexpr,
     ROUNDED: tl.constexpr,
     STEPS: tl.constexpr,  # of a program
@@ -123,20 +124,25 @@ def _swap_ab(
     shared = group * tl.num_programs(0) + tile
     wait_for_inputs(OVERLAP)
     parts += shared.to(tl.int64) * (SPLITS * BN * BT) + tl.arange(0, BN)[:, None] * BT + token[None]
-    for i in tl.static_range(len(NS)):
-        if (tile >= STARTS[i]) & (tile < STARTS[i + 1]):
-            row = (tile - STARTS[i]) * BN + tl.arange(0, BN)
-            weight = weights[i] + (group * NS[i] + row).to(tl.int64)[:, None] * K
-            # all rows lie in one block of 128
-            block = (group * NS[i] + (tile - STARTS[i]) * BN) // 128 * ((K + 127) // 128)
-            scale = None if scales[i] is None else scales[i] + block
-            OWN: tl.constexpr = coded is None
-            source = given if OWN or not ROUNDED[i] else coded + token[:, None] * K
+    OWN: tl.constexpr = coded is None
+    for i in tl.static_range(len(RUNS) - 1):
+        if (tile >= STARTS[RUNS[i]]) & (tile < STARTS[RUNS[i + 1]]):
+            weight = one_of(weights, tile, STARTS, RUNS[i], RUNS[i + 1])
+            scale = None if scales[RUNS[i]] is None else one_of(scales, tile, STARTS, RUNS[i], RUNS[i + 1])
+            y = one_of(ys, tile, STARTS, RUNS[i], RUNS[i + 1])
+            n = one_of(NS, tile, STARTS, RUNS[i], RUNS[i + 1])
+            start = one_of(STARTS, tile, STARTS, RUNS[i], RUNS[i + 1])
+            row = (tile - start) * BN + tl.arange(0, BN)
+            if scale is not None:
+                # all rows lie in one block of 128
+                scale += (group * n + (tile - start) * BN) // 128 * ((K + 127) // 128)
+            source = given if OWN or not ROUNDED[RUNS[i]] else coded + token[:, None] * K
             total = _sums(
-                source, weight, scale, split * STEPS, token < tokens, row < NS[i], K, ROUNDED[i] and OWN, STEPS, STAGES,
+                source, weight + (group * n + row).to(tl.int64)[:, None] * K, scale, split * STEPS, token < tokens,
+                row < n, K, ROUNDED[RUNS[i]] and OWN, STEPS, STAGES,
             )  # fmt: skip
-            y = ys[i] + (token[None] * tl.num_programs(1) + group).to(tl.int64) * NS[i] + row[:, None]
-            inside = (token < tokens)[None] & (row < NS[i])[:, None]
+            y += (token[None] * tl.num_programs(1) + group).to(tl.int64) * n + row[:, None]
+            inside = (token < tokens)[None] & (row < n)[:, None]
             if SPLITS == 1:
                 tl.store(y, total.to(y.dtype.element_ty), inside)
             else:
