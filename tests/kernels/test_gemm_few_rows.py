@@ -71,6 +71,17 @@ def test_a_row_gets_the_bits_that_it_gets_alone(normed, tiled):
         assert all(torch.equal(ours, whole[first : first + count]) for ours, whole in zip(part, every, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("numbers", "columns", "registers"), [([512], 4096, 128), ([32768], 1024, 0), ([32768, 8192], 1024, 168)]
+)
+def test_registers_leave_room_for_the_programs_that_run_at_once(numbers, columns, registers):
+    from dsv4cli.kernels.gemm.kernel.dequant import Product
+    from dsv4cli.kernels.gemm.kernel.few_rows import few_rows_tiles
+
+    products = [Product(*weights("fp8", rows, columns), True, torch.bfloat16) for rows in numbers]
+    assert few_rows_tiles(torch.empty(2, 1, columns), products).registers == registers
+
+
 def test_what_is_multiplied_elsewhere():
     from dsv4cli.kernels.gemm.kernel.few_rows import takes
 

@@ -83,8 +83,10 @@ def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles
             times *= 2
     most = 8 if tiles < 512 else 4
     warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
-    # of 128 registers four programs of four warps run at once, of 168 three
-    ahead, registers = (4, 128 if times == 1 else 168) if all(p.scale is not None for p in products) else (2, 0)
+    ahead, registers = (2, 0)
+    if all(p.scale is not None for p in products):
+        # where two programs on each of 132 multiprocessors are not all, 168 leave room for three of four warps
+        ahead, registers = (4, 128 if times == 1 else 168 if tiles > 256 * times else 0)
     return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers)
 
 
