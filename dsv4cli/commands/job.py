@@ -103,8 +103,7 @@ class Job:
             yield Meanwhile()
             return
         from dsv4cli.engine.compiling.ahead import found_memory
-        from dsv4cli.engine.compiling.demand import demand_of
-        from dsv4cli.engine.settings import Sampling
+        from dsv4cli.engine.compiling.demand import WAYS, demand_of
         from dsv4cli.engine.weights.placement import MemoryLimits
 
         ranks = self.world.size if self.world else 1
@@ -113,7 +112,7 @@ class Job:
             self.source.identity.formats,
             self.numerics,
             self.limits,
-            [self.sampling] if self.clients == 1 else [self.sampling, Sampling(0.0), Sampling(1.0), Sampling(1.0, 0.5)],
+            [self.sampling] if self.clients == 1 else [self.sampling, *WAYS],
             self.drafting,
             prompts,
             ranks=ranks,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4cli.commands.compiling import compiled_sentence
-from dsv4cli.errors import Dsv4Error
+from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.options import DraftOpt, ExactOpt, JsonOpt
 from dsv4cli.output import Output, counted
 
@@ -28,6 +28,9 @@ LengthOpt = Annotated[
     typer.Option("--context", min=2, help="The most tokens of a prompt and its answer. If absent, 131072."),
 ]
 SequencesOpt = Annotated[int, typer.Option("--batch", min=1, max=64, help="Prompts that are answered at once.")]
+ServeOpt = Annotated[
+    bool, typer.Option("--serve", help="What serve needs: prompts of any length, up to 64 of them answered at once.")
+]
 CardOpt = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="The GPU to compile for, as in h200. If absent, the one of this machine."),
@@ -40,6 +43,7 @@ def warm(
     tp: RanksOpt = 1,
     length: LengthOpt = None,
     batch: SequencesOpt = 1,
+    serve: ServeOpt = False,
     draft: DraftOpt = "auto",
     exact: ExactOpt = False,
     card: CardOpt = None,
@@ -47,11 +51,13 @@ def warm(
 ) -> None:
     """Compile the kernels of a model ahead.
 
-    They go into Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache. `run` and `chat` compile what they find missing
-    there while they load. Neither weights nor a GPU are needed: with --card the cache can be made where a container is
-    built, by the same versions of Triton and dsv4.
+    They go into Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache. `run`, `chat` and `serve` compile what they find
+    missing there while they load. Neither weights nor a GPU are needed: with --card the cache can be made where a
+    container is built, by the same versions of Triton and dsv4.
     """
     out = Output(context.obj, as_json)
+    if serve and batch > 1:
+        raise UsageError("--serve and --batch cannot be combined", "leave out --batch: serve answers up to 64 at once")
     from dsv4cli.engine.compiling.ahead import Compilation, found_memory
     from dsv4cli.engine.compiling.card import find_card
     from dsv4cli.engine.compiling.process import cache_folder
@@ -59,7 +65,7 @@ def warm(
 
     name, found, device = find_card(card)
     memory = None if device is None else found_memory(device, MemoryLimits(), tp)
-    demand = _demand(model, tp, length, batch, draft, exact, memory)
+    demand = _demand(model, tp, length, batch, serve, draft, exact, memory)
     start = perf_counter()
     with Compilation(demand, found) as ahead, out.counting(f"compiling kernels for {name}") as show:
         counts = ahead.wait(lambda counts: show(counts.done, counts.found, ""))
@@ -79,15 +85,23 @@ def warm(
 
 
 def _demand(
-    model: str, tp: int, length: int | None, batch: int, draft: str, exact: bool, memory: "FreeMemory | None"
+    model: str,
+    tp: int,
+    length: int | None,
+    batch: int,
+    serve: bool,
+    draft: str,
+    exact: bool,
+    memory: "FreeMemory | None",
 ) -> "Demand":
-    """What `run` and `chat` may ask of the model. Raises Dsv4Error."""
+    """What `run` and `chat`, or `serve`, may ask of the model. Raises Dsv4Error."""
     from dsv4cli.engine.checkpoint.sharding import check_dimensions
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
-    from dsv4cli.engine.compiling.demand import demand_of
+    from dsv4cli.engine.compiling.demand import WAYS, demand_of
+    from dsv4cli.engine.config.capacity import MAX_SLOTS
     from dsv4cli.engine.config.presets import PRESETS
     from dsv4cli.engine.model.numerics import Numerics
-    from dsv4cli.engine.settings import Limits, Sampling, parse_drafting
+    from dsv4cli.engine.settings import Limits, parse_drafting
     from dsv4cli.engine.weights.reserve import FAR
 
     source, drafting = resolve_model(f"random:{model}" if model in PRESETS else model), parse_drafting(draft)
@@ -95,7 +109,15 @@ def _demand(
     config, formats = source.identity.config, source.identity.formats
     check_dimensions(config, tp)
     context = min(length or FAR, config.max_position_embeddings)
-    lengths = [context] * batch if batch > 1 else None
-    numerics, limits = Numerics.reference(exact), Limits(max_context=context)
-    samplings = [Sampling(), Sampling(0.0), Sampling(1.0, 0.5)]
-    return demand_of(config, formats, numerics, limits, samplings, drafting, lengths, ranks=tp, memory=memory)
+    return demand_of(
+        config,
+        formats,
+        Numerics.reference(exact),
+        Limits(max_context=length if serve else context),
+        [source.sampling, *WAYS],
+        drafting,
+        [context] * batch if batch > 1 else None,
+        ranks=tp,
+        sequences=MAX_SLOTS if serve else 1,
+        memory=memory,
+    )

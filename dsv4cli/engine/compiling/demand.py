@@ -19,6 +19,8 @@ from dsv4cli.engine.weights.reserve import CHUNKS, FAR, Workload
 if TYPE_CHECKING:
     from dsv4cli.engine.model.numerics import Numerics
 
+# how clients may have tokens drawn, of each kind one
+WAYS = (Sampling(0.0), Sampling(1.0), Sampling(1.0, 0.5))
 # tokens before a chunk of a prompt whose length is not known
 PLACES = tuple(1 << power for power in range(2, 17))
 # numbers from which the search for those that need other kernels begins

@@ -2,12 +2,23 @@
 
 import json
 import pickle
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+from dsv4cli.commands import job
+from dsv4cli.commands.compiling import Meanwhile
+from dsv4cli.commands.job import Job, open_job
+from dsv4cli.commands.serve.running import Running
+from dsv4cli.engine.compiling import ahead
+from dsv4cli.engine.server.warm import Sharing
 from dsv4cli.kernels.card import CARDS
+from dsv4cli.options import ModelOptions
+from dsv4cli.output import Colours, Output
 from tests.support.compiler import compiler
 from tests.support.program import Program
 
@@ -46,6 +57,30 @@ def test_options_become_what_is_compiled(dsv4, says, tmp_path):
     assert (demand.exact, demand.length, len(demand.samplings), card) == (True, None, 3, CARDS["h200"])
 
 
+@pytest.mark.parametrize("options", [(), ("--context", "900", "--draft", "2")])
+def test_a_server_then_looks_for_nothing(options, dsv4, says, tmp_path, monkeypatch):
+    """What `serve` demands with the same options is what was compiled, so its mark is there."""
+    says({})
+    assert dsv4(*WARM, "--serve", *options).code == 0
+    found, _ = pickle.loads(bytes.fromhex((tmp_path / "given").read_text()))
+    asked = []
+
+    @contextmanager
+    def meanwhile(out, demand, device, process):
+        asked.append(demand)
+        yield Meanwhile()
+
+    monkeypatch.setattr(job, "compiled_meanwhile", meanwhile)
+    monkeypatch.setattr(ahead, "found_memory", lambda *given: None)
+    monkeypatch.setattr("dsv4cli.commands.serve.running.left_by", lambda out: None)
+    monkeypatch.setattr(Job, "kernels", "triton")
+    monkeypatch.setattr(Job, "_load", lambda *given: None)
+    served = ModelOptions(model="random:tiny", **({"max_context": 900, "draft": "2"} if options else {}))
+    policy: Any = SimpleNamespace(share=Sharing())
+    with Running(open_job(Output(Colours()), served), policy, 0.0).job.model():
+        assert asked == [found]
+
+
 def test_what_could_not_be_compiled_is_a_failure(dsv4, says):
     says({"found": 3, "compiled": 2, "failed": ["gate_up: ValueError: no registers left"], "searching": False})
     done = dsv4(*WARM, "--json")
@@ -61,6 +96,7 @@ def test_what_could_not_be_compiled_is_a_failure(dsv4, says):
         (("--card", "h300"), 2, "use one of a100, "),
         (("--tp", "3"), 2, "3 ranks"),
         (("--draft", "9"), 2, "--draft"),
+        (("--serve", "--batch", "2"), 2, "leave out --batch"),
         (("--model", "nowhere"), 2, "nowhere"),
     ],
 )
