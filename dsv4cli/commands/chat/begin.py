@@ -37,6 +37,8 @@ def begin_session(
     if begin.go_on or begin.resume is not None:
         session.take_up(find_journal(begin.folder, "1" if begin.resume is None else begin.resume))
     elif file is not None and file.exists():
+        if not file.is_file():
+            raise UsageError(f"--session {file} is not a file", "name another, or leave it out: --continue goes on")
         session.load_file(file)
     elif file is not None and not file.parent.is_dir():
         raise UsageError(f"{file} cannot be written: there is no folder {file.parent}", "make it, or name another file")

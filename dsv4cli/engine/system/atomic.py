@@ -1,5 +1,6 @@
 """Files that survive a crash: what a call has written is on the disk for good once it has returned; no torch."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -21,8 +22,11 @@ def write(descriptor: int, content: bytes) -> None:
 def write_file(path: Path, content: bytes, temporary: Path, mode: int = 0o666) -> None:
     """Writes a file that appears complete or not at all, also after a crash, with these rights, less the umask's.
 
-    temporary: on the same file system; after an error it may still be there. Raises OSError.
+    temporary: on the same file system; after an error it may still be there. Raises OSError, also for a device or a
+    pipe, in whose place the file would come.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is there, and is not a file", str(path))
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         append(descriptor, content)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 import weakref
 
@@ -87,6 +88,18 @@ def test_a_session_file_may_be_empty(chat, tmp_path, text):
 def test_a_session_file_of_something_else_is_refused(chat, tmp_path, text):
     (tmp_path / "talk.json").write_text(text)
     assert chat("one", options=("--session", str(tmp_path / "talk.json"))).code == 2
+
+
+def test_a_device_or_a_pipe_is_not_replaced(chat, tmp_path):
+    """As root, /dev/null too was."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = chat("hello", options=("--session", str(pipe)))
+    assert (done.code, f"--session {pipe} is not a file" in done.err) == (2, True)
+    done = chat("hello", f"/save {pipe}")
+    assert f"{pipe} cannot be written: it is there, and is not a file" in done.err
+    assert pipe.is_fifo()
+    assert [one.name for one in tmp_path.glob(".pipe*")] == []
 
 
 def test_a_session_with_tools_may_be_cleared_and_gone_on_with(chat, tmp_path):
