@@ -1,6 +1,16 @@
-"""`python -m dsv4cli` is `dsv4`."""
+"""`dsv4`, and `python -m dsv4cli`: from the first import on, Ctrl-C ends it without a traceback."""
 
-from dsv4cli.cli import main
+import sys
+
+
+def main() -> None:
+    """Carries out the command line."""
+    try:
+        from dsv4cli.cli import main as carry_out
+    except KeyboardInterrupt:
+        sys.exit(130)
+    carry_out()
+
 
 if __name__ == "__main__":
     main()

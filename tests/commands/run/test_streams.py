@@ -11,6 +11,7 @@ from itertools import cycle
 import pytest
 import torch
 
+from dsv4cli import __main__
 from dsv4cli.engine.runtime import drawing
 from tests.support.program import BYTES, IMPORTS_NOTHING_HEAVY, ROOT, SMALL
 from tests.support.terminals import Terminal
@@ -60,6 +61,18 @@ def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
 
 
 @pytest.mark.slow
+def test_ctrl_c_while_the_program_is_imported(monkeypatch):
+    class Typed:
+        def find_spec(self, name, path, target=None):
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "dsv4cli.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Typed(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 130
+
+
 def test_ctrl_c_while_the_model_loads():
     terminal = Terminal("run", "hi", "--model", "random:flash,layers=4,experts=16")
     terminal.until("loading")
