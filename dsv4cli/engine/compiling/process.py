@@ -8,7 +8,7 @@ from threading import Thread
 
 PACKAGE = Path(__file__).parents[2]
 # `python -m dsv4cli` would take what the folder has where the user is
-PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.cli import main; main()"
+PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.__main__ import main; main()"
 # where there is a driver of NVIDIA's, on Linux
 DRIVER = Path("/proc/driver/nvidia")
 

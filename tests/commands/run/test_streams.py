@@ -1,5 +1,6 @@
 """`dsv4 run` in a process of its own: terminals, pipes, signals, and what is not imported."""
 
+import atexit
 import os
 import shlex
 import signal
@@ -60,7 +61,6 @@ def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
     assert "Traceback" not in terminal.shown
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_the_program_is_imported(monkeypatch):
     class Typed:
         def find_spec(self, name, path, target=None):
@@ -68,11 +68,31 @@ def test_ctrl_c_while_the_program_is_imported(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "dsv4cli.cli", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Typed(), *sys.meta_path])
+    monkeypatch.setattr(atexit, "register", lambda end: None)
     with pytest.raises(SystemExit) as ended:
         __main__.main()
     assert ended.value.code == 130
 
 
+@pytest.mark.parametrize(("word", "code"), [("--version", 0), ("--nothing", 2)])
+def test_the_end_takes_nothing_apart(word, code):
+    """With PyTorch and a GPU's memory that takes a second."""
+    program = f"""
+import os
+import sys
+class Kept:
+    def __del__(self, write=os.write):
+        write(1, b"taken apart")
+sys.kept, sys.argv = Kept(), ["dsv4", "{word}"]
+from dsv4cli.__main__ import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, "taken apart" in ended.stdout) == (code, False)
+    assert ("Traceback" in ended.stderr, ended.stdout == "") == (False, code > 0)
+
+
+@pytest.mark.slow
 def test_ctrl_c_while_the_model_loads():
     terminal = Terminal("run", "hi", "--model", "random:flash,layers=4,experts=16")
     terminal.until("loading")
