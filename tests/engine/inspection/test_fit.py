@@ -403,9 +403,20 @@ def test_advice_where_nothing_holds_it_says_what_would():
     assert steps_of(with_ram(gpus(6, 6), 4.5))[0].command.startswith(f"{RUN} --tp 2")
     assert steps_of(gpus(6, 6, 6, 6))[0].command.startswith(f"{RUN} --tp 4")
     ram, _ = steps_of(with_ram(gpus(), 8))
-    assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 10GB"
-    (last,) = steps_of(with_ram(gpus(), 5.8))[1:]
+    assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 9GB"
+    (last,) = steps_of(with_ram(gpus(), 5.2))[1:]
     assert last.why == "its first layer fits the RAM, for tests"
+
+
+def test_more_ram_is_never_too_much():
+    config = parse_config(TWELVE_LAYERS, "short")
+
+    def runs(ram: float) -> bool:
+        return plan_fit(config, OFFICIAL, with_ram(gpus(), ram), context=1048576, batch=16).best is not None
+
+    needed = plan_fit(config, OFFICIAL, with_ram(gpus(), 1), context=1048576, batch=16).shares[-1].needed / GB
+    # what the advice asks for, and from there on all
+    assert [runs(needed + more / 10) for more in range(-1, 30)] == [False] + [True] * 30
 
 
 def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
