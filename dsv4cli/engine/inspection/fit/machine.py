@@ -16,6 +16,8 @@ UNITS = {"G": 2**30, "T": 2**40}
 LABEL = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([GT])i?B", re.ASCII | re.IGNORECASE)
 # of what is written on a card or a machine, the hundredths that are free when nothing runs
 FREE_OF_GPU, FREE_OF_RAM = 98, 95
+# a GPU that a user names by its size
+SIZED = "GPU of "
 # MiB that nvidia-smi tells of cards
 CARDS = {
     "A10": 23028, "A40": 46068, "A100": 81920, "A6000": 49140, "L4": 23034, "L40": 46068, "L40S": 46068, "H20": 97871,
@@ -41,7 +43,9 @@ class Device:
     def label(self) -> str:
         """What --gpus calls such a GPU."""
         name = _bare(self.name)
-        return name if name in CARDS else f"{round(self.total / 2**30)}GB"
+        if name in CARDS:
+            return name
+        return self.name.removeprefix(SIZED) if self.name.startswith(SIZED) else f"{round(self.total / 2**30)}GB"
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
             f"--gpus cannot be {text!r}",
             f"give the number and the size or kind: 2x141GB, 24GB,48GB or 2xH100 (known: {', '.join(CARDS)})",
         )
-    return [(name if known else f"GPU of {name}", size, size * FREE_OF_GPU // 100)] * count
+    return [(name if known else SIZED + "".join(name.split()), size, size * FREE_OF_GPU // 100)] * count
 
 
 def _named_ram(text: str) -> Device:
