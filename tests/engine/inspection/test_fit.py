@@ -40,7 +40,7 @@ from dsv4cli.engine.weights.load import build_random
 from dsv4cli.engine.weights.reference_step import WidestStep
 from dsv4cli.engine.weights.reserve import Workload, cache_bytes
 from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
-from dsv4cli.kernels import alike
+from dsv4cli.kernels import alike, card
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale.ref import widen_e4m3
 from dsv4cli.kernels.dispatch import use
@@ -70,6 +70,7 @@ def with_ram(machine: Machine, free: float) -> Machine:
 def test_the_constants_are_the_engine_s():
     assert attention_ref.BLOCK == indexer_ref.BLOCK == capacity.LIST_BLOCK
     assert alike.TILE == capacity.PRODUCT_ROWS
+    assert machines.OLDEST == card.OLDEST
 
 
 @pytest.mark.parametrize(
@@ -282,13 +283,34 @@ def test_a_machine_without_a_gpu(bare_machine):
 
 
 def test_the_gpus_that_nvidia_smi_tells_of(bare_machine):
-    smi(bare_machine, 'echo "NVIDIA H200, 143771, 143156"; echo "GB10, [N/A], [N/A]"; echo "A, B, 81559, 1000"')
+    lines = "NVIDIA H200, 143771, 143156, 9.0", "GB10, [N/A], [N/A], 12.1", "A, B, 81559, 1000, [N/A]"
+    smi(bare_machine, "; ".join(f'echo "{line}"' for line in lines))
     found = this_machine().gpus
     assert [(gpu.torch_name, gpu.name) for gpu in found] == [("cuda:0", "NVIDIA H200"), ("cuda:2", "A, B")]
     assert [(gpu.total, gpu.free) for gpu in found] == [(143771 * 2**20, 143156 * 2**20), (81559 * 2**20, 1000 * 2**20)]
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "echo 'a, 1, 1'; exit 1", "/bin/sleep 9"])
+def test_older_gpus_are_left_out(bare_machine, capsys):
+    smi(bare_machine, 'echo "Tesla V100, 32768, 32000, 7.0"; echo "NVIDIA A100, 81920, 81000, 8.0"')
+    machine = this_machine()
+    assert [gpu.torch_name for gpu in machine.gpus] == ["cuda:1"]
+    # CUDA numbers the faster one first
+    (step,) = advise(plan_fit(CONFIG, OFFICIAL, machine, context=100, batch=1), "x")
+    assert step.command.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID dsv4 run --model x --max-context 100 --device cuda:1")
+    smi(bare_machine, 'echo "Tesla T4, 15360, 15000, 7.5"')
+    runs, text = shown(capsys, "nano", None)
+    assert runs
+    assert text.startswith("nano fits this machine's RAM, but none of its GPUs\n")
+    assert "cuda:0 (Tesla T4) is left out: it has compute capability 7.5, and the" in text
+    # auto would take the GPU
+    assert "--device cpu" in text
+    _, text = shown(capsys, "nano", None, ram="16GB", as_json=True)
+    assert json.loads(text)["left_out"] == [{"torch_name": "cuda:0", "name": "Tesla T4", "capability": "7.5"}]
+
+
+@pytest.mark.parametrize(
+    "script", ["exit 9", "echo No devices were found", "echo 'a, 1, 1, 9.0'; exit 1", "/bin/sleep 9"]
+)
 def test_nvidia_smi_that_fails_or_hangs(bare_machine, monkeypatch, script):
     monkeypatch.setattr(machines, "SMI_SECONDS", 0.2)
     smi(bare_machine, script)
