@@ -221,6 +221,7 @@ TRAPS: list[tuple[TargetName, str, Damage, dict[Consumer, tuple[bool | None, str
             "vllm": (False, "no tokenizer.json", "copy tokenizer.json"),
             "sglang": (False, "no tokenizer.json", "copy tokenizer.json"),
             "transformers": (True, "", ""),
+            "dsv4": (False, "no tokenizer.json", "copy tokenizer.json"),
         },
     ),
     (
