@@ -93,7 +93,7 @@ def verdict(checkpoint: InspectedCheckpoint, consumer: Consumer, problem: Dsv4Er
     reasons = against or [finding for finding in findings if finding.kind == "not known"]
     notes = tuple(finding.text for finding in findings if finding.kind == "note") + SOURCES.get(consumer, ())
     if not reasons:
-        command = start_command(consumer, checkpoint.name, checkpoint.ranks)
+        command = start_command(consumer, checkpoint.name, checkpoint.ranks, checkpoint.revision)
         return ConsumerVerdict(consumer, VERSIONS[consumer], True, (), notes, command)
     why, remedy = tuple(finding.text for finding in reasons), _next_step(checkpoint, consumer, reasons)
     return ConsumerVerdict(consumer, VERSIONS[consumer], False if against else None, why, notes, remedy=remedy)
@@ -122,7 +122,8 @@ def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: lis
     if all(finding.fix for finding in reasons):
         return "; ".join(dict.fromkeys(finding.fix for finding in reasons))
     target = TARGETS[consumer].format(ranks=_ranks(checkpoint))
-    return f"dsv4 convert {shell_word(checkpoint.name)} OUT --to {target}"
+    name = _revised(checkpoint.name, checkpoint.revision)
+    return f"dsv4 convert {shell_word(name)} OUT --to {target}"
 
 
 def _ranks(checkpoint: InspectedCheckpoint) -> int:
@@ -132,10 +133,17 @@ def _ranks(checkpoint: InspectedCheckpoint) -> int:
     return next(ranks for ranks in (8, 4, 2, 1) if not any(count % ranks for count in counts))
 
 
-def start_command(consumer: Consumer, name: str, ranks: int = 0) -> str:
-    """The command that starts a consumer with a model. ranks: GPUs; 0 leaves it to the consumer."""
+def start_command(consumer: Consumer, name: str, ranks: int = 0, revision: str = "") -> str:
+    """The command that starts a consumer with a model. ranks: GPUs; 0 leaves it to the consumer. revision: of a
+    repository, '' for the usual one."""
     gpus = f" {GPUS[consumer]} {ranks}" if consumer in GPUS and ranks > 1 else ""
-    return STARTS[consumer].format(model=shell_word(name), ranks=ranks) + gpus
+    if revision and consumer in ("vllm", "sglang"):
+        return STARTS[consumer].format(model=shell_word(name)) + f"{gpus} --revision {shell_word(revision)}"
+    return STARTS[consumer].format(model=shell_word(_revised(name, revision)), ranks=ranks) + gpus
+
+
+def _revised(name: str, revision: str) -> str:
+    return f"{name}@{revision}" if revision else name
 
 
 def verdict_document(model: str, found: ConsumerVerdict) -> dict[str, Any]:
