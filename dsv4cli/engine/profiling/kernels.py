@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.checkpoint.sharding import check_dimensions
+from dsv4cli.engine.checkpoint.sharding import check_ranks
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.read import parse_config
@@ -107,8 +107,9 @@ def read_shapes(model: str, tp: int) -> Shapes:
     else:
         identity = resolve_model(model).identity
         config, formats = identity.config, identity.formats
-    check_dimensions(config, tp)
-    return Shapes(config, expected_tensors(config, formats), tp)
+    table = expected_tensors(config, formats)
+    check_ranks(config, table.values(), tp, rounds=True)
+    return Shapes(config, table, tp)
 
 
 def read_tokens(text: str) -> list[int]:

@@ -260,6 +260,7 @@ def test_what_only_one_of_two_documents_has(dsv4):
         (["kernels", "--context", "0"], 2, "--context"),
         (["kernels", "--context", "8193"], 2, "--context"),
         (["kernels", "--tp", "3"], 2, "3 ranks"),
+        (["kernels", "--tp", "4"], 2, "4 ranks would have 64"),
         (["kernels", "--model", "nope"], 2, "nope"),
         (["kernels", "--plot", "a.pdf"], 2, "--plot"),
         (["kernels", "--plot", "no/such/folder/a.svg"], 2, "--plot"),

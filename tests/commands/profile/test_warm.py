@@ -95,6 +95,7 @@ def test_what_could_not_be_compiled_is_a_failure(dsv4, says):
     [
         (("--card", "h300"), 2, "use one of a100, "),
         (("--tp", "3"), 2, "3 ranks"),
+        (("--tp", "4"), 2, "use one of these numbers: 1, 2\n"),
         (("--draft", "9"), 2, "--draft"),
         (("--serve", "--batch", "2"), 2, "leave out --batch"),
         (("--model", "nowhere"), 2, "nowhere"),
