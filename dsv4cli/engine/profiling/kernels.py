@@ -1,5 +1,6 @@
 """Times every operation of a model at its shapes, each checked against its reference first."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def read_shapes(model: str, tp: int) -> Shapes:
 def read_tokens(text: str) -> list[int]:
     """The numbers of '1,16'. Raises UsageError for anything else."""
     parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+    if not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
         raise UsageError(f"--tokens cannot be {text!r}", "give whole numbers with commas between them: 1,16")
     tokens = [int(part) for part in parts]
     if not all(1 <= count <= MOST_TOKENS for count in tokens):

@@ -8,6 +8,7 @@ import pytest
 from dsv4cli.commands.profile.report import show_step
 from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
+from dsv4cli.errors import UsageError
 from dsv4cli.kernels import norm
 from dsv4cli.output import Colours, Output
 from tests.support.program import Program
@@ -256,6 +257,7 @@ def test_what_only_one_of_two_documents_has(dsv4):
         (["kernels", "--only", "bogus"], 2, "bogus"),
         (["kernels", "--tokens", "1,x"], 2, "--tokens"),
         (["kernels", "--tokens", "0"], 2, "--tokens"),
+        (["kernels", "--tokens", "9" * 5000], 2, "--tokens"),
         (["kernels", "--tokens", "9000"], 2, "--tokens"),
         (["kernels", "--context", "0"], 2, "--context"),
         (["kernels", "--context", "8193"], 2, "--context"),
@@ -273,7 +275,7 @@ def test_what_only_one_of_two_documents_has(dsv4):
         (["step", "--backend", "triton"], 4, "--backend triton"),
         (["kernels", "--backend", "triton"], 4, "--backend triton"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
 def test_refusals(dsv4, arguments, code, word):
     done = dsv4("profile", *arguments)
@@ -298,6 +300,31 @@ def test_what_is_no_baseline(dsv4, tmp_path, text):
     assert done.code == 2
     assert str(path) in done.err
     assert "dsv4 profile kernels --json" in done.err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"ceilings": "x"},
+        {"ceilings": {"matmul_flops": None}},
+        {"ceilings": {"copy_bytes_per_second": "x"}},
+        {"results": [times(1, "x", 1)]},
+        {"results": [times(1, 1, None)]},
+        {"results": [{**times(1, 1, 1), "second_pass": {"median": 1}}]},
+        {"results": "x"},
+        {"results": [{"seconds": {"median": 1}}]},
+        {"draft": {"rows": []}},
+    ],
+    ids=str,
+)
+def test_a_damaged_baseline_is_told_before_anything_is_measured(tmp_path, damage):
+    path = tmp_path / "old.json"
+    document = {"schema": SCHEMA, "kind": "kernels", "machine": {}, "results": []}
+    path.write_text(json.dumps(document))
+    assert compare.read_baseline(path, "kernels") == document
+    path.write_text(json.dumps(document | damage))
+    with pytest.raises(UsageError, match="no whole document"):
+        compare.read_baseline(path, "kernels")
 
 
 def test_a_picture_needs_matplotlib(dsv4, tmp_path, monkeypatch):
