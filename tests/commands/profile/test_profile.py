@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dsv4cli.commands.profile.report import show_step
 from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
+from dsv4cli.engine.profiling.output_file import check_writable
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels import norm
 from dsv4cli.output import Colours, Output
@@ -269,6 +271,8 @@ def test_what_only_one_of_two_documents_has(dsv4):
         (["kernels", "--baseline", "no-such-file"], 2, "--baseline"),
         (["step", "--trace", "no/such/folder/a.json"], 2, "--trace"),
         (["step", "--trace", "."], 2, "--trace: . is a folder"),
+        (["step", "--trace", "/proc/a.json"], 2, "--trace /proc/a.json cannot be written"),
+        (["kernels", "--plot", "/proc/a.svg"], 2, "--plot /proc/a.svg cannot be written"),
         (["step", "--context", "8192"], 2, "--context"),
         (["step", "--model", "random:tiny", "--tokens", "4097", "--batch", "2"], 2, "a step takes"),
         (["step", "--device", "cuda:0"], 4, "cuda:0"),
@@ -325,6 +329,15 @@ def test_a_damaged_baseline_is_told_before_anything_is_measured(tmp_path, damage
     path.write_text(json.dumps(document | damage))
     with pytest.raises(UsageError, match="no whole document"):
         compare.read_baseline(path, "kernels")
+
+
+def test_a_file_that_is_asked_about_stays_as_it_is(tmp_path):
+    there = tmp_path / "there"
+    there.write_text("kept")
+    for path in (there, tmp_path / "new", Path("/dev/null")):
+        check_writable("--trace", path)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert there.read_text() == "kept"
 
 
 def test_a_picture_needs_matplotlib(dsv4, tmp_path, monkeypatch):
