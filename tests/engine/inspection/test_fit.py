@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
 from dsv4cli.engine.inspection.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
 from dsv4cli.engine.inspection.fit.memory import weigh
 from dsv4cli.engine.inspection.fit.plan import plan_fit
+from dsv4cli.engine.inspection.fit.share import SharedModel
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.engine.model.numerics import Numerics
@@ -442,6 +444,52 @@ def test_more_ram_is_never_too_much():
     needed = plan_fit(config, OFFICIAL, with_ram(gpus(), 1), context=1048576, batch=16).shares[-1].needed / GB
     # what the advice asks for, and from there on all
     assert [runs(needed + more / 10) for more in range(-1, 30)] == [False] + [True] * 30
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ram", "context", "batch"),
+    [("6GB", "1GB", 8192, 1), ("2x5GB", None, 8192, 16), ("5GB,6GB", "1GB", 8192, 4), ("2GB", "6GB", 1048576, 16)],
+)
+def test_the_machine_that_is_advised_runs_it(gpus, ram, context, batch):
+    config = parse_config(TWELVE_LAYERS, "short")
+    asked = advise(plan_fit(config, OFFICIAL, parse_machine(gpus, ram), context=context, batch=batch), "x")
+    commands = [shlex.split(step.command) for step in asked if " inspect " in step.command]
+    assert commands
+    for words in commands:
+        given = dict(zip(words[4::2], words[5::2], strict=True))
+        machine = parse_machine(given.get("--gpus", "1GB"), given.get("--ram"))
+        load = {"context": int(given["--context"]), "batch": int(given.get("--batch", 1))}
+        assert load == {"context": context, "batch": batch}
+        assert plan_fit(config, OFFICIAL, machine, **load).best is not None, words
+
+
+def test_no_way_that_is_not_needed_is_advised():
+    host, more, _ = steps_of(with_ram(gpus(6, 6), 1))
+    assert host.why.startswith("2 GPUs run it where")
+    assert more.why == "4x6GB hold it"
+    host, *_ = steps_of(parse_machine("5GB,6GB", "1GB"))
+    assert "--gpus 5GB,6GB --ram" in host.command
+    several, one, ram = steps_of(with_ram(gpus(15, 15, 15, 15), 80), config=shortened(FLASH, 12, 64))
+    assert "--tp 2" in several.command
+    assert one.why.startswith("one GPU runs it")
+    assert ram.why == "the RAM holds it, for the CPU"
+
+
+def test_what_is_lacking_is_enough():
+    config = parse_config(TWELVE_LAYERS, "short")
+
+    def share(free: int):
+        return plan_fit(config, OFFICIAL, gpus(free / GB), context=8192, batch=1).shares[0]
+
+    needed = share(GB).needed
+    assert not share(needed - 1).fits
+    assert share(needed).fits
+
+
+def test_the_first_layers_are_a_model_of_as_many():
+    shorter = parse_config(shortened(TWELVE_LAYERS, 5, None), "shorter")
+    first = SharedModel(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, None).first(5)
+    assert first.sizes(1) == SharedModel(shorter, OFFICIAL, None).sizes(1)
 
 
 def test_advice_where_several_gpus_hold_it_with_a_smaller_load():

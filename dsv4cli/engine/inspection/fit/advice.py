@@ -73,7 +73,7 @@ def _smaller_load(fit: Fit, name: str) -> Iterator[Advice]:
     if fit.shorter is not None:
         why = f"with at most {fit.largest_context:,} tokens it fits"
         yield Advice(why, run_command(fit, fit.shorter, name, fit.largest_context, fit.batch))
-    if fit.fewer is not None and fit.batch > 1:
+    if fit.fewer is not None:
         why = f"with at most {fit.largest_batch} at once it fits"
         yield Advice(why, run_command(fit, fit.fewer, name, fit.context, fit.largest_batch))
 
