@@ -148,7 +148,8 @@ def times(median, low, high):
     [
         (times(10, 9.9, 10.1), times(5, 4.9, 5.1), 1, "faster"),
         (times(10, 9.9, 10.1), times(20, 19, 21), 1, "slower"),
-        (times(10, 6, 14), times(7, 5, 9), 1, "within the spread"),  # the ranges meet
+        (times(10, 6, 14), times(7, 5, 9), 1, "within the spread"),
+        (times(2, 1.1, 2), times(1, 1, 1.2), 1, "within the spread"),  # the ranges meet
         (times(10, 9.9, 10.1), times(9.4, 9.3, 9.5), 1, "within the spread"),  # as far apart as two runs of the same
         (times(10, 8, 12), times(7.5, 7.4, 7.6), 1, "within the spread"),  # apart, and by less than the spread
         (times(10, 9.9, 10.1), times(8.3, 8.2, 8.4), 1.21, "within the spread"),  # as the machine
