@@ -40,6 +40,8 @@ CPU_BYTES, CPU_FLOPS = 3 * 10**8, 4 * 10**9
 COLD, MOST_COPIES = 4, 64
 # of the free memory that the inputs of one case and their copies may take; the reference in fp32 takes more beside them
 SHARE = 0.25
+# where memory runs out
+LESS = "lower --tokens or --context, or choose operations with --only"
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def time_again(shapes: Shapes, lines: Iterable[dict[str, Any]], device: torch.de
 def _alone(device: torch.device, backend: Backend) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the case before has freed counts as free
-    with use(backend), step_memory(device), Workspace().current():
+    with use(backend), step_memory(device, LESS), Workspace().current():
         yield
 
 

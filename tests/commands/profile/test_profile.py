@@ -1,10 +1,12 @@
 """`dsv4 profile` from outside: tables, JSON, baselines, traces, what it refuses and what it calls wrong."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsv4cli.commands.profile.report import show_step
 from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
@@ -330,6 +332,24 @@ def test_a_damaged_baseline_is_told_before_anything_is_measured(tmp_path, damage
     path.write_text(json.dumps(document | damage))
     with pytest.raises(UsageError, match="no whole document"):
         compare.read_baseline(path, "kernels")
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [(("profile", "kernels", "--only", "norm", "--tokens", "1"), ("--tokens", "--context", "--only")),
+     (STEP, ("--context", "--batch", "--tokens"))],
+)  # fmt: skip
+def test_where_memory_runs_out_options_of_the_command_are_named(dsv4, monkeypatch, command, options):
+    def full(*given, **named):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(kernels, "measure", full)
+    monkeypatch.setattr(step, "_Step", full)
+    done = dsv4(*command)
+    assert done.code == 5
+    remedy = done.err.splitlines()[-1]
+    assert re.findall(r"--[a-z-]+", remedy) == list(options)
+    assert set(options) <= set(re.findall(r"--[a-z-]+", dsv4(*command[:2], "--help").out))
 
 
 def test_a_file_that_is_asked_about_stays_as_it_is(tmp_path):
