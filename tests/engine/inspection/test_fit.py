@@ -660,12 +660,14 @@ def test_the_document(capsys):
     assert document["next"] == [{"why": "", "command": command}]
 
 
-@pytest.mark.parametrize("option", ["--gpus", "--ram"])
-def test_a_machine_without_fit_is_an_error(monkeypatch, capsys, option):
-    done = Program(monkeypatch, capsys)("inspect", TINY_FLASH, option, "24 GB")
+@pytest.mark.parametrize(
+    ("option", "value"), [("--gpus", "24 GB"), ("--ram", "24 GB"), ("--context", "100"), ("--batch", "2")]
+)
+def test_what_is_asked_without_fit_is_an_error(monkeypatch, capsys, option, value):
+    done = Program(monkeypatch, capsys)("inspect", TINY_FLASH, option, value)
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: {option} describes a machine for --fit\n→ add it: --fit {option} '24 GB'\n"
-    assert Program(monkeypatch, capsys)("inspect", TINY_FLASH, "--fit", option, "24 GB").code == 0
+    assert done.err == f"error: {option} is for --fit\n→ add it: --fit {option} {shlex.quote(value)}\n"
+    assert Program(monkeypatch, capsys)("inspect", TINY_FLASH, "--fit", option, value).code == 0
 
 
 def test_what_fits_and_does_not_load_does_not_run(tmp_path):
