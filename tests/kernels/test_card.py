@@ -136,3 +136,9 @@ def test_every_kernel_compiles_and_fits(arch):
     rows = compiled("all", arch)
     assert len({row["kernel"] for row in rows}) >= 57
     assert [row for row in rows if "error" in row or row["shared"] > CARDS[arch].shared << 10] == []
+
+
+@pytest.mark.parametrize(("name", "has"), [("h200", False), ("b200", True), ("rtx5090", False)])
+def test_only_data_centre_cards_have_tensor_memory(name, has):
+    with card.described(card.CARDS[name]):
+        assert card.has_tensor_memory(torch.device("cuda")) is has

@@ -56,8 +56,10 @@ RamOpt = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="For --fit: the RAM, as in 192GB; with --gpus the RAM of their machine."),
 ]
-ContextOpt = Annotated[int, typer.Option("--context", min=1, help="For --fit: tokens of a sequence.")]
-BatchOpt = Annotated[int, typer.Option(min=1, help="For --fit: sequences at once.")]
+ContextOpt = Annotated[
+    int | None, typer.Option("--context", min=1, help="For --fit: tokens of a sequence. If absent, 8192.")
+]
+BatchOpt = Annotated[int | None, typer.Option(min=1, help="For --fit: sequences at once. If absent, 1.")]
 DiffOpt = Annotated[
     str | None,
     typer.Option(metavar="OTHER", help="Are both the same model? Compares values; --layer or --tensor choose a part."),
@@ -89,8 +91,8 @@ def inspect(
     fit: FitOpt = False,
     gpus: GpusOpt = None,
     ram: RamOpt = None,
-    tokens: ContextOpt = 8192,
-    batch: BatchOpt = 1,
+    tokens: ContextOpt = None,
+    batch: BatchOpt = None,
     diff: DiffOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
@@ -104,7 +106,8 @@ def inspect(
     from dsv4cli.engine.inspection.report import document, inspect_model
     from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
 
-    _check_fit(fit, gpus, ram)
+    if not fit:
+        _check_unasked({"--gpus": gpus, "--ram": ram, "--context": tokens, "--batch": batch})
     out = Output(context.obj, as_json)
     source = resolve_inspectable(model, out.status)
     if isinstance(source, RemoteSource):
@@ -112,7 +115,7 @@ def inspect(
     result = inspect_model(source)
     questions: dict[str, _Question | None] = {
         "verdict": partial(_ask_for, consumer=consumer) if consumer else None,
-        "fit": partial(_ask_fit, gpus=gpus, ram=ram, context=tokens, batch=batch) if fit else None,
+        "fit": partial(_ask_fit, gpus=gpus, ram=ram, context=tokens or 8192, batch=batch or 1) if fit else None,
         "diff": partial(_ask_diff, other=diff, layer=layer, tensor=tensor) if diff is not None else None,
         "tensor": partial(_ask_tensor, name=tensor) if tensor is not None and diff is None else None,
         "layer": partial(_ask_layer, name=layer) if layer is not None and diff is None else None,
@@ -164,10 +167,10 @@ def _ask_for(out: Output, result: "Inspection", consumer: "Consumer") -> bool:
     return show_verdict(out, result, consumer, **_remote(result))
 
 
-def _check_fit(fit: bool, gpus: str | None, ram: str | None) -> None:
-    for option, value in (("--gpus", gpus), ("--ram", ram)):
-        if value is not None and not fit:
-            raise UsageError(f"{option} describes a machine for --fit", f"add it: --fit {option} {shell_word(value)}")
+def _check_unasked(given: Mapping[str, str | int | None]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} is for --fit", f"add it: --fit {option} {shell_word(str(value))}")
 
 
 def _ask_fit(out: Output, result: "Inspection", gpus: str | None, ram: str | None, context: int, batch: int) -> bool:

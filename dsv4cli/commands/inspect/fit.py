@@ -71,7 +71,7 @@ def _answer(answer: "FitAnswer") -> str:
         each = " each" if fit.nearest.ranks > 1 else ""
         return f"does not fit {where}: {_name(fit.nearest)} lack{'' if each else 's'} {size_text(fit.missing)}{each}"
     if not best.on_gpu:
-        words = f"fits {machine}'s RAM" + (", but none of its GPUs" if fit.machine.gpus else "")
+        words = f"fits {machine}'s RAM" + (", but none of its GPUs" if fit.machine.automatic != "cpu" else "")
     elif best.ranks > 1:
         words = f"fits {best.ranks} GPUs together"
     else:
@@ -117,6 +117,11 @@ def _rows(shares: "list[Share]") -> list[list[str]]:
 
 
 def _notes(fit: "Fit", shares: "list[Share]") -> "Iterator[str]":
+    for gpu in fit.machine.older:
+        yield (
+            f"{gpu.torch_name} ({gpu.name}) is left out: it has compute capability {gpu.capability}, and the kernels "
+            "need 8.0 or newer."
+        )
     if any(share.ranks > 1 for share in shares):
         parts = ", ".join(f"{family} {size_text(size)}" for family, size in list(fit.whole.items())[:SHOWN])
         yield f"Whole on every GPU: the cache, and these weights: {parts}."

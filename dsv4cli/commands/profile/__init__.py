@@ -8,7 +8,7 @@ import typer
 from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.commands.profile.report import show_changes, show_kernels, show_step
 from dsv4cli.commands.profile.warm import warm
-from dsv4cli.errors import UnsoundResult, UsageError
+from dsv4cli.errors import UnsoundResult
 from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, epilog
 from dsv4cli.output import Output, counted, size_text
 
@@ -174,6 +174,7 @@ def step(
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import step_document
     from dsv4cli.engine.profiling.drafting import choose_drafts, profile_drafts
+    from dsv4cli.engine.profiling.output_file import check_writable
     from dsv4cli.engine.profiling.step import choose_load, profile_step
     from dsv4cli.engine.runtime.backend import resolve_backend
     from dsv4cli.engine.settings import parse_drafting
@@ -182,7 +183,7 @@ def step(
     out, source, torch_device = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
     chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "step")
     if trace is not None:
-        _check_trace(trace)
+        check_writable("--trace", trace)
     load = choose_load(source.identity.config, tokens, before, batch)
     drafting = parse_drafting(draft)
     check_drafter(source, drafting)
@@ -206,13 +207,6 @@ profile.command(
         "TRITON_CACHE_DIR=cache dsv4 profile warm --model flash --card h200",
     )
 )(warm)
-
-
-def _check_trace(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise UsageError(f"--trace: there is no folder {path.parent}", "make it, or name another")
-    if path.is_dir():
-        raise UsageError(f"--trace: {path} is a folder", "name a file in it")
 
 
 def _baseline(path: Path | None, kind: str) -> dict[str, Any] | None:

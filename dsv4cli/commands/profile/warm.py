@@ -95,7 +95,8 @@ def _demand(
     memory: "FreeMemory | None",
 ) -> "Demand":
     """What `run` and `chat`, or `serve`, may ask of the model. Raises Dsv4Error."""
-    from dsv4cli.engine.checkpoint.sharding import check_dimensions
+    from dsv4cli.engine.checkpoint.layout import expected_tensors
+    from dsv4cli.engine.checkpoint.sharding import check_ranks
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
     from dsv4cli.engine.compiling.demand import WAYS, demand_of
     from dsv4cli.engine.config.capacity import MAX_SLOTS
@@ -107,7 +108,7 @@ def _demand(
     source, drafting = resolve_model(f"random:{model}" if model in PRESETS else model), parse_drafting(draft)
     check_drafter(source, drafting)
     config, formats = source.identity.config, source.identity.formats
-    check_dimensions(config, tp)
+    check_ranks(config, expected_tensors(config, formats).values(), tp, rounds=True)
     context = min(length or FAR, config.max_position_embeddings)
     return demand_of(
         config,

@@ -41,25 +41,35 @@ def check_dimensions(config: ModelConfig, ranks: int) -> None:
 
 
 def check_ranks(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, *, rounds: bool) -> None:
-    """Raises UsageError or CheckpointError when so many ranks do not divide the model of this table; rounds: whether
-    what comes into its FP4 matrices is rounded, in blocks."""
-    check_dimensions(config, ranks)
-    for spec in specs:
-        part_shape(spec, ranks)
-        inner = spec.columns // ranks
-        packed = spec.form is not None and not spec.is_scale and STORAGE[spec.form].codes > 1
-        if rounds and packed and spec.shard == 1 and inner % FP8_BLOCK:
-            raise UsageError(
-                f"{ranks} ranks would have {inner} of the {spec.columns} columns of {spec.name} each, and what it is "
-                f"multiplied with is rounded in blocks of {FP8_BLOCK}",
-                "use fewer ranks",
-            )
+    """Raises UsageError, with the numbers that would do, when so many ranks do not divide the model of this table;
+    rounds: whether what comes into its FP4 matrices is rounded, in blocks."""
+    table = list(specs)
+    reason = _refusal(config, table, ranks, rounds)
+    if reason:
+        # experts are many and alike
+        kinds = {(spec.dtype, spec.shape, spec.shard, spec.form, spec.columns): spec for spec in table}.values()
+        suiting = [str(count) for count in range(1, config.o_groups + 1) if not _refusal(config, kinds, count, rounds)]
+        raise UsageError(reason, f"use {'one of these numbers: ' if suiting[1:] else ''}{', '.join(suiting)}")
 
 
 def divides(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int) -> bool:
     """Whether so many ranks can share the model, with every rounding of the official code."""
+    return not _refusal(config, specs, ranks, rounds=True)
+
+
+def _refusal(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, rounds: bool) -> str:
+    """Why so many ranks cannot share the model; '' where they can."""
     try:
-        check_ranks(config, specs, ranks, rounds=True)
-    except (UsageError, CheckpointError):
-        return False
-    return True
+        check_dimensions(config, ranks)
+        for spec in specs:
+            part_shape(spec, ranks)
+            inner = spec.columns // ranks
+            packed = spec.form is not None and not spec.is_scale and STORAGE[spec.form].codes > 1
+            if rounds and packed and spec.shard == 1 and inner % FP8_BLOCK:
+                return (
+                    f"{ranks} ranks would have {inner} of the {spec.columns} columns of {spec.name} each, and what it "
+                    f"is multiplied with is rounded in blocks of {FP8_BLOCK}"
+                )
+    except (UsageError, CheckpointError) as error:
+        return error.message
+    return ""

@@ -15,9 +15,10 @@ def find_card(name: str | None) -> tuple[str, Card, torch.device | None]:
     Raises UsageError for another name, UnsupportedHardware where this machine has none that the kernels run on.
     """
     if name is not None:
-        if name not in CARDS:
+        known = name.lower()
+        if known not in CARDS:
             raise UsageError(f"--card cannot be {name!r}", f"use one of {', '.join(CARDS)}")
-        return name, CARDS[name], None
+        return known, CARDS[known], None
     device = resolve_device("auto")
     if device.type != "cuda":
         raise UnsupportedHardware("this machine has no GPU to compile for", "name one, as in --card h200")

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import sleep
+from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # its own types leave it out
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from dsv4cli.engine.parallel.world import World, lost_others
@@ -38,17 +40,19 @@ def check_devices(size: int, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where one of `size` ranks on this machine meets the others: a port of it."""
+    """Where one of `size` ranks on this machine meets the others: a port of it. store: what rank 0 listens with."""
 
     port: int
     rank: int
     size: int
+    store: TCPStore | None = None
 
 
 def rendezvous_addresses(size: int) -> list[RendezvousAddress]:
-    """One for each of so many ranks, at a port that is free now."""
-    port = get_free_port()
-    return [RendezvousAddress(port, rank, size) for rank in range(size)]
+    """One for each of so many ranks; the first, for this process, has the port from now on."""
+    store = TCPStore("localhost", 0, size, True, default_pg_timeout, wait_for_workers=False)
+    others = [RendezvousAddress(store.port, rank, size) for rank in range(1, size)]
+    return [RendezvousAddress(store.port, 0, size, store), *others]
 
 
 @contextmanager
@@ -63,8 +67,7 @@ def joined(device: torch.device, address: RendezvousAddress | None = None) -> It
         check_devices(local + 1, device)
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    url = address and f"tcp://localhost:{address.port}?rank={address.rank}&world_size={address.size}"
-    store, rank, size = next(rendezvous(url or "env://"))
+    store, rank, size = _met(address)
     try:
         backend, gpu = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
@@ -83,6 +86,14 @@ def joined(device: torch.device, address: RendezvousAddress | None = None) -> It
         if lost:
             raise RankLost(f"rank {rank} lost the connection to another rank", "see how the others ended") from error
         raise
+
+
+def _met(address: RendezvousAddress | None) -> tuple[Any, int, int]:
+    """What the ranks meet at, and which this is of how many."""
+    if address is not None and address.store is not None:
+        return address.store, address.rank, address.size
+    url = address and f"tcp://localhost:{address.port}?rank={address.rank}&world_size={address.size}"
+    return next(rendezvous(url or "env://"))
 
 
 def _leave(code: int, held: BaseException) -> None:

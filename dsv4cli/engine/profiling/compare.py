@@ -111,12 +111,18 @@ def read_baseline(path: Path, kind: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise UsageError(f"--baseline {path} is not JSON", f"make one with `dsv4 profile {kind} --json`") from None
     schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA or document.get("kind") != kind or not _sound(document):
+    if schema != SCHEMA or document.get("kind") != kind:
         found = f"{schema!r}, {document.get('kind')!r}" if schema else "no schema"
         raise UsageError(
             f"--baseline {path} has {found}, expected {SCHEMA!r}, {kind!r}",
             f"make one with `dsv4 profile {kind} --json`",
         )
+    try:
+        compare(document, document).record()
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UsageError(
+            f"--baseline {path} is no whole document of an earlier run", f"make one with `dsv4 profile {kind} --json`"
+        ) from None
     return dict(document)
 
 
@@ -141,15 +147,6 @@ def in_doubt(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str
 
 def _label(line: Mapping[str, Any]) -> str:
     return f"{line['name']} x{line['tokens']}" if "tokens" in line else str(line["name"])
-
-
-def _sound(document: Mapping[str, Any]) -> bool:
-    machine, results, draft = document.get("machine"), document.get("results"), document.get("draft")
-    if not isinstance(machine, dict) or not isinstance(results, list):
-        return False
-    if draft is not None and not (isinstance(draft, dict) and isinstance(draft.get("rows"), list)):
-        return False
-    return all(isinstance(line, dict) and isinstance(line.get("name"), str) for line in _lines(document))
 
 
 def _lines(document: Mapping[str, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
-from dsv4cli.engine.profiling.step import FEWEST, MOST, SECONDS, WARM, StepShape, fill
+from dsv4cli.engine.profiling.step import FEWEST, LESS, MOST, SECONDS, WARM, StepShape, fill
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
 from dsv4cli.engine.runtime.draft_steps import Ran
@@ -178,7 +178,7 @@ def profile_drafts(
     NotEnoughMemory.
     """
     with use(backend):
-        with step_memory(device):
+        with step_memory(device, LESS):
             steps = _Steps(model, load, drafts.drafts, sampling, device)
         rows, drafting, launches = steps.measured()
         return DraftProfile(steps.drafter, drafts, load.batch, sampling, rows, drafting, launches)

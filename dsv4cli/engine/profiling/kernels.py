@@ -1,5 +1,6 @@
 """Times every operation of a model at its shapes, each checked against its reference first."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.checkpoint.sharding import check_dimensions
+from dsv4cli.engine.checkpoint.sharding import check_ranks
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.read import parse_config
@@ -39,6 +40,8 @@ CPU_BYTES, CPU_FLOPS = 3 * 10**8, 4 * 10**9
 COLD, MOST_COPIES = 4, 64
 # of the free memory that the inputs of one case and their copies may take; the reference in fp32 takes more beside them
 SHARE = 0.25
+# where memory runs out
+LESS = "lower --tokens or --context, or choose operations with --only"
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,15 @@ def read_shapes(model: str, tp: int) -> Shapes:
     else:
         identity = resolve_model(model).identity
         config, formats = identity.config, identity.formats
-    check_dimensions(config, tp)
-    return Shapes(config, expected_tensors(config, formats), tp)
+    table = expected_tensors(config, formats)
+    check_ranks(config, table.values(), tp, rounds=True)
+    return Shapes(config, table, tp)
 
 
 def read_tokens(text: str) -> list[int]:
     """The numbers of '1,16'. Raises UsageError for anything else."""
     parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+    if not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
         raise UsageError(f"--tokens cannot be {text!r}", "give whole numbers with commas between them: 1,16")
     tokens = [int(part) for part in parts]
     if not all(1 <= count <= MOST_TOKENS for count in tokens):
@@ -177,7 +181,7 @@ def time_again(shapes: Shapes, lines: Iterable[dict[str, Any]], device: torch.de
 def _alone(device: torch.device, backend: Backend) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the case before has freed counts as free
-    with use(backend), step_memory(device), Workspace().current():
+    with use(backend), step_memory(device, LESS), Workspace().current():
         yield
 
 

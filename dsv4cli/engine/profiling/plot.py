@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dsv4cli.engine.profiling.output_file import check_writable
 from dsv4cli.errors import UsageError
 
 SUFFIXES = (".png", ".svg")
@@ -30,11 +31,10 @@ class Box(NamedTuple):
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError for a file that cannot be drawn: another suffix, no such folder, no matplotlib."""
+    """Raises UsageError for a file that cannot be drawn: another suffix, no right to write there, no matplotlib."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path} ends with neither {' nor '.join(SUFFIXES)}", "name a .png or .svg file")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot: there is no folder {path.parent}", "make it, or name another")
+    check_writable("--plot", path)
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed", "install it: pip install 'dsv4[plot]'")
 

@@ -32,6 +32,8 @@ WARM = 2
 SECONDS, FEWEST, MOST = 1.0, 5, 50
 # the decode context that is measured where none is named
 CONTEXT = 4096
+# where memory runs out
+LESS = "lower --context, --batch or --tokens"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def profile_step(
     Raises UnsoundResult for logits that are not finite, for parts that do not agree with the layer schedule, and where
     a kernel is compiled while time is taken; NotEnoughMemory.
     """
-    with use(backend), step_memory(device), Workspace().current():
+    with use(backend), step_memory(device, LESS), Workspace().current():
         step = _Step(model, load, device)
         with _count_experts(model) as hit:
             check_finite(step.run(Ranges(device)))

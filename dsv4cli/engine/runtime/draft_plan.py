@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
 
 from dsv4cli.engine.runtime.draft import Drafter
 from dsv4cli.engine.runtime.draft_report import DraftReport
@@ -9,6 +10,7 @@ from dsv4cli.engine.runtime.gate import Gate, OpenGate
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.runtime.scheduler import Chunk
 from dsv4cli.engine.settings import Drafting
+from dsv4cli.errors import UnsoundResult
 
 
 class DraftPlan:
@@ -33,7 +35,7 @@ class DraftPlan:
 
     def take(self, ready: Sequence[Chunk], drawn: Sequence[Sequence[Token]], made: Sequence[Sequence[float]]) -> None:
         """Takes in what each request that was ready has got, and what was drafted for it: tokens, then chances. Drafts
-        behind the end of an answer do not count."""
+        behind the end of an answer do not count. Raises UnsoundResult for chances that are not finite."""
         report, per_position, steps, drafted, count = self.report, list(self.report.per_position), 0, 0, 0
         for chunk, tokens, row in zip(ready, drawn, made, strict=True):
             accepted = len(tokens) - 1
@@ -45,6 +47,11 @@ class DraftPlan:
             for number in range(accepted):
                 per_position[number] += 1
             middle = len(row) // 2
+            if not all(map(isfinite, row[middle:])):
+                raise UnsoundResult(
+                    "the drafter's chances are not finite: its weights or this machine's arithmetic are wrong",
+                    "compare the checksums of the weight files with the publisher's; --draft off does without it",
+                )
             chunk.request.drafts = [int(token) for token in row[:middle]]
             self._chances[chunk.request] = list(row[middle:])
         self.report = replace(

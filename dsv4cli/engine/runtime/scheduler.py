@@ -43,11 +43,6 @@ class Chunk:
         """The row of its last token."""
         return self.row + self.tokens - 1
 
-    @property
-    def newest_row(self) -> int:
-        """The row of its last token that is no draft."""
-        return self.last_row - len(self.drafts)
-
 
 class Scheduler:
     """The requests of one cache, in the order in which they came."""

@@ -58,15 +58,13 @@ def download(numbers: torch.Tensor) -> Callable[[], list[Any]]:
 
 
 @contextmanager
-def step_memory(device: torch.device | str) -> Iterator[None]:
-    """Raises NotEnoughMemory when what runs inside finds no room on the device."""
+def step_memory(device: torch.device | str, remedy: str = "lower --prefill-chunk or --max-context") -> Iterator[None]:
+    """Raises NotEnoughMemory, with what to do, when what runs inside finds no room on the device."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0]
-        raise NotEnoughMemory(
-            f"{device} ran out of memory: {reason}", "lower --prefill-chunk or --max-context"
-        ) from None
+        raise NotEnoughMemory(f"{device} ran out of memory: {reason}", remedy) from None
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def decide(
     wanted = drafting.most != 0 and sizes.drafter > 0
     large = [one for one in beside if one.chunk >= DRAFTER_CHUNK]
     found = _whole(sizes, room, beside if drafting.required else large or beside) if wanted else None
-    if found is not None:
+    if found is not None and (drafting.required or _leaves_room(found, room, beside)):
         found = replace(found, drafter=True)
     else:
         found = _whole(without, room, beside) or _divided(without, room, beside)
@@ -153,6 +153,13 @@ def _whole(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Pla
     else:
         fitting = [one for one in beside if sizes.total <= room.weights(one)]
     return Placement(False, None, sizes.total, chunk=_roomy(fitting, sizes.total, room).chunk) if fitting else None
+
+
+def _leaves_room(found: Placement, room: FreeMemory, beside: Sequence[Reserve]) -> bool:
+    """Whether what is needed beside the weights finds room too. A limit of host memory is of weights alone."""
+    one = next(one for one in beside if one.chunk == found.chunk)
+    unlimited = (room.limits.gpu, room.limits.host) == (None, None)
+    return not unlimited or room.each is None or found.device + one.total <= room.each
 
 
 def _roomy(beside: Sequence[Reserve], weights: int, room: FreeMemory) -> Reserve:

@@ -20,12 +20,14 @@ from dsv4cli.kernels.recode.blocks import NotRepresentable
 
 __all__ = [
     "NotRepresentable",
+    "are_e8m0",
     "fp4_to_fp8",
     "fp4_to_nvfp4",
     "nvfp4_exponent",
     "nvfp4_scale_2",
     "nvfp4_to_fp4",
     "nvfp4_values",
+    "to_e8m0",
     "to_fp4",
     "to_fp8",
     "to_nvfp4",

@@ -143,6 +143,17 @@ def test_what_q8_0_rounds_is_told_before_anything_is_written(tmp_path):
     assert max(told.values()) == pytest.approx(max(compared["inexact"].values()), rel=0.2)
 
 
+def test_values_of_bf16_become_the_same_q8_0(made, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    out = convert(made / "bf16", tmp_path, "--to", "gguf", "--json")
+    assert 0.001 < max(json.loads(out.splitlines()[-1])["verified"]["inexact"].values()) < 0.01
+    found, whole = (
+        {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(folder / FILE).tensors}
+        for folder in (tmp_path, made / "q8")
+    )
+    assert found == whole
+
+
 def test_what_bf16_holds_is_not_rounded(tmp_path):
     plan = json.loads(convert(NANO, tmp_path / "out", "--to", "gguf", "--attention", "bf16", "--json", "--dry-run"))
     assert plan["rounded"] == {}

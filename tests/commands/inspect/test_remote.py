@@ -96,6 +96,24 @@ def test_a_revision_is_asked_for_by_name(hub):
         resolve_inspectable(f"{NAME}@v3").identity  # noqa: B018 - the question raises
 
 
+@pytest.mark.parametrize(
+    ("consumer", "command"),
+    [
+        ("vllm", "→ vllm serve {name} --tool"),
+        ("sglang", "--model-path {name} --tool"),
+        ("transformers", "→ transformers serve {name}@v2\n"),
+        ("dsv4", "→ dsv4 run --model {name}@v2 'What"),
+        ("official", "→ dsv4 convert {name}@v2 OUT --to mp"),
+    ],
+)
+def test_a_revision_that_is_judged_is_the_one_that_is_started(hub, dsv4, consumer, command):
+    repository = hub.add(NAME, {"README.md": b"empty"})
+    repository.commit(GOLDEN | {"tokenizer.json": b"{}"}, branch="v2")
+    done = dsv4("inspect", f"{NAME}@v2", "--for", consumer)
+    assert command.format(name=NAME) in done.out
+    assert done.out.endswith(" --revision v2\n") is (consumer in ("vllm", "sglang"))
+
+
 @pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_cut_for_no_process])
 def test_a_foreign_model_is_refused_by_name(hub, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)

@@ -1,13 +1,18 @@
 """`dsv4 profile` from outside: tables, JSON, baselines, traces, what it refuses and what it calls wrong."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from dsv4cli.commands.profile.report import show_step
 from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
+from dsv4cli.engine.profiling.output_file import check_writable
+from dsv4cli.errors import UsageError
 from dsv4cli.kernels import norm
 from dsv4cli.output import Colours, Output
 from tests.support.program import Program
@@ -145,7 +150,8 @@ def times(median, low, high):
     [
         (times(10, 9.9, 10.1), times(5, 4.9, 5.1), 1, "faster"),
         (times(10, 9.9, 10.1), times(20, 19, 21), 1, "slower"),
-        (times(10, 6, 14), times(7, 5, 9), 1, "within the spread"),  # the ranges meet
+        (times(10, 6, 14), times(7, 5, 9), 1, "within the spread"),
+        (times(2, 1.1, 2), times(1, 1, 1.2), 1, "within the spread"),  # the ranges meet
         (times(10, 9.9, 10.1), times(9.4, 9.3, 9.5), 1, "within the spread"),  # as far apart as two runs of the same
         (times(10, 8, 12), times(7.5, 7.4, 7.6), 1, "within the spread"),  # apart, and by less than the spread
         (times(10, 9.9, 10.1), times(8.3, 8.2, 8.4), 1.21, "within the spread"),  # as the machine
@@ -256,23 +262,27 @@ def test_what_only_one_of_two_documents_has(dsv4):
         (["kernels", "--only", "bogus"], 2, "bogus"),
         (["kernels", "--tokens", "1,x"], 2, "--tokens"),
         (["kernels", "--tokens", "0"], 2, "--tokens"),
+        (["kernels", "--tokens", "9" * 5000], 2, "--tokens"),
         (["kernels", "--tokens", "9000"], 2, "--tokens"),
         (["kernels", "--context", "0"], 2, "--context"),
         (["kernels", "--context", "8193"], 2, "--context"),
         (["kernels", "--tp", "3"], 2, "3 ranks"),
+        (["kernels", "--tp", "4"], 2, "4 ranks would have 64"),
         (["kernels", "--model", "nope"], 2, "nope"),
         (["kernels", "--plot", "a.pdf"], 2, "--plot"),
         (["kernels", "--plot", "no/such/folder/a.svg"], 2, "--plot"),
         (["kernels", "--baseline", "no-such-file"], 2, "--baseline"),
         (["step", "--trace", "no/such/folder/a.json"], 2, "--trace"),
         (["step", "--trace", "."], 2, "--trace: . is a folder"),
+        (["step", "--trace", "/proc/a.json"], 2, "--trace /proc/a.json cannot be written"),
+        (["kernels", "--plot", "/proc/a.svg"], 2, "--plot /proc/a.svg cannot be written"),
         (["step", "--context", "8192"], 2, "--context"),
         (["step", "--model", "random:tiny", "--tokens", "4097", "--batch", "2"], 2, "a step takes"),
         (["step", "--device", "cuda:0"], 4, "cuda:0"),
         (["step", "--backend", "triton"], 4, "--backend triton"),
         (["kernels", "--backend", "triton"], 4, "--backend triton"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
 def test_refusals(dsv4, arguments, code, word):
     done = dsv4("profile", *arguments)
@@ -297,6 +307,58 @@ def test_what_is_no_baseline(dsv4, tmp_path, text):
     assert done.code == 2
     assert str(path) in done.err
     assert "dsv4 profile kernels --json" in done.err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"ceilings": "x"},
+        {"ceilings": {"matmul_flops": None}},
+        {"ceilings": {"copy_bytes_per_second": "x"}},
+        {"results": [times(1, "x", 1)]},
+        {"results": [times(1, 1, None)]},
+        {"results": [{**times(1, 1, 1), "second_pass": {"median": 1}}]},
+        {"results": "x"},
+        {"results": [{"seconds": {"median": 1}}]},
+        {"draft": {"rows": []}},
+    ],
+    ids=str,
+)
+def test_a_damaged_baseline_is_told_before_anything_is_measured(tmp_path, damage):
+    path = tmp_path / "old.json"
+    document = {"schema": SCHEMA, "kind": "kernels", "machine": {}, "results": []}
+    path.write_text(json.dumps(document))
+    assert compare.read_baseline(path, "kernels") == document
+    path.write_text(json.dumps(document | damage))
+    with pytest.raises(UsageError, match="no whole document"):
+        compare.read_baseline(path, "kernels")
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [(("profile", "kernels", "--only", "norm", "--tokens", "1"), ("--tokens", "--context", "--only")),
+     (STEP, ("--context", "--batch", "--tokens"))],
+)  # fmt: skip
+def test_where_memory_runs_out_options_of_the_command_are_named(dsv4, monkeypatch, command, options):
+    def full(*given, **named):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(kernels, "measure", full)
+    monkeypatch.setattr(step, "_Step", full)
+    done = dsv4(*command)
+    assert done.code == 5
+    remedy = done.err.splitlines()[-1]
+    assert re.findall(r"--[a-z-]+", remedy) == list(options)
+    assert set(options) <= set(re.findall(r"--[a-z-]+", dsv4(*command[:2], "--help").out))
+
+
+def test_a_file_that_is_asked_about_stays_as_it_is(tmp_path):
+    there = tmp_path / "there"
+    there.write_text("kept")
+    for path in (there, tmp_path / "new", Path("/dev/null")):
+        check_writable("--trace", path)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert there.read_text() == "kept"
 
 
 def test_a_picture_needs_matplotlib(dsv4, tmp_path, monkeypatch):

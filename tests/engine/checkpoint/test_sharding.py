@@ -7,7 +7,7 @@ from dsv4cli.engine.checkpoint.sharding import check_ranks
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit.share import SharedModel
-from dsv4cli.errors import CheckpointError, UsageError
+from dsv4cli.errors import UsageError
 
 OFFICIAL = Formats()
 RANKS = (1, 2, 3, 4, 8, 16, 32)
@@ -30,5 +30,7 @@ def test_fit_and_run_know_the_same_numbers_of_ranks(model, formats, possible):
     assert {ranks for ranks in RANKS if shared.divides(ranks)} == possible
     for ranks in RANKS:
         if ranks not in possible:
-            with pytest.raises((UsageError, CheckpointError)):
+            with pytest.raises(UsageError) as refused:
                 check_ranks(config, expected_tensors(config, formats).values(), ranks, rounds=True)
+            # each number that is advised would do
+            assert refused.value.remedy == f"use one of these numbers: {', '.join(map(str, sorted(possible)))}"

@@ -5,17 +5,20 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 
 from dsv4cli.cli import app
 from dsv4cli.commands.inspect.consumers import show_verdict
-from dsv4cli.engine.checkpoint.naming import MpNaming
-from dsv4cli.engine.config.read import read_config
+from dsv4cli.engine.checkpoint.naming import MpNaming, TransformersNaming
+from dsv4cli.engine.config.presets import FLASH, PRO, TINY, shortened
+from dsv4cli.engine.config.read import parse_config, read_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.metadata import metadata_files
 from dsv4cli.engine.conversion.target import TARGETS, TargetName, choose_target
+from dsv4cli.engine.inspection.consumers import judge as judge_module
 from dsv4cli.engine.inspection.consumers.examine import judge
 from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, ConsumerVerdict, start_command
 from dsv4cli.engine.inspection.report import inspect_model
@@ -90,6 +93,12 @@ def test_who_loads_the_targets_of_convert(converted, target):
             match = re.search(r"dsv4 convert \S+ OUT --to (\w+)( --ranks 2)?", one.remedy)
             assert match is not None, one
             assert LOADS[match[1]][CONSUMERS.index(consumer)] is True
+
+
+@pytest.mark.parametrize(("values", "ranks"), [(PRO, 8), (shortened(FLASH, 4, 12), 4), (TINY, 2)])
+def test_the_scripts_are_given_files_for_the_gpus_of_one_machine(values, ranks):
+    folder = SimpleNamespace(identity=SimpleNamespace(config=parse_config(values, "test")))
+    assert judge_module._ranks(folder) == ranks
 
 
 def test_every_option_of_a_remedy_exists():
@@ -199,6 +208,15 @@ TRAPS: list[tuple[TargetName, str, Damage, dict[Consumer, tuple[bool | None, str
     ),
     (
         "official",
+        "a quantization_config that says NVFP4",
+        say_quantization(quant_algo="MIXED_PRECISION", moe_quant_algo="NVFP4", group_size=16),
+        {
+            "vllm": (False, "the experts are FP4 and quantization_config says moe_quant_algo NVFP4", "dsv4 convert"),
+            "sglang": (False, "the experts are FP4 and quantization_config says NVFP4", "dsv4 convert"),
+        },
+    ),
+    (
+        "official",
         "no architectures",
         drop("architectures"),
         {
@@ -221,6 +239,7 @@ TRAPS: list[tuple[TargetName, str, Damage, dict[Consumer, tuple[bool | None, str
             "vllm": (False, "no tokenizer.json", "copy tokenizer.json"),
             "sglang": (False, "no tokenizer.json", "copy tokenizer.json"),
             "transformers": (True, "", ""),
+            "dsv4": (False, "no tokenizer.json", "copy tokenizer.json"),
         },
     ),
     (
@@ -228,6 +247,12 @@ TRAPS: list[tuple[TargetName, str, Damage, dict[Consumer, tuple[bool | None, str
         "no inference/config.json",
         without("inference/config.json"),
         {"official": (False, "no inference/config.json", "copy inference/")},
+    ),
+    (
+        "mp",
+        "a key that ModelArgs does not have",
+        lambda folder: edit_json(folder / "inference/config.json", lambda values: values.update(strange=1)),
+        {"official": (False, "ModelArgs has no strange", "remove strange from inference/config.json")},
     ),
     (
         "mp",
@@ -337,6 +362,16 @@ def test_matrices_that_are_not_quantised_beside_fp4_experts(tmp_path, ignored, v
 def test_files_for_ranks_need_wo_a_in_bf16(tmp_path):
     folder = write_variant(tmp_path / "mp", Formats(), MpNaming(RANKS, CONFIG.n_routed_experts))
     assert any("wo_a is FP8 and model.py has it in bf16" in reason for reason in verdict(folder, "official").reasons)
+
+
+def test_layouts_that_nobody_has_tried_or_that_the_scripts_lack(tmp_path):
+    renamed = write_variant(tmp_path / "renamed", Formats(), TransformersNaming(CONFIG))
+    found = verdict(renamed, "transformers")
+    assert (found.loads, found.reasons[0]) == (None, "transformers' names with quantised weights have not been tried")
+    cut = write_variant(tmp_path / "cut", Formats("fp8", "nvfp4"), MpNaming(RANKS, CONFIG.n_routed_experts))
+    (cut / "inference").mkdir()
+    (cut / "inference/config.json").write_text("{}")
+    assert any("model.py has FP4 or the format of the other" in reason for reason in verdict(cut, "official").reasons)
 
 
 @pytest.mark.parametrize(("drafter", "unhappy"), [("fp4", "vllm"), (None, "sglang")])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
 from dsv4cli.engine.inspection.fit.machine import CARDS, Device, Machine, parse_machine, this_machine
 from dsv4cli.engine.inspection.fit.memory import weigh
 from dsv4cli.engine.inspection.fit.plan import plan_fit
+from dsv4cli.engine.inspection.fit.share import SharedModel
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.engine.model.numerics import Numerics
@@ -40,7 +42,7 @@ from dsv4cli.engine.weights.load import build_random
 from dsv4cli.engine.weights.reference_step import WidestStep
 from dsv4cli.engine.weights.reserve import Workload, cache_bytes
 from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
-from dsv4cli.kernels import alike
+from dsv4cli.kernels import alike, card
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale.ref import widen_e4m3
 from dsv4cli.kernels.dispatch import use
@@ -70,6 +72,7 @@ def with_ram(machine: Machine, free: float) -> Machine:
 def test_the_constants_are_the_engine_s():
     assert attention_ref.BLOCK == indexer_ref.BLOCK == capacity.LIST_BLOCK
     assert alike.TILE == capacity.PRODUCT_ROWS
+    assert machines.OLDEST == card.OLDEST
 
 
 @pytest.mark.parametrize(
@@ -212,6 +215,7 @@ GIB = 2**30
         ("8x80GiB", [80 * GIB] * 8),
         ("24GB", [24 * GIB]),
         (" 1X22.5gb ", [22.5 * GIB]),
+        ("0.4 GB", [int(0.4 * GIB)]),
         ("16×141GB", [141 * GIB] * 16),
         ("24GB,48GB", [24 * GIB, 48 * GIB]),
         ("H100", [81559 * 2**20]),
@@ -223,7 +227,9 @@ def test_named_gpus(text, sizes):
     assert [(gpu.torch_name, gpu.total) for gpu in named.gpus] == [(f"cuda:{n}", size) for n, size in enumerate(sizes)]
     assert all(0.97 < gpu.free / gpu.total < 0.99 for gpu in named.gpus)
     assert (named.cpu, named.host, named.is_here) == (None, 0, False)
-    assert parse_machine(",".join(gpu.label for gpu in named.gpus), None).gpus[0].label == named.gpus[0].label
+    # what the advice calls them is the same machine
+    called = parse_machine(",".join(gpu.label for gpu in named.gpus), None)
+    assert [gpu.total for gpu in called.gpus] == sizes
 
 
 def test_what_is_free_of_named_cards_is_less_than_an_idle_one_has():
@@ -279,13 +285,34 @@ def test_a_machine_without_a_gpu(bare_machine):
 
 
 def test_the_gpus_that_nvidia_smi_tells_of(bare_machine):
-    smi(bare_machine, 'echo "NVIDIA H200, 143771, 143156"; echo "GB10, [N/A], [N/A]"; echo "A, B, 81559, 1000"')
+    lines = "NVIDIA H200, 143771, 143156, 9.0", "GB10, [N/A], [N/A], 12.1", "A, B, 81559, 1000, [N/A]"
+    smi(bare_machine, "; ".join(f'echo "{line}"' for line in lines))
     found = this_machine().gpus
     assert [(gpu.torch_name, gpu.name) for gpu in found] == [("cuda:0", "NVIDIA H200"), ("cuda:2", "A, B")]
     assert [(gpu.total, gpu.free) for gpu in found] == [(143771 * 2**20, 143156 * 2**20), (81559 * 2**20, 1000 * 2**20)]
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "echo 'a, 1, 1'; exit 1", "/bin/sleep 9"])
+def test_older_gpus_are_left_out(bare_machine, capsys):
+    smi(bare_machine, 'echo "Tesla V100, 32768, 32000, 7.0"; echo "NVIDIA A100, 81920, 81000, 8.0"')
+    machine = this_machine()
+    assert [gpu.torch_name for gpu in machine.gpus] == ["cuda:1"]
+    # CUDA numbers the faster one first
+    (step,) = advise(plan_fit(CONFIG, OFFICIAL, machine, context=100, batch=1), "x")
+    assert step.command.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID dsv4 run --model x --max-context 100 --device cuda:1")
+    smi(bare_machine, 'echo "Tesla T4, 15360, 15000, 7.5"')
+    runs, text = shown(capsys, "nano", None)
+    assert runs
+    assert text.startswith("nano fits this machine's RAM, but none of its GPUs\n")
+    assert "cuda:0 (Tesla T4) is left out: it has compute capability 7.5, and the" in text
+    # auto would take the GPU
+    assert "--device cpu" in text
+    _, text = shown(capsys, "nano", None, ram="16GB", as_json=True)
+    assert json.loads(text)["left_out"] == [{"torch_name": "cuda:0", "name": "Tesla T4", "capability": "7.5"}]
+
+
+@pytest.mark.parametrize(
+    "script", ["exit 9", "echo No devices were found", "echo 'a, 1, 1, 9.0'; exit 1", "/bin/sleep 9"]
+)
 def test_nvidia_smi_that_fails_or_hangs(bare_machine, monkeypatch, script):
     monkeypatch.setattr(machines, "SMI_SECONDS", 0.2)
     smi(bare_machine, script)
@@ -403,9 +430,66 @@ def test_advice_where_nothing_holds_it_says_what_would():
     assert steps_of(with_ram(gpus(6, 6), 4.5))[0].command.startswith(f"{RUN} --tp 2")
     assert steps_of(gpus(6, 6, 6, 6))[0].command.startswith(f"{RUN} --tp 4")
     ram, _ = steps_of(with_ram(gpus(), 8))
-    assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 10GB"
-    (last,) = steps_of(with_ram(gpus(), 5.8))[1:]
+    assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 9GB"
+    (last,) = steps_of(with_ram(gpus(), 5.2))[1:]
     assert last.why == "its first layer fits the RAM, for tests"
+
+
+def test_more_ram_is_never_too_much():
+    config = parse_config(TWELVE_LAYERS, "short")
+
+    def runs(ram: float) -> bool:
+        return plan_fit(config, OFFICIAL, with_ram(gpus(), ram), context=1048576, batch=16).best is not None
+
+    needed = plan_fit(config, OFFICIAL, with_ram(gpus(), 1), context=1048576, batch=16).shares[-1].needed / GB
+    # what the advice asks for, and from there on all
+    assert [runs(needed + more / 10) for more in range(-1, 30)] == [False] + [True] * 30
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ram", "context", "batch"),
+    [("6GB", "1GB", 8192, 1), ("2x5GB", None, 8192, 16), ("5GB,6GB", "1GB", 8192, 4), ("2GB", "6GB", 1048576, 16)],
+)
+def test_the_machine_that_is_advised_runs_it(gpus, ram, context, batch):
+    config = parse_config(TWELVE_LAYERS, "short")
+    asked = advise(plan_fit(config, OFFICIAL, parse_machine(gpus, ram), context=context, batch=batch), "x")
+    commands = [shlex.split(step.command) for step in asked if " inspect " in step.command]
+    assert commands
+    for words in commands:
+        given = dict(zip(words[4::2], words[5::2], strict=True))
+        machine = parse_machine(given.get("--gpus", "1GB"), given.get("--ram"))
+        load = {"context": int(given["--context"]), "batch": int(given.get("--batch", 1))}
+        assert load == {"context": context, "batch": batch}
+        assert plan_fit(config, OFFICIAL, machine, **load).best is not None, words
+
+
+def test_no_way_that_is_not_needed_is_advised():
+    host, more, _ = steps_of(with_ram(gpus(6, 6), 1))
+    assert host.why.startswith("2 GPUs run it where")
+    assert more.why == "4x6GB hold it"
+    host, *_ = steps_of(parse_machine("5GB,6GB", "1GB"))
+    assert "--gpus 5GB,6GB --ram" in host.command
+    several, one, ram = steps_of(with_ram(gpus(15, 15, 15, 15), 80), config=shortened(FLASH, 12, 64))
+    assert "--tp 2" in several.command
+    assert one.why.startswith("one GPU runs it")
+    assert ram.why == "the RAM holds it, for the CPU"
+
+
+def test_what_is_lacking_is_enough():
+    config = parse_config(TWELVE_LAYERS, "short")
+
+    def share(free: int):
+        return plan_fit(config, OFFICIAL, gpus(free / GB), context=8192, batch=1).shares[0]
+
+    needed = share(GB).needed
+    assert not share(needed - 1).fits
+    assert share(needed).fits
+
+
+def test_the_first_layers_are_a_model_of_as_many():
+    shorter = parse_config(shortened(TWELVE_LAYERS, 5, None), "shorter")
+    first = SharedModel(parse_config(TWELVE_LAYERS, "short"), OFFICIAL, None).first(5)
+    assert first.sizes(1) == SharedModel(shorter, OFFICIAL, None).sizes(1)
 
 
 def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
@@ -576,12 +660,14 @@ def test_the_document(capsys):
     assert document["next"] == [{"why": "", "command": command}]
 
 
-@pytest.mark.parametrize("option", ["--gpus", "--ram"])
-def test_a_machine_without_fit_is_an_error(monkeypatch, capsys, option):
-    done = Program(monkeypatch, capsys)("inspect", TINY_FLASH, option, "24 GB")
+@pytest.mark.parametrize(
+    ("option", "value"), [("--gpus", "24 GB"), ("--ram", "24 GB"), ("--context", "100"), ("--batch", "2")]
+)
+def test_what_is_asked_without_fit_is_an_error(monkeypatch, capsys, option, value):
+    done = Program(monkeypatch, capsys)("inspect", TINY_FLASH, option, value)
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: {option} describes a machine for --fit\n→ add it: --fit {option} '24 GB'\n"
-    assert Program(monkeypatch, capsys)("inspect", TINY_FLASH, "--fit", option, "24 GB").code == 0
+    assert done.err == f"error: {option} is for --fit\n→ add it: --fit {option} {shlex.quote(value)}\n"
+    assert Program(monkeypatch, capsys)("inspect", TINY_FLASH, "--fit", option, value).code == 0
 
 
 def test_what_fits_and_does_not_load_does_not_run(tmp_path):

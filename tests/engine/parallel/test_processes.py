@@ -1,6 +1,7 @@
 """How ranks part: graphs first, and each way out with its exit code."""
 
 import atexit
+import socket
 import subprocess
 import sys
 from weakref import WeakSet
@@ -21,6 +22,13 @@ from dsv4cli.errors import NotEnoughMemory, RankLost
 from tests.engine.chat.test_conversation import dialogue, user
 from tests.support.program import ROOT
 from tests.support.small_model import model
+
+
+def test_nobody_takes_the_port_meanwhile():
+    first, other = rendezvous_addresses(2)
+    assert (first.rank, other.rank, other.port) == (0, 1, first.port)
+    with socket.socket() as taken, pytest.raises(OSError, match="in use"):
+        taken.bind(("", first.port))
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.weights.fill import fill, local_slice, made
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.random_weights import random_tensors
-from dsv4cli.errors import CheckpointError, NotEnoughMemory, UnsupportedHardware, UsageError
+from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware, UsageError
 from tests.support.drafting import mtp_logits
 
 NANO = resolve_model("nano")
@@ -166,10 +166,11 @@ def test_ranks_that_would_cut_through_a_block_are_refused():
     with pytest.raises(UsageError, match=r"would have 64 of the 128 columns of layers\.0\.ffn\.experts\.0\.w2"):
         check(2, narrow, Formats("bf16"), rounds=True)
     check(2, narrow, Formats("bf16"), rounds=False)
-    with pytest.raises(CheckpointError, match=r"shared_experts\.w1\.weight .* cannot be cut for 2 ranks"):
+    with pytest.raises(UsageError, match=r"shared_experts\.w1\.weight .* cannot be cut for 2 ranks"):
         check(2, narrow, Formats(), rounds=False)
-    with pytest.raises(CheckpointError, match="cannot be cut for 4 ranks"):
+    with pytest.raises(UsageError, match="cannot be cut for 4 ranks") as refused:
         check(4, replace(CONFIG, num_attention_heads=8, head_dim=32), Formats(), rounds=False)
+    assert refused.value.remedy == "use one of these numbers: 1, 2"
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):

@@ -10,11 +10,12 @@ from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.config.presets import PRESETS, TINY
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.profiling import clock
+from dsv4cli.engine.profiling import clock, kernels
 from dsv4cli.engine.profiling.bounds import EXACT, ONE_ROUNDING, deviation
+from dsv4cli.engine.profiling.case import Case, Work
 from dsv4cli.engine.profiling.ceilings import measure_ceilings
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs, Shapes
-from dsv4cli.engine.profiling.kernels import measure, profile_kernels, read_shapes, select_cases
+from dsv4cli.engine.profiling.kernels import measure, profile_kernels, read_shapes, read_tokens, select_cases
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.dispatch import KernelUnsupported
 
@@ -44,6 +45,39 @@ def case(of, name):
 def test_every_preset_has_every_operation(model):
     cases = select_cases(bench(model), [])
     assert len({one.name for one in cases}) == len(cases) == 45 - (0 not in PRESETS[model]["compress_ratios"][:-1])
+
+
+def test_a_number_of_tokens_that_comes_again_is_measured_once():
+    assert read_tokens("16, 1,16") == [16, 1]
+
+
+def measured(run, reference, x, *, exact=False, needs=0):
+    """What is found of an operation on x."""
+    work = Work((x,), run, reference, 0)
+    return measure(Case("x", "family", "", needs, 0, ONE_ROUNDING, lambda bench: work, exact=exact), bench(), "torch")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_reference_computes_in_fp32_unless_it_is_to_be_exact(exact):
+    seen = []
+
+    def reference(x):
+        seen.append(x.dtype)
+        return x
+
+    assert not measured(torch.clone, reference, torch.ones(8, dtype=torch.bfloat16), exact=exact).wrong
+    assert seen == [torch.bfloat16 if exact else torch.float32]
+
+
+def test_what_cannot_be_compared_is_wrong():
+    assert measured(torch.clone, lambda x: x * float("nan"), torch.ones(8)).wrong
+    assert not measured(torch.clone, torch.clone, torch.ones(8)).wrong
+
+
+def test_what_finds_no_room_is_skipped(monkeypatch):
+    monkeypatch.setattr(kernels, "free_memory", lambda device: 1000)
+    assert "are free" in measured(torch.clone, torch.clone, torch.ones(8), needs=501).skipped
+    assert not measured(torch.clone, torch.clone, torch.ones(8), needs=500).skipped
 
 
 @pytest.mark.parametrize(

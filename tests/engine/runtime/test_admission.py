@@ -8,6 +8,7 @@ import pytest
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime import capacity, pace, prefix_cache, runner
+from dsv4cli.engine.runtime.cache import FEWEST_BLOCKS
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
@@ -77,7 +78,11 @@ def test_a_memory_that_is_too_small_says_how_much_it_needs():
     with pytest.raises(NotEnoughMemory, match="no room for a conversation") as caught:
         Engine(model_of("mtp"), Capacity(cache_memory=10**5), "cpu")
     least = float(caught.value.remedy.split()[4])
-    Engine(model_of("mtp"), Capacity(cache_memory=int(least * 1e6) + 10**5), "cpu")
+    cache = Engine(model_of("mtp"), Capacity(cache_memory=int(least * 1e6) + 10**5), "cpu").runner.cache
+    fewest = cache.copies.nbytes + FEWEST_BLOCKS * cache.block_bytes
+    Engine(model_of("mtp"), Capacity(cache_memory=fewest), "cpu")
+    with pytest.raises(NotEnoughMemory, match="no room for a conversation"):
+        Engine(model_of("mtp"), Capacity(cache_memory=fewest - 1), "cpu")
 
 
 def test_a_model_of_window_layers_has_states_too():

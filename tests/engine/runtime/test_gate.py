@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.runtime.gate import PROBE, Gate, size_of
+from dsv4cli.engine.runtime.gate import PROBE, Costs, Gate, size_of
 
 # milliseconds of a step by its rows, and of making drafts: what the drafter takes in of each step, and each draft
 ROWS = {1: 5.0, 2: 6.1, 4: 8.1, 8: 11.5, 16: 17.0, 32: 27.0, 64: 45.0}
@@ -182,6 +182,13 @@ def test_the_first_time_of_a_step_may_be_off(slow):
     one = Simulation(Gate(7), GOOD, rows=cold).run(200)
     one.tokens = one.milliseconds = 0
     assert one.run(500).speed > 0.9 * max(fixed(GOOD, count) for count in range(8))
+
+
+def test_one_step_that_waited_hardly_counts():
+    costs = Costs()
+    for seconds in (9.0, 1.0, 100.0):
+        costs.note(1, 1, seconds)
+    assert costs.guess(1, 1) == pytest.approx(1.1)
 
 
 def test_rows_of_a_step_may_be_fewer():

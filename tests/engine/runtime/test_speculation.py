@@ -1,6 +1,7 @@
 """Drafts change nothing but the number of steps: tokens, ends and log-probabilities are those without drafts."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, pairwise, product
 
@@ -16,7 +17,7 @@ from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.speculate import Verified
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
-from dsv4cli.errors import NotEnoughMemory
+from dsv4cli.errors import NotEnoughMemory, UnsoundResult
 from tests.support.speculation import Mistake, know, mask_of, model_of, open_gate, text
 
 DRAFTERS = ("mtp", "dspark")
@@ -129,6 +130,17 @@ def test_a_net_with_its_own_drafts_draws_the_same(drafter, sampling, most, captu
     assert played.ids == plain(drafter, sampling).ids
     assert one.draft_report().drafted > 40
     assert nothing_is_held(one)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_drafter_with_numbers_that_are_not_finite_is_told(drafter):
+    model = deepcopy(model_of(drafter))
+    for parameter in model.mtp.parameters():
+        parameter.data.fill_(float("nan"))
+    one = Engine(model, Capacity(1), "cpu", drafting=Drafting(3))
+    with pytest.raises(UnsoundResult, match="the drafter's chances are not finite") as error:
+        play(one, asked(GREEDY, 1))
+    assert "--draft off" in error.value.remedy
 
 
 @SLOW

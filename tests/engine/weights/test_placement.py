@@ -109,8 +109,12 @@ def test_a_host_that_does_not_tell_is_tried():
 
 def test_on_a_cpu_the_ranks_need_it_together():
     sizes = sizes_of("flash", 2)
-    assert decide(sizes, FreeMemory(None, 2 * sizes.total, 2), SEVEN).drafter
+    roomy = 2 * (sizes.total + 7 * GB)
+    assert decide(sizes, FreeMemory(None, roomy, 2), SEVEN).drafter
+    # a cache and a step need room beside it
+    assert not decide(sizes, FreeMemory(None, roomy - 2, 2), SEVEN).drafter
     assert not decide(sizes, FreeMemory(None, 2 * sizes.main, 2), SEVEN).drafter
+    assert decide(sizes, FreeMemory(None, 2 * sizes.total, 2), SEVEN, Drafting(3)).drafter
     with pytest.raises(NotEnoughMemory, match=r"of 2 ranks take 158\.39 GB and cpu has 100\.00 GB free"):
         decide(sizes, FreeMemory(None, 100 * GB, 2), SEVEN)
     assert decide(sizes, FreeMemory(None, 100 * GB, 2, MemoryLimits(host=200 * GB)), SEVEN).drafter

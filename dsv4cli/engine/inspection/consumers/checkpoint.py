@@ -36,9 +36,9 @@ class Finding:
 class InspectedCheckpoint:
     """A folder as the rules see it.
 
-    name: what other programs call it, a path or a repository. config: of the root config.json, empty where there is
-    none. inference: of inference/config.json. files: paths below the folder. index_metadata: whether the index has the
-    key that transformers reads, true without an index.
+    name: what other programs call it, a path or a repository; revision: of that, '' for the usual one. config: of the
+    root config.json, empty where there is none. inference: of inference/config.json. files: paths below the folder.
+    index_metadata: whether the index has the key that transformers reads, true without an index.
     """
 
     name: str
@@ -48,6 +48,7 @@ class InspectedCheckpoint:
     inference: Mapping[str, Any]
     files: Collection[str]
     index_metadata: bool
+    revision: str = ""
 
     @property
     def formats(self) -> Formats:
@@ -110,7 +111,7 @@ Rule = Callable[[InspectedCheckpoint], Iterable[Finding]]
 
 
 def look_at(
-    identity: FolderIdentity, coverage: Coverage, name: str, folder: Path, files: Collection[str]
+    identity: FolderIdentity, coverage: Coverage, name: str, revision: str, folder: Path, files: Collection[str]
 ) -> InspectedCheckpoint:
     """What is known of a recognised checkpoint, whose configuration lies in `folder` and which has `files`."""
     return InspectedCheckpoint(
@@ -120,6 +121,7 @@ def look_at(
         config=read_object(folder / CONFIG),
         inference=read_object(folder / INFERENCE),
         files=frozenset(files),
+        revision=revision,
         index_metadata="metadata" in read_object(folder / INDEX) or not identity.checkpoint.index,
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from dsv4cli.engine.checkpoint.foreign import CONVERT
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
-from dsv4cli.engine.checkpoint.source import ALIASES, FolderSource
+from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.inspection.consumers.checkpoint import InspectedCheckpoint, listed, look_at
 from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, ConsumerVerdict, refused, verdict
 from dsv4cli.engine.inspection.report import Inspection
@@ -51,12 +51,12 @@ def subject_of(result: Inspection, folder: Path | None, files: Collection[str] |
     if not isinstance(identity, FolderIdentity) or result.coverage is None:
         return None
     if isinstance(source, RemoteSource):
-        name, _, _ = ALIASES.get(source.repository, source.repository).partition("@")
+        name, _, revision = source.repository.partition("@")
     else:
         assert isinstance(source, FolderSource)
-        name, folder = str(source.folder), source.folder
+        name, revision, folder = str(source.folder), "", source.folder
         if isinstance(identity, GgufIdentity):
             # of several files the first is named, and the others are found by its name
             name = str(identity.checkpoint.files[0])
     assert folder is not None
-    return look_at(identity, result.coverage, name, folder, listed(folder) if files is None else files)
+    return look_at(identity, result.coverage, name, revision, folder, listed(folder) if files is None else files)

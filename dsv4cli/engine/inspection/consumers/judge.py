@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from dsv4cli import __version__
 from dsv4cli.engine.checkpoint.remedies import download_again
-from dsv4cli.engine.inspection.consumers import gguf, hf, scripts, sglang, vllm
+from dsv4cli.engine.inspection.consumers import common, gguf, hf, scripts, sglang, vllm
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 from dsv4cli.errors import CheckpointError, Dsv4Error
 from dsv4cli.harmless import shell_word
@@ -31,6 +31,8 @@ RULES: Mapping[Consumer, tuple[Rule, ...]] = {
     "official": scripts.RULES,
     "llama.cpp": gguf.LLAMA_RULES,
     "ds4": gguf.DS4_RULES,
+    # whose command asks a question
+    "dsv4": (common.tokenizer(fatal=True),),
 }
 # how the facts are known, where they were not tried
 SOURCES: Mapping[Consumer, tuple[str, ...]] = {
@@ -83,15 +85,15 @@ class ConsumerVerdict:
 
 
 def verdict(checkpoint: InspectedCheckpoint, consumer: Consumer, problem: Dsv4Error | None = None) -> ConsumerVerdict:
-    """What the rules of a consumer say; of dsv4, what `problem`, the complaint of its own loader, says."""
-    if consumer == "dsv4":
-        return _own(checkpoint.name, problem)
+    """What the rules of a consumer say; of dsv4 first what `problem`, the complaint of its own loader, says."""
+    if consumer == "dsv4" and problem is not None:
+        return _own(problem)
     findings = [finding for rule in RULES[consumer] for finding in rule(checkpoint)]
     against = [finding for finding in findings if finding.kind == "no"]
     reasons = against or [finding for finding in findings if finding.kind == "not known"]
     notes = tuple(finding.text for finding in findings if finding.kind == "note") + SOURCES.get(consumer, ())
     if not reasons:
-        command = start_command(consumer, checkpoint.name, checkpoint.ranks)
+        command = start_command(consumer, checkpoint.name, checkpoint.ranks, checkpoint.revision)
         return ConsumerVerdict(consumer, VERSIONS[consumer], True, (), notes, command)
     why, remedy = tuple(finding.text for finding in reasons), _next_step(checkpoint, consumer, reasons)
     return ConsumerVerdict(consumer, VERSIONS[consumer], False if against else None, why, notes, remedy=remedy)
@@ -100,18 +102,15 @@ def verdict(checkpoint: InspectedCheckpoint, consumer: Consumer, problem: Dsv4Er
 def refused(name: str, consumer: Consumer, problem: Dsv4Error) -> ConsumerVerdict:
     """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a foreign model perhaps."""
     if consumer == "dsv4":
-        return _own(name, problem)
+        return _own(problem)
     if isinstance(problem, CheckpointError):
         return ConsumerVerdict(consumer, VERSIONS[consumer], False, (problem.message,), (), remedy=problem.remedy)
     reason = f"{problem.message}; what {VERSIONS[consumer]} does with it is not known here"
     return ConsumerVerdict(consumer, VERSIONS[consumer], None, (reason,), (), remedy=problem.remedy)
 
 
-def _own(name: str, problem: Dsv4Error | None) -> ConsumerVerdict:
-    version = VERSIONS["dsv4"]
-    if problem:
-        return ConsumerVerdict("dsv4", version, False, (problem.message,), (), remedy=problem.remedy)
-    return ConsumerVerdict("dsv4", version, True, (), (), start_command("dsv4", name))
+def _own(problem: Dsv4Error) -> ConsumerVerdict:
+    return ConsumerVerdict("dsv4", VERSIONS["dsv4"], False, (problem.message,), (), remedy=problem.remedy)
 
 
 def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: list[Finding]) -> str:
@@ -123,7 +122,8 @@ def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: lis
     if all(finding.fix for finding in reasons):
         return "; ".join(dict.fromkeys(finding.fix for finding in reasons))
     target = TARGETS[consumer].format(ranks=_ranks(checkpoint))
-    return f"dsv4 convert {shell_word(checkpoint.name)} OUT --to {target}"
+    name = _revised(checkpoint.name, checkpoint.revision)
+    return f"dsv4 convert {shell_word(name)} OUT --to {target}"
 
 
 def _ranks(checkpoint: InspectedCheckpoint) -> int:
@@ -133,10 +133,17 @@ def _ranks(checkpoint: InspectedCheckpoint) -> int:
     return next(ranks for ranks in (8, 4, 2, 1) if not any(count % ranks for count in counts))
 
 
-def start_command(consumer: Consumer, name: str, ranks: int = 0) -> str:
-    """The command that starts a consumer with a model. ranks: GPUs; 0 leaves it to the consumer."""
+def start_command(consumer: Consumer, name: str, ranks: int = 0, revision: str = "") -> str:
+    """The command that starts a consumer with a model. ranks: GPUs; 0 leaves it to the consumer. revision: of a
+    repository, '' for the usual one."""
     gpus = f" {GPUS[consumer]} {ranks}" if consumer in GPUS and ranks > 1 else ""
-    return STARTS[consumer].format(model=shell_word(name), ranks=ranks) + gpus
+    if revision and consumer in ("vllm", "sglang"):
+        return STARTS[consumer].format(model=shell_word(name)) + f"{gpus} --revision {shell_word(revision)}"
+    return STARTS[consumer].format(model=shell_word(_revised(name, revision)), ranks=ranks) + gpus
+
+
+def _revised(name: str, revision: str) -> str:
+    return f"{name}@{revision}" if revision else name
 
 
 def verdict_document(model: str, found: ConsumerVerdict) -> dict[str, Any]:

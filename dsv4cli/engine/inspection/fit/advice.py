@@ -39,10 +39,9 @@ def advise(fit: Fit, name: str, problem: Dsv4Error | None = None, *, is_random: 
 def run_command(fit: Fit, share: Share, name: str, context: int, batch: int) -> str:
     """`dsv4 run` on the devices of a share, with the options that make it fit."""
     words = [*_numbering(fit, share), "dsv4", "run", "--model", shell_word(name), "--max-context", str(context)]
-    automatic = fit.machine.devices[0].torch_name
     if share.ranks > 1:
         words += ["--tp", str(share.ranks)]
-    elif share.devices[0].torch_name != automatic:
+    elif share.devices[0].torch_name != fit.machine.automatic:
         words += ["--device", share.devices[0].torch_name]
     in_host = share.host if share.on_gpu else share.weights
     if fit.machine.claims_ram and in_host:
@@ -74,7 +73,7 @@ def _smaller_load(fit: Fit, name: str) -> Iterator[Advice]:
     if fit.shorter is not None:
         why = f"with at most {fit.largest_context:,} tokens it fits"
         yield Advice(why, run_command(fit, fit.shorter, name, fit.largest_context, fit.batch))
-    if fit.fewer is not None and fit.batch > 1:
+    if fit.fewer is not None:
         why = f"with at most {fit.largest_batch} at once it fits"
         yield Advice(why, run_command(fit, fit.fewer, name, fit.context, fit.largest_batch))
 
@@ -121,7 +120,7 @@ def _fewer_layers(fit: Fit, name: str, *, is_random: bool) -> Iterator[Advice]:
     why = f"its first {layers} {device.torch_name if device.is_gpu else 'the RAM'}, for tests"
     if is_random:
         parts = [part for part in name.split(",") if not part.startswith("layers=")]
-        where = "" if device is fit.machine.devices[0] else f" --device {device.torch_name}"
+        where = "" if device.torch_name == fit.machine.automatic else f" --device {device.torch_name}"
         yield Advice(why, f"dsv4 run --model {','.join(parts)},layers={fit.layers}{where} 'What is 17 + 25?'")
         return
     command = f"dsv4 convert {shell_word(name)} OUT --to official --layers 0-{fit.layers - 1} --no-mtp"

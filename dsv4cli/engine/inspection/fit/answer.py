@@ -53,6 +53,7 @@ def fit_document(answer: FitAnswer) -> dict[str, Any]:
         "largest_batch": fit.largest_batch,
         "missing": fit.missing,
         "layers": fit.layers,
+        "left_out": [asdict(gpu) for gpu in fit.machine.older],
         "whole_on_every_gpu": fit.whole,
         "shares": [
             asdict(share) | {"ranks": share.ranks, "needed": share.needed, "host": share.host, "fits": share.fits}

@@ -3,19 +3,24 @@
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.errors import UsageError
 
-NVIDIA_SMI = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
+NVIDIA_SMI = ("--query-gpu=name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
 SMI_SECONDS = 10
+CAPABILITY = re.compile(r"(\d+)\.(\d+)", re.ASCII)
+# the compute capability from which the kernels run, as kernels/card.py has it, which loads torch
+OLDEST = (8, 0)
 GPUS = re.compile(r"(?:(\d{1,4})\s*[x×]\s*)?(\S.*)", re.ASCII | re.IGNORECASE)
 # what is written on cards and on machines is GiB and TiB
 UNITS = {"G": 2**30, "T": 2**40}
 LABEL = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([GT])i?B", re.ASCII | re.IGNORECASE)
 # of what is written on a card or a machine, the hundredths that are free when nothing runs
 FREE_OF_GPU, FREE_OF_RAM = 98, 95
+# a GPU that a user names by its size
+SIZED = "GPU of "
 # MiB that nvidia-smi tells of cards
 CARDS = {
     "A10": 23028, "A40": 46068, "A100": 81920, "A6000": 49140, "L4": 23034, "L40": 46068, "L40S": 46068, "H20": 97871,
@@ -41,18 +46,31 @@ class Device:
     def label(self) -> str:
         """What --gpus calls such a GPU."""
         name = _bare(self.name)
-        return name if name in CARDS else f"{round(self.total / 2**30)}GB"
+        if name in CARDS:
+            return name
+        return self.name.removeprefix(SIZED) if self.name.startswith(SIZED) else f"{round(self.total / 2**30)}GB"
+
+
+@dataclass(frozen=True)
+class OlderGpu:
+    """A GPU that the kernels do not run on. capability: of computing, as in '7.5'."""
+
+    torch_name: str
+    name: str
+    capability: str
 
 
 @dataclass(frozen=True)
 class Machine:
     """The GPUs in the order of their numbers; the CPU, None where nothing is known of its memory. is_here: whether it
-    is this machine. claims_ram: whether the user says how much this one has, of which the system may tell less."""
+    is this machine. claims_ram: whether the user says how much this one has, of which the system may tell less. older:
+    the GPUs that are left out."""
 
     gpus: tuple[Device, ...]
     cpu: Device | None
     is_here: bool = True
     claims_ram: bool = False
+    older: tuple[OlderGpu, ...] = ()
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -67,7 +85,12 @@ class Machine:
     @property
     def is_mixed(self) -> bool:
         """Whether its GPUs are of several kinds: CUDA numbers them otherwise then, the fastest first."""
-        return len({gpu.name for gpu in self.gpus}) > 1
+        return len({*(gpu.name for gpu in self.gpus), *(gpu.name for gpu in self.older)}) > 1
+
+    @property
+    def automatic(self) -> str:
+        """What `--device auto` takes, whether the kernels run there or not."""
+        return "cuda:0" if self.gpus or self.older else "cpu"
 
 
 def parse_machine(gpus: str | None, ram: str | None) -> Machine:
@@ -78,7 +101,7 @@ def parse_machine(gpus: str | None, ram: str | None) -> Machine:
     cpu = None if ram is None else _named_ram(ram)
     if gpus is None:
         here = this_machine()
-        return here if cpu is None else Machine(here.gpus, cpu, claims_ram=True)
+        return here if cpu is None else replace(here, cpu=cpu, claims_ram=True)
     named = [gpu for part in gpus.split(",") for gpu in _named_gpus(part.strip(), gpus)]
     return Machine(tuple(Device(f"cuda:{number}", *gpu) for number, gpu in enumerate(named)), cpu, is_here=False)
 
@@ -94,7 +117,7 @@ def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
             f"--gpus cannot be {text!r}",
             f"give the number and the size or kind: 2x141GB, 24GB,48GB or 2xH100 (known: {', '.join(CARDS)})",
         )
-    return [(name if known else f"GPU of {name}", size, size * FREE_OF_GPU // 100)] * count
+    return [(name if known else SIZED + "".join(name.split()), size, size * FREE_OF_GPU // 100)] * count
 
 
 def _named_ram(text: str) -> Device:
@@ -118,25 +141,30 @@ def _label(text: str, letters: str) -> int:
 
 def this_machine() -> Machine:
     """The GPUs that nvidia-smi tells of and the RAM; no GPU where nvidia-smi is absent, fails or hangs."""
-    return Machine(_gpus(), _cpu())
+    gpus: list[Device] = []
+    older: list[OlderGpu] = []
+    for number, row in enumerate(_rows()):
+        if len(row) != 4:
+            continue
+        torch_name, (name, total, free, capability) = f"cuda:{number}", (part.strip() for part in row)
+        parts = CAPABILITY.fullmatch(capability)
+        if parts and (int(parts[1]), int(parts[2])) < OLDEST:
+            older.append(OlderGpu(torch_name, name, capability))
+        elif total.isdigit() and free.isdigit():  # one that shares the RAM says [N/A] instead of a number of MiB
+            gpus.append(Device(torch_name, name, int(total) * 2**20, int(free) * 2**20))
+    return Machine(tuple(gpus), _cpu(), older=tuple(older))
 
 
-def _gpus() -> tuple[Device, ...]:
+def _rows() -> list[list[str]]:
+    """What nvidia-smi says of each GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ()
+        return []
     try:
         done = subprocess.run([program, *NVIDIA_SMI], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ()
-    rows = [line.rsplit(",", 2) for line in done.stdout.splitlines()]
-    sized = [(number, row) for number, row in enumerate(rows) if len(row) == 3 and row[1].strip().isdigit()]
-    # a GPU that shares the RAM says [N/A] instead of a number of MiB
-    return tuple(
-        Device(f"cuda:{number}", name.strip(), int(total) * 2**20, int(free) * 2**20)
-        for number, (name, total, free) in sized
-        if free.strip().isdigit()
-    )
+        return []
+    return [line.rsplit(",", 3) for line in done.stdout.splitlines()]
 
 
 def _cpu() -> Device | None:

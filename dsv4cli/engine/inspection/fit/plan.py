@@ -1,6 +1,6 @@
 """Whether a model fits a machine: each way to use it, the best of them, what it lacks; no torch.
 
-Where weights lie is what `planner.decide` says, as when the model is loaded; here the cache and a step have to fit too.
+Where weights lie is what `placement.decide` says, as when the model is loaded; the cache and a step have to fit too.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,0 +1,51 @@
+"""What the leader does when a rank that it has started ends by itself."""
+
+import signal
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+
+from dsv4cli.engine.parallel import followers
+from dsv4cli.engine.parallel.followers import StartedFollowers
+
+
+class Started:
+    """A process that ends when it is told to."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.end = code, Event()
+
+    def wait(self, seconds: float | None = None) -> int:
+        self.end.wait(10)
+        return self.code
+
+    def poll(self) -> int | None:
+        return self.code if self.end.is_set() else None
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "sentence"),
+    [(3, 3, None), (0, 1, "rank 1 has ended"), (-signal.SIGKILL, 1, "rank 1 was killed by SIGKILL")],
+)
+@pytest.mark.parametrize("state", ["busy", "resting", "dismissed"])
+def test_a_rank_that_ends(monkeypatch, code, exit_code, sentence, state):
+    process, told, left, watched = Started(code), [], [], Event()
+    watch = StartedFollowers._watch
+
+    def seen(*given):
+        watch(*given)
+        watched.set()
+
+    monkeypatch.setattr(StartedFollowers, "_watch", seen)
+    monkeypatch.setattr(followers.os, "_exit", left.append)
+    started = StartedFollowers([process], lambda error: told.append(error.message), "")
+    started.world = SimpleNamespace(tell=lambda orders: None)
+    if state == "resting":
+        started.rest()
+    elif state == "dismissed":
+        started.dismiss()
+    process.end.set()
+    assert watched.wait(10)
+    assert left == ([exit_code] if state == "busy" else [])
+    assert told == ([sentence] if state == "busy" and sentence else [])
