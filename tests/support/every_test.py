@@ -24,6 +24,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which is when a kernel is first called
 # of the workers and programs that are started from here: threads that wait for each other leave the core to others
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# programs of tests begin as this process does here: with torch, without what the tests import
+from tests.support import forked as forked  # noqa: E402
+
 # what a test has left, a store of ranks for one, may wait at its end for a thread that a forked process has not
 os.register_at_fork(after_in_child=gc.freeze)
 

@@ -19,7 +19,7 @@ from huggingface_hub import constants, snapshot_download
 from dsv4cli.engine.hub import fetch, retry
 from tests.support import damage
 from tests.support.hub_server import HubServer, environment, git_blob, point_at, sha256
-from tests.support.program import ROOT, Program
+from tests.support.program import ROOT, Program, inside
 
 REPOSITORY = "deepseek-ai/DeepSeek-V4-Flash"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -659,13 +659,9 @@ def test_interrupted_it_says_how_to_continue(hub, tmp_path):
     assert "Traceback" not in said
 
 
-def test_help_loads_nothing_heavy():
-    from tests.support.program import IMPORTS_NOTHING_HEAVY
-
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS_NOTHING_HEAVY, "download", "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0
+def test_its_help():
+    done = inside("download", "--help")
+    assert done.exit_code == 0
     for words in (
         "--layers",
         "--no-mtp",
