@@ -357,7 +357,7 @@ def test_a_small_file_with_wrong_bytes_is_named(hub, dsv4):
     assert hub.sent == len(FLASH["config.json"])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
 def test_random_faults_end_in_identical_files(hub, dsv4, tmp_path, seed):
     """Whatever fails, a run that says it is complete is, and running it again gets there."""
     dice = random.Random(seed)

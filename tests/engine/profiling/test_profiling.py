@@ -97,7 +97,16 @@ def test_a_rival_is_timed_beside_it():
 
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
-    "name", ["rms_norm", "places", "queries_keys_index", "compress_both", "choose_entries", "best_entries", "noise"]
+    "name",
+    [
+        "rms_norm",
+        "places",
+        "queries_keys_index",
+        "compress_both",
+        "best_entries",
+        "noise",
+        pytest.param("choose_entries", marks=pytest.mark.slow),
+    ],
 )
 def test_the_reference_is_timed_beside_a_kernel(name):
     here = BenchmarkInputs(shapes_of("tiny", 1), 1, 300, torch.get_default_device())

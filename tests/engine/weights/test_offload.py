@@ -107,7 +107,7 @@ def test_every_budget_gives_the_same_tokens(device):
 
     def answers(rows):
         model = loaded(BUILT_IN, device, rows)
-        asked = requests(prompts, Sampling(1.0, 0.9, 3), Limits(12, None, 7, 0, ()))
+        asked = requests(prompts, Sampling(1.0, 0.9, 3), Limits(6, None, 7, 0, ()))
         return [(number, token.id, token.logprob) for number, token in drawn(Engine.of(model, asked, device))]
 
     assert answers(3) == answers(None)
