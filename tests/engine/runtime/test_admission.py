@@ -190,7 +190,7 @@ def test_at_random(seed, most, captured, few_blocks, monkeypatch):
     few_blocks(14)
     capacity = Capacity(4, 700, cache_memory=memory(14, 6), host_memory=6 * 10**5)
     play = Play(Engine(model_of("mtp"), capacity, "cpu", drafting=Drafting(most), step_ms=30), seed)
-    for _ in range(35 if seed == 1 else 400):
+    for _ in range(50 if seed == 1 else 400):
         play.move()
     assert play.one.usage.hits > 1
     assert play.cancelled > 1
