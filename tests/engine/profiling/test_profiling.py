@@ -67,7 +67,9 @@ def test_all_operations_of_half_a_model_are_right(tokens):
         assert one.timing, (one.case.name, one.wrong, one.skipped)
 
 
-@pytest.mark.parametrize("formats", [Formats("bf16", "bf16"), Formats("f32", "fp8", "f32")])
+@pytest.mark.parametrize(
+    "formats", [Formats("bf16", "bf16"), pytest.param(Formats("f32", "fp8", "f32"), marks=pytest.mark.slow)]
+)
 def test_all_operations_are_right_in_other_formats(formats):
     config = parse_config(TINY, "tiny")
     for one in profile_kernels(Shapes(config, expected_tensors(config, formats), 1), [3], 140, [], CPU, "torch"):
