@@ -101,13 +101,14 @@ def test_every_budget_gives_the_same_logits(name, decodes, device):
     assert offload_of(everything) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_budget_gives_the_same_tokens(device):
     prompts = [[5, 9, 30, 7], [8, 4], [60] * 30]
 
     def answers(rows):
         model = loaded(BUILT_IN, device, rows)
-        asked = requests(prompts, Sampling(1.0, 0.9, 3), Limits(6, None, 7, 0, ()))
+        asked = requests(prompts, Sampling(1.0, 0.9, 3), Limits(12, None, 7, 0, ()))
         return [(number, token.id, token.logprob) for number, token in drawn(Engine.of(model, asked, device))]
 
     assert answers(3) == answers(None)
