@@ -61,7 +61,6 @@ def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
     assert "Traceback" not in terminal.shown
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_the_program_is_imported(monkeypatch):
     class Typed:
         def find_spec(self, name, path, target=None):
@@ -74,6 +73,7 @@ def test_ctrl_c_while_the_program_is_imported(monkeypatch):
     assert ended.value.code == 130
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_model_loads():
     terminal = Terminal("run", "hi", "--model", "random:flash,layers=4,experts=16")
     terminal.until("loading")
