@@ -229,6 +229,7 @@ def _fail(error: Dsv4Error) -> None:
         traceback.print_exc()
     try:
         Output(_colours()).error(error)
+        sys.stdout.flush()
     except (ReaderGone, OSError):  # nobody hears it, or a disk that is full has stderr too
         _be_silent()
     sys.exit(error.exit_code)

@@ -285,15 +285,6 @@ def loaded_by(*arguments: str, **environment: str) -> set[str]:
     return {line.rpartition("|")[2].strip().split(".")[0] for line in lines if line.startswith("import time:")}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("-c", "import dsv4cli.cli"), ("-m", "dsv4cli", "--help"), ("-m", "dsv4cli", "run", "--help")],
-    ids=["import", "help", "run-help"],
-)
-def test_start_up_loads_nothing_slow(arguments):
-    assert loaded_by(*arguments) & SLOW == set()
-
-
 @pytest.mark.parametrize("words", ["dsv4 ", "dsv4 run --"], ids=["command", "option"])
 def test_completion_loads_nothing_slow(words):
     request = {"_DSV4_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}

@@ -1,11 +1,11 @@
 """The committed completion scripts are the ones that the program prints; `make style` regenerates them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import typer.testing
+
+from dsv4cli import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"bash": "dsv4.bash", "zsh": "_dsv4", "fish": "dsv4.fish"}
@@ -13,14 +13,8 @@ FILES = {"bash": "dsv4.bash", "zsh": "_dsv4", "fish": "dsv4.fish"}
 
 @pytest.mark.parametrize("shell", FILES)
 def test_completion_script_is_current(shell):
-    printed = subprocess.run(
-        [sys.executable, "-m", "dsv4cli"],
-        cwd=ROOT,
-        env={**os.environ, "_DSV4_COMPLETE": f"source_{shell}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    runner = typer.testing.CliRunner(env={"_DSV4_COMPLETE": f"source_{shell}"})
+    printed = runner.invoke(cli.app, prog_name="dsv4").stdout
     committed = (ROOT / "completions" / FILES[shell]).read_text(encoding="utf-8")
     assert committed == printed.lstrip("\n"), "run `make style`, which regenerates completions/"
 

@@ -15,7 +15,6 @@ from dsv4cli.errors import UsageError
 from dsv4cli.harmless import brief_line, harmless, harmless_line, shell_word
 from dsv4cli.output import Colours, Output
 
-EVERY = [chr(code) for code in range(sys.maxunicode + 1)]
 # signs that Unicode calls format characters and that are seen: they stand before digits and between hieroglyphs
 SEEN = {
     *map(chr, (*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD, *range(0x13430, 0x13456)))
@@ -23,9 +22,10 @@ SEEN = {
 
 
 def test_a_line_shows_every_invisible_character():
-    hidden = {char for char in EVERY if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp", "Cs")} - SEEN
+    every = [chr(code) for code in range(sys.maxunicode + 1)]
+    hidden = {char for char in every if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp", "Cs")} - SEEN
     assert [hex(ord(char)) for char in hidden if len(harmless_line(char)) < 4 and char not in "\n\r\t"] == []
-    shown = set(harmless_line("".join(EVERY)))
+    shown = set(harmless_line("".join(every)))
     assert shown & (hidden - {"\u200c", "\u200d"}) == set()
 
 

@@ -32,8 +32,15 @@ def slow_round(row: list[float], block: int, magnitudes: list[float], floor: flo
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.bfloat16) for shape in SHAPES),
+        *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in SHAPES[:-2]),
+        *((shape, torch.float32) for shape in SHAPES[-2:]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("fast", "block", "magnitudes", "floor"),
     [(fp8_round, 64, E4M3, 1e-4), (fp4_round, 32, E2M1, 6 * 2.0**-126)],

@@ -1,9 +1,6 @@
 """What a card has decides what a kernel takes; kernels compiled for cards that are not there must fit them."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +11,7 @@ from dsv4cli.engine.runtime.backend import resolve_backend
 from dsv4cli.errors import UnsupportedHardware
 from dsv4cli.kernels import card
 from tests.support.card import A100, B200, CARDS, H200, RTX3090, RTX4090, RTX5090, Card
+from tests.support.forked import output_of
 
 pytest.importorskip("triton")
 from dsv4cli.kernels.attention import kernel as attention
@@ -109,15 +107,8 @@ def test_every_card_from_ampere_on_is_taken(insert, one):
 
 def compiled(which: str, *archs: int) -> list[dict[str, Any]]:
     """The lines of tests/benchmarks/launches.py. Triton reads TRITON_INTERPRET when it is imported: another process."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.launches", which, ",".join(map(str, archs))],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    words = "-m", "tests.benchmarks.launches", which, ",".join(map(str, archs))
+    return [json.loads(line) for line in output_of(*words, TRITON_INTERPRET=None).splitlines()]
 
 
 @pytest.mark.parametrize("archs", [(86, 90), pytest.param((89, 90, 120), marks=pytest.mark.slow)], ids=str)

@@ -191,7 +191,7 @@ def test_what_is_refused():
 SHARED = [(300, 3), (260, 2), (400, 20), (70, 192)]
 
 
-@pytest.mark.parametrize("pairs", [128, 64])
+@pytest.mark.parametrize("pairs", [pytest.param(128, marks=pytest.mark.slow), 64])
 def test_warps_that_share_experts_in_an_interpreter(pairs):
     """The kernel's arithmetic and its barriers; layouts are the compiler's, and bits the GPU's."""
     from dsv4cli.kernels.experts.kernel import warp_specialized

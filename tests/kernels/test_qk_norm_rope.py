@@ -89,8 +89,15 @@ INDEX_SHAPES = [(0, 2, 128, 4, 32, 8), (3, 1, 128, 9, 32, 16), (2, 0, 192, 5, 64
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("round_keys", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "round_keys"),
+    [
+        (torch.bfloat16, True),
+        (torch.float32, False),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("shape", INDEX_SHAPES, ids=str)
 def test_queries_of_the_indexer_in_the_same_launch(shape, dtype, round_keys):
     tokens, heads, width, index_heads, index_width, pairs = shape

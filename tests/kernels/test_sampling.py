@@ -114,7 +114,7 @@ def test_draws_from_a_row_in_many_parts(top_p):
     assert drawn_with(logits[1:], noise[1:], 1.0, top_p + 1e-4).item() == vocabulary - 1
 
 
-@pytest.mark.parametrize("period", [2250, 4500])
+@pytest.mark.parametrize("period", [2250, pytest.param(4500, marks=pytest.mark.slow)])
 def test_programs_that_take_several_parts_find_the_same_nucleus(triton_backend, monkeypatch, period):
     from dsv4cli.kernels.sampling import kernel
 

@@ -1,12 +1,13 @@
 """`dsv4 convert` in a process that something happens to: at a chosen call among all that change the disk.
 
-The processes are forks of one that has imported everything, so that each starts at once.
+The processes are forks of the tests' own, which has imported everything.
 """
 
 import itertools
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,11 +31,12 @@ def started(what: str, number: int, arguments: Sequence[object], trace: Path | N
 
     trace: file that gets the names of the calls, one a line.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.crashing"])
     words = [str(argument) for argument in arguments]
+    context = multiprocessing.get_context("fork")
     process = context.Process(target=_run, args=(what, number, words, str(trace) if trace else ""))
-    process.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's threads sleep
+        process.start()
     return process
 
 

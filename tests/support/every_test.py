@@ -16,6 +16,7 @@ import pytest
 import torch
 import typer.main
 import typer.testing
+from _pytest.runner import runtestprotocol
 
 PACKAGE = "dsv4cli"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -24,6 +25,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which is when a kernel is first called
 # of the workers and programs that are started from here: threads that wait for each other leave the core to others
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# programs of tests begin as this process does here: with torch, without what the tests import
+from tests.support import forked as forked  # noqa: E402
+
 # what a test has left, a store of ranks for one, may wait at its end for a thread that a forked process has not
 os.register_at_fork(after_in_child=gc.freeze)
 
@@ -56,6 +60,18 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def triton_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The same with the Triton kernels only: to compare them with a reference, or to see what they refuse."""
     yield from _computing(request.param)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A worker reports how a test ended, and of its beginnings and ends only those that failed: a message costs 0.2 ms
+    in each process."""
+    if not hasattr(item.config, "workerinput"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

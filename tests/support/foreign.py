@@ -5,10 +5,22 @@ FOREIGN lists them with words that the refusal must contain, for every command t
 
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.damage import INDEX, Damage, Stored, edit_config, folder_empty, rewrite
+
+
+def half(harms: Iterable[Damage], which: int) -> list[Any]:
+    """Every other one, from `which` on, and the rest among the slow tests: of two commands each meets another half, and
+    `dsv4 inspect` all (test_inspect.py)."""
+    return [
+        harm if number % 2 == which else pytest.param(harm, marks=pytest.mark.slow) for number, harm in enumerate(harms)
+    ]
 
 
 def is_v41(folder: Path) -> None:

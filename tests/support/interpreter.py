@@ -44,6 +44,7 @@ def correct() -> None:
     semantic = type(interpreter.interpreter_semantic)
     semantic.broadcast_impl_value = unless_alike(semantic.broadcast_impl_value)
     semantic.computation_type_impl = once_a_pair(semantic.computation_type_impl)
+    semantic.binary_op_type_checking_impl = unless_of_one_type(semantic.binary_op_type_checking_impl)
     running = interpreter.interpreter_builder
     # it computes everything anew in 64 bits, and without `debug` drops what it finds
     running.options = dataclasses.replace(running.options, sanitize_overflow=False)
@@ -229,6 +230,18 @@ def unless_alike(broadcast: Method) -> Method:
     return call
 
 
+def unless_of_one_type(check: Method) -> Method:
+    """Two tensors of one type, in which an operation computes, need neither a cast nor a broadcast."""
+    import triton.language as tl
+
+    def call(self: Any, left: Any, right: Any, *allowed: Any, **named: Any) -> tuple[Any, Any]:
+        if type(left) is type(right) is tl.tensor and left.type.name == right.type.name and left.dtype.name in COMPUTED:
+            return left, right
+        return check(self, left, right, *allowed, **named)
+
+    return call
+
+
 def once_a_pair(computation_type: Method) -> Method:
     """The type that an operation computes in follows from the types of its operands."""
     known: dict[tuple[Any, ...], Any] = {}
@@ -242,6 +255,7 @@ def once_a_pair(computation_type: Method) -> Method:
     return call
 
 
+COMPUTED = {"fp32", "int32", "int64", "int1"}
 NARROW = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 

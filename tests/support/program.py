@@ -32,18 +32,6 @@ SMALL = "random:tiny,layers=1"
 command = cache(typer.main.get_command)
 BYTES = Tokenizer.byte_level()
 
-# runs the program and ends with 9 if it has imported what takes long
-IMPORTS_NOTHING_HEAVY = """\
-import sys
-from dsv4cli import cli
-try:
-    cli.main()
-except SystemExit:
-    pass
-heavy = {'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'safetensors', 'rich', 'prompt_toolkit'}
-sys.exit(9 if heavy & sys.modules.keys() else 0)
-"""
-
 
 def gone(pid: int) -> bool:
     """Whether a process ends within five seconds."""

@@ -62,12 +62,13 @@ class ChunkTimes:
     def worth(self, tokens: int) -> list[int]:
         """The sizes of which so many tokens may be read next: not so small that others read them in much less time, nor
         where a larger one takes no longer, but that which has room for all of them."""
-        least, last, timed = WORTH * max(map(self.rate, SIZES)), rounded(tokens), self._captured
-        sizes = [size for size in SIZES if size == last or (size < last and self.rate(size) >= least)]
+        seconds, last, timed = {size: self.of(size) for size in SIZES}, rounded(tokens), self._captured
+        least = WORTH * max(size / seconds[size] for size in SIZES)
+        sizes = [size for size in SIZES if size == last or (size < last and size / seconds[size] >= least)]
         return [
             size
             for size in sizes
-            if not any(larger in timed and self.of(larger) <= self.of(size) for larger in sizes if larger > size)
+            if not any(larger in timed and seconds[larger] <= seconds[size] for larger in sizes if larger > size)
         ]
 
     def learn(self, chunks: Sequence[int], seconds: float) -> None:

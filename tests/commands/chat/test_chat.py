@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 
 import pytest
 
@@ -17,7 +15,7 @@ from dsv4cli.engine.checkpoint.source import RandomSource
 from dsv4cli.engine.config.presets import TINY, shortened
 from dsv4cli.engine.config.read import parse_config
 from tests.support.drafts import ManyTokens
-from tests.support.program import IMPORTS_NOTHING_HEAVY, ROOT, SMALL, Program, calls_block
+from tests.support.program import SMALL, Program, calls_block
 from tests.support.terminals import says, speak
 
 
@@ -348,14 +346,6 @@ def test_what_cannot_work_is_refused_at_once(chat, options, words):
     assert (done.code, done.out) == (2, "")
     assert words in done.err
     assert "random" not in done.err  # no model was loaded
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["--device", "gpu"]], ids=" ".join)
-def test_nothing_heavy_is_imported_where_nothing_is_computed(arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS_NOTHING_HEAVY, "chat", *arguments], cwd=ROOT, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_torchrun_is_refused(chat, dsv4):

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.support.program import ROOT
 from tests.support.shared_models import share_models, shared_model
 from tests.support.terminals import Terminal
@@ -18,6 +20,7 @@ def shown_in_the_document():
     return before.rpartition("$ cat price.json\n")[2], behind.partition("```")[0]
 
 
+@pytest.mark.slow
 def test_the_conversation_of_the_document(tmp_path):
     tools, session = shown_in_the_document()
     (tmp_path / "price.json").write_text(tools, encoding="utf-8")

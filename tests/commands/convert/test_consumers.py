@@ -220,8 +220,16 @@ def test_what_transformers_saves_comes_back(sources, loaded, tmp_path):
     assert differing(values(load(tmp_path / "ours")), expected) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("original_format", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "original_format"),
+    [
+        (torch.bfloat16, True),
+        (torch.float32, False),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_what_transformers_saves_in_other_ways_comes_back(sources, converted, tmp_path, dtype, original_format):
     """Its bf16 models keep norms and some others in fp32; by default it undoes half of the renaming."""
     from transformers import AutoModelForCausalLM
@@ -323,7 +331,9 @@ def fp8_expert(packed, scale):
     return weight.to(torch.float8_e4m3fn), block.to(torch.float8_e8m0fnu)
 
 
-@pytest.mark.parametrize("options", ["--ranks 1", "--ranks 2", "--ranks 2 --experts fp8"])
+@pytest.mark.parametrize(
+    "options", [pytest.param("--ranks 1", marks=pytest.mark.slow), "--ranks 2", "--ranks 2 --experts fp8"]
+)
 def test_the_files_for_ranks_are_those_of_the_official_converter(net, converted, tmp_path, options):
     folder, count = converted(net, f"mp {options}"), int(options.split()[1])
     for rank, tensors in enumerate(official_ranks(net, count, fp8="fp8" in options)):

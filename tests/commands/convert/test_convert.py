@@ -65,7 +65,9 @@ def assert_came_back(source, output, kept):
     return {kinds[name] for name in changed}
 
 
-@pytest.mark.parametrize("target", KEPT)
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=pytest.mark.slow) if name == "mp --ranks 1" else name for name in KEPT]
+)
 def test_there_and_back(net, tmp_path, target):
     there, back = tmp_path / "there", tmp_path / "back"
     convert(net, there, "--to", *target.split(), "--max-shard-size", "3MB")
@@ -103,7 +105,7 @@ def test_a_chain_of_targets(net, tmp_path, chain):
         pytest.param("official --attention bf16", marks=pytest.mark.slow),
         "official --experts fp8 --attention bf16",
         pytest.param("bf16 --experts fp4", marks=pytest.mark.slow),
-        "bf16 --experts fp8 --attention fp8",
+        pytest.param("bf16 --experts fp8 --attention fp8", marks=pytest.mark.slow),
         pytest.param("fp8 --attention bf16", marks=pytest.mark.slow),
         "nvfp4 --attention bf16",
     ],

@@ -21,7 +21,7 @@ from dsv4cli.output import size_text
 from tests.support import damage, synthetic
 from tests.support.conversions import convert, files, run
 from tests.support.damage import DAMAGES, SHARD, WEIGHT
-from tests.support.foreign import FOREIGN, INCOMPLETE
+from tests.support.foreign import FOREIGN, INCOMPLETE, half
 
 UNFINISHED = ".dsv4-convert"
 EXPERT = "layers.1.ffn.experts.1.w2"
@@ -103,7 +103,7 @@ def left(folder):
     return [name for name in files(folder) if not name.startswith(UNFINISHED)]
 
 
-@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("harm", [*half(DAMAGES | FOREIGN | INCOMPLETE, 0), *PARTS], ids=lambda harm: harm.__name__)
 def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)
@@ -432,24 +432,28 @@ def unverified(small, tmp_path_factory):
     [
         ("official", ONE, f"{EXPERT}.weight", 1, EXPERT),
         ("official", ONE, "layers.0.ffn.gate.tid2eid", 0.5, "layers.0.ffn.gate.tid2eid"),
-        ("official", ONE, "mtp.0.hc_head_fn", 0.9, "mtp.0.hc_head_fn"),
+        pytest.param("official", ONE, "mtp.0.hc_head_fn", 0.9, "mtp.0.hc_head_fn", marks=pytest.mark.slow),
         ("bf16", ONE, f"{LINEAR}.weight", 0.3, LINEAR),
         ("fp8", ONE, f"{EXPERT}.weight", 0.7, EXPERT),
-        ("fp8", ONE, f"{EXPERT}.scale", 1, EXPERT),
-        ("nvfp4", ONE, f"{EXPERT}.weight", 0.7, EXPERT),
+        pytest.param("fp8", ONE, f"{EXPERT}.scale", 1, EXPERT, marks=pytest.mark.slow),
+        pytest.param("nvfp4", ONE, f"{EXPERT}.weight", 0.7, EXPERT, marks=pytest.mark.slow),
         ("nvfp4", ONE, f"{EXPERT}.weight_scale", 0.5, EXPERT),
         ("nvfp4", ONE, f"{EXPERT}.weight_scale_2", 1, EXPERT),
         ("transformers", ONE, DOWN, 0.75, EXPERT),
-        ("transformers", ONE, GATE_UP, 0.625, "layers.1.ffn.experts.1.w1"),
+        pytest.param("transformers", ONE, GATE_UP, 0.625, "layers.1.ffn.experts.1.w1", marks=pytest.mark.slow),
         ("transformers", ONE, GATE_UP, 0.875, "layers.1.ffn.experts.1.w3"),
         # cut, an expert's, and what each rank has whole
-        ("mp --ranks 2", FIRST, "layers.1.attn.wo_b.weight", 0.5, "layers.1.attn.wo_b"),
+        pytest.param(
+            "mp --ranks 2", FIRST, "layers.1.attn.wo_b.weight", 0.5, "layers.1.attn.wo_b", marks=pytest.mark.slow
+        ),
         ("mp --ranks 2", SECOND, "layers.1.attn.wo_b.weight", 0.5, "layers.1.attn.wo_b"),
         ("mp --ranks 2", SECOND, "layers.1.attn.wq_b.scale", 1, "layers.1.attn.wq_b"),
         ("mp --ranks 2", SECOND, f"{EXPERT}.weight", 0.5, EXPERT),
-        ("mp --ranks 2", FIRST, "norm.weight", 0.5, "norm.weight"),
+        pytest.param("mp --ranks 2", FIRST, "norm.weight", 0.5, "norm.weight", marks=pytest.mark.slow),
         ("mp --ranks 2", SECOND, "norm.weight", 0.5, "norm.weight"),
-        ("mp --ranks 2", SECOND, "layers.1.attn.wkv.weight", 0, "layers.1.attn.wkv"),
+        pytest.param(
+            "mp --ranks 2", SECOND, "layers.1.attn.wkv.weight", 0, "layers.1.attn.wkv", marks=pytest.mark.slow
+        ),
         ("mp --ranks 2", SECOND, "layers.1.attn.wkv.scale", 0, "layers.1.attn.wkv"),
     ],
 )

@@ -86,7 +86,9 @@ def stopping_after(patch, count, error):
     patch.setattr(engine_asking, "carry_out", some)
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (SystemExit(143), 143)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt, 130), pytest.param(SystemExit(143), 143, marks=pytest.mark.slow)]
+)
 def test_the_same_command_asks_what_is_missing(dsv4, file, out, monkeypatch, error, code):
     whole = document(dsv4("eval", file, *FAST, "--json"))
     command = ("eval", file, *FAST, "--out", str(out))

@@ -1,7 +1,6 @@
 """`dsv4 inspect` and the program around it, from outside: streams, exit codes, documents."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -20,7 +19,8 @@ from dsv4cli.errors import Dsv4Error
 from dsv4cli.output import Output, ReaderGone
 from tests.support import damage
 from tests.support.foreign import FOREIGN, INCOMPLETE
-from tests.support.program import IMPORTS_NOTHING_HEAVY, Program, inside
+from tests.support.forked import Forked
+from tests.support.program import Program, inside
 from tests.support.synthetic import write_holes
 from tests.support.terminals import Terminal
 from tests.support.variants import write_variant
@@ -30,20 +30,9 @@ FLASH = str(damage.GOLDEN / "tiny-flash")
 HARMS = damage.DAMAGES | FOREIGN | INCOMPLETE
 
 
-def dsv4(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dsv4cli", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 def test_the_table_of_a_sound_checkpoint():
-    done = dsv4("inspect", FLASH)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = inside("inspect", FLASH)
+    assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{FLASH} would load: all 432 tensors are there and as expected\n")
     for words in ("5 with ratios 0 0 4 128 4", "MTP", "experts fp4", "6.02M", "7.35 MB", "1 GB = 10^9 bytes"):
         assert words in done.stdout
@@ -51,8 +40,8 @@ def test_the_table_of_a_sound_checkpoint():
 
 
 def test_the_document_of_a_sound_checkpoint():
-    done = dsv4("inspect", FLASH, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = inside("inspect", FLASH, "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
     document = json.loads(done.stdout)
     sections = ["contents", "values", "tensor", "layer", "tree", "verdict", "fit", "diff"]
     known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "gguf", "coverage", "sizes"]
@@ -139,10 +128,10 @@ def test_what_would_not_load_is_told_with_exit_code_3(tmp_path, harm):
 def test_a_damaged_checkpoint_from_outside(tmp_path):
     folder = damage.copy_checkpoint(tmp_path)
     damage.shard_missing(folder)
-    done = dsv4("inspect", str(folder))
-    assert (done.returncode, done.stderr) == (3, "")
-    assert f"{damage.SHARD} is missing" in done.stdout
-    assert "Traceback" not in done.stdout
+    code, out, err = Forked("-m", "dsv4cli", "inspect", str(folder)).ended()
+    assert (code, err) == (3, "")
+    assert f"{damage.SHARD} is missing" in out
+    assert "Traceback" not in out
 
 
 def test_a_long_list_is_cut_in_the_table_and_whole_in_the_document(tmp_path):
@@ -319,16 +308,6 @@ def test_the_version():
     assert inside("--version").stdout == f"dsv4 {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [[FLASH], [FLASH, "--json"], ["random:tiny"], []], ids=["table", "json", "random", "usage"]
-)
-def test_nothing_heavy_is_imported(arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS_NOTHING_HEAVY, "inspect", *arguments], cwd=ROOT, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_reader_that_leaves_ends_the_program_quietly():
     program = subprocess.Popen(
         [sys.executable, "-m", "dsv4cli", "inspect", FLASH], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -399,14 +378,13 @@ def test_a_bug_keeps_its_traceback(monkeypatch, raised):
 
 
 def test_the_traceback_of_a_failure_is_there_for_the_asking():
-    done = dsv4("inspect", "./nothing", DSV4_DEBUG="1")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-2] == "error: there is no folder ./nothing"
+    code, _, err = Forked("-m", "dsv4cli", "inspect", "./nothing", DSV4_DEBUG="1").ended()
+    assert code == 1
+    assert "Traceback" in err
+    assert err.splitlines()[-2] == "error: there is no folder ./nothing"
 
 
 def test_sigterm_is_143(tmp_path):
     waits = "import os, signal, sys; from dsv4cli import cli; from dsv4cli.engine.inspection import report\n"
     waits += "report.inspect_model = lambda _: os.kill(os.getpid(), signal.SIGTERM)\ncli.main()"
-    done = subprocess.run([sys.executable, "-c", waits, "inspect", FLASH], cwd=ROOT, capture_output=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (143, b"", b"")
+    assert Forked("-c", waits, "inspect", FLASH).ended() == (143, "", "")

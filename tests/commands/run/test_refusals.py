@@ -10,7 +10,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import logprobs
 from dsv4cli.engine.weights import load
 from tests.support import damage
-from tests.support.foreign import FOREIGN, INCOMPLETE
+from tests.support.foreign import FOREIGN, INCOMPLETE, half
 from tests.support.program import SMALL, Program, save_tokenizer
 from tests.support.shared_models import load_models_anew
 
@@ -34,7 +34,9 @@ def refused(done, code, *words):
     assert not any("Traceback" in line for line in before)
 
 
-@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize(
+    "harm", [damage.scale_is_nan, *half(damage.DAMAGES | FOREIGN | INCOMPLETE, 1)], ids=lambda harm: harm.__name__
+)
 def test_a_checkpoint_that_is_damaged_or_another_models(dsv4, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     save_tokenizer(folder)

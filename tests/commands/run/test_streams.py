@@ -1,4 +1,4 @@
-"""`dsv4 run` in a process of its own: terminals, pipes, signals, and what is not imported."""
+"""`dsv4 run` in a process of its own: terminals, pipes, signals."""
 
 import atexit
 import os
@@ -14,7 +14,8 @@ import torch
 
 from dsv4cli import __main__
 from dsv4cli.engine.runtime import drawing
-from tests.support.program import BYTES, IMPORTS_NOTHING_HEAVY, ROOT, SMALL
+from tests.support.forked import Forked
+from tests.support.program import BYTES, ROOT, SMALL
 from tests.support.terminals import Terminal
 
 # a model of one layer that says words for ever; computing on a CPU imports no Triton
@@ -142,40 +143,21 @@ def test_a_reader_that_leaves_ends_the_program_quietly():
     assert len(done.stderr.splitlines()) == 2
 
 
+def test_a_disk_that_is_full():
+    program = Forked("-c", SAYS, *RUN, "--max-tokens", "6", to="/dev/full", CUDA_VISIBLE_DEVICES="")
+    code, _, err = program.ended()
+    assert code == 5
+    assert "Traceback" not in err
+    assert "no space left on the disk" in err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "code", "out"),
-    [
-        pytest.param("<&- 2>&-", 0, "words\n", marks=pytest.mark.slow),
-        pytest.param(">&-", 0, "", marks=pytest.mark.slow),
-        ("> /dev/full", 5, ""),
-        pytest.param("2> /dev/full", 5, "", marks=pytest.mark.slow),
-    ],
+    [("<&- 2>&-", 0, "words\n"), (">&-", 0, ""), ("> /dev/full", 5, ""), ("2> /dev/full", 5, "")],
 )
 def test_closed_streams(closed, code, out):
     done = shell(*RUN, "--max-tokens", "6", then=closed)
     assert (done.returncode, done.stdout) == (code, out)
     assert "Traceback" not in done.stderr
     assert ("no space left on the disk" in done.stderr) is (closed == "> /dev/full")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["hi", "--show-prompt"],
-        ["hi", "--show-prompt", "--json"],
-        ["hi", "--temperature", "-1"],
-        ["hi", "--device", "gpu"],
-        ["--prompts", "./nothing"],
-        ["hi", "--max-context", "3"],
-    ],
-    ids=" ".join,
-)
-def test_no_torch_where_nothing_is_computed(arguments):
-    done = subprocess.run(
-        command("run", *arguments, script=IMPORTS_NOTHING_HEAVY),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

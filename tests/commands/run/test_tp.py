@@ -1,6 +1,7 @@
 """`dsv4 run --tp N` and `torchrun … -m dsv4cli run` in processes of their own: answers, refusals, and how they end."""
 
 import json
+import multiprocessing
 import os
 import pty
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dsv4cli.cli import main
 from dsv4cli.commands.job import open_job
 from dsv4cli.commands.run import ranks as run_ranks
 from dsv4cli.engine.parallel import processes
@@ -19,7 +21,8 @@ from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system import ending
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Colours, Output
-from tests.support.program import IMPORTS_NOTHING_HEAVY, ROOT, gone
+from tests.support.program import ROOT, gone
+from tests.support.terminals import Terminal
 
 QUESTION, ANSWER = "What is 17 + 25?", "17 + 25 = 42.\n"
 RUN = [sys.executable, "-m", "dsv4cli", "run"]
@@ -65,6 +68,42 @@ def ranks(program):
     return [program.pid, *sorted(others)]
 
 
+class Started:
+    """What stands in a forked program for a process that it starts: a fork of it, which has torch already."""
+
+    def __init__(self, words, **_):
+        assert words[:3] == [sys.executable, "-m", "dsv4cli"]
+        self._process = multiprocessing.get_context("fork").Process(target=be, args=(words[3:],))
+        self._process.start()
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def kill(self):
+        self._process.kill()
+
+
+def be(words):
+    sys.argv = ["dsv4", *words]
+    main()
+
+
+def test_two_ranks_of_one_program_answer_as_one():
+    terminal = Terminal(
+        "run", QUESTION, "--tp", "2", prepare=lambda patch: patch.setattr(subprocess, "Popen", Started), TERM="dumb"
+    )
+    assert terminal.leave() == 0
+    starting, first, *rest = terminal.plain.splitlines()
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; small sums go through gloo")
+    assert ANSWER.strip() in rest
+    assert sum("first token after" in line for line in rest) == 1
+
+
+@pytest.mark.slow
 def test_two_ranks_answer_as_one():
     done = run(*RUN, "-", "--tp", "2", stdin=QUESTION)
     assert (done.returncode, done.stdout) == (0, ANSWER)
@@ -192,10 +231,3 @@ def test_ctrl_c_ends_all(words):
     assert b"Traceback" not in shown
     assert shown.endswith(b"^C\r\n")
     assert all(gone(pid) for pid in pids[1:])
-
-
-def test_usage_is_checked_without_torch():
-    words = ["run", QUESTION, "--tp", "2", "--temperature", "-1"]
-    done = run(sys.executable, "-c", IMPORTS_NOTHING_HEAVY, *words)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "error" in done.stderr

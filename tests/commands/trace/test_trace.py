@@ -169,7 +169,7 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--like", "other", "--out", "A"), "the text has the token id 999, the model's vocabulary"),
         (("record", NET, "--what", "blocks", "--out", "A"), "--what 'blocks' is no group of stages"),
         (("record", NET, "--ids", "5", "--out", "full"), "full is not empty"),
-        (("record", NET, "--ids", "5", "--steps", "9999999", "--out", "A"), "the text has 10,000,000 tokens"),
+        (("record", NET, "--ids", "5", "--steps", "1099999", "--out", "A"), "the text has 1,100,000 tokens"),
         (("record", NET, "--ids", "5,99999", "--out", "A"), "the text has the token id 99999"),
         (("record", NET, "--like", "none", "--out", "A"), "none holds no whole recording"),
         (("compare", "none", "none"), "none holds no whole recording"),

@@ -1,24 +1,18 @@
 """The list of kernels, found without data: whatever a run launches is on it, under the name that Triton looks for."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.forked import output_of
 
 pytest.importorskip("triton")
 
 
 def dry_run(tmp_path, *arguments: object) -> dict[str, object]:
     """The lines of tests/support/dry_runs.py. Triton reads TRITON_INTERPRET when it is imported: another process."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.dry_runs", *map(str, arguments)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, object] = json.loads(ended.stdout)
+    words = "-m", "tests.support.dry_runs", *map(str, arguments)
+    found: dict[str, object] = json.loads(output_of(*words, TRITON_INTERPRET=None, TRITON_CACHE_DIR=str(tmp_path)))
     return found
 
 

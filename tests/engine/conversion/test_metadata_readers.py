@@ -39,7 +39,14 @@ def test_transformers_reads_ours_as_the_official_file(tmp_path, name):
 
 # compressed-tensors has a reader of its own: see checkpoint/test_packed.py
 @pytest.mark.parametrize("target", [target for target in FORMATS if target != "compressed-tensors"])
-@pytest.mark.parametrize("name", ["tiny-flash", "tiny-pro", "flash", "pro", "flash-0731"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny-flash",
+        "flash-0731",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-pro", "flash", "pro")),
+    ],
+)
 def test_every_file_is_read_back_to_the_same_model(tmp_path, name, target):
     source = GOLDEN / name if name.startswith("tiny") else with_inference(tmp_path / "source")
     whole = read_config(source) if name.startswith("tiny") else parse_config(PRESETS[name], name)

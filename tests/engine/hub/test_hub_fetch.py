@@ -162,7 +162,7 @@ def test_an_unfinished_file_of_a_living_process_is_left_alone(hub, xet, folder):
     with WeakFileLock(destination.hub_lock(file)):
         done = threading.Thread(target=job.carry_out, args=(plan, 1, HASTY, lambda done, total: None))
         done.start()
-        done.join(0.6)
+        done.join(0.3)
         assert left.read_bytes() == CONTENT[:300_000]
     done.join(10)
     left.unlink()

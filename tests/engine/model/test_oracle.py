@@ -31,8 +31,8 @@ def recorded(seed: int) -> tuple[Transformer, list[int], torch.Tensor]:
     ("seed", "chunks"),
     [
         pytest.param(0, ONE_PREFILL, id="one prefill, seed 0"),
-        pytest.param(1, ONE_PREFILL, id="one prefill, seed 1"),
-        pytest.param(2, ONE_PREFILL, id="one prefill, seed 2"),
+        pytest.param(1, ONE_PREFILL, id="one prefill, seed 1", marks=pytest.mark.slow),
+        pytest.param(2, ONE_PREFILL, id="one prefill, seed 2", marks=pytest.mark.slow),
         pytest.param(0, UNEVEN, id="uneven chunks, seed 0"),
         pytest.param(1, UNEVEN, id="uneven chunks, seed 1"),
         pytest.param(0, [1] * TOKENS, id="token by token", marks=pytest.mark.slow),

@@ -255,7 +255,7 @@ def test_successor_in_a_slot_finds_nothing(count, plain):
 
 
 @pytest.mark.usefixtures("_row_independent")
-@pytest.mark.parametrize("name", ["plain", *SHARE])
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in NETS)])
 def test_no_token_sees_a_later_one(name, plain, monkeypatch):
     if name in NETS:
         remember_weights(monkeypatch)

@@ -83,7 +83,7 @@ def logits_of(model, ids):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_give_the_logits_of_one(size, tmp_path):
     tensors = list(random_tensors(SPECS.values(), 0, CONFIG.n_routed_experts))
 

@@ -101,7 +101,9 @@ def test_all_operations_of_half_a_model_are_right(tokens):
         assert one.timing, (one.case.name, one.wrong, one.skipped)
 
 
-@pytest.mark.parametrize("formats", [Formats("bf16", "bf16"), Formats("f32", "fp8", "f32")])
+@pytest.mark.parametrize(
+    "formats", [Formats("bf16", "bf16"), pytest.param(Formats("f32", "fp8", "f32"), marks=pytest.mark.slow)]
+)
 def test_all_operations_are_right_in_other_formats(formats):
     config = parse_config(TINY, "tiny")
     for one in profile_kernels(Shapes(config, expected_tensors(config, formats), 1), [3], 140, [], CPU, "torch"):
@@ -131,7 +133,16 @@ def test_a_rival_is_timed_beside_it():
 
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
-    "name", ["rms_norm", "places", "queries_keys_index", "compress_both", "choose_entries", "best_entries", "noise"]
+    "name",
+    [
+        "rms_norm",
+        "places",
+        "queries_keys_index",
+        "compress_both",
+        "best_entries",
+        "noise",
+        pytest.param("choose_entries", marks=pytest.mark.slow),
+    ],
 )
 def test_the_reference_is_timed_beside_a_kernel(name):
     here = BenchmarkInputs(shapes_of("tiny", 1), 1, 300, torch.get_default_device())

@@ -118,11 +118,11 @@ def test_a_step_has_as_many_groups_wherever_its_chunk_ends(tokens):
 def test_steps_are_captured_while_there_is_time(monkeypatch):
     compute, ran = CapturedChunk.run, []
     monkeypatch.setattr(CapturedChunk, "run", lambda self, *given: ran.append(given) or compute(self, *given))
-    one = Runner(model_of("mtp"), Capacity(3, LONGEST, chunks=True, cache_memory=10**7), "cpu")
+    one = Runner(model_of("mtp"), Capacity(3, 250, chunks=True, cache_memory=10**7), "cpu")
     count = 0
     while one.prepare():
         count += 1
-    sizes = [size for size in TOKENS if size <= 768]  # the blocks of the longest sequence
+    sizes = [size for size in TOKENS if size <= 384]  # the blocks of the longest sequence
     assert count == 3 + len(sizes)  # 1, 2 and 4 sequences
     assert list(one.chunk_seconds) == sizes
     assert [len(ids) for _, ids in ran] == [size for size in sizes for _ in range(2)]

@@ -181,7 +181,9 @@ def test_drafted_tokens_follow_the_model(name, drafter):
     assert torch.equal(tokens, torch.stack((first, second), 1))
 
 
-@pytest.mark.parametrize("rule", [likeliest_as_well, unverified], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(
+    "rule", [pytest.param(likeliest_as_well, marks=pytest.mark.slow), unverified], ids=lambda rule: rule.__name__
+)
 @pytest.mark.parametrize("name", ["T=1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("T=0.7", "top-p"))])
 def test_other_ways_to_accept_are_noticed(name, rule):
     sampling, banned = SAMPLINGS[name]

@@ -104,7 +104,7 @@ def fixed(truth: Callable[[int], Sequence[float]], count: int, most: int = 7) ->
 
 
 @BOTH
-@pytest.mark.parametrize("sequences", [1, 4, 8, 64])
+@pytest.mark.parametrize("sequences", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8)), 64])
 @pytest.mark.parametrize("reports", [sure, lambda chance: chance], ids=["sure", "honest"])
 def test_it_closes_where_nothing_is_accepted(most, sequences, reports):
     one = Simulation(Gate(most), WRONG, sequences, reports).run(500)
@@ -143,7 +143,7 @@ def test_as_many_drafts_as_pay(most, truth, few, many):
 
 
 @BOTH
-@pytest.mark.parametrize("says", [0.05, 0.3, 0.95])
+@pytest.mark.parametrize("says", [0.05, pytest.param(0.3, marks=pytest.mark.slow), 0.95])
 @pytest.mark.parametrize("truth", [PROSE, WRONG, GOOD], ids=["prose", "wrong", "code"])
 def test_what_a_drafter_says_is_calibrated(most, says, truth):
     one = Simulation(Gate(most), truth, reports=lambda chance: says).run(300)

@@ -104,7 +104,7 @@ def best(chunk, decode: float, noise: float) -> float:
     return max(size / chunk(size) for size in fitting) * (1 - decode / TARGET)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.03])
 @pytest.mark.parametrize("timed", [True, False], ids=["timed", "learned"])
 @pytest.mark.parametrize(
     ("chunk", "decode"),
@@ -120,7 +120,7 @@ def best(chunk, decode: float, noise: float) -> float:
 def test_time_between_tokens(monkeypatch, chunk, decode, timed, noise):
     """The target is kept on the average, few are much later, and what it leaves is used."""
     machine = Machine(monkeypatch, chunk, decode, noise)
-    gaps, rate = busy(machine, Pace(TARGET, {size: chunk(size) for size in TOKENS} if timed else {}))
+    gaps, rate = busy(machine, Pace(TARGET, {size: chunk(size) for size in TOKENS} if timed else {}), steps=1200)
     assert gaps[int(0.99 * len(gaps))] <= MOST * TARGET
     assert sum(gaps) / len(gaps) <= 1.01 * TARGET
     assert rate > 0.85 * best(chunk, decode, noise)

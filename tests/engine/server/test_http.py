@@ -185,7 +185,7 @@ def test_what_is_no_http_is_refused(small, damage):
 
 
 def test_the_end_lets_answers_finish():
-    with served(SMALL, grace=60, own_limits=Limits(max_tokens=30)) as server:
+    with served(SMALL, grace=60, own_limits=Limits(max_tokens=15)) as server:
         client = endless(server)
         found = []
         body = asking("go on", ignore_eos=True)
@@ -195,7 +195,7 @@ def test_the_end_lets_answers_finish():
         server.loop.call_soon_threadsafe(server.server.stop)
         asked.join(60)
         [(status, document)] = found
-        assert (status, document["usage"]["completion_tokens"]) == (200, 30)
+        assert (status, document["usage"]["completion_tokens"]) == (200, 15)
         with pytest.raises(ConnectionRefusedError):
             connected(server)
         server.loop.call_soon_threadsafe(server.server.stop)  # a second time: the other one is not waited for

@@ -101,6 +101,7 @@ def test_every_budget_gives_the_same_logits(name, decodes, device):
     assert offload_of(everything) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_budget_gives_the_same_tokens(device):
     prompts = [[5, 9, 30, 7], [8, 4], [60] * 30]

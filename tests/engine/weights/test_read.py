@@ -112,7 +112,7 @@ def check(folder: Path, world: World, threads: int, device: str = "cpu") -> None
     assert arrived == {name: destination.nbytes for name, destination in destinations.items()}
 
 
-@pytest.mark.parametrize(("size", "threads"), [(1, 1), (2, 3), (4, 20)])
+@pytest.mark.parametrize(("size", "threads"), [(1, 1), pytest.param(2, 3, marks=pytest.mark.slow), (4, 20)])
 def test_the_bytes_are_the_library_s(folder, way, size, threads):
     for rank in range(size):
         check(folder, World(rank, size), threads)

@@ -1,9 +1,6 @@
 """What is left beside weights, held against the tensors that steps make on a GPU that is not there."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +11,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.runtime.limits import workload_of
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.weights.reserve import CHUNKS, FAR, GAPS, Workload, cache_bytes, reserves, ring_bytes
+from tests.support.forked import output_of
 
 CONFIGS = {"flash": parse_config(FLASH, "flash").without_drafter(), "pro": parse_config(PRO, "pro").without_drafter()}
 
@@ -34,10 +32,9 @@ CASES = [
 @pytest.fixture(scope="module")
 def peaks():
     """The most that the tensors of each case take."""
-    words = [sys.executable, "-m", "tests.support.dry_peaks", *(",".join(map(str, case)) for case in CASES)]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    words = [",".join(map(str, case)) for case in CASES]
+    found = json.loads(output_of("-m", "tests.support.dry_peaks", *words, TRITON_INTERPRET=None))
+    return dict(zip(CASES, found, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
