@@ -103,8 +103,8 @@ GpuMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most GPU memory for weights, as in 120GB. If absent, the free memory less what --max-context tokens "
-        "need. Experts beyond it stay in host memory.",
+        help="The most GPU memory for weights, as in 120GB. If absent, the free memory less what prompts and their "
+        "answers need. Experts beyond it stay in host memory.",
     ),
 ]
 HostMemoryOpt = Annotated[

@@ -207,3 +207,21 @@ def test_the_changelog_has_a_line_an_entry():
     assert f"## {cli.__version__} (" in "\n".join(lines)
     assert {line for line in lines if line.startswith("### ")} == {"### Added", "### Changed", "### Fixed"}
     assert [line for line in lines[3:] if len(line) > WIDEST or not re.match(r"(#+|-|\*\*.*\*\*$) ?|$", line)] == []
+
+
+def test_the_list_of_commands_has_whole_sentences(program):
+    assert "..." not in program("--help").out.partition("Commands:")[2]
+
+
+def words_of_help():
+    """The help of each command and of each of its options, beside the command's options."""
+    for name, one in command(cli.app).commands.items():
+        for part, own in {"": one, **getattr(one, "commands", {})}.items():
+            options = {word for param in own.params for word in (*param.opts, *param.secondary_opts)}
+            texts = [own.help or "", *(getattr(param, "help", None) or "" for param in own.params)]
+            yield pytest.param(options | {"--help"}, " ".join(texts), id=f"{name} {part}".strip())
+
+
+@pytest.mark.parametrize(("options", "text"), [*words_of_help()])
+def test_help_names_options_of_its_own_command(options, text):
+    assert set(re.findall(r"--[a-z][a-z-]+", text)) <= options
