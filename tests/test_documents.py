@@ -128,6 +128,12 @@ def test_what_can_be_typed_is_left_alone(text):
     assert complaints(text) == []
 
 
+def test_nothing_is_installed_to_read_a_document(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert complaints("```\ndsv4 --install-completion\n```") == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_document_knows_only_the_options_of_its_command():
     assert complaints("`--think-budget 9`", "chat") == []
     assert len(complaints("`--think-budget 9`", "run")) == 1
