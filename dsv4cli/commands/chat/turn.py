@@ -265,7 +265,7 @@ class Chat:
         self.count.reused += conversation.reused
         self.count.drawn += drawn
         used = conversation.prompt_tokens + drawn
-        rate = f" · {clock.rate:.1f} tokens/s" if clock.rate and clock.last - clock.first > BURST else ""
+        rate = f" · {clock.speed}" if clock.rate and clock.last - clock.first > BURST else ""
         drafts = conversation.drafts
         per_step = None if drafts is None else drafts.tokens_per_step
         rate += f", {per_step:.1f} a step" if rate and per_step else ""
