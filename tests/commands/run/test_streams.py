@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dsv4cli import __main__
+from dsv4cli.commands.run.show import show_reading
 from dsv4cli.engine.runtime import drawing
 from tests.support.program import BYTES, IMPORTS_NOTHING_HEAVY, ROOT, SMALL
 from tests.support.terminals import ESCAPES, Terminal, says, speaking
@@ -75,6 +77,15 @@ def test_a_short_prompt_is_not_announced():
     terminal = Terminal("run", "x" * 900, "--model", SMALL, prepare=speaking(says("Yes."), 0.0, 0.0))
     assert terminal.leave() == 0
     assert "reading" not in terminal.shown
+
+
+def test_prompts_that_wait_behind_answers_are_not_announced():
+    told = []
+    out = SimpleNamespace(reading=lambda done, total: told.append((done, total)))
+    requests = [SimpleNamespace(prompt=[1] * 600, done=done) for done in (600, 0)]
+    steps = [(number, SimpleNamespace(tokens=tokens), []) for number, tokens in ((0, []), (0, [7]), (1, []))]
+    assert list(show_reading(out, requests, iter(steps))) == steps
+    assert told == [(0, 1200), (600, 1200), *[(1200, 1200)] * 3]
 
 
 def test_ctrl_c_while_the_program_is_imported(monkeypatch):
