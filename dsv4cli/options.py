@@ -71,7 +71,8 @@ PrefillChunkOpt = Annotated[
     int | None,
     typer.Option(
         help="The most prompt tokens in one step: more is faster and takes more memory; 1 computes as decoding does. "
-        "If absent, 8192 on a GPU that has room for that beside all weights, else 4096, or fewer where room is short."
+        "If absent, 8192 on a GPU that has room for that beside all weights, else 4096, 512 on a CPU, or fewer where "
+        "room is short."
     ),
 ]
 MaxContextOpt = Annotated[
@@ -102,8 +103,8 @@ GpuMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most GPU memory for weights, as in 120GB. If absent, the free memory less what --max-context tokens "
-        "need. Experts beyond it stay in host memory.",
+        help="The most GPU memory for weights, as in 120GB. If absent, the free memory less what prompts and their "
+        "answers need. Experts beyond it stay in host memory.",
     ),
 ]
 HostMemoryOpt = Annotated[

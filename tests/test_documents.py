@@ -128,6 +128,12 @@ def test_what_can_be_typed_is_left_alone(text):
     assert complaints(text) == []
 
 
+def test_nothing_is_installed_to_read_a_document(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert complaints("```\ndsv4 --install-completion\n```") == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_document_knows_only_the_options_of_its_command():
     assert complaints("`--think-budget 9`", "chat") == []
     assert len(complaints("`--think-budget 9`", "run")) == 1
@@ -207,3 +213,21 @@ def test_the_changelog_has_a_line_an_entry():
     assert f"## {cli.__version__} (" in "\n".join(lines)
     assert {line for line in lines if line.startswith("### ")} == {"### Added", "### Changed", "### Fixed"}
     assert [line for line in lines[3:] if len(line) > WIDEST or not re.match(r"(#+|-|\*\*.*\*\*$) ?|$", line)] == []
+
+
+def test_the_list_of_commands_has_whole_sentences(program):
+    assert "..." not in program("--help").out.partition("Commands:")[2]
+
+
+def words_of_help():
+    """The help of each command and of each of its options, beside the command's options."""
+    for name, one in command(cli.app).commands.items():
+        for part, own in {"": one, **getattr(one, "commands", {})}.items():
+            options = {word for param in own.params for word in (*param.opts, *param.secondary_opts)}
+            texts = [own.help or "", *(getattr(param, "help", None) or "" for param in own.params)]
+            yield pytest.param(options | {"--help"}, " ".join(texts), id=f"{name} {part}".strip())
+
+
+@pytest.mark.parametrize(("options", "text"), [*words_of_help()])
+def test_help_names_options_of_its_own_command(options, text):
+    assert set(re.findall(r"--[a-z][a-z-]+", text)) <= options

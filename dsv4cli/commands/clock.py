@@ -56,6 +56,13 @@ class Clock:
         """Tokens per second after the first one."""
         return self._steady / self._seconds if self._seconds > 0 else None
 
+    @property
+    def speed(self) -> str:
+        """The rate for people; nothing where there is none."""
+        if not self.rate:
+            return ""
+        return f"{self.rate:.1f} tokens/s" if self.rate >= 1 else f"{self.rate:.2g} tokens/s"
+
     def record(self) -> dict[str, Any]:
         """As JSON has it."""
         drafts = None if self.drafts is None else self.drafts.record()
@@ -64,7 +71,7 @@ class Clock:
 
     def sentence(self) -> str:
         """For people."""
-        rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
+        rate = f", then {self.speed}" if self.rate else ""
         prepared = f"; {duration_text(self.prepared)} in steps that prepared kernels" if self.prepared else ""
         compiled = f", {self.compiled:,} compiled" if self.compiled else ""
         return f"{counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}{prepared}{compiled}"

@@ -263,6 +263,17 @@ def test_a_long_row_of_which_little_is_visible(visible):
     check_top(scores, torch.tensor([visible]), 16)
 
 
+def test_the_reference_decodes_the_entries_of_a_sequence_once(monkeypatch):
+    """A prompt has thousands of tokens that see the same entries."""
+    decoded = []
+    monkeypatch.setattr(ref, "dequantise", lambda codes, scale: decoded.append(codes.shape) or dequantise(codes, scale))
+    codes, scale = fp4_codes(torch.randn(100, 32).bfloat16(), 32)
+    table, sequence = torch.randint(0, 100, (2, 70)), torch.arange(9) // 5
+    queries = torch.randn(9, 4, 32).bfloat16(), torch.randn(9, 4).bfloat16()
+    ref.index_scores(*grouped(*queries, SCALE, codes, scale, table, sequence, torch.full((9,), 70)))
+    assert decoded == [(2, 64, 16)] * 2
+
+
 @pytest.mark.usefixtures("few_parts")
 def test_hidden_entries_never_win():
     scores = torch.tensor([[-1.0, -2.0, 9.0, 9.0]])

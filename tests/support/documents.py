@@ -118,8 +118,12 @@ def wrong_about(words: list[str], complete: bool) -> Iterator[str]:
 
 @cache
 def _commands() -> Any:
-    """Those of the program, apart from others: a command keeps the names of its option for help."""
-    return command.__wrapped__(cli.app)
+    """Those of the program, apart from others: a command keeps the names of its option for help. Installing nothing."""
+    group: Any = command.__wrapped__(cli.app)
+    for option in group.params:
+        if {"--install-completion", "--show-completion"} & {*option.opts}:
+            option.callback = lambda *_: None
+    return group
 
 
 def wrong_about_ours(words: list[str], complete: bool) -> Iterator[str]:

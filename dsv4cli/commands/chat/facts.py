@@ -38,7 +38,7 @@ def show_stats(chat: Chat, _: str) -> None:
     if last.tokens:
         rows.append(["first token of the last answer", f"{last.first:.2f} s"])
     if last.rate:
-        rows.append(["then", f"{last.rate:.1f} tokens/s"])
+        rows.append(["then", last.speed])
     drafts = chat.conversation.all_drafts
     if drafts is not None and drafts.steps:
         rows.append(["drafts", draft_words(drafts)])

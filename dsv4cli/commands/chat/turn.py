@@ -30,8 +30,6 @@ TWICE = 2.0
 NEARLY_FULL = 0.8
 # seconds: tokens that come within so few were held back by a server, and say nothing of its speed
 BURST = 0.01
-# so many tokens to read before an answer are announced
-MANY_TOKENS = 1000
 
 # why the engine has ended a thinking
 ENDED = {
@@ -199,8 +197,9 @@ class Chat:
                 for answer, pieces in steps:
                     # a step with a token is short; one of the prompt may take minutes
                     self._breakable = self.conversation.breakable
-                    if self.on_terminal and not self.conversation.prefilled:
-                        self._announce(self.conversation.unread)
+                    if self.on_terminal:
+                        read = self.conversation.prefilled
+                        self.out.reading(read, read + self.conversation.unread)
                     while clock.tokens < answer.drawn:  # a server counts them at the end
                         clock.tick(answer.prepared)
                     for kind, text in pieces:
@@ -211,12 +210,9 @@ class Chat:
             self._lost = error
         finally:
             self._breakable = False
+            self.out.reading(0, 0)
             renderer.end()
         return answer if answer is not None and answer.drawn else None
-
-    def _announce(self, tokens: int) -> None:
-        if tokens >= MANY_TOKENS:
-            self.out.status(f"reading {tokens:,} tokens")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -269,7 +265,7 @@ class Chat:
         self.count.reused += conversation.reused
         self.count.drawn += drawn
         used = conversation.prompt_tokens + drawn
-        rate = f" · {clock.rate:.1f} tokens/s" if clock.rate and clock.last - clock.first > BURST else ""
+        rate = f" · {clock.speed}" if clock.rate and clock.last - clock.first > BURST else ""
         drafts = conversation.drafts
         per_step = None if drafts is None else drafts.tokens_per_step
         rate += f", {per_step:.1f} a step" if rate and per_step else ""

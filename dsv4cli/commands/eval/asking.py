@@ -161,7 +161,7 @@ def _outcomes(job: Job, missing: "list[Posed]", total: int, clock: Clock) -> "It
         from dsv4cli.engine.weights.offload import offload_of
 
         def tell(waiting: bool = False) -> None:
-            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else ""
+            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else "reading"
             show(done, total, "compiling kernels …" if waiting else rate)
 
         def note(token: "Token", later: bool) -> None:

@@ -189,7 +189,7 @@ def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
     with job.model(lengths) as model, job.out.counting("answers") as show:
 
         def tell(waiting: bool = False) -> None:
-            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else ""
+            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else "reading"
             show(done, many.total, "compiling kernels …" if waiting else rate)
 
         tell()

@@ -8,7 +8,7 @@ from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
-from dsv4cli.commands.run.show import limit_met, show_answer, stream_answer
+from dsv4cli.commands.run.show import limit_met, show_answer, show_reading, stream_answer
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ def answers(
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """What the model draws for each request, as it comes."""
     with job.model([len(one.prompt) for one in requests]) as model:
-        yield from drawn(job, model, requests, clock, on_preparing)
+        yield from show_reading(job.out, requests, drawn(job, model, requests, clock, on_preparing))
 
 
 def drawn(
     job: Job, model: "Transformer", requests: "Sequence[Request]", clock: Clock, on_preparing: "OnPreparing"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
-    """What a model that is loaded draws for each request, as it comes."""
+    """What a model that is loaded draws for each request, as it comes, and each step of its prompt before that."""
     from dsv4cli.engine.chat.answers import generate_answers
     from dsv4cli.engine.weights.offload import offload_of
 
@@ -48,7 +48,8 @@ def drawn(
         model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers,
         drafting=job.drafting, on_end=clock.note_end,
     ):  # fmt: skip
-        clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
+        if answer.tokens:
+            clock.tick(answer.tokens[-1].prepared, later=len(answer.tokens) > 1)
         yield number, answer, pieces
 
 

@@ -4,10 +4,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.job import Job
-from dsv4cli.output import counted
+from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import Answer, Pieces
+    from dsv4cli.engine.runtime.request import Request
+
+# a request's number, its answer so far and what was added to it
+Steps = Iterator["tuple[int, Answer, Pieces]"]
 
 
 def show_answer(job: Job, answer: "Answer") -> None:
@@ -28,7 +32,20 @@ def show_calls(job: Job, calls: Sequence[dict[str, Any]]) -> None:
         job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
 
 
-def stream_answer(job: Job, steps: "Iterator[tuple[int, Answer, Pieces]]") -> "Answer":
+def show_reading(out: Output, requests: "Sequence[Request]", steps: Steps) -> Steps:
+    """The same steps; until the first token a terminal shows how far long prompts are read."""
+    total, answered = sum(len(one.prompt) for one in requests), False
+    try:
+        out.reading(0, total)
+        for step in steps:
+            answered = answered or bool(step[1].tokens)
+            out.reading(total if answered else sum(one.done for one in requests), total)
+            yield step
+    finally:
+        out.reading(total, total)
+
+
+def stream_answer(job: Job, steps: Steps) -> "Answer":
     """Shows the text as it comes, then the tool calls; a line that is left open is ended, but not after Ctrl-C, where
     the boundary does so."""
     answer, calls = None, ""

@@ -75,7 +75,7 @@ def serve(
     log_prompts: LogPromptsOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Serve the model over HTTP, with the APIs of OpenAI and Anthropic.
+    """Serve the model over HTTP, with OpenAI's and Anthropic's APIs.
 
     Options of answers hold where a request does not say otherwise. stdout has the server's address once it is ready.
     Ctrl-C lets running answers finish, twice it ends at once.

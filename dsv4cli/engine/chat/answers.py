@@ -14,10 +14,6 @@ from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting
 
 
-def do_nothing_more(engine: Engine) -> None:
-    """What is called at the end where nobody asks."""
-
-
 def generate_answers(
     model: Transformer,
     dialogue: Dialogue,
@@ -27,10 +23,10 @@ def generate_answers(
     on_preparing: OnPreparing = do_nothing,
     followers: Followers | None = None,
     drafting: Drafting = NO_DRAFTS,
-    on_end: Callable[[Engine], None] = do_nothing_more,
+    on_end: Callable[[Engine], None] = lambda engine: None,
 ) -> Iterator[tuple[int, Answer, Pieces]]:
-    """After each drawn token: the request's number, its answer so far and what the token added. An answer whose
-    `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
+    """After each step of a prompt and each drawn token: the request's number, its answer so far and what the token
+    added. An answer whose `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
 
     on_preparing: as `Preparing` has it. followers: the other ranks that compute the model. on_end: called after
     the last answer, with the engine that knows what drafts came to.
@@ -41,6 +37,8 @@ def generate_answers(
         while engine.busy:
             for result in engine.step():
                 answer = answers[result.request]
+                if not result.tokens:
+                    yield result.request.number, answer, []
                 for token in result.tokens:
                     pieces = answer.push(token)
                     if answer.finish:

@@ -11,5 +11,7 @@ MAX_STEP_TOKENS = 8192
 LIST_BLOCK = 64
 # rows that the reference kernels multiply at once where a step has few
 PRODUCT_ROWS = 4
-# tokens of a prompt in a step where nothing says more, as on a CPU
+# tokens of a prompt in a step where nothing says more
 USUAL_CHUNK = 4096
+# and on a CPU, where the rows that attention gathers for more are new pages each time
+CPU_CHUNK = 512

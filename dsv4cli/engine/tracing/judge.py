@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
-from dsv4cli.engine.system.atomic import publish
+from dsv4cli.engine.system.atomic import write_file
 from dsv4cli.engine.tracing.compare import StageDifference
 from dsv4cli.engine.tracing.stages import BY_NAME, LOGITS, STREAMS, placed
 from dsv4cli.errors import UsageError
@@ -86,9 +86,7 @@ def save_noise(noise: Noise, folder: Path, *, fed: bool) -> None:
     for (layer, stage), moved in noise.items():
         # each tensor of a file has memory of its own
         tensors |= {f"{layer}/{stage}/{name}": rows.clone() for name, rows in moved._asdict().items()}
-    temporary = folder / f".{NOISE[fed]}"
-    save_file(tensors, temporary)
-    publish(temporary, folder / NOISE[fed])
+    write_file(folder / NOISE[fed], save(tensors), folder / f".{NOISE[fed]}")
 
 
 def load_noise(folder: Path, *, fed: bool) -> Noise | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from dsv4cli.engine.config.capacity import USUAL_CHUNK
+from dsv4cli.engine.config.capacity import CPU_CHUNK, USUAL_CHUNK
 from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
 from dsv4cli.engine.weights.reserve import Reserve
 from dsv4cli.engine.weights.sizes import RankSizes
@@ -40,6 +40,11 @@ class FreeMemory:
     host: int | None
     ranks_here: int = 1
     limits: MemoryLimits = MemoryLimits()
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no GPU computes."""
+        return self.gpu is None and self.limits.gpu is None
 
     @property
     def each(self) -> int | None:
@@ -117,6 +122,8 @@ def decide(
 
     beside: what a GPU holds beside weights, for each chunk that may be, the most wanted first. Raises NotEnoughMemory.
     """
+    if room.on_cpu:
+        beside = _up_to(CPU_CHUNK, beside)
     without = replace(sizes, total=sizes.main, drafter=0)
     wanted = drafting.most != 0 and sizes.drafter > 0
     large = [one for one in beside if one.chunk >= DRAFTER_CHUNK]
@@ -148,8 +155,8 @@ def _with_drafter(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve],
 
 def _whole(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement | None:
     """All weights on the device; None where they, or what is needed beside them, find no room there."""
-    if room.gpu is None and room.limits.gpu is None:
-        fitting = _usual(beside) if room.each is None or sizes.total <= room.each else []
+    if room.on_cpu:
+        fitting = beside if room.each is None or sizes.total <= room.each else []
     else:
         fitting = [one for one in beside if sizes.total <= room.weights(one)]
     return Placement(False, None, sizes.total, chunk=_roomy(fitting, sizes.total, room).chunk) if fitting else None
@@ -167,16 +174,16 @@ def _roomy(beside: Sequence[Reserve], weights: int, room: FreeMemory) -> Reserve
     return next((one for one in beside if room.each is None or weights + one.total <= room.each), beside[-1])
 
 
-def _usual(beside: Sequence[Reserve]) -> Sequence[Reserve]:
+def _up_to(chunk: int, beside: Sequence[Reserve]) -> Sequence[Reserve]:
     """Those that are tried where larger chunks do not pay: on a CPU, and beside experts in host memory."""
-    return [one for one in beside if one.chunk <= USUAL_CHUNK] or beside
+    return [one for one in beside if one.chunk <= chunk] or beside
 
 
 def _divided(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement:
     """The placement with experts in host memory, with the first chunk that leaves room for those of a token."""
-    if room.gpu is None and room.limits.gpu is None:
+    if room.on_cpu:
         raise _host_is_short(sizes.total, room)
-    usual = _usual(beside)
+    usual = _up_to(USUAL_CHUNK, beside)
     one = next((one for one in usual if most_rows(sizes, room.weights(one)) >= sizes.chosen), usual[-1])
     most = room.weights(one)
     rows = most_rows(sizes, most)

@@ -111,7 +111,7 @@ class WidestStep:
             return before + max(pools, default=0)
         heads = tokens * c.index_n_heads
         padded = -(-entries // LIST_BLOCK) * LIST_BLOCK
-        scored = tokens * padded * (INDEX + ACTIVATION) + (FP32 + ACTIVATION) * heads * c.index_head_dim
+        scored = padded * (self.batch * INDEX + tokens * ACTIVATION) + (FP32 + ACTIVATION) * heads * c.index_head_dim
         candidates = [
             *pools,
             self.linear(c.index_n_heads * c.index_head_dim, c.q_lora_rank, self.formats.linear),

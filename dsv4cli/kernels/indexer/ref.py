@@ -12,13 +12,14 @@ BLOCK = 64
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) -> torch.Tensor:
     q, count = queries.q, entries.table.shape[1]
-    cells = F.pad(entries.table, (0, -count % BLOCK))[entries.sequence]  # [T, E]
+    cells = F.pad(entries.table, (0, -count % BLOCK))  # [S, E]
     numbers = torch.arange(cells.shape[1], device=q.device)
     wide, weights = q.float(), (queries.weights.float() * queries.weight_scale).to(q.dtype).float()
 
     def scored(block: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        # once for all tokens of a sequence
         values = dequantise(keys.keys[block], None if keys.scale is None else keys.scale[block])
-        dots = torch.einsum("thd,ted->the", wide, values).to(q.dtype)
+        dots = torch.einsum("thd,ted->the", wide, values.index_select(0, entries.sequence)).to(q.dtype)
         scores = (dots.relu().float() * weights[..., None]).to(q.dtype).float().sum(1).to(q.dtype)
         return scores.masked_fill(number >= entries.visible[:, None], float("-inf"))
 

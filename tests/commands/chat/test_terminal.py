@@ -146,7 +146,7 @@ def test_ctrl_c_while_a_prompt_is_read_ends_that_at_once(terminal, tmp_path):
     one = terminal(reading=0.01)  # a minute for this prompt
     start = time.monotonic()
     one.type(f"/read {tmp_path}/long.txt\r")
-    one.until("reading 6,0")
+    one.until("reading 6,0", "0 % …")
     one.type("\x03")
     one.until("stopped; no answer yet", ">")
     assert time.monotonic() - start < 30

@@ -8,15 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dsv4cli import __main__
+from dsv4cli.commands.run.show import show_reading
 from dsv4cli.engine.runtime import drawing
 from tests.support.forked import Forked
 from tests.support.program import BYTES, ROOT, SMALL
-from tests.support.terminals import Terminal
+from tests.support.terminals import ESCAPES, Terminal, says, speaking
 
 # a model of one layer that says words for ever; computing on a CPU imports no Triton
 SAYS = """
@@ -60,6 +62,31 @@ def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
     assert "means nothing\x1b[0m\r\nword word" in terminal.shown
     assert terminal.shown.endswith("^C\r\n")
     assert "Traceback" not in terminal.shown
+
+
+def test_a_long_prompt_is_seen_to_be_read():
+    arguments = ("run", "x" * 2000, "--model", SMALL, "--prefill-chunk", "900")
+    terminal = Terminal(*arguments, prepare=speaking(says("Yes."), 0.0, 0.0))
+    assert terminal.leave() == 0
+    parts = [f"reading 2,004 tokens: {part} % …" for part in (0, 44, 89)]
+    wiped = [f"\r{' ' * len(part)}\r" for part in parts]
+    words = ESCAPES.sub("", terminal.shown)
+    assert f"{parts[0]}{wiped[0]}{parts[1]}{wiped[1]}{parts[2]}{wiped[2]}Yes.\r\n" in words
+
+
+def test_a_short_prompt_is_not_announced():
+    terminal = Terminal("run", "x" * 900, "--model", SMALL, prepare=speaking(says("Yes."), 0.0, 0.0))
+    assert terminal.leave() == 0
+    assert "reading" not in terminal.shown
+
+
+def test_prompts_that_wait_behind_answers_are_not_announced():
+    told = []
+    out = SimpleNamespace(reading=lambda done, total: told.append((done, total)))
+    requests = [SimpleNamespace(prompt=[1] * 600, done=done) for done in (600, 0)]
+    steps = [(number, SimpleNamespace(tokens=tokens), []) for number, tokens in ((0, []), (0, [7]), (1, []))]
+    assert list(show_reading(out, requests, iter(steps))) == steps
+    assert told == [(0, 1200), (600, 1200), *[(1200, 1200)] * 3]
 
 
 def test_ctrl_c_while_the_program_is_imported(monkeypatch):

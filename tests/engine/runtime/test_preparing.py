@@ -125,3 +125,16 @@ def test_the_first_tokens_of_many_answers_are_no_rate(monkeypatch):
     for number in range(6):
         one.tick(later=number >= 3)
     assert one.rate == 6
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speed"), [(0.025, "40.0 tokens/s"), (1.0, "1.0 tokens/s"), (24.0, "0.042 tokens/s")]
+)
+def test_a_slow_rate_is_not_none(monkeypatch, seconds, speed):
+    """A large model on a CPU."""
+    times = iter([1.0, 1.0 + seconds])
+    monkeypatch.setattr(clock, "perf_counter", lambda: next(times))
+    one = Clock()
+    one.tick(later=False)
+    one.tick()
+    assert one.sentence() == f"2 tokens; first token after 1.00 s, then {speed}"

@@ -75,6 +75,9 @@ def test_few_logits_move_as_the_streams_do():
 def test_noise_is_kept(tmp_path):
     moved = Moved(torch.tensor([0.5, inf]), torch.tensor([True, False]))
     save_noise({(3, "attn.o"): moved, (3, "attn.q"): moved}, tmp_path, fed=True)
+    [file] = tmp_path.iterdir()
+    (tmp_path / "other").touch()
+    assert file.stat().st_mode == (tmp_path / "other").stat().st_mode  # others read it as they read the recording
     assert load_noise(tmp_path, fed=False) is None
     known = load_noise(tmp_path, fed=True)
     assert known is not None

@@ -31,7 +31,7 @@ from dsv4cli.engine.weights.placement import (
     least_on_gpu,
     most_rows,
 )
-from dsv4cli.engine.weights.reserve import Reserve, Workload
+from dsv4cli.engine.weights.reserve import CHUNKS, Reserve, Workload
 from dsv4cli.engine.weights.sizes import RankSizes, measure
 from dsv4cli.errors import NotEnoughMemory
 
@@ -213,7 +213,13 @@ def test_chunks_beside_experts_in_host_memory_are_not_the_largest():
 def test_a_chunk_that_is_asked_for_is_kept():
     for gpu in (FLASH_TOTAL + 20 * GB, H100, None):
         assert decide(sizes_of("flash", 1), FreeMemory(gpu, 400 * GB), ROOM[:1]).chunk == 8192
-    assert decide(sizes_of("flash", 1), FreeMemory(None, 400 * GB), ROOM).chunk == 4096
+
+
+@pytest.mark.parametrize("drafting", ["auto", "off", "3"])
+def test_a_cpu_reads_prompts_in_small_chunks(drafting):
+    beside = tuple(Reserve(chunk, 0, GB) for chunk in CHUNKS)
+    found = decide(sizes_of("flash", 1), FreeMemory(None, 400 * GB), beside, parse_drafting(drafting))
+    assert (found.chunk, found.drafter) == (512, drafting != "off")
 
 
 def test_loading_asks_with_what_it_finds(monkeypatch):
