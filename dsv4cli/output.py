@@ -31,8 +31,6 @@ FOLDED = "    "
 WIDTH = 80
 # characters of a line of advice: a path may be that long (Linux's PATH_MAX), and a command is pasted whole
 LONGEST_ADVICE = 4096
-# so many tokens of a prompt may take a while
-MANY_TOKENS = 1000
 # what a table says once, wherever it shows bytes
 UNIT_NOTE = "1 GB = 10^9 bytes"
 
@@ -186,15 +184,10 @@ class Output:
 
     def compiling(self, waiting: bool) -> None:
         """Shows on a terminal that kernels are compiled, until it is called with False."""
-        self._wait("compiling kernels …" if waiting else "")
+        self.wait("compiling kernels …" if waiting else "")
 
-    def reading(self, done: int, total: int) -> None:
-        """Shows on a terminal how much of a prompt that takes a while has been read, until both are the same."""
-        long = done < total >= MANY_TOKENS
-        self._wait(f"reading {total:,} tokens: {100 * done // total} % …" if long else "")
-
-    def _wait(self, text: str) -> None:
-        """Puts a text onto the line, in the place of the one before."""
+    def wait(self, text: str) -> None:
+        """Puts what is waited for onto a line of a terminal, in the place of what stood there; '': nothing any more."""
         if self.silent or self._open is not None or not sys.stderr.isatty() or not (text or self._waiting):
             return
         _write(sys.stderr, f"\r{' ' * self._waiting}\r{_styled(text, DIM, bool(text) and self.colours.stderr)}", end="")

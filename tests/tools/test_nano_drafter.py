@@ -105,6 +105,7 @@ def test_the_trunk_is_that_of_nano_byte_for_byte(name, tmp_path):
         assert torch.equal(ours[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
 
+@pytest.mark.slow
 def test_gradients_reach_all_of_the_drafter(name):
     found = {key: tensor.requires_grad_(not key.endswith("bias")) for key, tensor in parameters(name).items()}
     ids = tokens(300)

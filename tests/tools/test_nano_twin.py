@@ -162,6 +162,7 @@ def gradients(ids: torch.Tensor, mode: Mode) -> dict[str, torch.Tensor | None]:
     return {name: tensor.grad for name, tensor in found.items()}
 
 
+@pytest.mark.slow
 def test_gradients_reach_all_that_is_trained():
     for name, gradient in gradients(tokens(386), Mode(activations=True, sparse=True)).items():
         if name.endswith(("tid2eid", "gate.bias")):
@@ -172,6 +173,7 @@ def test_gradients_reach_all_that_is_trained():
             assert name == "embed.weight" or (gradient != 0).float().mean() > 0.9, name
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_engine(monkeypatch):
     # few enough tokens that every entry is chosen; the engine has no loss for the indexer, and none for the logits
     ids, length = tokens(202), 200

@@ -15,6 +15,7 @@ from dsv4cli.commands.chat.session import FileChanged, Session
 from dsv4cli.commands.chat.tools import Round
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.job import report_lookalikes
+from dsv4cli.commands.reading import Reading
 from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import AnswerLost, Dsv4Error, UsageError
 from dsv4cli.output import Output, counted
@@ -191,7 +192,7 @@ class Chat:
         clock.start = perf_counter()
         if self.stopped:  # before there was a reply to stop
             self.conversation.stop()
-        answer, self._lost = None, None
+        answer, self._lost, reading = None, None, Reading(self.out)
         try:
             with keys_wait():
                 for answer, pieces in steps:
@@ -199,7 +200,7 @@ class Chat:
                     self._breakable = self.conversation.breakable
                     if self.on_terminal:
                         read = self.conversation.prefilled
-                        self.out.reading(read, read + self.conversation.unread)
+                        reading.show(read, read + self.conversation.unread)
                     while clock.tokens < answer.drawn:  # a server counts them at the end
                         clock.tick(answer.prepared)
                     for kind, text in pieces:
@@ -210,7 +211,7 @@ class Chat:
             self._lost = error
         finally:
             self._breakable = False
-            self.out.reading(0, 0)
+            reading.show(0, 0)
             renderer.end()
         return answer if answer is not None and answer.drawn else None
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.job import Job
+from dsv4cli.commands.reading import Reading
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
@@ -34,15 +35,15 @@ def show_calls(job: Job, calls: Sequence[dict[str, Any]]) -> None:
 
 def show_reading(out: Output, requests: "Sequence[Request]", steps: Steps) -> Steps:
     """The same steps; until the first token a terminal shows how far long prompts are read."""
-    total, answered = sum(len(one.prompt) for one in requests), False
+    total, answered, reading = sum(len(one.prompt) for one in requests), False, Reading(out)
     try:
-        out.reading(0, total)
+        reading.show(0, total)
         for step in steps:
             answered = answered or bool(step[1].tokens)
-            out.reading(total if answered else sum(one.done for one in requests), total)
+            reading.show(total if answered else sum(one.done for one in requests), total)
             yield step
     finally:
-        out.reading(total, total)
+        reading.show(total, total)
 
 
 def stream_answer(job: Job, steps: Steps) -> "Answer":

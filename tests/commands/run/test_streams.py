@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from dsv4cli import __main__
+from dsv4cli.commands.reading import Reading
 from dsv4cli.commands.run.show import show_reading
 from dsv4cli.engine.runtime import drawing
 from tests.support.forked import Forked
@@ -68,10 +70,13 @@ def test_a_long_prompt_is_seen_to_be_read():
     arguments = ("run", "x" * 2000, "--model", SMALL, "--prefill-chunk", "900")
     terminal = Terminal(*arguments, prepare=speaking(says("Yes."), 0.0, 0.0))
     assert terminal.leave() == 0
-    parts = [f"reading 2,004 tokens: {part} % …" for part in (0, 44, 89)]
-    wiped = [f"\r{' ' * len(part)}\r" for part in parts]
     words = ESCAPES.sub("", terminal.shown)
-    assert f"{parts[0]}{wiped[0]}{parts[1]}{wiped[1]}{parts[2]}{wiped[2]}Yes.\r\n" in words
+    found = re.search(r"\r(reading 2,004 tokens: 0 % …)\r( +)\r(.+? …)\r( +)\r(.+? …)\r( +)\rYes\.\r\n", words)
+    assert found, words
+    parts, wiped = found.groups()[::2], found.groups()[1::2]
+    assert [*map(len, wiped)] == [*map(len, parts)]
+    for part, text in ((44, parts[1]), (89, parts[2])):
+        assert re.fullmatch(rf"reading 2,004 tokens: {part} %, [\d,]+ tokens/s, \d\.\d s left …", text)
 
 
 def test_a_short_prompt_is_not_announced():
@@ -82,11 +87,27 @@ def test_a_short_prompt_is_not_announced():
 
 def test_prompts_that_wait_behind_answers_are_not_announced():
     told = []
-    out = SimpleNamespace(reading=lambda done, total: told.append((done, total)))
+    out = SimpleNamespace(wait=told.append)
     requests = [SimpleNamespace(prompt=[1] * 600, done=done) for done in (600, 0)]
     steps = [(number, SimpleNamespace(tokens=tokens), []) for number, tokens in ((0, []), (0, [7]), (1, []))]
     assert list(show_reading(out, requests, iter(steps))) == steps
-    assert told == [(0, 1200), (600, 1200), *[(1200, 1200)] * 3]
+    assert [text.partition(",")[2].partition(",")[0] for text in told[:2]] == ["200 tokens: 0 % …", "200 tokens: 50 %"]
+    assert told[2:] == [""] * 3
+
+
+def test_the_rate_of_reading_counts_from_where_it_began(monkeypatch):
+    """In a conversation much has been read before."""
+    told = []
+    reading = Reading(SimpleNamespace(wait=told.append))
+    monkeypatch.setattr("dsv4cli.commands.reading.perf_counter", iter((10.0, 12.0, 16.0)).__next__)
+    for done in (4000, 5000, 7000, 8000):
+        reading.show(done, 8000)
+    assert told == [
+        "reading 8,000 tokens: 50 % …",
+        "reading 8,000 tokens: 62 %, 500 tokens/s, 6.0 s left …",
+        "reading 8,000 tokens: 87 %, 500 tokens/s, 2.0 s left …",
+        "",
+    ]
 
 
 def test_ctrl_c_while_the_program_is_imported(monkeypatch):

@@ -1,0 +1,29 @@
+"""How far a long prompt is read, on a terminal, where its answer will stand."""
+
+from time import perf_counter
+
+from dsv4cli.output import Output, duration_text
+
+# so many tokens of a prompt may take a while
+MANY_TOKENS = 1000
+
+
+class Reading:
+    """The reading of one prompt, or of several together."""
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+        self._begun: tuple[float, int] | None = None  # when, and how many tokens had been read then
+
+    def show(self, done: int, total: int) -> None:
+        """Shows how many tokens have been read, how fast and how long the others will take, until all have been."""
+        if not done < total >= MANY_TOKENS:
+            self._out.wait("")
+            return
+        now = perf_counter()
+        start, first = self._begun = self._begun or (now, done)
+        words = f"reading {total:,} tokens: {100 * done // total} %"
+        if done > first:
+            rate = (done - first) / max(now - start, 1e-9)
+            words += f", {rate:,.0f} tokens/s, {duration_text((total - done) / rate)} left"
+        self._out.wait(f"{words} …")
