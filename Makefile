@@ -22,7 +22,7 @@ run: $(READY) ## answer PROMPT="..." with the default model
 	@$(BIN)/dsv4 run --max-tokens 256 -- "$$RUN_PROMPT"
 
 test: $(READY) ## run the default tests, no GPU, no network, no weights; ARGS="-k rope" chooses
-	$(BIN)/python -m pytest -n 3 $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-gpu: ## run the GPU tests with the Python at hand, without set-up
 	$(PYTHON) -m pytest -m gpu $(ARGS)
