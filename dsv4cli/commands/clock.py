@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from dsv4cli.engine.runtime.engine import Engine
     from dsv4cli.engine.weights.offload import ExpertOffload
 
+# how often a bar is told the rate
+TOKENS_BETWEEN = 50
+
 
 @dataclass
 class Clock:
@@ -62,6 +65,12 @@ class Clock:
         if not self.rate:
             return ""
         return f"{self.rate:.1f} tokens/s" if self.rate >= 1 else f"{self.rate:.2g} tokens/s"
+
+    def activity(self, waiting: bool) -> str:
+        """What a bar says beside its count. waiting: for kernels."""
+        if waiting:
+            return "compiling kernels …"
+        return f"{self.rate:,.0f} tokens/s" if self.rate else "reading"
 
     def record(self) -> dict[str, Any]:
         """As JSON has it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.clock import TOKENS_BETWEEN, Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.offload_report import report_traffic
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.evaluation.items import EvalSet
     from dsv4cli.engine.evaluation.outcome import Outcome
     from dsv4cli.engine.runtime.request import Token
-
-# how often the rate is shown
-TOKENS_BETWEEN = 50
 
 
 @dataclass(frozen=True)
@@ -161,8 +158,7 @@ def _outcomes(job: Job, missing: "list[Posed]", total: int, clock: Clock) -> "It
         from dsv4cli.engine.weights.offload import offload_of
 
         def tell(waiting: bool = False) -> None:
-            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else "reading"
-            show(done, total, "compiling kernels …" if waiting else rate)
+            show(done, total, clock.activity(waiting))
 
         def note(token: "Token", later: bool) -> None:
             clock.tick(token.prepared, later=later)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.consumers.judge import Consumer
     from dsv4cli.engine.inspection.report import Inspection
 
+# tokens of a sequence that --fit is asked for, unless --context says otherwise
+FIT_CONTEXT = 8192
+
 InspectedArg = Annotated[
     str,
     typer.Argument(
@@ -57,7 +60,7 @@ RamOpt = Annotated[
     typer.Option(metavar="SIZE", help="For --fit: the RAM, as in 192GB; with --gpus the RAM of their machine."),
 ]
 ContextOpt = Annotated[
-    int | None, typer.Option("--context", min=1, help="For --fit: tokens of a sequence. If absent, 8192.")
+    int | None, typer.Option("--context", min=1, help=f"For --fit: tokens of a sequence. If absent, {FIT_CONTEXT}.")
 ]
 BatchOpt = Annotated[int | None, typer.Option(min=1, help="For --fit: sequences at once. If absent, 1.")]
 DiffOpt = Annotated[
@@ -115,7 +118,7 @@ def inspect(
     result = inspect_model(source)
     questions: dict[str, _Question | None] = {
         "verdict": partial(_ask_for, consumer=consumer) if consumer else None,
-        "fit": partial(_ask_fit, gpus=gpus, ram=ram, context=tokens or 8192, batch=batch or 1) if fit else None,
+        "fit": partial(_ask_fit, gpus=gpus, ram=ram, context=tokens or FIT_CONTEXT, batch=batch or 1) if fit else None,
         "diff": partial(_ask_diff, other=diff, layer=layer, tensor=tensor) if diff is not None else None,
         "tensor": partial(_ask_tensor, name=tensor) if tensor is not None and diff is None else None,
         "layer": partial(_ask_layer, name=layer) if layer is not None and diff is None else None,

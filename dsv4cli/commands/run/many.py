@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsv4cli.commands.clock import Clock
+from dsv4cli.commands.clock import TOKENS_BETWEEN, Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.settings import Sampling
     from dsv4cli.engine.text.inputs import BadLine, ScoreItem
     from dsv4cli.engine.text.questions import Question
-
-# how often the rate is shown
-TOKENS_BETWEEN = 50
 
 
 class Asked(NamedTuple):
@@ -189,8 +186,7 @@ def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
     with job.model(lengths) as model, job.out.counting("answers") as show:
 
         def tell(waiting: bool = False) -> None:
-            rate = f"{clock.rate:,.0f} tokens/s" if clock.rate else "reading"
-            show(done, many.total, "compiling kernels …" if waiting else rate)
+            show(done, many.total, clock.activity(waiting))
 
         tell()
         for number, answer, _ in drawn(job, model, [one.request for one in many.asked], clock, tell):

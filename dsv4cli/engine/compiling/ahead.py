@@ -98,12 +98,13 @@ class Compilation:
                 done = self._take(json.loads(line))
                 if done:  # it takes a second to end
                     break
-        code = 0 if done else process.wait()
-        if done and not self.counts.failed:
+        if not done:
+            process.wait()
+        elif not self.counts.failed:
             _leave(self._mark, self._launches)
         with self._changed:
             if not done and not self._closed:
-                self.counts.failed.append(f"the process that compiles has ended with code {code}")
+                self.counts.failed.append(f"the process that compiles has ended with code {process.returncode}")
             self._ended = True
             self._changed.notify_all()
         process.wait()
