@@ -178,8 +178,10 @@ def test_a_program_may_take_rows_several_times(tokens, monkeypatch):
 def test_linears_of_many_rows_round_their_input_once(tokens, form, monkeypatch):
     from dsv4cli.kernels.block_scale import kernel
 
-    rounded, calls = kernel.fp8_round, []
-    monkeypatch.setattr(kernel, "fp8_round", lambda *given: calls.append(given) or rounded(*given))
+    calls = []
+    for name in ("fp8_round", "fp8_codes"):
+        way = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, lambda *given, way=way: calls.append(given) or way(*given))
     linears(inputs(tokens, 128).bfloat16(), [weights(form, 4, 128), weights(form, 5, 128)])
     assert len(calls) == 1
 

@@ -77,7 +77,6 @@ def test_a_rounded_linear_takes_them(triton_backend, monkeypatch):
     from dsv4cli.kernels.gemm.kernel import tiled
 
     given = []
-    monkeypatch.setattr(tiled, "MANY", 10)
     monkeypatch.setattr(hopper, "suits", lambda x, weight: len(weight) == 8)
     monkeypatch.setattr(hopper, "linear", lambda *matrices: given.append(matrices))
     x, pairs = torch.randn(11, 128).bfloat16(), [weights("fp8", rows, 128) for rows in (8, 16)]

@@ -41,10 +41,10 @@ def test_linear_rounds_once(tiled, shape, form, dtype):
         assert torch.equal(tiled.linear_fp32(x, weight).double(), exact)
 
 
-@pytest.fixture(params=[0, 512], ids=["codes", "bf16"])
-def many(request, tiled, monkeypatch):
-    """From how many tokens on FP8 tensor cores multiply: from the first, or only from more than a test has."""
-    monkeypatch.setattr(tiled, "MANY", request.param)
+@pytest.fixture(params=[True, False], ids=["codes", "bf16"])
+def coded(request, tiled, monkeypatch):
+    """Whether FP8 tensor cores multiply rounded inputs, as where there are some, or bf16 ones."""
+    monkeypatch.setattr(tiled.tiled_fp8, "multiplies", lambda x: request.param and x.dtype == torch.bfloat16)
     return request.param
 
 
@@ -63,7 +63,7 @@ def test_groups(tiled, tokens, columns, form):
     ((131, 128, 200), "fp8", torch.bfloat16), ((20, 1152, 24), "fp8", torch.bfloat16),
     ((19, 256, 33), "fp4", torch.bfloat16), ((19, 256, 33), "fp8", torch.float32),
 ], ids=str)  # fmt: skip
-@pytest.mark.usefixtures("many")
+@pytest.mark.usefixtures("coded")
 def test_rounded_linear_is_exact_on_few_bits(tiled, shape, form, dtype):
     tokens, columns, rows = shape
     # codes of -256, -128, 0, 128 and 256: sums of 128 products of such small ones fit into any tensor core
@@ -85,7 +85,7 @@ def test_rounded_linear_is_exact_on_few_bits(tiled, shape, form, dtype):
         *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((130, 1152, 130), (18, 7168, 64))),
     ],
 )
-def test_rounded_linear_of_real_numbers(tiled, many, tokens, columns, rows, monkeypatch):
+def test_rounded_linear_of_real_numbers(tiled, coded, tokens, columns, rows, monkeypatch):
     monkeypatch.setattr(tiled.tiled_fp8, "FULL", 4)
     monkeypatch.setattr(tiled.tiled_fp8, "MANY", 130)
     x = torch.randn(tokens, columns) * torch.logspace(-3, 3, columns)[torch.randperm(columns)]
@@ -93,11 +93,11 @@ def test_rounded_linear_of_real_numbers(tiled, many, tokens, columns, rows, monk
     rounded, values = block_scale.fp8_round(x.bfloat16(), 128).double(), block_scale.dequantise(weight, scale).double()
     y = tiled.rounded_linear(x.bfloat16(), weight, scale)
     # FP8 tensor cores cut a sum at 13 bits below its largest term, 4 times in 128 columns
-    error = 4 * 2.0**-13 if x.is_cuda and not many else columns * FP32
+    error = 4 * 2.0**-13 if x.is_cuda and coded else columns * FP32
     assert_rounded_once(y, rounded @ values.T, error * (rounded.abs() @ values.abs().T))
 
 
-@pytest.mark.usefixtures("many")
+@pytest.mark.usefixtures("coded")
 def test_several_linears_share_their_input(tiled):
     x = torch.randn(19, 256).bfloat16()
     rounded = [weights("fp8", 40, 256), weights("fp4", 24, 256), weights("fp8", 8, 256)]

@@ -1,7 +1,8 @@
 """Linears of many rows in Triton: tiles of the result on tensor cores.
 
-The functions of ref.py for more rows than gemv.py takes; tiled_fp8.py multiplies FP8 codes, on Hopper
-warp_specialized.py where hopper.py says so, tiled_bf16.py bf16.
+The functions of ref.py for more rows than gemv.py takes. Rounded inputs go through FP8 tensor cores, for whose speed
+their shorter sums are accepted: tiled_fp8.py, on Hopper warp_specialized.py where hopper.py says so. All else is
+multiplied in bf16 by tiled_bf16.py.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,7 @@ from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales, e2m1_values,
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import place
 from dsv4cli.kernels.launch import cdiv, launched
 
-# more tokens are worth a launch that makes an FP8 weight bf16 (H200, wo_a of Flash); an FP4 weight always is. More
-# tokens of a rounded input go through FP8 tensor cores, for whose speed their shorter sums are accepted
+# more tokens are worth a launch that makes an FP8 weight bf16 (H200, wo_a of Flash); an FP4 weight always is
 MANY = 512
 
 
@@ -49,7 +49,7 @@ def linears(
     codes = rounding = None
     results = []
     for weight, scale in rounded:
-        if weight.dtype == torch.float8_e4m3fn and len(x) > MANY and tiled_fp8.multiplies(x):
+        if weight.dtype == torch.float8_e4m3fn and tiled_fp8.multiplies(x):
             codes = block_scale.fp8_codes(x, FP8_BLOCK) if codes is None else codes
             product = hopper if hopper.suits(codes[0], weight) else tiled_fp8
             results.append(product.linear(*codes, weight, scale))
