@@ -112,6 +112,12 @@ class Prefixes:
         """Whether the state is kept where a chunk ends."""
         return end in request.keep or (end % KEPT_EVERY == 0 and end < len(request.prompt))
 
+    def gives(self, request: Request, end: int, other: Request) -> bool:
+        """Whether what is kept where a chunk of a request ends saves another tokens."""
+        if request.scored or other.scored or end - other.done <= NOT_WORTH or not self.kept_at(request, end):
+            return False
+        return other.pack().startswith(request.pack()[: ID_BYTES * end])
+
     def keep(self, request: Request) -> None:
         """Keeps the state of a request as it is now, if the device has none of the same tokens that is as good."""
         sequence = request.sequence
