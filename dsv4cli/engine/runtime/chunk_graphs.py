@@ -24,8 +24,8 @@ from dsv4cli.kernels.card import is_there
 # the most tokens of a step in each; the host launches larger ones as fast as a GPU computes them. With one row more
 # 60 are few enough for kernels that stream weights
 TOKENS = (32, 60, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-# the fewest tokens that each of several prompts counts as, those of a question: a step has room for so many fewer
-# prompts that one alone goes through the kernels of a step without that room
+# each of several prompts counts as so many tokens at least, those of a question. With room for more prompts a step
+# would send a single one through other kernels: compressor and indexer choose theirs by tokens a sequence
 QUESTION = 30
 # how often a step runs before it is timed
 WARM = 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
@@ -67,6 +67,22 @@ def test_a_chunk_and_its_state_are_those_of_a_computed_step(steps, drafts):
     (logits, state), (expected, expected_state) = read(steps, True, drafts), read(steps, False, drafts)
     assert all(map(same, logits, expected))
     assert all(map(same, state, expected_state))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_the_room_for_others_changes_no_kernel_of_one_prompt(tokens):
+    """As compressor and indexer choose them."""
+    pytest.importorskip("triton")
+    from dsv4cli.kernels.compressor.kernel import MANY, entry_tiles
+    from dsv4cli.kernels.indexer.kernel import MANY as OF_A_SEQUENCE
+
+    def chosen(sequences: int) -> tuple[object, ...]:
+        config = model_of("mtp").config
+        groups, rows = Extent.around(config, tokens + 1, sequences, BLOCK_TOKENS).groups, tokens + 1
+        tiles = [entry_tiles(8, width, rows, groups[4]) for width in (128, 512)]
+        return tiles, rows >= groups[128] * MANY // 2, rows >= OF_A_SEQUENCE * sequences
+
+    assert chosen(min(max(tokens // QUESTION, 1), MAX_SLOTS - 1) + 1) == chosen(2)
 
 
 def read_together(steps: list[list[int]], chunks: bool, drafts: bool):
