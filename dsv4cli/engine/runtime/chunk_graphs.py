@@ -1,7 +1,7 @@
 """Chunks of prompts, captured in CUDA graphs for some numbers of rows and replayed: the host launches one graph.
 
 A step has room for several prompts and for as many groups of entries as these can have, wherever they end. Rows behind
-them are the padding sequence's, at least one; groups that are too many are behind its own.
+them, if there are any, are the padding sequence's; groups that are too many are behind its own.
 """
 
 from bisect import bisect_left
@@ -21,9 +21,8 @@ from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
 from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels.card import is_there
 
-# the most tokens of a step in each; the host launches larger ones as fast as a GPU computes them. With one row more
-# 60 are few enough for kernels that stream weights
-TOKENS = (32, 60, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
+# the rows of a step in each, whole tiles of linears; the host launches larger ones as fast as a GPU computes them
+TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
 # each of several prompts counts as so many tokens at least, those of a question. With room for more prompts a step
 # would send a single one through other kernels: compressor and indexer choose theirs by tokens a sequence
 QUESTION = 30
@@ -100,12 +99,12 @@ class ChunkGraphs:
 
 
 class CapturedChunks:
-    """Steps of up to `tokens` tokens of some sequences, in one more row than these."""
+    """Steps of up to so many rows, of tokens of some sequences."""
 
-    def __init__(self, graphs: GraphRunner, tokens: int) -> None:
-        self._rows, self._columns, self._padding = tokens + 1, graphs.columns, graphs.padding
-        self._most = max(min(tokens // QUESTION, most_prompts(graphs)), 1)
-        cache, model, rows, sequences = graphs.cache, graphs.model, tokens + 1, self._most + 1
+    def __init__(self, graphs: GraphRunner, rows: int) -> None:
+        self._rows, self._columns, self._padding = rows, graphs.columns, graphs.padding
+        self._most = max(min(rows // QUESTION, most_prompts(graphs)), 1)
+        cache, model, sequences = graphs.cache, graphs.model, self._most + 1
         self._numbers = upload(self._listed([(graphs.padding, [0])]), cache.device)
         ids, few, blocks = self._numbers.split([rows, 3 * sequences, sequences * self._columns])
         slots, starts, counts = few.view(3, sequences)
@@ -126,7 +125,7 @@ class CapturedChunks:
 
     def timed(self, vocabulary: int) -> float:
         """Seconds of a whole chunk, of tokens that differ, so that they go to many experts, in the padding sequence."""
-        ids, seconds = [(7 * place + 1) % vocabulary for place in range(self._rows - 1)], 0.0
+        ids, seconds = [(7 * place + 1) % vocabulary for place in range(self._rows)], 0.0
         for _ in range(WARM + 1):
             begin = perf_counter()
             self.run([(self._padding, ids)])

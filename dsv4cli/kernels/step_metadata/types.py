@@ -10,7 +10,7 @@ WITH_PREVIOUS, ALL_LISTED = 4, 128
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunk of each of B sequences; of all but the last it may have no token.
+    """The chunk of each of B sequences, which may have no token.
 
     slots: int64 [B].
     starts: int64 [B], the first position.
