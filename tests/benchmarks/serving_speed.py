@@ -1,4 +1,5 @@
-"""What an engine that serves many does on this machine: tokens beside long prompts, and a question that follows.
+"""What an engine that serves many does on this machine: tokens beside long prompts, a question that follows, and many
+that come together.
 
 python -m tests.benchmarks.serving_speed --model random:flash,experts=192
 torchrun --nproc-per-node 2 -m tests.benchmarks.serving_speed
@@ -27,8 +28,8 @@ from dsv4cli.engine.settings import Limits, Sampling, parse_size
 from dsv4cli.engine.weights.load import load_model
 from tests.benchmarks.decode_speed import ranks, say
 
-# requests that decode, and tokens of a question that follows
-DECODING, QUESTION = 8, 30
+# requests that decode, questions that come together beside these, and tokens of one
+DECODING, TOGETHER, QUESTION = 8, 56, 30
 # prompts that arrive, and how often a question is asked; the first of which are not timed
 PROMPTS, QUESTIONS, WARM = 8, 8, 2
 
@@ -103,6 +104,26 @@ def beside(bench: Bench, tokens: int) -> tuple[list[float], float, Counter[int]]
     return gaps, read / (perf_counter() - began), chunks
 
 
+def together(bench: Bench, count: int) -> tuple[list[float], list[float]]:
+    """Seconds to the first token of each of so many questions that come together, and between steps meanwhile that give
+    tokens to those that decode."""
+    questions = [bench.request(QUESTION, 2000) for _ in range(count)]
+    begin = ended = perf_counter()
+    firsts, gaps = dict[Request, float](), []
+    for question in questions:
+        bench.engine.add(question)
+    while len(firsts) < count:
+        given = [result.request for result in bench.engine.step() if result.tokens]
+        now = perf_counter()
+        firsts |= {request: now - begin for request in given if request in questions and request not in firsts}
+        if any(request not in questions for request in given):
+            gaps.append(now - ended)
+            ended = now
+    for question in questions:
+        bench.engine.cancel(question)
+    return list(firsts.values()), gaps
+
+
 def follow_up(bench: Bench, tokens: int) -> list[float]:
     """Seconds to the first token of questions that follow each other in a conversation of so many tokens."""
     first = bench.request(tokens, 8)
@@ -130,6 +151,7 @@ def measure(bench: Bench, world: World, asked: argparse.Namespace) -> None:
     say(world, f"prompts of {asked.prompt:,} tokens alone: {rate:,.0f} tokens/s")
     requests, step = decoding(bench)
     gaps, shared, chunks = beside(bench, asked.prompt)
+    burst = [together(bench, TOGETHER) for _ in range(WARM + 1)][-1]
     for request in requests:
         bench.engine.cancel(request)
     last = quantiles(gaps, n=100)[98]
@@ -143,6 +165,12 @@ def measure(bench: Bench, world: World, asked: argparse.Namespace) -> None:
     )
     read = ", ".join(f"{often} x {size:,}" for size, often in sorted(chunks.items()))
     say(world, f"tokens of prompts in steps: {read}")
+    firsts, gaps = burst
+    say(
+        world,
+        f"{TOGETHER} questions of {QUESTION} tokens beside them: first tokens after {1e3 * mean(firsts):.0f} (mean) "
+        f"to {1e3 * max(firsts):.0f}; between tokens {1e3 * mean(gaps):.1f} (mean) to {1e3 * max(gaps):.1f}",
+    )
     for tokens in (min(512, asked.conversation), asked.conversation // 8, asked.conversation):
         seconds = follow_up(bench, tokens)
         say(
@@ -157,7 +185,7 @@ def measure(bench: Bench, world: World, asked: argparse.Namespace) -> None:
 def engine(model: Transformer, device: torch.device, world: World, asked: argparse.Namespace) -> Iterator[Engine]:
     """The leader's engine; the other ranks follow until it ends."""
     capacity = Capacity(
-        slots=16,
+        slots=DECODING + TOGETHER,
         longest=asked.conversation + 1024,
         cache_memory=parse_size("--cache-memory", asked.cache_memory),
         host_memory=parse_size("--host-memory", asked.host_memory),

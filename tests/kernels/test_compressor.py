@@ -61,6 +61,7 @@ class Texts:
         self.capacity = halves * ratio + SPARE
         self.most = max(lengths) // ratio + 1
         self.done = [0] * len(lengths)
+        self.spare = 0  # groups of the last sequence in each step that no token of it can complete
 
     def state(self, dtype: torch.dtype, packed: bool = False) -> State:
         shape, cells = (len(self.slots), self.capacity, self.halves * self.width), len(self.slots) * self.most
@@ -81,7 +82,8 @@ class Texts:
         for sequence, count in enumerate(counts):
             start, end = self.done[sequence], self.done[sequence] + count
             # as many as these tokens can complete, wherever they begin
-            for group in range(start // ratio, start // ratio - (-count // ratio)):
+            more = self.spare if sequence == len(counts) - 1 else 0
+            for group in range(start // ratio, start // ratio - (-count // ratio) + more):
                 groups.append([self.slots[sequence], group * ratio - before, start, end, row])
                 entries.append(self.cell(sequence, group) if (group + 1) * ratio <= end else -1)
                 rotated.append(group * ratio)
@@ -133,6 +135,14 @@ def lengths(split: list[list[int]]) -> list[int]:
 )
 def test_entries_are_those_of_the_whole_text(kind, split):
     check_steps(Texts(lengths(split), *kind), split)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_groups_that_are_too_many_change_nothing(kind):
+    texts = Texts(lengths(SPLITS[2]), *kind)
+    texts.spare = 5
+    check_steps(texts, SPLITS[2])
 
 
 @pytest.mark.usefixtures("backend")

@@ -149,6 +149,31 @@ def test_places_are_those_of_the_definition(name):
 
 
 @pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(("of_4", "of_128"), [(0, 0), (0, 3), (3, 0), (7, 40)])
+def test_groups_that_are_too_many_are_the_last_ones(of_4, of_128):
+    """Behind its own, so that they complete nothing and keep no rows; sequences without tokens have none."""
+    chunks, layout = step([(130, 9), (0, 5), (0, 0), (0, 0), (0, 30)], False)
+    turns = dict.fromkeys((0, 4, 128), torch.tensor(FREQUENCIES))
+    some = [0, 1, 4]
+    without = Chunks(chunks.slots[some], chunks.starts[some], chunks.counts[some], chunks.blocks[some])
+    own = ref.step_metadata(without, layout, turns)
+    more = replace(layout, groups={4: layout.groups[4] + of_4, 128: layout.groups[128] + of_128})
+    made = step_metadata(chunks, more, turns)
+    assert made.last[some].tolist() == own.last.tolist()
+    assert made.sequence.tolist() == torch.tensor(some)[own.sequence].tolist()
+    assert torch.equal(made.every_entry, step_metadata(chunks, layout, turns).every_entry)
+    for ratio, entries in made.entries.items():
+        expected, count = own.entries[ratio], len(own.entries[ratio].groups)
+        assert (len(entries.groups), len(entries.cells)) == (more.groups[ratio],) * 2
+        assert torch.equal(entries.groups[:count], expected.groups)
+        assert torch.equal(entries.cells[:count], expected.cells)
+        assert entries.cells[count:].tolist() == [-1] * (more.groups[ratio] - count)
+        before, ends = (ratio if ratio == 4 else 0), [int(chunks.slots[4]), 0, 30, 14]
+        numbers = range(-(-30 // ratio), -(-30 // ratio) + more.groups[ratio] - count)
+        assert entries.groups[count:].tolist() == [[ends[0], number * ratio - before, *ends[1:]] for number in numbers]
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("ratios", [(), (4,), (128,)], ids=str)
 def test_a_model_without_some_ratio(ratios):
     chunks, layout = step([(130, 9), (0, 5)], True, ratios)

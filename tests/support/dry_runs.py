@@ -55,7 +55,8 @@ def random_step(one: Demand, draw: random.Random) -> Step:
 
 def captured_chunks(dry: DryRun, one: Demand) -> list[Launch]:
     """What captured chunks of prompts launch that nothing before them has."""
-    before, runner = set(dry._recorder.launches), Runner(dry._model, Capacity(2, max(one.longest), chunks=True), CUDA)
+    capacity = Capacity(one.sequences, max(one.longest), chunks=True)
+    before, runner = set(dry._recorder.launches), Runner(dry._model, capacity, CUDA)
     while runner.prepare():
         pass
     return [launch for identity, launch in dry._recorder.launches.items() if identity not in before]

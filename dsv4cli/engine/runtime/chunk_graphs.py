@@ -1,11 +1,13 @@
-"""Chunks of one prompt, captured in CUDA graphs for some numbers of rows and replayed: the host launches one graph.
+"""Chunks of prompts, captured in CUDA graphs for some numbers of rows and replayed: the host launches one graph.
 
-Rows behind the chunk are the padding sequence's, at least one. A step of n rows has as many groups of entries wherever
-the chunk ends, since n is one more than a multiple of the ratios.
+A step has room for several prompts and for as many groups of entries as these can have, wherever they end. Rows behind
+them, if there are any, are the padding sequence's; groups that are too many are behind its own.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -19,43 +21,55 @@ from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
 from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels.card import is_there
 
-# the most tokens of a chunk in each; the host launches larger ones as fast as a GPU computes them. With one row more
-# 60 are few enough for kernels that stream weights
-TOKENS = (32, 60, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-# how often a chunk runs before it is timed
+# the rows of a step in each, whole tiles of linears; the host launches larger ones as fast as a GPU computes them
+TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
+# each of several prompts counts as so many tokens at least, those of a question. With room for more prompts a step
+# would send a single one through other kernels: compressor and indexer choose theirs by tokens a sequence
+QUESTION = 30
+# how often a step runs before it is timed
 WARM = 1
 
 Output = tuple[HiddenStates, Batch]
+# sequences and their next tokens
+Work = Items[tuple[Sequence, list[int]]]
+
+
+def room_of(counts: Items[int]) -> int:
+    """The tokens of a step that has room for so many tokens of each of some prompts."""
+    return counts[0] if len(counts) == 1 else sum(max(count, QUESTION) for count in counts)
 
 
 class ChunkGraphs:
-    """Runs chunks of one prompt for the cache of other graphs, which says how long sequences may be.
+    """Runs chunks of prompts for the cache of other graphs, which says how long sequences may be.
 
-    seconds: what a chunk of each size took when it was captured, by its tokens.
+    seconds: what a step of each size took when it was captured, by its tokens.
     """
 
     def __init__(self, graphs: GraphRunner) -> None:
         self.seconds: dict[int, float] = {}
         self._graphs = graphs
-        self._chunks: dict[int, CapturedChunk] = {}
+        self._chunks: dict[int, CapturedChunks] = {}
         self._made_for = self._key()
 
-    def hold(self, tokens: int) -> bool:
-        """Whether a chunk of so many tokens is one of these."""
-        return tokens <= max(self._sizes(), default=0)
+    def hold(self, work: Work) -> bool:
+        """Whether one of these has room for the next tokens of sequences."""
+        room = room_of([len(ids) for _, ids in work])
+        return len(work) <= most_prompts(self._graphs) and room <= max(self._sizes(), default=0)
 
-    def run(self, sequence: Sequence, ids: list[int], on_preparing: Callable[[], None]) -> Output:
-        """What the model gives for the next tokens of a sequence and for padding behind them, overwritten by the next
-        call, and the batch of all these rows. Reserves blocks. Raises NotEnoughMemory."""
-        self._graphs.cache.reserve(sequence, len(ids))
-        size = TOKENS[bisect_left(TOKENS, len(ids))]
+    def run(self, work: Work, on_preparing: Callable[[], None]) -> Output:
+        """What the model gives for the next tokens of sequences and for padding behind them, overwritten by the next
+        call, and the batch of all these rows, for layers that have a window only. Reserves blocks. Raises
+        NotEnoughMemory."""
+        for sequence, ids in work:
+            self._graphs.cache.reserve(sequence, len(ids))
+        size = TOKENS[bisect_left(TOKENS, room_of([len(ids) for _, ids in work]))]
         if not self._holds(size):
             on_preparing()
             self._capture(size)
-        return self._chunks[size].run(sequence, ids)
+        return self._chunks[size].run(work)
 
     def prepare(self) -> bool:
-        """Captures chunks of one size, if one is missing; whether one was."""
+        """Captures steps of one size, if one is missing; whether one was."""
         missing = [size for size in self._sizes() if not self._holds(size)]
         if missing:
             self._capture(missing[0])
@@ -70,8 +84,8 @@ class ChunkGraphs:
         return [size for size in TOKENS if size <= self._graphs.columns * BLOCK_TOKENS]
 
     def _capture(self, size: int) -> None:
-        self._chunks[size] = chunk = CapturedChunk(self._graphs, size)
-        self.seconds[size] = chunk.timed(self._graphs.model.config.vocab_size)
+        self._chunks[size] = chunks = CapturedChunks(self._graphs, size)
+        self.seconds[size] = chunks.timed(self._graphs.model.config.vocab_size)
 
     def _holds(self, size: int) -> bool:
         if self._made_for != self._key():
@@ -84,43 +98,57 @@ class ChunkGraphs:
         return self._graphs.cache.blocks, self._graphs.columns
 
 
-class CapturedChunk:
-    """Steps of up to `tokens` tokens of a sequence, in one more row than these."""
+class CapturedChunks:
+    """Steps of up to so many rows, of tokens of some sequences."""
 
-    def __init__(self, graphs: GraphRunner, tokens: int) -> None:
-        self._rows, self._columns, self._padding = tokens + 1, graphs.columns, graphs.padding
-        cache, model, columns = graphs.cache, graphs.model, graphs.columns
-        self._numbers = upload(torch.tensor(self._listed(graphs.padding, [0])), cache.device)
-        ids, slots, starts, counts, blocks = self._numbers.split([tokens + 1, 2, 2, 2, 2 * columns])
-        extent = Extent.of(cache.config, [tokens, 1], columns * BLOCK_TOKENS)
+    def __init__(self, graphs: GraphRunner, rows: int) -> None:
+        self._rows, self._columns, self._padding = rows, graphs.columns, graphs.padding
+        self._most = max(min(rows // QUESTION, most_prompts(graphs)), 1)
+        cache, model, sequences = graphs.cache, graphs.model, self._most + 1
+        self._numbers = upload(self._listed([(graphs.padding, [0])]), cache.device)
+        ids, few, blocks = self._numbers.split([rows, 3 * sequences, sequences * self._columns])
+        slots, starts, counts = few.view(3, sequences)
+        extent = Extent.around(cache.config, rows, sequences, self._columns * BLOCK_TOKENS)
 
         def compute() -> Output:
-            routed = torch.arange(tokens + 1, device=cache.device) % counts[:1]  # padding goes where the chunk goes
-            batch = batch_of(cache, Numbers(slots, starts, counts, ids, blocks.view(2, columns), routed), extent)
-            return model(batch, cache.layers), batch
+            routed = torch.arange(rows, device=cache.device) % (rows - counts[-1:])  # padding goes where the chunks go
+            batch = batch_of(cache, Numbers(slots, starts, counts, ids, blocks.view(sequences, -1), routed), extent)
+            # what only the model reads is memory for the next graph
+            return model(batch, cache.layers), replace(batch, entries={}, every_entry=batch.window_index)
 
         self._run = graphs.capture(compute)
 
-    def run(self, sequence: Sequence, ids: list[int]) -> Output:
-        """What the model gives for these tokens, in the first rows."""
-        numbers = torch.tensor(self._listed(sequence, ids))
-        self._numbers.copy_(upload(numbers, self._numbers.device))
+    def run(self, work: Work) -> Output:
+        """What the model gives for the next tokens of these sequences, in the first rows."""
+        self._numbers.copy_(upload(self._listed(work), self._numbers.device))
         return self._run()
 
     def timed(self, vocabulary: int) -> float:
         """Seconds of a whole chunk, of tokens that differ, so that they go to many experts, in the padding sequence."""
-        ids, seconds = [(7 * place + 1) % vocabulary for place in range(self._rows - 1)], 0.0
+        ids, seconds = [(7 * place + 1) % vocabulary for place in range(self._rows)], 0.0
         for _ in range(WARM + 1):
             begin = perf_counter()
-            self.run(self._padding, ids)
+            self.run([(self._padding, ids)])
             if is_there(self._numbers.device):
                 torch.cuda.current_stream(self._numbers.device).synchronize()
             seconds = perf_counter() - begin
         return seconds
 
-    def _listed(self, sequence: Sequence, ids: list[int]) -> list[int]:
-        """The numbers of a step: ids, slots, starts, counts, and the blocks of both sequences."""
-        behind, padding = self._rows - len(ids), self._padding
-        few = [sequence.slot, padding.slot, sequence.length, 0, len(ids), behind]
-        own = sequence.blocks + padding.blocks[:1] * (self._columns - len(sequence.blocks))
-        return [*ids, *[0] * behind, *few, *own, *padding.blocks[:1] * self._columns]
+    def _listed(self, work: Work) -> torch.Tensor:
+        """The numbers of a step: ids, slots, starts, counts, and the blocks of each sequence. Padding is the last."""
+        given = [token for _, ids in work for token in ids]
+        behind, unused, padding = self._rows - len(given), self._most - len(work), self._padding
+        numbers = [*given, *[0] * behind]  # ids first, so that they begin at 16 bytes
+        numbers += [*(one.slot for one, _ in work), *[padding.slot] * (unused + 1)]
+        numbers += [*(one.length for one, _ in work), *[0] * (unused + 1)]
+        numbers += [*(len(ids) for _, ids in work), *[0] * unused, behind]
+        blocks = torch.full((self._most + 1, self._columns), padding.blocks[0])
+        for row, (one, _) in enumerate(work):
+            blocks[row, : len(one.blocks)] = torch.tensor(one.blocks)
+        return torch.cat((torch.tensor(numbers), blocks.flatten()))
+
+
+def most_prompts(graphs: GraphRunner) -> int:
+    """Those beside one that decodes: with padding they are as many sequences as a captured step may decode, for which
+    kernels are compiled."""
+    return max(graphs.cache.slots - 2, 1)

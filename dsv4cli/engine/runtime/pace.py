@@ -2,13 +2,15 @@
 
 On the average the time between two steps that give tokens is the target or less, and few of them are longer than MOST
 times that. A chunk takes nearly as long as one of many more tokens: a few large ones, with steps between them that read
-nothing, read more than many small ones. Only the leader decides, for ranks measure different times.
+nothing, read more than many small ones, and short prompts share one. Only the leader decides, for ranks measure
+different times.
 """
 
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 
-from dsv4cli.engine.runtime.chunk_times import STRANGE, ChunkTimes
+from dsv4cli.engine.runtime.chunk_graphs import QUESTION, room_of
+from dsv4cli.engine.runtime.chunk_times import SIZES, STRANGE, WORTH, ChunkTimes
 from dsv4cli.engine.runtime.gate import size_of
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Chunk, Pick
@@ -54,15 +56,16 @@ class Pace:
             return None
         if not reading or not self._ready():
             return Pick()
-        first = self._turn(reading)
-        tokens = len(first.ids) - first.done
-        step = self._of_decoding(len(decoding))
-        size = self._size(tokens, MOST * self._goal(step) - step)
+        order = self._order(reading)
+        left = [len(request.ids) - request.done for request in order]
+        size = self._size(left[0], self._seconds(len(decoding)))
         if not size:
             return Pick()
         for request in reading:
-            self._passed[request] = 0 if request is first else self._passed.get(request, 0) + 1
-        return Pick(first.number, min(size, tokens, first.prefill_chunk))
+            self._passed[request] = self._passed.get(request, 0) + 1
+        if size >= left[0]:
+            size = self._shared(left, len(decoding))
+        return Pick(tuple(request.number for request in order[: max(size // QUESTION, 1)]), size)
 
     def _ready(self) -> bool:
         """Whether prompts may go now: it is known what a step takes without them, and the time is not spent."""
@@ -73,27 +76,44 @@ class Pace:
         now = perf_counter()
         if pick is None or prepared:
             self._rest()
-        elif pick.request is not None:
-            self._read.append(sum(chunk.tokens for chunk in chunks))
+        elif pick.requests:
+            self._passed.update(dict.fromkeys((chunk.request for chunk in chunks), 0))
+            self._read.append(room_of([chunk.tokens for chunk in chunks]))
         else:
             if self._ended is not None:
                 self._learn(now - self._ended, len(chunks))
             self._ended, self._read = now, []
 
-    def _turn(self, reading: Sequence[Request]) -> Request:
-        """The prompt that has the fewest tokens left, or one that was passed over too often."""
-        return max(
+    def _order(self, reading: Sequence[Request]) -> list[Request]:
+        """Those that were passed over too often, then the others, by how few tokens their prompts have left."""
+        return sorted(
             reading,
             key=lambda one: (self._passed.get(one, 0) >= PATIENCE, one.done - len(one.ids), -one.number),
+            reverse=True,
         )
 
     def _size(self, tokens: int, seconds: float) -> int:
         """Of so many tokens the part that is read fastest, where those who decode have so many seconds for prompts; 0
         where what was read already leaves too few."""
         worth = self._chunks.worth(tokens)
-        left = seconds - sum(map(self._chunks.late, self._read))
-        fitting = [size for size in worth if self._chunks.late(size) <= left]
+        fitting = [size for size in worth if self._chunks.late(size) <= seconds]
         return max(fitting, key=self._chunks.rate, default=0 if self._read else worth[0])
+
+    def _shared(self, prompts: Sequence[int], decoding: int) -> int:
+        """The room for as many of these prompts, from the first on, as are read fastest in one step, beside so many
+        that decode; each has so many tokens left. Where what has time for that reads much less than more prompts would,
+        it may take as long as the part of one prompt of all these tokens would."""
+        limit = 0 if self._read else self._chunks.worth(sum(prompts))[0]
+        rates, fitting = {}, set()
+        for count in range(1, len(prompts) + 1):
+            room = room_of(prompts[:count])
+            if count == 1 or room <= SIZES[-1]:
+                rates[room] = sum(prompts[:count]) / self._chunks.of(room)
+                if self._chunks.late(room) <= self._seconds(decoding + count - 1):  # these decode then
+                    fitting.add(room)
+        rooms = [room for room in rates if room <= limit or room in fitting] or [*rates][:1]
+        worth = [room for room in rooms if rates[room] >= WORTH * max(rates.values())] or rooms
+        return max([room for room in worth if room in fitting] or worth, key=rates.__getitem__)
 
     def _learn(self, seconds: float, decoded: int) -> None:
         if not self._read:
@@ -104,6 +124,11 @@ class Pace:
         if self._read:
             self._chunks.learn(self._read, max(seconds - step, LEAST * seconds))
         self._behind = max(self._behind + min(seconds, STRANGE * expected) - goal, -goal)
+
+    def _seconds(self, decoding: int) -> float:
+        """What prompts may take in what is left of the time between two tokens of so many requests."""
+        step = self._of_decoding(decoding)
+        return MOST * self._goal(step) - step - sum(map(self._chunks.late, self._read))
 
     def _goal(self, step: float) -> float:
         """The target, or so much that prompts have their share beside steps of so many seconds."""

@@ -101,8 +101,8 @@ class Prefixes:
                 self._drop(state)
 
     def stop(self, request: Request) -> int:
-        """Where the request's next chunk ends at the latest."""
-        stops = [kept for kept in request.keep if kept > request.done]
+        """Where the request's next chunk ends at the latest: not where so little is kept that nobody takes it."""
+        stops = [kept for kept in request.keep if kept > max(request.done, NOT_WORTH)]
         multiple = (request.done // KEPT_EVERY + 1) * KEPT_EVERY
         if multiple < len(request.prompt):
             stops.append(multiple)
@@ -111,6 +111,12 @@ class Prefixes:
     def kept_at(self, request: Request, end: int) -> bool:
         """Whether the state is kept where a chunk ends."""
         return end in request.keep or (end % KEPT_EVERY == 0 and end < len(request.prompt))
+
+    def gives(self, request: Request, end: int, other: Request) -> bool:
+        """Whether what is kept where a chunk of a request ends saves another tokens."""
+        if request.scored or other.scored or end - other.done <= NOT_WORTH or not self.kept_at(request, end):
+            return False
+        return other.pack().startswith(request.pack()[: ID_BYTES * end])
 
     def keep(self, request: Request) -> None:
         """Keeps the state of a request as it is now, if the device has none of the same tokens that is as good."""

@@ -1,7 +1,7 @@
 """The batch of a step: which tokens of which sequences, and where they lie; nothing here waits for the device."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,7 +30,7 @@ class Numbers:
 @dataclass(frozen=True)
 class Extent:
     """How large a step is, which the host knows. groups: the entries of each ratio that the chunks can complete,
-    wherever they begin; entries: the most that a sequence has afterwards, or more."""
+    wherever they begin, or more; entries: the most that a sequence has afterwards, or more."""
 
     longest: int
     groups: dict[int, int]
@@ -42,6 +42,12 @@ class Extent:
         ratios = [ratio for ratio in (4, 128) if ratio in config.compress_ratios]
         groups: dict[int, int] = {ratio: sum(-(-count // ratio) for count in counts) for ratio in ratios}
         return cls(max(counts), groups, {ratio: most // ratio for ratio in ratios})
+
+    @classmethod
+    def around(cls, config: ModelConfig, tokens: int, sequences: int, most: int) -> "Extent":
+        """Of so many tokens that are divided among sequences in any way, after which none has more than `most`."""
+        whole = cls.of(config, [tokens], most)
+        return replace(whole, groups={ratio: (tokens + (ratio - 1) * sequences) // ratio for ratio in whole.groups})
 
 
 def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:

@@ -209,9 +209,8 @@ class Runner:
 
     def _modelled(self, work: list[tuple[Sequence, list[int]]]) -> tuple[HiddenStates, Batch]:
         """What the model gives for these tokens, in the first rows."""
-        [(sequence, ids), *others] = work
-        if self._chunks is not None and not others and self._chunks.hold(len(ids)):
-            return self._chunks.run(sequence, ids, self.preparing.begin)
+        if self._chunks is not None and self._chunks.hold(work):
+            return self._chunks.run(work, self.preparing.begin)
         batch = make_batch(self.cache, work)
         return self.model(batch, self.cache.layers), batch
 

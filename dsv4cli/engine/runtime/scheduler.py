@@ -1,20 +1,22 @@
 """Which tokens go through the model in a step: requests join while there is room, each with its next chunk."""
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK
 from dsv4cli.engine.runtime.cache import Cache, blocks_of
+from dsv4cli.engine.runtime.chunk_graphs import room_of
 from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
 
 
 @dataclass(frozen=True)
 class Pick:
-    """Whose step the next one is, where not all requests share it: of those that decode, or of so many tokens of one
-    request's prompt, by its number."""
+    """Whose step the next one is, where not all requests share it: of those that decode, or of so many tokens of the
+    prompts of these requests, by their numbers, the first of which has its part whatever the others have."""
 
-    request: int | None = None
+    requests: Items[int] = ()
     tokens: int = 0
 
 
@@ -97,25 +99,38 @@ class Scheduler:
         self._active.clear()
 
     def of(self, pick: Pick | None) -> list[Request]:
-        """The requests whose step the next one is."""
+        """The requests whose step the next one may be, in the order of their chunks."""
         if pick is None:
             return self.active
-        if pick.request is None:
+        if not pick.requests:
             return [request for request in self._active if request.decodes]
-        return [request for request in self._active if request.number == pick.request]
+        active = {request.number: request for request in self._active}
+        return [active[number] for number in pick.requests]
 
     def chunks(self, pick: Pick | None = None) -> list[Chunk]:
         """The next step. A chunk ends where the state is to be kept."""
         self._admit()
-        chunks, row = [], 0
+        chunks: list[Chunk] = []
+        row, most = 0, pick.tokens if pick and pick.tokens else MAX_STEP_TOKENS
         for request in self.of(pick):
-            most = min(request.prefill_chunk, MAX_STEP_TOKENS - row)
-            count = min(self._stop(request) - request.done, most, pick.tokens if pick and pick.tokens else most)
+            count = min(self._stop(request) - request.done, request.prefill_chunk)
+            if chunks and pick and pick.tokens and not self._joins(request, count, chunks, most):
+                continue
+            count = min(count, most - row)
             if count > 0:
                 chunk = Chunk(request, request.done, request.done + count, row, self._drafts(request, count, row))
                 chunks.append(chunk)
                 row += chunk.tokens
         return chunks
+
+    def _joins(self, request: Request, count: int, chunks: list[Chunk], most: int) -> bool:
+        """Whether so many tokens of a prompt go beside these chunks: where there is room for all of them, and nothing
+        of these is kept that the prompt begins with, for then it is found in the next step."""
+        if room_of([*(chunk.tokens for chunk in chunks), count]) > most:
+            return False
+        return self._prefixes is None or not any(
+            self._prefixes.gives(chunk.request, chunk.end, request) for chunk in chunks
+        )
 
     def _admit(self) -> None:
         """Those that have waited longest get a sequence, while there is room for all that it may become."""

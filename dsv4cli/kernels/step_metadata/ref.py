@@ -79,6 +79,7 @@ def entries_of(chunks: Chunks, layout: Layout, tokens: Tokens, frequencies: torc
     before = ratio if ratio == WITH_PREVIOUS else 0
     ends = (chunks.starts + chunks.counts) // ratio
     new = (chunks.counts + ratio - 1) // ratio
+    new[-1:] += layout.groups[ratio] - new.sum()
     owner = owners(new, layout.groups[ratio])
     group = torch.arange(owner.numel(), device=device) - (new.cumsum(0) - new)[owner] + (chunks.starts // ratio)[owner]
     starts = chunks.starts[owner]
@@ -87,7 +88,7 @@ def entries_of(chunks: Chunks, layout: Layout, tokens: Tokens, frequencies: torc
     table = chunks.blocks.repeat_interleave(per_block, 1) * per_block + entry % per_block
     return Entries(
         groups=torch.stack(groups, 1),
-        cells=torch.where(group < ends[owner], table[owner, group], -1),
+        cells=torch.where(group < ends[owner], table[owner, group.clamp_max(table.shape[1] - 1)], -1),
         rotation=rotation(group * ratio, frequencies),
         visible=(tokens.positions + 1) // ratio,
         table=table[:, : layout.entries[ratio]],

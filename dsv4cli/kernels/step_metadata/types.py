@@ -10,7 +10,7 @@ WITH_PREVIOUS, ALL_LISTED = 4, 128
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunk of each of B sequences, at least one token.
+    """The chunk of each of B sequences, which may have no token.
 
     slots: int64 [B].
     starts: int64 [B], the first position.
@@ -35,7 +35,8 @@ class Layout:
         are the rings of the step's sequences as they were and then the step's keys.
     rows: how many rows the window's keys have.
     block: the tokens of a block.
-    groups: by ratio, ceil(count / ratio) of all chunks together.
+    groups: by ratio, ceil(count / ratio) of all chunks together, or more: the last sequence has those too many, behind
+        its own and never complete.
     entries: by ratio, the most that a sequence has after the step, or more.
     """
 
@@ -71,7 +72,7 @@ class StepMetadata:
 
     sequence: int64 [T], the sequence of each token, counted from 0 within the step.
     positions: int64 [T], of each token.
-    last: int64 [B], the row of each sequence's final token.
+    last: int64 [B], the row of each sequence's final token; anything where it has none.
     window_index: int64 [T, window], the rows of the window's keys that a token sees, oldest first, then -1.
     window_columns: int64 [T], how many of its columns come before compressed entries in a token's list.
     window_cells: int64 [T], where a token's key goes in the flat rings, -1 before the last `capacity` of a chunk, so

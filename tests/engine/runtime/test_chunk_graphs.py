@@ -2,16 +2,18 @@
 
 import gc
 from dataclasses import is_dataclass, replace
+from itertools import pairwise
+from random import Random
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.chunk_graphs import TOKENS, CapturedChunk
+from dsv4cli.engine.runtime.chunk_graphs import QUESTION, TOKENS, CapturedChunks
 from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import Extent
 from dsv4cli.engine.runtime.request import Request
@@ -24,7 +26,14 @@ from tests.support.speculation import model_of, text
 
 SLOW = pytest.mark.slow
 # of each step the tokens of the text that go through the model
-STEPS = ([30, 1, 2, 33], [128, 5], [127, 129, 64], [257, 200], [512, 1])
+STEPS = ([30, 1, 32, 33], [128, 5], [127, 129, 64], [257, 200], [512, 1])
+# of each step the tokens of four texts
+TOGETHER = (
+    [[30, 30, 0, 0], [2, 1, 40, 9]],
+    [[3, 125, 1, 90], [257, 5, 127, 130]],
+    [[61, 0, 63, 64], [64, 257, 1, 2], [1, 129, 128, 4]],
+    [[1, 2, 3, 122], [5, 126, 7, 250]],
+)
 LONGEST = 700
 
 
@@ -60,16 +69,74 @@ def test_a_chunk_and_its_state_are_those_of_a_computed_step(steps, drafts):
     assert all(map(same, state, expected_state))
 
 
-@pytest.mark.parametrize("count", [2, 5, 32, 50])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_the_room_for_others_changes_no_kernel_of_one_prompt(tokens):
+    """As compressor and indexer choose them."""
+    pytest.importorskip("triton")
+    from dsv4cli.kernels.compressor.kernel import MANY, entry_tiles
+    from dsv4cli.kernels.indexer.kernel import MANY as OF_A_SEQUENCE
+
+    def chosen(sequences: int) -> tuple[object, ...]:
+        config = model_of("mtp").config
+        groups, rows = Extent.around(config, tokens, sequences, BLOCK_TOKENS).groups, tokens
+        tiles = [entry_tiles(8, width, rows, groups[4]) for width in (128, 512)]
+        return tiles, rows >= groups[128] * MANY // 2, rows >= OF_A_SEQUENCE * sequences
+
+    assert chosen(min(max(tokens // QUESTION, 1), MAX_SLOTS - 1) + 1) == chosen(2)
+
+
+def read_together(steps: list[list[int]], chunks: bool, drafts: bool):
+    """The same of several texts, which share the steps."""
+    texts = [text(sum(own), 4 + number) for number, own in enumerate(zip(*steps, strict=True))]
+    one = Runner(model_of("mtp", reference=True), Capacity(5, LONGEST, drafts=drafts, chunks=chunks), "cpu")
+    requests = [Request([], Sampling(0.0), Limits(), number=number, end=LONGEST) for number in range(len(texts))]
+    found = []
+    for counts in steps:
+        reading = [request for request, count in zip(requests, counts, strict=True) if count]
+        for request, ids, count in zip(requests, texts, counts, strict=True):
+            request.ids[:] = ids[: len(request.ids) + count]
+        for request in reading:
+            if request.sequence is None:
+                one.add(request)
+        ran = one.run(Pick([request.number for request in reading], 1000))
+        assert [chunk.tokens for chunk in ran.chunks] == [count for count in counts if count]
+        assert (len(ran.hidden.streams) > sum(counts)) == chunks
+        found.append(ran.logits.clone())
+        if drafts:
+            found.append(one.speculate(ran, ran.logits.argmax(-1), [0] * len(reading), 3))
+    return found, [part for request in requests for part in state_of(one, request)]
+
+
+@pytest.mark.parametrize("steps", [TOGETHER[0], *(pytest.param(one, marks=SLOW) for one in TOGETHER[1:])], ids=str)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_several_prompts_share_a_captured_step(steps, drafts):
+    (logits, state), (expected, expected_state) = (read_together(steps, chunks, drafts) for chunks in (True, False))
+    assert all(map(same, logits, expected))
+    assert all(map(same, state, expected_state))
+
+
+@pytest.mark.parametrize(
+    ("slots", "counts", "held"),
+    [(5, [8] * 4, True), (5, [8] * 5, False), (5, [400, 300], True), (5, [400, 400], False), (1, [8], True)],
+)
+def test_which_steps_are_captured(slots, counts, held):
+    """Those of prompts beside one that decodes, as long as one prompt may be."""
+    one = Runner(model_of("mtp"), Capacity(slots, LONGEST, chunks=True), "cpu")
+    for number, count in enumerate(counts):
+        one.add(Request(text(count, number), Sampling(), Limits(), number=number, end=LONGEST))
+    assert (len(one.run().hidden.streams) > sum(counts)) == held
+
+
+@pytest.mark.parametrize("count", [2, 5, 33, 50, 90])
 def test_padding_asks_for_no_expert_of_its_own(count, monkeypatch):
     compute, chosen = moe.experts.mixture, []
     monkeypatch.setattr(moe.experts, "mixture", lambda *given: chosen.append(given[3]) or compute(*given))
-    one = Runner(model_of("mtp"), Capacity(2, LONGEST, chunks=True), "cpu")
+    one = Runner(model_of("mtp"), Capacity(4, LONGEST, chunks=True), "cpu")
     one.add(Request(text(count + 40, 4), Sampling(0.0), Limits(), number=0, end=LONGEST))
-    one.run(Pick(0, count))
+    one.run(Pick((0,), count))
     for own in chosen[2 * len(chosen) // 3 :]:  # the first two runs time it
         assert len(own) > count
-        assert {*own[count:].flatten().tolist()} <= {*own[:count].flatten().tolist()}
+        assert torch.equal(own, own[torch.arange(len(own)) % count])
 
 
 def tensors_of(value):
@@ -108,16 +175,26 @@ def test_what_a_graph_reads_is_held(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_a_step_has_as_many_groups_wherever_its_chunk_ends(tokens):
-    """So that one graph holds all of them."""
-    config = model_of("mtp").config
-    of_all = {str(Extent.of(config, [own, tokens + 1 - own], BLOCK_TOKENS).groups) for own in range(1, tokens + 1)}
-    assert of_all == {str(Extent.of(config, [tokens, 1], BLOCK_TOKENS).groups)}
+def test_a_step_has_room_for_the_groups_of_any_chunks(tokens):
+    """So that one graph holds all of them, and no more than the worst need."""
+    config, draw = model_of("mtp").config, Random(tokens)
+    sequences = max(tokens // QUESTION, 1) + 1
+    room = Extent.around(config, tokens, sequences, BLOCK_TOKENS).groups
+    worst = {
+        ratio: Extent.of(config, [1] * (sequences - 1) + [tokens + 1 - sequences], BLOCK_TOKENS).groups[ratio]
+        for ratio in room
+    }
+    for _ in range(200):
+        ends = sorted(draw.choices(range(tokens + 1), k=sequences - 1))
+        counts = [end - first for first, end in pairwise([0, *ends, tokens])]
+        groups = Extent.of(config, counts, BLOCK_TOKENS).groups
+        assert all(groups[ratio] <= room[ratio] for ratio in room)
+    assert all(worst[ratio] <= room[ratio] <= worst[ratio] + 1 for ratio in room)
 
 
 def test_steps_are_captured_while_there_is_time(monkeypatch):
-    compute, ran = CapturedChunk.run, []
-    monkeypatch.setattr(CapturedChunk, "run", lambda self, *given: ran.append(given) or compute(self, *given))
+    compute, ran = CapturedChunks.run, []
+    monkeypatch.setattr(CapturedChunks, "run", lambda self, work: ran.extend(work) or compute(self, work))
     one = Runner(model_of("mtp"), Capacity(3, 250, chunks=True, cache_memory=10**7), "cpu")
     count = 0
     while one.prepare():

@@ -47,6 +47,7 @@ def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.T
             tuple(torch.view_as_real(one.rotation) for one in entries), tuple(one.visible for one in entries),
             tuple(one.table for one in entries),
             layout.tokens, sequences, columns, chunks.blocks.stride(0), lists, layout.rows,
+            *(*layout.groups.values(), 0, 0)[:2],
             ratios, layout.window, layout.capacity, layout.in_rings, layout.block, pairs,
             next_power_of_2(sequences), next_power_of_2(layout.window), next_power_of_2(pairs),
             rows, across, num_warps=warps, **overlap(chunks.slots),
@@ -101,7 +102,16 @@ def empty_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.
 
 
 @launched(
-    do_not_specialize=["tokens", "sequences", "columns", "block_stride", "lists", "window_rows"],
+    do_not_specialize=[
+        "tokens",
+        "sequences",
+        "columns",
+        "block_stride",
+        "lists",
+        "window_rows",
+        "first_groups",
+        "second_groups",
+    ],
     do_not_specialize_on_alignment=["slots", "starts", "counts", "blocks"],
 )
 def _step_metadata(
@@ -130,6 +140,8 @@ def _step_metadata(
     block_stride,
     lists,  # columns of every_entry
     window_rows,
+    first_groups,  # of each of RATIOS
+    second_groups,
     RATIOS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -173,7 +185,8 @@ def _step_metadata(
             row = program * ROWS + tl.arange(0, ROWS)
             store_groups(
                 groups[one], cells[one], group_rotations[one], row, sizes, slots, starts, counts, sequences, blocks,
-                block_stride, group_frequencies[one], RATIOS[one], BLOCK // RATIOS[one], PAIRS, TURNS,
+                block_stride, group_frequencies[one], first_groups if one == 0 else second_groups, RATIOS[one],
+                BLOCK // RATIOS[one], PAIRS, TURNS,
             )  # fmt: skip
         program -= tiles
         across = tl.cdiv(columns * (BLOCK // RATIOS[one]), COLUMNS)

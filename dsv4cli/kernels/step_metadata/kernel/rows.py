@@ -98,13 +98,15 @@ def store_groups(
     blocks,
     block_stride,
     frequencies,
+    total,
     RATIO: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     TURNS: tl.constexpr,
 ):
     new = (sizes + RATIO - 1) // RATIO
-    known = row < tl.sum(new, 0)
+    new += tl.where(tl.arange(0, sizes.shape[0]) == sequences - 1, total - tl.sum(new, 0), 0)
+    known = row < total
     owner, offset = owner_of(new, row)
     first = picked(starts, owner, sequences)
     end = first + picked(counts, owner, sequences)

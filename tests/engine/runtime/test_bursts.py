@@ -1,0 +1,187 @@
+"""Short prompts that come together share steps, and what each gets is what it gets alone."""
+
+import pytest
+
+from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime.chunk_graphs import QUESTION, TOKENS
+from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.pace import MOST, Pace
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from tests.engine.runtime.test_pace import ONE, TARGET, TWO, Machine, flat, request
+from tests.engine.runtime.test_reuse import asked, check, check_empty
+from tests.support.speculation import model_of, open_gate, text
+
+SLOW = pytest.mark.slow
+
+
+def burst(monkeypatch, table, prompts, decoding=8, decode=lambda requests: 0.008):
+    """A machine that has read prompts of so many tokens that come together beside some that decode, and when each had
+    its first token. Steps of 1 to 64 that decode were timed before."""
+    chunk = flat(table)
+    machine, one = Machine(monkeypatch, chunk), Pace(TARGET, {size: chunk(size) for size in TOKENS})
+    for count in (1, 2, 4, 8, 16, 32, 64, decoding, decoding):
+        machine.decode = decode(count)
+        for _ in range(3):
+            machine.step(one, [request(number, 100, decodes=True) for number in range(count)])
+    begin, machine.gaps, firsts = machine.now, [], {}
+    active = [request(number, 100, decodes=True) for number in range(decoding)]
+    active += [request(number, tokens) for number, tokens in enumerate(prompts, decoding)]
+    while len(firsts) < len(prompts):
+        machine.decode = decode(sum(one.decodes for one in active))
+        machine.step(one, active)
+        firsts |= {one.number: machine.now - begin for one in active[decoding:] if one.decodes} | firsts
+    return machine, [firsts[number] for number in sorted(firsts)]
+
+
+def test_prompts_that_come_together_share_chunks_that_fit(monkeypatch):
+    machine, firsts = burst(monkeypatch, TWO, [30] * 56)
+    assert max(machine.gaps) <= MOST * TARGET
+    # one by one 17 chunks of 22 ms a second beside steps of 8, that is 3.3 s
+    assert max(firsts) < 0.3
+
+
+def test_those_who_join_count_in_the_steps_that_follow(monkeypatch):
+    """A step of 64 takes three times as long as one of 8."""
+    machine, _ = burst(monkeypatch, TWO, [30] * 50, decode=lambda requests: 0.004 + 0.02 * requests / 64)
+    assert max(machine.gaps) <= MOST * TARGET
+
+
+def test_where_no_chunk_fits_prompts_share_what_a_long_one_gets(monkeypatch):
+    """A chunk of 256 tokens is the smallest that is worth it."""
+    machine, firsts = burst(monkeypatch, ONE, [30] * 56, decode=lambda requests: 0.0127)
+    assert max(machine.gaps) == pytest.approx(0.0127 + machine.chunk(256))
+    assert sum(machine.gaps) / len(machine.gaps) <= 1.1 * TARGET
+    assert max(tokens for _, tokens in machine.read) == 30
+    # one by one 56 times what is between two tokens, 2.9 s
+    assert max(firsts) < 0.75
+
+
+def test_few_prompts_share_what_fits(monkeypatch):
+    """Where that reads not much less than all of them at once, which no token should wait for."""
+    machine, firsts = burst(monkeypatch, ONE, [30] * 4, decode=lambda requests: 0.0127)
+    assert max(machine.gaps) <= MOST * TARGET
+    assert firsts[0] == firsts[1] == pytest.approx(ONE[64])
+
+
+@pytest.mark.parametrize("tokens", [31, 10])
+def test_prompts_go_one_after_another_where_that_is_as_fast(tokens, monkeypatch):
+    """The first has its token earlier."""
+    table = {32: 0.02, 64: 0.042, 128: 0.045, 512: 0.09, 2048: 0.2}
+    _, firsts = burst(monkeypatch, table, [tokens] * 2)
+    assert firsts[0] == pytest.approx(0.02)
+
+
+def test_a_prompt_that_is_longer_than_a_chunk_joins_none(monkeypatch):
+    machine, _ = burst(monkeypatch, ONE, [40, 3000], decode=lambda requests: 0.0127)
+    assert machine.read[:2] == [(8, 40), (9, 256)]
+    assert max(machine.gaps) <= 0.0127 + machine.chunk(256) + 1e-9
+
+
+def test_in_the_time_that_is_left_no_more_is_read_than_fits(monkeypatch):
+    """Behind a chunk of 1,536 tokens few prompts fit, though many together would be read six times as fast."""
+    machine, target = Machine(monkeypatch, flat(TWO), 0.0082), 0.1
+    one = Pace(target, {size: machine.chunk(size) for size in TOKENS})
+    active = [request(0, 100, decodes=True), request(1, 1500)]
+    while not one._read:
+        machine.step(one, active)
+    active += [request(number, 20) for number in range(2, 40)]
+    machine.gaps = []
+    while not machine.gaps:
+        machine.step(one, active)
+    assert [tokens for _, tokens in machine.read] == [1500, 20, 20]
+    assert machine.gaps[0] <= MOST * target
+
+
+def test_no_step_is_larger_than_the_largest_whose_time_is_known(monkeypatch):
+    machine = Machine(monkeypatch, flat(TWO), 0.0082)
+    one = Pace(1.0, {size: machine.chunk(size) for size in TOKENS})
+    active = [request(0, 100, decodes=True), *(request(number, 1500) for number in range(1, 20))]
+    picks = [machine.step(one, active) for _ in range(10)]
+    assert 2048 < max(pick.tokens for pick in picks) <= SIZES[-1]
+
+
+def added(one: Runner, *prompts: list[int], **given) -> list[Request]:
+    """Requests of these prompts in a runner."""
+    requests = [
+        Request(ids, Sampling(), Limits(), number=number, end=600, **given) for number, ids in enumerate(prompts)
+    ]
+    for own in requests:
+        one.add(own)
+    return requests
+
+
+def parts(one: Runner, *given) -> list[tuple[int, int, int]]:
+    """Of each chunk of a step its request and its tokens."""
+    ran = one.run(Pick(*given))
+    one.finish(ran, [[5]] * len(ran.ready))
+    return [(chunk.request.number, chunk.first, chunk.end) for chunk in ran.chunks]
+
+
+def test_the_first_is_read_as_far_as_there_is_room_others_whole_or_not():
+    one = Runner(model_of("mtp"), Capacity(6), "cpu")
+    added(one, *(text(count, count) for count in (10, 50, 200, 40, 31, 4)))
+    assert parts(one, (2, 0), 64) == [(2, 0, 64)]
+    assert parts(one, (1, 0, 2, 3, 4), 50 + QUESTION + 50) == [(1, 0, 50), (0, 0, 10), (3, 0, 40)]
+    assert parts(one, (5, 4), 31 + QUESTION - 1) == [(5, 0, 4)]
+    assert parts(one, (4,), 1000) == [(4, 0, 31)]
+
+
+def test_what_one_is_about_to_keep_is_waited_for():
+    """By those that begin with it, not by others, nor where it saves next to nothing."""
+    one = Runner(model_of("mtp"), Capacity(6, cache_memory=2 * 10**7), "cpu")
+    system = text(100, 1)
+    prompts = [system + text(20, 3), text(40, 2), system + text(9, 4), system[:99] + text(20, 5)]
+    requests = added(one, *prompts, keep=(1, 100))
+    assert parts(one, (0, 1, 2, 3), 500) == [(0, 0, 100), (1, 0, 40), (3, 0, 100)]
+    assert parts(one, (0, 2, 3), 500) == [(0, 100, 120), (2, 100, 109), (3, 100, 119)]
+    assert [own.cached for own in requests] == [0, 0, 100, 0]
+    one.forget()
+    added(one, *[text(30, 6)] * 3, keep=(30,))
+    assert parts(one, (0, 1, 2), 500) == [(0, 0, 30)]
+    assert parts(one, (1, 2), 500) == [(1, 29, 30), (2, 29, 30)]
+    one.forget()
+    added(one, text(30, 7), text(30, 7) + text(5, 8))
+    assert parts(one, (0, 1), 500) == [(0, 0, 30), (1, 0, 35)]
+
+
+def test_scored_texts_wait_for_nothing():
+    """They find nothing and keep nothing."""
+    one = Runner(model_of("mtp"), Capacity(6, cache_memory=2 * 10**7), "cpu")
+    added(one, *[text(30, 6)] * 2, keep=(30,), scored=True)
+    assert parts(one, (0, 1), 500) == [(0, 0, 30), (1, 0, 30)]
+
+
+@pytest.mark.parametrize("captured", [pytest.param(False, marks=SLOW), True])
+@pytest.mark.parametrize("most", [0, 3])
+def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
+    """Beside one that decodes, also where some of them are cancelled."""
+    monkeypatch.setattr(runner, "captures", lambda device: captured)
+    monkeypatch.setattr(ChunkTimes, "of", lambda times, tokens: 1 + tokens / 1000)
+    open_gate(monkeypatch)
+    one = Engine(
+        model_of("mtp"), Capacity(12, 640, cache_memory=2 * 10**7), "cpu", drafting=Drafting(most), step_ms=1e6
+    )
+    waits = asked(text(9, 1), 60)
+    one.add(waits)
+    for _ in range(3):
+        one.step()
+    prompts = [asked(text(count, count), keep=(1, count)) for count in (30, 3, 130, 31, 257, 30, 18, 64)]
+    found, shared = {own: [] for own in (waits, *prompts)}, 0
+    for own in prompts:
+        one.add(own)
+    while one.busy:
+        reading = [own for own in prompts if not own.done]
+        for result in one.step():
+            found.setdefault(result.request, []).extend(result.tokens)
+        shared = max(shared, sum(own.done > 0 for own in reading))
+        if prompts[3].done:
+            one.cancel(prompts[3])
+    assert shared >= 5
+    for own in (*prompts[:3], *prompts[4:]):
+        check("mtp", own, found[own])
+    check_empty(one)
