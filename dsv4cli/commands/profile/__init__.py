@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
     from dsv4cli.engine.model.transformer import Transformer
+    from dsv4cli.engine.weights.reserve import Workload
 
 ShapesOpt = Annotated[
     str,
@@ -189,7 +190,7 @@ def step(
     check_drafter(source, drafting)
     drafts = choose_drafts(source.identity.config, load, drafting, accept)
     ceilings = measure_ceilings(torch_device)
-    transformer = _load(out, source, torch_device, 0 if drafts is None else drafts.drafts)
+    transformer = _load(out, source, torch_device, 0 if drafts is None else drafts.drafts, load.workload)
     found = profile_step(transformer, load, torch_device, chosen, trace)
     drafted = None
     if drafts is not None:
@@ -223,13 +224,17 @@ def _again(document: dict[str, Any], old: dict[str, Any] | None, as_json: bool) 
     return [line for line in lines if line["seconds"]]
 
 
-def _load(out: Output, source: "FolderSource | RandomSource", device: "torch.device", drafts: int) -> "Transformer":
+def _load(
+    out: Output, source: "FolderSource | RandomSource", device: "torch.device", drafts: int, load: "Workload"
+) -> "Transformer":
     from dsv4cli.engine.model.numerics import Numerics
     from dsv4cli.engine.settings import Drafting
     from dsv4cli.engine.weights.load import load_model
 
     with out.progress("loading") as progress:
-        model = load_model(source, Numerics.reference(), device=device, progress=progress, drafting=Drafting(drafts))
+        model = load_model(
+            source, Numerics.reference(), device=device, progress=progress, drafting=Drafting(drafts), load=load
+        )
     out.status(f"{source.name} on {device}: {size_text(sum(p.nbytes for p in model.parameters()))}")
     return model
 

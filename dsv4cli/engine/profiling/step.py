@@ -22,6 +22,7 @@ from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.sampler import check_finite
 from dsv4cli.engine.system.device import step_memory
+from dsv4cli.engine.weights.reserve import Workload
 from dsv4cli.errors import UnsoundResult, UsageError
 from dsv4cli.kernels.dispatch import Backend, use
 from dsv4cli.kernels.formats import E8M0_BIAS
@@ -48,6 +49,11 @@ class StepShape:
     def total(self) -> int:
         """Tokens of the step."""
         return self.tokens * self.batch
+
+    @property
+    def workload(self) -> Workload:
+        """What a model is loaded for that makes this step: prompts of so many tokens, or any that decode then."""
+        return Workload(self.context + self.tokens, self.batch, self.total if self.tokens > 1 else None)
 
 
 @dataclass(frozen=True)

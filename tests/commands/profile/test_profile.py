@@ -12,6 +12,8 @@ from dsv4cli.commands.profile.report import show_step
 from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
 from dsv4cli.engine.profiling.output_file import check_writable
+from dsv4cli.engine.weights import load as weights_load
+from dsv4cli.engine.weights.reserve import Workload
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels import norm
 from dsv4cli.output import Colours, Output
@@ -32,6 +34,21 @@ def dsv4(monkeypatch, capfd):
 def test_an_operation_of_several_roundings_is_right_alone_too(dsv4):
     done = dsv4("profile", "kernels", "--only", "connect_post_pre", "--tokens", "1", "--json")
     assert done.code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "load"),
+    [(["--batch", "3", "--context", "130"], Workload(131, 3)), (["--tokens", "70"], Workload(70, 1, 70))],
+    ids=["decode", "prompt"],
+)
+def test_the_model_is_loaded_for_the_step_that_is_asked(options, load, dsv4, monkeypatch):
+    """So that a GPU has room for its cache."""
+    loads, load_model = [], weights_load.load_model
+    monkeypatch.setattr(
+        weights_load, "load_model", lambda *given, **how: loads.append(how["load"]) or load_model(*given, **how)
+    )
+    assert dsv4("profile", "step", "--model", "random:tiny,layers=1", *options, "--json").code == 0
+    assert loads == [load]
 
 
 def test_kernels_of_nano_are_all_right(dsv4):
