@@ -100,9 +100,11 @@ class Pace:
         return max(fitting, key=self._chunks.rate, default=0 if self._read else worth[0])
 
     def _shared(self, prompts: Sequence[int], decoding: int) -> int:
-        """The room for as many of these prompts, from the first on, as are read fastest in one step, beside so many
-        that decode; each has so many tokens left. Where what has time for that reads much less than more prompts would,
-        it may take as long as the part of one prompt of all these tokens would."""
+        """The room for as many of these prompts, from the first on, as one step reads fastest.
+
+        prompts: the tokens that each has left; decoding: how many requests decode. They share a step that fits into the
+        time that is left, or, where larger ones read far more a second, one as a prompt of all their tokens gets.
+        """
         limit = 0 if self._read else self._chunks.worth(sum(prompts))[0]
         rates, fitting = {}, set()
         for count in range(1, len(prompts) + 1):
