@@ -101,8 +101,8 @@ class Prefixes:
                 self._drop(state)
 
     def stop(self, request: Request) -> int:
-        """Where the request's next chunk ends at the latest: not where so little is kept that nobody takes it."""
-        stops = [kept for kept in request.keep if kept > max(request.done, NOT_WORTH)]
+        """Where the request's next chunk ends at the latest."""
+        stops = [kept for kept in request.keep if kept > request.done]
         multiple = (request.done // KEPT_EVERY + 1) * KEPT_EVERY
         if multiple < len(request.prompt):
             stops.append(multiple)

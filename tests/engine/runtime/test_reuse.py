@@ -212,14 +212,6 @@ def test_requests_of_one_prompt_read_it_once():
     check_empty(one)
 
 
-def test_a_prompt_is_not_cut_where_next_to_nothing_would_be_kept():
-    """As before a first question, behind one token."""
-    one, request = engine(), asked(text(30, 1), keep=(1, 30))
-    one.add(request)
-    one.step()
-    assert request.done >= 30
-
-
 def test_scored_requests_find_and_keep_nothing():
     one = engine()
     kept(one, 200)
