@@ -193,6 +193,9 @@ class Recited:
     def banned(self) -> tuple[int, ...]:
         return ()
 
+    def masks(self, drafts: list[int]) -> list[None]:
+        return [None] * (len(drafts) + 1)
+
     def instead(self, token: int) -> None:
         return None
 
