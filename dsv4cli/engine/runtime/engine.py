@@ -48,14 +48,16 @@ class Engine:
         drafts = drafting.most != 0 and model.config.drafter != "none"
         capacity = replace(capacity, drafts=drafts, chunks=step_ms is not None)
         self.runner = Runner(model, capacity, device)
-        # rows of a GPU are alike in steps of so many
-        rows = ROWS_EXACT if model.numerics.exact and self.runner.cache.device.type == "cuda" else MAX_SLOTS
+        # in steps of so many rows each has the bits that it has alone; a GPU without exactness promises none
+        on_gpu = self.runner.cache.device.type == "cuda"
+        rows = ROWS_EXACT if model.numerics.exact and on_gpu else MAX_SLOTS
+        shared = rows if model.numerics.exact or not on_gpu else None
         own = self.runner.drafts
         self._orders = Orders(followers)
         self._orders.add("begin", **asdict(capacity))
         self._plan = None if own is None else DraftPlan(own.drafter, drafting, rows)
         self._drawing = Drawing(self.runner, self._orders)
-        self._pace = None if step_ms is None else Pace(step_ms / 1e3, self.runner.chunk_seconds)
+        self._pace = None if step_ms is None else Pace(step_ms / 1e3, self.runner.chunk_seconds, shared)
         self._count = 0
 
     @classmethod

@@ -32,9 +32,10 @@ PATIENCE = 8
 class Pace:
     """Decides for one engine whose steps have a target."""
 
-    def __init__(self, target: float, captured: Mapping[int, float] | None = None) -> None:
-        """target: seconds between two tokens of a request. captured: as of `ChunkTimes`."""
-        self._target = target
+    def __init__(self, target: float, captured: Mapping[int, float] | None = None, most: int | None = None) -> None:
+        """target: seconds between two tokens of a request. captured: as of `ChunkTimes`. most: tokens of a step that
+        several prompts share, beyond which they would change each other's bits; None: any."""
+        self._target, self._most = target, most
         self._passed: dict[Request, int] = {}
         # seconds of a step without prompts by how many it decodes, as far as they are known, and of chunks
         self._decoding: dict[int, float] = {}
@@ -53,7 +54,7 @@ class Pace:
             del self._passed[gone]
         if not decoding:
             self._rest()
-            return None
+            return self._alone(reading)
         if not reading or not self._ready():
             return Pick()
         order = self._order(reading)
@@ -66,6 +67,15 @@ class Pace:
         if size >= left[0]:
             size = self._shared(left, len(decoding))
         return Pick(tuple(request.number for request in order[: max(size // QUESTION, 1)]), size)
+
+    def _alone(self, reading: Sequence[Request]) -> Pick | None:
+        """Whose prompts go where nobody decodes: all, or as many as may share a step."""
+        order = self._order(reading)
+        left = [len(request.ids) - request.done for request in order]
+        if self._most is None or len(left) < 2 or room_of(left) <= self._most:
+            return None
+        count = max((n for n in range(2, len(left)) if room_of(left[:n]) <= self._most), default=1)
+        return Pick(tuple(request.number for request in order[:count]), room_of(left[:count]))
 
     def _ready(self) -> bool:
         """Whether prompts may go now: it is known what a step takes without them, and the time is not spent."""
@@ -106,10 +116,10 @@ class Pace:
         time that is left, or, where larger ones read far more a second, one as a prompt of all their tokens gets.
         """
         limit = 0 if self._read else self._chunks.worth(sum(prompts))[0]
-        rates, fitting = {}, set()
+        rates, fitting, most = {}, set(), SIZES[-1] if self._most is None else self._most
         for count in range(1, len(prompts) + 1):
             room = room_of(prompts[:count])
-            if count == 1 or room <= SIZES[-1]:
+            if count == 1 or room <= most:
                 rates[room] = sum(prompts[:count]) / self._chunks.of(room)
                 if self._chunks.late(room) <= self._seconds(decoding + count - 1):  # these decode then
                     fitting.add(room)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.chunk_graphs import QUESTION, TOKENS
@@ -136,7 +137,7 @@ def test_what_one_is_about_to_keep_is_waited_for():
     one = Runner(model_of("mtp"), Capacity(6, cache_memory=2 * 10**7), "cpu")
     system = text(100, 1)
     prompts = [system + text(20, 3), text(40, 2), system + text(9, 4), system[:99] + text(20, 5)]
-    requests = added(one, *prompts, keep=(1, 100))
+    requests = added(one, *prompts, keep=(100,))
     assert parts(one, (0, 1, 2, 3), 500) == [(0, 0, 100), (1, 0, 40), (3, 0, 100)]
     assert parts(one, (0, 2, 3), 500) == [(0, 100, 120), (2, 100, 109), (3, 100, 119)]
     assert [own.cached for own in requests] == [0, 0, 100, 0]
@@ -156,6 +157,28 @@ def test_scored_texts_wait_for_nothing():
     assert parts(one, (0, 1), 500) == [(0, 0, 30), (1, 0, 30)]
 
 
+@pytest.mark.parametrize("beside", [0, 1])
+def test_prompts_share_no_step_that_changes_their_bits(beside):
+    """On a CPU those of up to 64 rows change none."""
+    one, prompts = Engine(model_of("mtp"), Capacity(12, 640), "cpu", step_ms=1e6), (31, 3, 130, 20, 257, 34)
+    decodes = [asked(text(9, 1), 60) for _ in range(beside)]
+    for own in decodes:
+        one.add(own)
+    for _ in range(3 * beside):
+        one.step()
+    reading = [asked(text(count, count), 2) for count in prompts]
+    for own in reading:
+        one.add(own)
+    steps = []
+    while any(not own.done for own in reading):
+        before = [own.done for own in reading]
+        one.step()
+        steps.append([own.done - done for own, done in zip(reading, before, strict=True) if done < len(own.prompt)])
+    shared = [[count for count in step if count] for step in steps]
+    assert max(map(len, shared)) == 2
+    assert all(sum(step) <= MAX_SLOTS for step in shared if len(step) > 1)
+
+
 @pytest.mark.parametrize("captured", [pytest.param(False, marks=SLOW), True])
 @pytest.mark.parametrize("most", [0, 3])
 def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
@@ -166,6 +189,7 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
     one = Engine(
         model_of("mtp"), Capacity(12, 640, cache_memory=2 * 10**7), "cpu", drafting=Drafting(most), step_ms=1e6
     )
+    one._pace._most = None  # as on a GPU
     waits = asked(text(9, 1), 60)
     one.add(waits)
     for _ in range(3):
