@@ -111,10 +111,11 @@ class Scheduler:
         """The next step. A chunk ends where the state is to be kept."""
         self._admit()
         chunks: list[Chunk] = []
-        row, most = 0, pick.tokens if pick and pick.tokens else MAX_STEP_TOKENS
+        picked = pick.tokens if pick else 0
+        row, most = 0, min(picked or MAX_STEP_TOKENS, MAX_STEP_TOKENS)
         for request in self.of(pick):
             count = min(self._stop(request) - request.done, request.prefill_chunk)
-            if chunks and pick and pick.tokens and not self._joins(request, count, chunks, most):
+            if chunks and picked and not self._joins(request, count, chunks, most):
                 continue
             count = min(count, most - row)
             if count > 0:

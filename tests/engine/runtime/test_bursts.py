@@ -3,7 +3,7 @@
 import pytest
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime import runner, scheduler
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.chunk_graphs import QUESTION, TOKENS
 from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes
@@ -130,6 +130,14 @@ def test_the_first_is_read_as_far_as_there_is_room_others_whole_or_not():
     assert parts(one, (1, 0, 2, 3, 4), 50 + QUESTION + 50) == [(1, 0, 50), (0, 0, 10), (3, 0, 40)]
     assert parts(one, (5, 4), 31 + QUESTION - 1) == [(5, 0, 4)]
     assert parts(one, (4,), 1000) == [(4, 0, 31)]
+
+
+def test_a_step_has_no_more_tokens_than_its_memory_is_for(monkeypatch):
+    """Whatever was picked, and however large a chunk may be."""
+    monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 40)
+    one = Runner(model_of("mtp"), Capacity(2), "cpu")
+    added(one, text(100, 1))
+    assert parts(one, (0,), 100) == [(0, 0, 40)]
 
 
 def test_what_one_is_about_to_keep_is_waited_for():
