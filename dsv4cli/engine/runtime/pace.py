@@ -49,16 +49,15 @@ class Pace:
     def pick(self, active: Sequence[Request]) -> Pick | None:
         """Whose step the next one is; None: that of all, where nobody waits for a token."""
         decoding = [request for request in active if request.decodes]
-        reading = [request for request in active if not request.decodes]
+        reading = self._order([request for request in active if not request.decodes])
+        left = [len(request.ids) - request.done for request in reading]
         for gone in self._passed.keys() - set(reading):
             del self._passed[gone]
         if not decoding:
             self._rest()
-            return self._alone(reading)
+            return self._alone(reading, left)
         if not reading or not self._ready():
             return Pick()
-        order = self._order(reading)
-        left = [len(request.ids) - request.done for request in order]
         size = self._size(left[0], self._seconds(len(decoding)))
         if not size:
             return Pick()
@@ -66,16 +65,14 @@ class Pace:
             self._passed[request] = self._passed.get(request, 0) + 1
         if size >= left[0]:
             size = self._shared(left, len(decoding))
-        return Pick(tuple(request.number for request in order[: max(size // QUESTION, 1)]), size)
+        return Pick(tuple(request.number for request in reading[: max(size // QUESTION, 1)]), size)
 
-    def _alone(self, reading: Sequence[Request]) -> Pick | None:
-        """Whose prompts go where nobody decodes: all, or as many as may share a step."""
-        order = self._order(reading)
-        left = [len(request.ids) - request.done for request in order]
+    def _alone(self, reading: Sequence[Request], left: Sequence[int]) -> Pick | None:
+        """Whose prompts, of so many tokens each, go where nobody decodes: all, or as many as may share a step."""
         if self._most is None or len(left) < 2 or room_of(left) <= self._most:
             return None
         count = max((n for n in range(2, len(left)) if room_of(left[:n]) <= self._most), default=1)
-        return Pick(tuple(request.number for request in order[:count]), room_of(left[:count]))
+        return Pick(tuple(request.number for request in reading[:count]), room_of(left[:count]))
 
     def _ready(self) -> bool:
         """Whether prompts may go now: it is known what a step takes without them, and the time is not spent."""
