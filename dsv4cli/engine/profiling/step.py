@@ -52,7 +52,7 @@ class StepShape:
 
     @property
     def workload(self) -> Workload:
-        """What a model is loaded for that makes this step: prompts of so many tokens, or any that decode then."""
+        """What loading leaves room for: a prompt is one chunk; before a step that decodes chunks may have any size."""
         return Workload(self.context + self.tokens, self.batch, self.total if self.tokens > 1 else None)
 
 
