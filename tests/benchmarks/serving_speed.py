@@ -1,5 +1,5 @@
-"""What an engine that serves many does on this machine: tokens beside long prompts, a question that follows, and many
-that come together.
+"""What an engine that serves many does on this machine: tokens beside long prompts, a question alone, one that follows,
+and many that come together.
 
 python -m tests.benchmarks.serving_speed --model random:flash,experts=192
 torchrun --nproc-per-node 2 -m tests.benchmarks.serving_speed
@@ -41,10 +41,12 @@ class Bench:
         self.engine, self._vocabulary, self._seed = engine, vocabulary, 0
 
     def request(self, tokens: int, answer: int, begins: list[int] | None = None) -> Request:
-        """Any tokens, behind what they begin with."""
+        """Any tokens, behind what they begin with; the state is kept where the server keeps it."""
         self._seed += 1
+        before = len(begins or [0])
         ids = [3 + (7 * place + 977 * self._seed) % (self._vocabulary - 3) for place in range(tokens)]
-        return Request([*(begins or []), *ids], Sampling(0.0, seed=self._seed), Limits(answer), stop_ids=())
+        prompt, keep = [*(begins or []), *ids], (before, len(begins or []) + tokens)
+        return Request(prompt, Sampling(0.0, seed=self._seed), Limits(answer), stop_ids=(), keep=keep)
 
     def first_token(self, request: Request) -> float:
         """Seconds from a request to its first token."""
@@ -124,6 +126,15 @@ def together(bench: Bench, count: int) -> tuple[list[float], list[float]]:
     return list(firsts.values()), gaps
 
 
+def fresh(bench: Bench, tokens: int) -> list[float]:
+    """Seconds to the first token of questions of so many tokens, one after another."""
+    seconds = []
+    for _ in range(QUESTIONS):
+        seconds.append(bench.first_token(bench.request(tokens, 1)))
+        bench.finish()
+    return seconds[WARM:]
+
+
 def follow_up(bench: Bench, tokens: int) -> list[float]:
     """Seconds to the first token of questions that follow each other in a conversation of so many tokens."""
     first = bench.request(tokens, 8)
@@ -171,6 +182,9 @@ def measure(bench: Bench, world: World, asked: argparse.Namespace) -> None:
         f"{TOGETHER} questions of {QUESTION} tokens beside them: first tokens after {1e3 * mean(firsts):.0f} (mean) "
         f"to {1e3 * max(firsts):.0f}; between tokens {1e3 * mean(gaps):.1f} (mean) to {1e3 * max(gaps):.1f}",
     )
+    for tokens in (QUESTION, 10 * QUESTION):
+        seconds = fresh(bench, tokens)
+        say(world, f"first token of a question of {tokens} tokens alone: {1e3 * median(seconds):.1f}")
     for tokens in (min(512, asked.conversation), asked.conversation // 8, asked.conversation):
         seconds = follow_up(bench, tokens)
         say(

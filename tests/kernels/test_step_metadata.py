@@ -14,7 +14,7 @@ WINDOW, SPARE, SLOTS = 6, 3, 70
 FREQUENCIES = [1.0, 0.749894, 0.01, 1.3e-4]
 
 
-def step(chunks, in_rings, ratios=(4, 128), window=WINDOW, spare=0):
+def step(chunks, in_rings, ratios=(4, 128), window=WINDOW, spare=0, fewest=0):
     """The numbers of a step whose chunks are (first position, tokens), with blocks and slots in no order."""
     starts, counts = torch.tensor(chunks).T.contiguous()
     total, capacity = int(counts.sum()), window + SPARE
@@ -30,7 +30,7 @@ def step(chunks, in_rings, ratios=(4, 128), window=WINDOW, spare=0):
         groups={ratio: int((-(-counts // ratio)).sum()) for ratio in ratios},
         entries={ratio: int((starts + counts).max()) // ratio + spare for ratio in ratios},
     )
-    return Chunks(torch.randperm(SLOTS)[: len(chunks)], starts, counts, blocks), layout
+    return Chunks(torch.randperm(SLOTS)[: len(chunks)], starts, counts, torch.full_like(counts, fewest), blocks), layout
 
 
 def window_row(chunks, layout, sequence, offset, position):
@@ -54,7 +54,7 @@ def token(chunks, layout, sequence, offset, position):
     kept = position >= start + count - layout.capacity
     first = max(0, position - layout.window + 1)
     rows = [window_row(chunks, layout, sequence, offset, seen) for seen in range(first, position + 1)]
-    columns = min(layout.window, count) if start == 0 else layout.window
+    columns = min(layout.window, max(count, int(chunks.fewest[sequence]))) if start == 0 else layout.window
     entries = layout.entries.get(128, 0)
     cells = [cell_of(chunks, sequence, entry, 128) + layout.rows for entry in range((position + 1) // 128)] * (
         entries > 0
@@ -115,10 +115,13 @@ def few_programs(backend, monkeypatch):
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("name", STEPS)
-def test_places_are_those_of_the_definition(name):
+@pytest.mark.parametrize(
+    ("name", "fewest"),
+    [*((name, 0) for name in STEPS), ("short prompts", 5), ("short prompts", WINDOW), ("chunks", WINDOW)],
+)
+def test_places_are_those_of_the_definition(name, fewest):
     work, in_rings = STEPS[name]
-    chunks, layout = step(work, in_rings, spare=len(name) % 3)
+    chunks, layout = step(work, in_rings, spare=len(name) % 3, fewest=fewest)
     plain = torch.tensor(FREQUENCIES)
     made = step_metadata(chunks, layout, {0: plain, 4: plain / 3, 128: plain / 3})
     expected, last, offset = {}, [], 0
@@ -155,7 +158,9 @@ def test_groups_that_are_too_many_are_the_last_ones(of_4, of_128):
     chunks, layout = step([(130, 9), (0, 5), (0, 0), (0, 0), (0, 30)], False)
     turns = dict.fromkeys((0, 4, 128), torch.tensor(FREQUENCIES))
     some = [0, 1, 4]
-    without = Chunks(chunks.slots[some], chunks.starts[some], chunks.counts[some], chunks.blocks[some])
+    without = Chunks(
+        chunks.slots[some], chunks.starts[some], chunks.counts[some], chunks.fewest[some], chunks.blocks[some]
+    )
     own = ref.step_metadata(without, layout, turns)
     more = replace(layout, groups={4: layout.groups[4] + of_4, 128: layout.groups[128] + of_128})
     made = step_metadata(chunks, more, turns)

@@ -28,10 +28,11 @@ def places(bench: BenchmarkInputs) -> Iterator[Case]:
         cache, ids = bench.cache(), torch.zeros(tokens, dtype=torch.int64, device=bench.device)
         slots = torch.arange(sequences, device=bench.device)
         starts, counts = torch.full_like(slots, bench.context - count), torch.full_like(slots, count)
+        none = torch.zeros_like(slots)
         blocks = torch.arange(sequences * columns, device=bench.device).view(sequences, columns)
 
         def run(slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, blocks: torch.Tensor) -> Tensors:
-            return _tensors(batch_of(cache, Numbers(slots, starts, counts, ids, blocks), extent))
+            return _tensors(batch_of(cache, Numbers(slots, starts, counts, none, ids, blocks), extent))
 
         def reference(*numbers: torch.Tensor) -> Tensors:
             with use("torch"):

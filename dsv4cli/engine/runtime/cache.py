@@ -28,14 +28,15 @@ FEWEST_BLOCKS = 8
 
 @dataclass(eq=False)
 class Sequence:
-    """One sequence: its slot, how many tokens it has, the most it ever had since they were written, its blocks, and how
-    often these were changed."""
+    """One sequence: its slot, how many tokens it has, the most it ever had since they were written, its blocks, how
+    often these were changed, and `step_metadata.Chunks.fewest`."""
 
     slot: int
     length: int = 0
     high: int = 0
     blocks: list[int] = field(default_factory=list)
     changes: int = 0
+    fewest_columns: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,13 +106,14 @@ class CapturedChunks:
         self._most = max(min(rows // QUESTION, most_prompts(graphs)), 1)
         cache, model, sequences = graphs.cache, graphs.model, self._most + 1
         self._numbers = upload(self._listed([(graphs.padding, [0])]), cache.device)
-        ids, few, blocks = self._numbers.split([rows, 3 * sequences, sequences * self._columns])
-        slots, starts, counts = few.view(3, sequences)
+        ids, few, blocks = self._numbers.split([rows, 4 * sequences, sequences * self._columns])
+        slots, starts, counts, fewest = few.view(4, sequences)
         extent = Extent.around(cache.config, rows, sequences, self._columns * BLOCK_TOKENS)
 
         def compute() -> Output:
             routed = torch.arange(rows, device=cache.device) % (rows - counts[-1:])  # padding goes where the chunks go
-            batch = batch_of(cache, Numbers(slots, starts, counts, ids, blocks.view(sequences, -1), routed), extent)
+            numbers = Numbers(slots, starts, counts, fewest, ids, blocks.view(sequences, -1), routed)
+            batch = batch_of(cache, numbers, extent)
             # what only the model reads is memory for the next graph
             return model(batch, cache.layers), replace(batch, entries={}, every_entry=batch.window_index)
 
@@ -135,13 +136,14 @@ class CapturedChunks:
         return seconds
 
     def _listed(self, work: Work) -> torch.Tensor:
-        """The numbers of a step: ids, slots, starts, counts, and the blocks of each sequence. Padding is the last."""
+        """The numbers of a step, ids first, so that they begin at 16 bytes. Padding is the last sequence."""
         given = [token for _, ids in work for token in ids]
         behind, unused, padding = self._rows - len(given), self._most - len(work), self._padding
-        numbers = [*given, *[0] * behind]  # ids first, so that they begin at 16 bytes
+        numbers = [*given, *[0] * behind]
         numbers += [*(one.slot for one, _ in work), *[padding.slot] * (unused + 1)]
         numbers += [*(one.length for one, _ in work), *[0] * (unused + 1)]
         numbers += [*(len(ids) for _, ids in work), *[0] * unused, behind]
+        numbers += [*(one.fewest_columns for one, _ in work), *[0] * (unused + 1)]
         blocks = torch.full((self._most + 1, self._columns), padding.blocks[0])
         for row, (one, _) in enumerate(work):
             blocks[row, : len(one.blocks)] = torch.tensor(one.blocks)

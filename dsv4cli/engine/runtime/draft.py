@@ -156,7 +156,8 @@ class DSparkDrafter:
 
 def draft_batch(cache: Cache, slots: torch.Tensor, starts: torch.Tensor, ids: torch.Tensor, each: int) -> Batch:
     """The batch of `each` tokens of every sequence, int64 [B * each], in layers that have a window only."""
-    numbers = Numbers(slots, starts, torch.full_like(slots, each), ids, torch.zeros_like(slots)[:, None])
+    none = torch.zeros_like(slots)
+    numbers = Numbers(slots, starts, torch.full_like(slots, each), none, ids, none[:, None])
     return batch_of(cache, numbers, Extent(each, {}, {}))
 
 

@@ -195,7 +195,8 @@ class CapturedStep:
         few, blocks, routed = (one.to(cache.device) for one in (self._few, self._blocks, self._routed))
         self._on_device = few, blocks, routed
         self._arrived = torch.cuda.Event() if on_gpu else None
-        self.numbers = Numbers(few[0], few[1], torch.full_like(few[0], rows), few[2:].view(-1), blocks, routed)
+        counts, none = torch.full_like(few[0], rows), torch.zeros_like(few[0])
+        self.numbers = Numbers(few[0], few[1], counts, none, few[2:].view(-1), blocks, routed)
 
     def fill(self, work: Items[tuple[Sequence, list[int]]]) -> None:
         """Takes the numbers of these sequences, when those of the last call have arrived on the device. Behind the

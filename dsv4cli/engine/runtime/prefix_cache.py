@@ -86,8 +86,13 @@ class Prefixes:
         """Gives a request, of which nothing more was read, the longest beginning of its prompt that is held, less its
         last token. Without a bound of the cache, states that the prompt does not reach go, and those that have more
         tokens. Raises NotEnoughMemory."""
+        if request.scored:
+            return
+        assert request.sequence is not None
+        # the bits of an answer do not show where its prompt was taken up
+        request.sequence.fewest_columns = self.cache.config.sliding_window
         # the second time there may be nothing more to find
-        if request.scored or (request.cached and request.cached == len(request.prompt) - 1 - self._again):
+        if request.cached and request.cached == len(request.prompt) - 1 - self._again:
             return
         ids = request.pack()
         borders = _borders(ids, request.borders)
@@ -102,7 +107,7 @@ class Prefixes:
 
     def stop(self, request: Request) -> int:
         """Where the request's next chunk ends at the latest."""
-        stops = [kept for kept in request.keep if kept > request.done]
+        stops = [kept for kept in request.keep if kept > max(request.done, NOT_WORTH)]
         multiple = (request.done // KEPT_EVERY + 1) * KEPT_EVERY
         if multiple < len(request.prompt):
             stops.append(multiple)

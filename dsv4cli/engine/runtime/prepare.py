@@ -15,13 +15,14 @@ from dsv4cli.kernels import step_metadata
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step is made of: for each sequence its slot, its first position and its token count, int64 [B]; the ids of
-    all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block where it has fewer. routed: as of `Batch`,
-    None for each row's own."""
+    """What a step is made of: for each sequence its slot, its first position and its token count, int64 [B], and
+    `Sequence.fewest_columns`; the ids of all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block
+    where it has fewer. routed: as of `Batch`, None for each row's own."""
 
     slots: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
+    fewest: torch.Tensor
     ids: torch.Tensor
     blocks: torch.Tensor
     routed: torch.Tensor | None = None
@@ -64,14 +65,15 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
         [one.slot for one, _ in work],
         [one.length for one, _ in work],
         counts,
+        [one.fewest_columns for one, _ in work],
     ]
     longest = max(len(one.blocks) for one, _ in work)
     columns += [[*one.blocks, *([0] * (longest - len(one.blocks)))] for one, _ in work]
     flat = torch.tensor([number for column in columns for number in column], dtype=torch.int64)
-    ids, slots, starts, sizes, blocks = upload(flat, cache.device).split(
-        [sum(counts), len(work), len(work), len(work), len(work) * longest]
+    ids, slots, starts, sizes, fewest, blocks = upload(flat, cache.device).split(
+        [sum(counts), *[len(work)] * 4, len(work) * longest]
     )
-    return batch_of(cache, Numbers(slots, starts, sizes, ids, blocks.view(len(work), longest)), extent)
+    return batch_of(cache, Numbers(slots, starts, sizes, fewest, ids, blocks.view(len(work), longest)), extent)
 
 
 def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
@@ -89,7 +91,7 @@ def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
         groups=extent.groups,
         entries=extent.entries,
     )
-    chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.blocks)
+    chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.fewest, numbers.blocks)
     ratios = [ratio for ratio in sorted(set(config.compress_ratios)) if ratio in (0, *extent.groups)]
     routed = torch.arange(tokens, device=cache.device) if numbers.routed is None else numbers.routed
     found = step_metadata.step_metadata(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})

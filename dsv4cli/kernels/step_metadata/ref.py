@@ -23,7 +23,7 @@ def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.T
     positions = torch.arange(layout.tokens, device=starts.device) - offsets[sequence] + starts[sequence]
     tokens = Tokens(sequence, positions, offsets)
     # the official code lists as many window rows as a prompt is long, and a full window when it decodes
-    columns = torch.where(starts == 0, counts.clamp_max(layout.window), layout.window)[sequence]
+    columns = torch.where(starts == 0, counts.maximum(chunks.fewest).clamp_max(layout.window), layout.window)[sequence]
     index = window_index(chunks, layout, tokens)
     entries = {ratio: entries_of(chunks, layout, tokens, frequencies[ratio], ratio) for ratio in layout.groups}
     return StepMetadata(

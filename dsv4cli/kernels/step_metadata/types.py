@@ -15,12 +15,15 @@ class Chunks:
     slots: int64 [B].
     starts: int64 [B], the first position.
     counts: int64 [B], how many tokens.
+    fewest: int64 [B], how many columns of its tokens' lists come before compressed entries at least: 0 as in the
+        official code, which lists no more than a first chunk has; the window, and lists do not depend on chunks.
     blocks: int64 [B, L], the blocks of compressed entries of the sequence, any block where it has fewer.
     """
 
     slots: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
+    fewest: torch.Tensor
     blocks: torch.Tensor
 
 

@@ -128,6 +128,18 @@ def test_a_state_at_a_length(place, length, captured):
     check_empty(one)
 
 
+@pytest.mark.parametrize("length", [3, 30, 41])
+def test_a_hit_changes_no_bit(length, captured):
+    """Of prompts so short that their rows do not see each other on a CPU either."""
+    first, again = asked(text(42, 1)), asked(text(42, 1))
+    [expected] = answers(engine(), first)
+    one = engine()
+    answers(one, asked([*text(42, 1)[:length], 9], 1, keep=(length,)))
+    [found] = answers(one, again)
+    assert (first.cached, again.cached) == (0, length)
+    assert [(token.id, token.logprob) for token in found] == [(token.id, token.logprob) for token in expected]
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("place", ["device", pytest.param("host", marks=SLOW)])
 def test_a_state_that_is_rolled_back(place, length):

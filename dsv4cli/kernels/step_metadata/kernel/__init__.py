@@ -28,7 +28,7 @@ LISTED = tl.constexpr(ALL_LISTED)
 
 
 def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> StepMetadata:
-    numbers = (chunks.slots, chunks.starts, chunks.counts, chunks.blocks)
+    numbers = (chunks.slots, chunks.starts, chunks.counts, chunks.fewest, chunks.blocks)
     if any(x.dtype != torch.int64 or (x.stride(-1) != 1 and x.shape[-1] > 1) for x in numbers):
         raise KernelUnsupported("the Triton kernel takes numbers in int64, one behind the other")
     (sequences, columns), ratios = chunks.blocks.shape, tuple(layout.groups)
@@ -112,12 +112,13 @@ def empty_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.
         "first_groups",
         "second_groups",
     ],
-    do_not_specialize_on_alignment=["slots", "starts", "counts", "blocks"],
+    do_not_specialize_on_alignment=["slots", "starts", "counts", "fewest", "blocks"],
 )
 def _step_metadata(
-    slots,  # these three int64 [sequences]
+    slots,  # these four int64 [sequences]
     starts,
     counts,
+    fewest,
     blocks,  # int64 [sequences, columns]
     frequencies,  # of each ratio that rotates fp32 [PAIRS]
     group_frequencies,  # of each of RATIOS
@@ -165,7 +166,7 @@ def _step_metadata(
         store_numbers(sequence, row, owner, known)
         store_numbers(positions, row, position, known)
         store_numbers(last + owner, 0, row, known & (row == offset + size - 1))
-        store_numbers(window_columns, row, columns_before(first, size, WINDOW), known)
+        store_numbers(window_columns, row, columns_before(first, size, owner, fewest, sequences, WINDOW), known)
         kept = position >= first + size - CAPACITY
         store_numbers(window_cells, row, tl.where(kept, ring * CAPACITY + position % CAPACITY, -1), known)
         for one in tl.static_range(len(RATIOS)):
@@ -201,7 +202,7 @@ def _step_metadata(
         owner, offset, first, size, ring = chunk_of(row, sizes, slots, starts, counts, sequences)
         position, inside = row - offset + first, (row < tokens)[:, None] & (column < lists)
         rows = window_row(column, position, first, offset, owner, ring, sequences, WINDOW, CAPACITY, IN_RINGS)
-        entry = column - columns_before(first, size, WINDOW)[:, None]
+        entry = column - columns_before(first, size, owner, fewest, sequences, WINDOW)[:, None]
         seen = inside & (entry >= 0) & (entry < ((position + 1) // LISTED)[:, None])
         cell = entry_cell(blocks, owner[:, None], entry, seen, block_stride, BLOCK // LISTED)
         place = every_entry + row[:, None].to(tl.int64) * lists

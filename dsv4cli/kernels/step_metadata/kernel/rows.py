@@ -44,10 +44,11 @@ def chunk_of(row, sizes, slots, starts, counts, sequences):
 
 
 @triton.jit
-def columns_before(first, size, WINDOW: tl.constexpr):
+def columns_before(first, size, owner, fewest, sequences, WINDOW: tl.constexpr):
     """How many columns of a token's list come before its entries."""
     # the official code lists as many window rows as a prompt is long, and a full window when it decodes
-    return tl.where(first == 0, tl.minimum(size, WINDOW), WINDOW)
+    least = tl.maximum(size, picked(fewest, owner, sequences))
+    return tl.where(first == 0, tl.minimum(least, WINDOW), WINDOW)
 
 
 @triton.jit
