@@ -3,7 +3,8 @@
 python -m tests.benchmarks.http_speed --model random:flash,experts=192 --clients 1 --clients 8 --clients 32 --clients 64
 python -m tests.benchmarks.http_speed    # nano on this machine
 
-The ceiling of the second number is the first: the clients are a process of their own.
+The ceiling of the second number is the first: the clients are a process of their own. Nobody has asked their questions
+before.
 """
 
 import argparse
@@ -41,10 +42,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--draft", default="off")
     parser.add_argument("--port", type=int, help="what the process of the clients is given")
+    parser.add_argument("--first", type=int, default=0, help="the number of its first question")
     given = parser.parse_args()
     counts = given.clients or [1, 8, 32, 64]
     if given.port is not None:
-        print(json.dumps(asyncio.run(ask(given.port, counts[0], given.tokens))))
+        print(json.dumps(asyncio.run(ask(given.port, range(given.first, given.first + counts[0]), given.tokens))))
         return
     source, device, drafting = resolve_model(given.model), resolve_device("auto"), parse_drafting(given.draft)
     with use(resolve_backend("auto", device)):
@@ -54,7 +56,7 @@ def main() -> None:
             dialogue = open_dialogue(source, "off")
             while engine.prepare():
                 pass
-            ids = [dialogue.prompt([message(number)]).ids for number in range(max(counts))]
+            ids = [dialogue.prompt([message(1000 + number)]).ids for number in range(max(counts))]
             alone = {count: run_alone(engine, ids[:count], limits) for count in counts}
             offer = Offer(dialogue, (given.model,), Usual("off", GREEDY, None, limits), Guard((), "127.0.0.1"))
             served = asyncio.run(run_served(engine, offer, counts, given.tokens))
@@ -93,30 +95,32 @@ async def run_served(
     with bound_socket("127.0.0.1", 0) as bound:
         asked, server = serving(engine, offer, lambda line: None, print, lambda: None)
         running = asyncio.create_task(server.serve([bound]))
-        found = {}
+        found, first = {}, 1000
         for count in counts:
             for _ in range(2):  # the second time counts
                 words = ["--port", str(bound.getsockname()[1]), "--clients", str(count), "--tokens", str(tokens)]
+                words += ["--first", str(first)]
+                first += count
                 client = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "tests.benchmarks.http_speed", *words, stdout=subprocess.PIPE
                 )
                 out, _ = await client.communicate()
-                rate, first, gaps = json.loads(out)
-                found[count] = rate, first, gaps
+                found[count] = tuple(json.loads(out))
         server.stop()
         await running
         asked.close(60)
     return found
 
 
-async def ask(port: int, count: int, tokens: int) -> tuple[float, float, list[float]]:
-    """Tokens a second of `count` clients together; medians of the time to the first token and between two, and that
+async def ask(port: int, questions: range, tokens: int) -> tuple[float, float, list[float]]:
+    """Tokens a second of clients with a question each; medians of the time to the first token and between two, and that
     below which 99 % are."""
     start = perf_counter()
-    times = await asyncio.gather(*(one_answer(port, number, tokens) for number in range(count)))
+    times = await asyncio.gather(*(one_answer(port, number, tokens) for number in questions))
     seconds = max(own[-1] for own in times) - start
     gaps = [after - before for own in times for before, after in pairwise(own)]
-    return count * tokens / seconds, median(own[0] for own in times) - start, [median(gaps), quantiles(gaps, n=100)[98]]
+    waited, gap = median(own[0] for own in times) - start, [median(gaps), quantiles(gaps, n=100)[98]]
+    return len(questions) * tokens / seconds, waited, gap
 
 
 async def one_answer(port: int, number: int, tokens: int) -> list[float]:

@@ -107,7 +107,8 @@ class Prefixes:
 
     def stop(self, request: Request) -> int:
         """Where the request's next chunk ends at the latest."""
-        stops = [kept for kept in request.keep if kept > max(request.done, NOT_WORTH)]
+        least = max(request.done, request.cached + NOT_WORTH)
+        stops = [kept for kept in request.keep if kept > least]
         multiple = (request.done // KEPT_EVERY + 1) * KEPT_EVERY
         if multiple < len(request.prompt):
             stops.append(multiple)

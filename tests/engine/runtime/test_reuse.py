@@ -140,6 +140,19 @@ def test_a_hit_changes_no_bit(length, captured):
     assert [(token.id, token.logprob) for token in found] == [(token.id, token.logprob) for token in expected]
 
 
+@pytest.mark.parametrize("drafter", AGAIN)
+def test_a_question_is_read_in_one_step(drafter):
+    """The state before it is not kept where one of a token or two less is held."""
+    one, ids = engine(drafter), [1]
+    for number in range(3):
+        request = asked([*ids, *text(20, number)], keep=(len(ids), len(ids) + 20))
+        one.add(request)
+        [result] = one.step()
+        assert (request.cached, len(result.tokens)) == (len(ids) - 1, 1)
+        answers(one)
+        ids = request.ids
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("place", ["device", pytest.param("host", marks=SLOW)])
 def test_a_state_that_is_rolled_back(place, length):
