@@ -27,11 +27,6 @@ class Pool:
         self.data = data
         self.per_block = per_block
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies one block over another."""
-        size = self.per_block
-        self.data[target * size : (target + 1) * size] = self.data[source * size : (source + 1) * size]
-
     def grow(self, blocks: int) -> None:
         """Makes room for `blocks` blocks in all."""
         missing = blocks * self.per_block - self.data.shape[0]

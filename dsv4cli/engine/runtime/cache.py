@@ -18,6 +18,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.rope import frequencies
 from dsv4cli.engine.model.state import CompressorState, LayerCache, Pool, Ring
+from dsv4cli.engine.runtime.pool_blocks import PoolBlocks
 from dsv4cli.engine.runtime.ring_copies import RingCopies, RingCopy
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.formats import FP4_BLOCK
@@ -58,8 +59,8 @@ class Cache:
     """The state of up to `slots` sequences of one model on one device; blocks are added as sequences grow, or all made
     at first where they are bounded.
 
-    copies: of rings. give_way: called where a bounded cache has no free block; whether it gave something back; may be
-    set.
+    copies: of rings. entries: all blocks. give_way: called where a bounded cache has no free block; whether it gave
+    something back; may be set.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Cache:
         self.frequencies = {ratio: frequencies(config, ratio).to(self.device) for ratio in (0, 4, 128)}
         self.layers = [self._layer(ratio, numerics, slots) for ratio in config.compress_ratios]
         self.copies = RingCopies([ring for layer in self.layers for ring in layer.rings()], self.device)
+        self.entries = PoolBlocks([pool for layer in self.layers for pool in layer.pools()], self.device)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._shares: list[int] = []  # per block: how many sequences and snapshots hold it
         self._versions: list[int] = []  # per block: how often it was taken or may have been written
@@ -125,7 +127,7 @@ class Cache:
     @property
     def block_bytes(self) -> int:
         """The entries of a block in all layers."""
-        return sum(pool.per_block * pool.data.shape[1] * pool.data.element_size() for pool in self.pools())
+        return self.entries.nbytes
 
     @property
     def free_blocks(self) -> int:
@@ -155,18 +157,22 @@ class Cache:
     def provide(self, blocks: int) -> None:
         """Makes room for `blocks` blocks in all, so that the pools need not grow until these are taken; a bounded cache
         has all its blocks."""
-        missing = blocks - self.blocks
-        if missing > 0 and not self.bounded:
-            for pool in self.pools():
-                pool.grow(blocks)
-            self._free_blocks = [*range(blocks - 1, self.blocks - 1, -1), *self._free_blocks]
-            self._shares += [0] * missing
-            self._versions += [0] * missing
+        if blocks > self.blocks and not self.bounded:
+            self.entries.grow(blocks)
+            self._count(blocks)
 
     def bound(self, blocks: int) -> None:
-        """Makes room for `blocks` blocks, and for no more from now on."""
-        self.provide(blocks)
+        """Makes all `blocks` blocks, and no more from now on; none were made before."""
+        self.entries.make(blocks)
+        self._count(blocks)
         self.bounded = True
+
+    def _count(self, blocks: int) -> None:
+        """There are so many blocks now."""
+        missing = blocks - self.blocks
+        self._free_blocks = [*range(blocks - 1, self.blocks - 1, -1), *self._free_blocks]
+        self._shares += [0] * missing
+        self._versions += [0] * missing
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Blocks for the next `tokens` tokens, none of them shared with a snapshot."""
@@ -179,8 +185,7 @@ class Cache:
             if self._shares[block] > 1:  # else its other holders gave way
                 sequence.blocks[number] = self.take_block()
                 sequence.changes += 1
-                for pool in self.pools():
-                    pool.copy_block(block, sequence.blocks[number])
+                self.entries.copy(block, sequence.blocks[number])
                 self._release([block])
         while len(sequence.blocks) < end:
             sequence.blocks.append(self.take_block())
@@ -242,10 +247,6 @@ class Cache:
         self._shares = shares
         self._free_blocks = [block for block in range(self.blocks - 1, -1, -1) if not shares[block]]
         self._free_slots = [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken]
-
-    def pools(self) -> list[Pool]:
-        """Every pool of every layer, always in the same order."""
-        return [pool for layer in self.layers for pool in layer.pools()]
 
     def version(self, block: int) -> int:
         """A number that is another one when the block has been written since, -1 for a block that nobody holds."""

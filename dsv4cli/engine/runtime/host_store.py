@@ -6,12 +6,13 @@ Copies run in the order of launches, and nothing waits for them.
 """
 
 import weakref
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
-from dsv4cli.engine.model.state import Pool
 from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
 from dsv4cli.engine.system.device import upload
 from dsv4cli.engine.system.pinned import host_block, pin, unpin, whole_pages
@@ -47,7 +48,6 @@ class HostStore:
     def __init__(self, cache: Cache, nbytes: int) -> None:
         """nbytes: the most that it takes."""
         self._cache = cache
-        self._widths = [_bytes_of(pool).shape[1] for pool in cache.pools()]
         self._block = cache.block_bytes
         size = whole_pages(max(self._block, 1))
         self._pages = host_block(nbytes // size * size, "states of conversations", REMEDY).view(-1, size)
@@ -97,9 +97,9 @@ class HostStore:
             pages.append(page)
         for first in range(0, len(fresh), AT_ONCE):
             self._save_blocks(fresh[first : first + AT_ONCE])
-        rings = [self._take() for _ in range(self._ring_pages)]
-        for page, part in zip(rings, snapshot.rings.flat.split(self._pages.shape[1]), strict=True):
-            self._pages[page, : len(part)].copy_(part, non_blocking=True)
+        rings = sorted(self._take() for _ in range(self._ring_pages))
+        for ours, theirs in self._ring_parts(rings, snapshot.rings.flat):
+            ours.copy_(theirs, non_blocking=True)
         return Stored(snapshot.length, snapshot.high, tuple(pages), tuple(rings))
 
     def restore(self, sequence: Sequence, stored: Stored) -> None:
@@ -122,8 +122,8 @@ class HostStore:
             self._pair(block, page)
         self._cache.replace(sequence, blocks, (stored.length, stored.high))
         rings = self._cache.copies.take()
-        for page, part in zip(stored.rings, rings.flat.split(self._pages.shape[1]), strict=True):
-            part.copy_(self._pages[page, : len(part)], non_blocking=True)
+        for ours, theirs in self._ring_parts(stored.rings, rings.flat):
+            theirs.copy_(ours, non_blocking=True)
         self._cache.copies.load(sequence.slot, rings)
         self._cache.copies.give_back(rings)
         self.drop(stored)
@@ -147,8 +147,21 @@ class HostStore:
         self._block_of.clear()
 
     @property
+    def _pinned_pages(self) -> int:
+        return max(PINNED_AT_ONCE // self._pages.shape[1], 1)
+
+    @property
     def _ring_pages(self) -> int:
         return -(-self._cache.copies.nbytes // self._pages.shape[1])
+
+    def _ring_parts(self, pages: Items[int], flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ascending pages and a copy of rings, part by part: what lies in one piece, of memory that was pinned at
+        once."""
+        size, whole = self._pages.shape[1], self._pages.view(-1)
+        for _, run in groupby(enumerate(pages), lambda each: (each[1] - each[0], each[1] // self._pinned_pages)):
+            places = list(run)
+            part = flat[places[0][0] * size : (places[-1][0] + 1) * size]
+            yield whole[places[0][1] * size :][: len(part)], part
 
     def _take(self) -> int:
         page = self._free.pop()
@@ -158,7 +171,7 @@ class HostStore:
         return page
 
     def _pin(self) -> None:
-        some = self._pages[self._pinned :][: max(PINNED_AT_ONCE // self._pages.shape[1], 1)]
+        some = self._pages[self._pinned :][: self._pinned_pages]
         self._addresses.append(pin(some, REMEDY))
         self._pinned += len(some)
 
@@ -177,11 +190,8 @@ class HostStore:
         return block if block is not None and self._known_page(block) == page else None
 
     def _save_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        device = self._cache.device
-        numbers = upload(torch.tensor([block for block, _ in pairs]), device)
-        parts = [_bytes_of(pool)[numbers] for pool in self._cache.pools()]
-        gathered = torch.cat(parts, 1) if parts else torch.empty(len(pairs), 0, dtype=torch.uint8, device=device)
-        for row, (_, page) in zip(gathered, pairs, strict=True):
+        numbers = upload(torch.tensor([block for block, _ in pairs]), self._cache.device)
+        for row, (_, page) in zip(self._cache.entries.read(numbers), pairs, strict=True):
             self._pages[page, : self._block].copy_(row, non_blocking=True)
 
     def _load_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -189,11 +199,4 @@ class HostStore:
         gathered = torch.empty(len(pairs), self._block, dtype=torch.uint8, device=device)
         for row, (_, page) in zip(gathered, pairs, strict=True):
             row.copy_(self._pages[page, : self._block], non_blocking=True)
-        numbers = upload(torch.tensor([block for block, _ in pairs]), device)
-        for pool, part in zip(self._cache.pools(), gathered.split(self._widths, 1), strict=True):
-            _bytes_of(pool).index_copy_(0, numbers, part)
-
-
-def _bytes_of(pool: Pool) -> torch.Tensor:
-    """The pool's memory, a row a block: uint8 [blocks, n]."""
-    return pool.data.view(torch.uint8).view(-1, pool.per_block * pool.data.shape[1] * pool.data.element_size())
+        self._cache.entries.write(upload(torch.tensor([block for block, _ in pairs]), device), gathered)

@@ -54,6 +54,23 @@ def kept(one: Cache, length: int) -> tuple[Snapshot, list[torch.Tensor]]:
     return found
 
 
+def test_rings_are_copied_piece_by_piece(monkeypatch):
+    """A piece is of pages behind each other that were pinned at once."""
+    one = cache()
+    store = HostStore(one, 10**7)
+    size = store._pages.shape[1]
+    monkeypatch.setattr(host_store, "PINNED_AT_ONCE", 4 * size + 1)
+    flat, first = torch.arange(5 * size + 9) % 251, store._pages.data_ptr()
+    flat = flat.to(torch.uint8)
+    pieces = list(store._ring_parts([2, 3, 4, 5, 9, 10], flat))
+    assert [((ours.data_ptr() - first) // size, len(ours)) for ours, _ in pieces] == [
+        (2, 2 * size),
+        (4, 2 * size),
+        (9, size + 9),
+    ]
+    assert same(torch.cat([theirs for _, theirs in pieces]), flat)
+
+
 @pytest.mark.parametrize("drafter", ["mtp", "dspark"])
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("length", [1, 128, 300])

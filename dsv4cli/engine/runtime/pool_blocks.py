@@ -1,0 +1,63 @@
+"""The blocks of a cache's pools: room for them, and copies of one block of all pools.
+
+Where all are made at once, pools of one kind lie in one piece, so that a block is copied with a few launches: Flash has
+83 pools of 4 kinds. Pools that grow lie apart, so that memory for one of them twice is enough.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from dsv4cli.engine.model.state import Pool
+
+
+class PoolBlocks:
+    """The blocks of some pools, which have none yet. nbytes: of one block of all of them."""
+
+    def __init__(self, pools: Sequence[Pool], device: torch.device) -> None:
+        self._pools, self._device = pools, device
+        self._pieces: list[torch.Tensor] = []
+        self._widths = [_bytes_of(pool).shape[1] for pool in pools]
+        self.nbytes = sum(self._widths)
+
+    def make(self, blocks: int) -> None:
+        """So many, and no more from now on."""
+        kinds: dict[tuple[int, int, torch.dtype], list[Pool]] = {}
+        for pool in self._pools:
+            kinds.setdefault((pool.per_block, pool.data.shape[1], pool.data.dtype), []).append(pool)
+        for (per_block, width, dtype), own in kinds.items():
+            memory = torch.zeros(len(own), blocks * per_block, width, dtype=dtype, device=self._device)
+            for pool, data in zip(own, memory, strict=True):
+                pool.data = data
+            self._pieces.append(memory.view(torch.uint8).view(len(own), blocks, -1))
+        self._widths = [piece.shape[0] * piece.shape[2] for piece in self._pieces]
+
+    def grow(self, blocks: int) -> None:
+        """Room for so many in all."""
+        for pool in self._pools:
+            pool.grow(blocks)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies one block over another."""
+        for piece in self._parts():
+            piece[:, target] = piece[:, source]
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Copies of these blocks (int64 [n]): uint8 [n, nbytes], in an order that `write` knows."""
+        parts = [piece.transpose(0, 1)[blocks].flatten(1) for piece in self._parts()]
+        return torch.cat(parts, 1) if parts else torch.empty(len(blocks), 0, dtype=torch.uint8, device=self._device)
+
+    def write(self, blocks: torch.Tensor, copies: torch.Tensor) -> None:
+        """Makes these blocks what `read` has given."""
+        for piece, part in zip(self._parts(), copies.split(self._widths, 1), strict=True):
+            piece.index_copy_(1, blocks, part.unflatten(1, (len(piece), -1)).transpose(0, 1))
+
+    def _parts(self) -> list[torch.Tensor]:
+        """All memory, pools that lie together in one: uint8 [pools, blocks, n]."""
+        return self._pieces or [_bytes_of(pool)[None] for pool in self._pools]
+
+
+def _bytes_of(pool: Pool) -> torch.Tensor:
+    """The pool's memory, a row a block: uint8 [blocks, n]."""
+    width = pool.per_block * pool.data.shape[1] * pool.data.element_size()
+    return pool.data.view(torch.uint8).view(len(pool.data) // pool.per_block, width)
