@@ -70,8 +70,8 @@ def main() -> None:
 
 
 def message(number: int) -> dict[str, str]:
-    """What client `number` asks."""
-    return {"role": "user", "content": f"Tell me everything about the number {number}."}
+    """What client `number` asks, behind what no other asks."""
+    return {"role": "user", "content": f"{number} is a number. Tell me everything about it."}
 
 
 def run_alone(engine: Engine, prompts: Sequence[list[int]], limits: Limits) -> float:

@@ -25,6 +25,9 @@ FIRST_SHARE = 0.6
 NEWEST = 0.1
 # the part of the time between two tokens that chunks have needed at least
 LEAST = 0.1
+# behind so many times between tokens that are not longer one may be LONGEST times the target, where so many times as
+# many short prompts a second are read; as many as SAVED may come together
+APART, LONGEST, FASTER, SAVED = 100, 3.0, 2.0, 2
 # how often another prompt may go before one
 PATIENCE = 8
 
@@ -45,6 +48,8 @@ class Pace:
         self._read: list[int] = []
         # by how many seconds steps that gave tokens came later than they should, less those by which they came earlier
         self._behind = 0.0
+        # times between tokens that were not longer, for which none has been since
+        self._even = SAVED * APART
 
     def pick(self, active: Sequence[Request]) -> Pick | None:
         """Whose step the next one is; None: that of all, where nobody waits for a token."""
@@ -122,13 +127,26 @@ class Pace:
                     fitting.add(room)
         rooms = [room for room in rates if room <= limit or room in fitting] or [*rates][:1]
         worth = [room for room in rooms if rates[room] >= WORTH * max(rates.values())] or rooms
-        return max([room for room in worth if room in fitting] or worth, key=rates.__getitem__)
+        best = max([room for room in worth if room in fitting] or worth, key=rates.__getitem__)
+        return self._burst(dict(zip(rates, range(1, len(prompts) + 1), strict=False)), decoding, best)
+
+    def _burst(self, counts: Mapping[int, int], decoding: int, best: int) -> int:
+        """Of rooms for so many prompts the one that reads the most of them a second, where so many more that one time
+        between tokens may be longer for it, or the one that is best else."""
+        often = {room: count / self._chunks.of(room) for room, count in counts.items()}
+        steps = {room: self._of_decoding(decoding + count) for room, count in counts.items()}
+        short = [room for room in often if self._chunks.of(room) + steps[room] <= LONGEST * self._goal(steps[room])]
+        most = max(short, key=often.__getitem__, default=best)
+        saved = self._even >= APART and not self._read
+        return most if saved and often[most] >= FASTER * often[best] else best
 
     def _learn(self, seconds: float, decoded: int) -> None:
         if not self._read:
             before = self._decoding.get(size_of(decoded), seconds)
             self._decoding[size_of(decoded)] = before + NEWEST * (min(seconds, STRANGE * before) - before)
         step = self._of_decoding(decoded)
+        late = seconds > MOST * self._goal(step)
+        self._even = max(self._even - APART, 0) if late else min(self._even + 1, SAVED * APART)
         expected, goal = step + sum(map(self._chunks.of, self._read)), self._goal(step)
         if self._read:
             self._chunks.learn(self._read, max(seconds - step, LEAST * seconds))

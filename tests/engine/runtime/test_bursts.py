@@ -8,7 +8,7 @@ from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.chunk_graphs import QUESTION, TOKENS
 from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.pace import MOST, Pace
+from dsv4cli.engine.runtime.pace import APART, LONGEST, MOST, SAVED, SHARE, Pace
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
@@ -18,24 +18,28 @@ from tests.engine.runtime.test_reuse import asked, check, check_empty
 from tests.support.speculation import model_of, open_gate, text
 
 SLOW = pytest.mark.slow
+# seconds of a captured chunk of Flash by its tokens on one H200, whose rows are as many as its tokens
+ROWS = {32: 0.024, 64: 0.037, 128: 0.046, 256: 0.054, 512: 0.066, 1024: 0.091, 1536: 0.119, 2048: 0.134}
 
 
-def burst(monkeypatch, table, prompts, decoding=8, decode=lambda requests: 0.008):
+def burst(monkeypatch, table, prompts, decoding=8, decode=lambda requests: 0.008, saved=0):
     """A machine that has read prompts of so many tokens that come together beside some that decode, and when each had
-    its first token. Steps of 1 to 64 that decode were timed before."""
+    its first token. Steps of 1 to 64 that decode were timed before; so many longer times between tokens are saved."""
     chunk = flat(table)
     machine, one = Machine(monkeypatch, chunk), Pace(TARGET, {size: chunk(size) for size in TOKENS})
     for count in (1, 2, 4, 8, 16, 32, 64, decoding, decoding):
         machine.decode = decode(count)
         for _ in range(3):
             machine.step(one, [request(number, 100, decodes=True) for number in range(count)])
-    begin, machine.gaps, firsts = machine.now, [], {}
+    begin, machine.gaps, firsts, one._even = machine.now, [], {}, saved * APART
     active = [request(number, 100, decodes=True) for number in range(decoding)]
     active += [request(number, tokens) for number, tokens in enumerate(prompts, decoding)]
     while len(firsts) < len(prompts):
         machine.decode = decode(sum(one.decodes for one in active))
         machine.step(one, active)
         firsts |= {one.number: machine.now - begin for one in active[decoding:] if one.decodes} | firsts
+    machine.decode = decode(len(active))
+    machine.step(one, active)
     return machine, [firsts[number] for number in sorted(firsts)]
 
 
@@ -62,9 +66,41 @@ def test_where_no_chunk_fits_prompts_share_what_a_long_one_gets(monkeypatch):
     assert max(firsts) < 0.75
 
 
+def test_many_prompts_are_read_at_once_where_times_between_tokens_were_even(monkeypatch):
+    """As many as are read the fastest: 51 of them."""
+    machine, firsts = burst(monkeypatch, ROWS, [30] * 56, saved=1)
+    assert machine.gaps[0] == pytest.approx(machine.chunk(1536) + 0.008)
+    assert MOST * TARGET < machine.gaps[0] <= LONGEST * TARGET
+    assert firsts[:51] == [pytest.approx(machine.chunk(1536))] * 51
+
+
+def test_no_time_between_tokens_is_longer_than_the_longest(monkeypatch):
+    """Those who join count in it."""
+    machine, firsts = burst(monkeypatch, ROWS, [30] * 56, decode=lambda requests: 0.001 * requests, saved=SAVED)
+    goal = 0.064 / (1 - SHARE)
+    assert MOST * goal < machine.gaps[0] <= LONGEST * goal
+    slow = {tokens: 2 * seconds for tokens, seconds in ROWS.items()}
+    machine, firsts = burst(monkeypatch, slow, [30] * 56, saved=SAVED)
+    assert max(machine.gaps) <= LONGEST * TARGET
+    assert len(set(firsts)) > 1
+
+
+def test_one_of_a_hundred_times_between_tokens_is_longer(monkeypatch):
+    """However often many prompts come together."""
+    machine, one = Machine(monkeypatch, flat(ROWS), 0.005), Pace(TARGET, {size: flat(ROWS)(size) for size in TOKENS})
+    deciding, waiting, number = [request(number, 100, decodes=True) for number in range(8)], [], 8
+    for _ in range(2000):
+        waiting = [one for one in waiting if not one.decodes]
+        if len(machine.gaps) % 40 == 0 and not waiting:
+            waiting, number = [request(number + more, 30) for more in range(56)], number + 56
+        machine.step(one, [*deciding, *waiting])
+    late = [place for place, gap in enumerate(machine.gaps) if gap > MOST * TARGET]
+    assert SAVED < len(late) <= SAVED + len(machine.gaps) / APART
+
+
 def test_few_prompts_share_what_fits(monkeypatch):
     """Where that reads not much less than all of them at once, which no token should wait for."""
-    machine, firsts = burst(monkeypatch, ONE, [30] * 4, decode=lambda requests: 0.0127)
+    machine, firsts = burst(monkeypatch, ONE, [30] * 4, decode=lambda requests: 0.0127, saved=SAVED)
     assert max(machine.gaps) <= MOST * TARGET
     assert firsts[0] == firsts[1] == pytest.approx(ONE[64])
 
