@@ -125,6 +125,12 @@ def test_no_program_loads_a_repository_whose_headers_are_damaged(hub, dsv4, tmp_
     assert len(hub.asked("api/models")) == 1
 
 
+def test_the_command_that_runs_a_repository_names_it_as_run_does(hub, dsv4):
+    hub.add(NAME, GOLDEN)
+    done = dsv4("inspect", f"hf://{NAME}@main", "--fit", "--ram", "64GB")
+    assert f"→ dsv4 run --model {NAME}@main --max-context" in done.out
+
+
 @pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_cut_for_no_process])
 def test_a_foreign_model_is_refused_by_name(hub, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
