@@ -436,6 +436,13 @@ def test_a_tensor_that_is_not_the_model_s(tmp_path, consumer, loads):
     assert any("layers.3.attn.bias is not a tensor" in text for text in (*found.reasons, *found.notes))
 
 
+@pytest.mark.parametrize(("consumer", "harm"), [("vllm", damage.tensor_extra), ("official", damage.tensor_mistyped)])
+def test_what_convert_refuses_is_not_to_be_converted(tmp_path, consumer, harm):
+    folder = official_copy(tmp_path)
+    harm(folder)
+    assert verdict(folder, consumer).remedy == f"download {damage.SHARD} again"
+
+
 @pytest.mark.parametrize("harm", [damage.index_lacks_tensor, damage.index_names_other_shard])
 def test_an_index_that_is_wrong_does_not_stop_readers_of_whole_files(tmp_path, harm):
     folder = official_copy(tmp_path)

@@ -114,13 +114,14 @@ def _own(problem: Dsv4Error) -> ConsumerVerdict:
 
 
 def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: list[Finding]) -> str:
-    """To download again what is damaged, else to repair what is small, else to convert."""
-    if checkpoint.identity.checkpoint.missing_files or checkpoint.damage:
-        problem = checkpoint.coverage.problem()
-        missing = checkpoint.identity.checkpoint.missing_files
-        return problem.remedy if problem and not missing else download_again(Path(checkpoint.name), missing[0])
+    """To download again what is damaged, else to repair what is small, else to convert what can be converted."""
+    problem, missing = checkpoint.coverage.problem(), checkpoint.identity.checkpoint.missing_files
+    if missing:
+        return download_again(Path(checkpoint.name), missing[0])
     if all(finding.fix for finding in reasons):
         return "; ".join(dict.fromkeys(finding.fix for finding in reasons))
+    if problem is not None:
+        return problem.remedy
     target = TARGETS[consumer].format(ranks=_ranks(checkpoint))
     name = _revised(checkpoint.name, checkpoint.revision)
     return f"dsv4 convert {shell_word(name)} OUT --to {target}"
