@@ -175,6 +175,18 @@ def test_bad_lines_are_named_at_once(dsv4, tmp_path):
     assert dsv4(*command, "--skip-bad").code == 2
 
 
+def test_bad_lines_are_named_before_prompts_are_shown(dsv4):
+    command = ("run", "--prompts", "-", "--show-prompt")
+    done = dsv4(*command, stdin=b'{"prompt": "ok"}\n{')
+    assert (done.code, done.out) == (2, "")
+    assert "or leave them out with --skip-bad" in done.err
+    done = dsv4(*command, "--skip-bad", stdin=b'{"prompt": "ok"}\n{')
+    assert (done.code, len(lines(done.out))) == (0, 1)
+    assert "stdin, line 2 is left out: " in done.err
+    # nothing is left
+    assert dsv4(*command, "--skip-bad", stdin=b"{").code == 2
+
+
 def test_several_answers_to_a_prompt(dsv4):
     given = ("run", "hi", "--model", SMALL, "--max-tokens", "6", "--seed", "3")
     document = json.loads(dsv4(*given, "-n", "3", "--json").out)
