@@ -465,6 +465,16 @@ def test_transformers_needs_a_whole_index(tmp_path, harm, reason, remedy):
     assert verdict(folder, "vllm").loads is True
 
 
+@pytest.mark.parametrize("consumer", ["vllm", "transformers"])
+def test_what_others_do_with_a_key_that_is_unknown_here_is_not_known(tmp_path, consumer):
+    folder = official_copy(tmp_path)
+    damage.config_unknown_key(folder)
+    found = verdict(folder, consumer)
+    assert found.loads is None
+    assert "unknown key 'engram_layers'" in found.reasons[0]
+    assert verdict(folder, "dsv4").loads is False
+
+
 @pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_compressed_tensors])
 def test_of_foreign_models_nothing_is_known(tmp_path, harm):
     folder = official_copy(tmp_path)

@@ -9,7 +9,7 @@ from dsv4cli import __version__
 from dsv4cli.engine.checkpoint.remedies import download_again
 from dsv4cli.engine.inspection.consumers import common, gguf, hf, scripts, sglang, vllm
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
-from dsv4cli.errors import CheckpointError, Dsv4Error
+from dsv4cli.errors import CheckpointError, Dsv4Error, UnknownKey
 from dsv4cli.harmless import shell_word
 
 SCHEMA = "dsv4.verdict/1"
@@ -103,7 +103,7 @@ def refused(name: str, consumer: Consumer, problem: Dsv4Error) -> ConsumerVerdic
     """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a foreign model perhaps."""
     if consumer == "dsv4":
         return _own(problem)
-    if isinstance(problem, CheckpointError):
+    if isinstance(problem, CheckpointError) and not isinstance(problem, UnknownKey):
         return ConsumerVerdict(consumer, VERSIONS[consumer], False, (problem.message,), (), remedy=problem.remedy)
     reason = f"{problem.message}; what {VERSIONS[consumer]} does with it is not known here"
     return ConsumerVerdict(consumer, VERSIONS[consumer], None, (reason,), (), remedy=problem.remedy)
