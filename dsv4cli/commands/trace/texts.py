@@ -35,14 +35,27 @@ class TextOptions(NamedTuple):
     prompts: Path | None
     steps: int
 
+    @property
+    def names(self) -> list[str]:
+        """Those that name a text."""
+        named = {"--prompt": self.prompt, "--ids": self.ids, "--prompts": self.prompts}
+        return [name for name, value in named.items() if value is not None]
+
+
+def recorded_alone(given: TextOptions, option: str) -> None:
+    """Raises UsageError for a text beside a recording, which has its own."""
+    if given.names:
+        raise UsageError(
+            f"{given.names[0]} and {option} cannot be combined: the recording has its own tokens", "give one of them"
+        )
+
 
 def read_texts(job: Job, given: TextOptions) -> "list[Text]":
     """The texts, those tokens still unknown that are to be drawn. Raises UsageError."""
     from dsv4cli.engine.text.inputs import from_prompt
     from dsv4cli.engine.tracing.manifest import Text
 
-    named = {"--prompt": given.prompt, "--ids": given.ids, "--prompts": given.prompts}
-    names = [name for name, value in named.items() if value is not None]
+    names = given.names
     if len(names) > 1:
         raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
     if given.prompt is not None:

@@ -172,6 +172,8 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--ids", "5", "--steps", "1099999", "--out", "A"), "the text has 1,100,000 tokens"),
         (("record", NET, "--ids", "5,99999", "--out", "A"), "the text has the token id 99999"),
         (("record", NET, "--like", "none", "--out", "A"), "none holds no whole recording"),
+        (("record", NET, "--like", "other", "--ids", "5", "--out", "A"), "--ids and --like cannot be combined"),
+        (("bisect", NET, "--against", "other", "--prompt", "Hi"), "--prompt and --against other cannot be combined"),
         (("compare", "none", "none"), "none holds no whole recording"),
         (("bisect", NET), "nothing says what is different on the other side"),
         (("bisect", NET, "--slots", "--chunk", "1"), "--slots goes alone"),
