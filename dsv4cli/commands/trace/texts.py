@@ -65,8 +65,8 @@ def read_texts(job: Job, given: TextOptions) -> "list[Text]":
     elif given.prompts is not None:
         prompts = _lines(job, given.prompts)
     else:
-        vocabulary = job.source.identity.config.vocab_size
-        prompts = [[random.Random(0).randrange(FIRST, vocabulary) for _ in range(TOKENS)]]
+        draw, vocabulary = random.Random(0), job.source.identity.config.vocab_size
+        prompts = [[draw.randrange(FIRST, vocabulary) for _ in range(TOKENS)]]
     texts = [Text((*ids, *([-1] * given.steps)), len(ids)) for ids in prompts]
     check(job, texts)
     return texts

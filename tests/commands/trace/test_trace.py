@@ -148,6 +148,16 @@ def test_ranks_record_their_parts(program, tmp_path):
     assert other.rows(0, "attn.q", 0, 13).shape == one.rows(0, "attn.q", 0, 13).shape
 
 
+def test_the_usual_text_has_many_different_tokens(program, tmp_path):
+    arguments = (NET, "--steps", "0", "--layers", "0-0", "--what", "router", "--no-noise", "--json")
+    documents = [json.loads(program("trace", "record", *arguments, "--out", str(tmp_path / n)).out) for n in "AB"]
+    [ids], [again] = ([text["ids"] for text in one["texts"]] for one in documents)
+    assert ids == again
+    assert (len(ids), min(ids) >= 3) == (300, True)
+    # of 509 that there are: 227 in the mean
+    assert len(set(ids)) > 200
+
+
 def test_prompts_of_a_file(program, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"ids": [5, 6]}\n{"prompt": "Hi"}\n{"text": "ab"}\n')
