@@ -148,6 +148,13 @@ def test_ranks_record_their_parts(program, tmp_path):
     assert other.rows(0, "attn.q", 0, 13).shape == one.rows(0, "attn.q", 0, 13).shape
 
 
+def test_what_layers_give_that_are_not_fed_is_not_judged(program):
+    done = program("trace", "bisect", NET, "--ids", IDS, "--chunk", "2", "--layers", "1-1", "--json")
+    [found] = json.loads(done.out)["comparisons"]
+    places = [(stage["layer"], stage["stage"]) for stage in found["stages"]]
+    assert ((1, "streams") in places, (2, "streams") in places) == (False, True)
+
+
 def test_the_usual_text_has_many_different_tokens(program, tmp_path):
     arguments = (NET, "--steps", "0", "--layers", "0-0", "--what", "router", "--no-noise", "--json")
     documents = [json.loads(program("trace", "record", *arguments, "--out", str(tmp_path / n)).out) for n in "AB"]
