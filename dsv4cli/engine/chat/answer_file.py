@@ -112,8 +112,10 @@ class AnswerFile:
         for number, line in enumerate(self._file.lines, 1):
             try:
                 record = json.loads(line)
-                found.setdefault((int(record["index"]), int(record.get("sample", 0))), record)
-                str(record["request"]), int(record["seed"])
+                numbers, request = (*key_of(record), record["seed"]), record["request"]
+                if not isinstance(request, str) or any(type(one) is not int for one in numbers):
+                    raise ValueError(request)
+                found.setdefault(key_of(record), record)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise UsageError(
                     f"{self.path}, line {number}: not an answer that --out has written", "name another file"

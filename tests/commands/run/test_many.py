@@ -120,9 +120,10 @@ def test_another_command_does_not_go_on(dsv4, prompts, out, tmp_path):
         done = dsv4(*command, *change)
         assert (done.code, out.read_text()) == (2, before)
         assert "belongs to another command: the answer with index 0 is to another prompt" in done.err
-    for text in ("my notes", '{"a": 1}\n', "[" * 10**5 + "\n"):
+    other = '{"index": 1e999, "request": "a", "seed": 1}\n', '{"index": 0, "request": "a", "seed": "1"}\n'
+    for text in ("my notes", '{"a": 1}\n', "[" * 10**5 + "\n", *other):
         out.write_text(text)
-        done = dsv4(*command)
+        done = dsv4(*command[:-2])
         assert (done.code, out.read_text()) == (2, text)
         assert "answer" in done.err
     assert dsv4(*command[:4], "/dev/null", *SHORT).code == 2
