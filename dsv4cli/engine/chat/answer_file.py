@@ -63,7 +63,8 @@ class LineFile:
         """Gives the file these lines: it has the old ones or the new ones, whatever happens. Raises CannotWrite."""
         lines = b"".join(map(_line, records))
         if lines != self.path.read_bytes():
-            beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            # without the file's name, which may be as long as names can be
+            beside = self.path.with_name(f".dsv4-{os.getpid()}")
             try:
                 with self._writing(len(records)):
                     write_file(self.path, lines, beside, stat.S_IMODE(os.fstat(self._file).st_mode))

@@ -253,3 +253,14 @@ def test_after_half_a_line_the_next_answer_has_a_line_of_its_own(tmp_path):
         file.add(record | {"index": index})
         file.close()
     assert [line["index"] for line in lines(out.read_text())] == [1, 2, 3]
+
+
+def test_answers_are_put_in_order_in_a_file_of_the_longest_name(tmp_path):
+    out = tmp_path / ("a" * 255)
+    file = AnswerFile(out)
+    for index in (1, 0):
+        file.add({"index": index, "request": "x", "seed": 0})
+    file.order()
+    file.close()
+    assert [line["index"] for line in lines(out.read_text())] == [0, 1]
+    assert list(tmp_path.iterdir()) == [out]
