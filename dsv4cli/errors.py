@@ -43,6 +43,10 @@ class CheckpointError(Dsv4Error):
     """A DeepSeek-V4 checkpoint that is damaged, incomplete or contradicts itself."""
 
 
+class UnknownKey(CheckpointError):
+    """A configuration says what this engine does not know, and other programs may know or pass over."""
+
+
 class UnsupportedCheckpoint(Dsv4Error):
     """A model or a layout that this engine does not run, refused by name."""
 

@@ -181,10 +181,10 @@ def _ask_fit(out: Output, result: "Inspection", gpus: str | None, ram: str | Non
 
 
 def _remote(result: "Inspection") -> dict[str, Any]:
-    """Of a repository on the hub: where its configuration lies here, and what it has."""
+    """Of a repository on the hub that is recognised: where its configuration lies here, and what it has."""
     from dsv4cli.engine.inspection.sources import RemoteSource
 
-    if not isinstance(result.source, RemoteSource):
+    if not isinstance(result.source, RemoteSource) or result.identity is None:
         return {}
     headers = result.source.headers
     return {"folder": headers.folder, "files": [file.name for file in headers.listing.files]}

@@ -91,7 +91,7 @@ def read_many(job: Job, source: Source) -> Many:
 def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]]":
     """The questions of the file, and the tokens of their prompts."""
     from dsv4cli.engine.runtime.limits import max_new_tokens
-    from dsv4cli.engine.text.inputs import BadLine, refuse
+    from dsv4cli.engine.text.inputs import BadLine
     from dsv4cli.engine.text.questions import read_questions
 
     questions, bad = read_questions(source.path, source.system)
@@ -106,17 +106,19 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
         good.append(question)
         prompts.append(prompt.ids)
         lookalikes.update(dict.fromkeys(prompt.lookalikes))
-    if source.skip_bad and good:
-        _report_bad(job.out, source.path, bad)
-    else:
-        refuse(source.path, bad, "" if source.skip_bad else ", or leave them out with --skip-bad")
+    _leave_out(job.out, source, bad, any_good=bool(good))
     report_lookalikes(job.out, list(lookalikes))
     return good, prompts
 
 
-def _report_bad(out: Output, path: Path, bad: "list[BadLine]") -> None:
+def _leave_out(out: Output, source: Source, bad: "list[BadLine]", *, any_good: bool) -> None:
+    """Names the bad lines. Raises UsageError where they are not to be left out, or nothing else is there."""
+    from dsv4cli.engine.text.inputs import name_of, refuse
+
+    if not source.skip_bad or not any_good:
+        refuse(source.path, bad, "" if source.skip_bad else ", or leave them out with --skip-bad")
     for one in sorted(bad, key=lambda one: one.number):
-        out.warning(f"{path}, line {one.number} is left out: {one.error.message}")
+        out.warning(f"{name_of(source.path)}, line {one.number} is left out: {one.error.message}")
 
 
 def _asked(
@@ -251,14 +253,10 @@ class InOrder:
 
 def show_prompts(job: Job, source: Source) -> None:
     """Prints the exact text and ids of each prompt as a JSON line."""
-    from dsv4cli.engine.text.inputs import refuse
     from dsv4cli.engine.text.questions import read_questions
 
     questions, bad = read_questions(source.path, source.system)
-    if source.skip_bad:
-        _report_bad(job.out, source.path, bad)
-    else:
-        refuse(source.path, bad)
+    _leave_out(job.out, source, bad, any_good=bool(questions))
     for question in questions:
         prompt = job.dialogue.prompt(question.messages)
         report_lookalikes(job.out, prompt.lookalikes)

@@ -7,7 +7,16 @@ import typer
 
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, finished, in_ranks, loaded, parts_of, record_plan, walk_of
-from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions, check, read_texts
+from dsv4cli.commands.trace.texts import (
+    IdsOpt,
+    PromptOpt,
+    PromptsOpt,
+    StepsOpt,
+    TextOptions,
+    check,
+    read_texts,
+    recorded_alone,
+)
 from dsv4cli.options import (
     MODEL_HELP,
     BackendOpt,
@@ -69,8 +78,10 @@ def record(
         model=model, draft="off", prefill_chunk=chunk, device=device, dtype=dtype, exact=exact, backend=backend,
         gpu_memory=gpu_memory, host_memory=host_memory,
     )  # fmt: skip
-    job = open_job(Output(context.obj, as_json, quiet), options)
     given, parts = TextOptions(prompt, ids, prompts, steps), parts_of(layers, what)
+    if like is not None:
+        recorded_alone(given, "--like")
+    job = open_job(Output(context.obj, as_json, quiet), options)
     texts = read_texts(job, given) if like is None else _texts_of(job, like)
     _record(job, texts, folder, parts, tp, noise=not no_noise)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.trace.side import finished, in_ranks, loaded, record_plan, walk_of
-from dsv4cli.commands.trace.texts import FIRST, TextOptions, read_texts
+from dsv4cli.commands.trace.texts import FIRST, TextOptions, read_texts, recorded_alone
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output
 
@@ -189,12 +189,14 @@ class Sides:
         """The model, fed with a recording's streams, beside that."""
         from dsv4cli.engine.tracing.feed import rounding_between
         from dsv4cli.engine.tracing.manifest import check_same_shapes
-        from dsv4cli.engine.tracing.opened import open_recording
+        from dsv4cli.engine.tracing.opened import holds_tokens, open_recording
         from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
         from dsv4cli.engine.tracing.report import compared
 
         change = replace(self.change, against=None)
         job = open_job(self.out, change.of(self.options))
+        if holds_tokens(folder):
+            recorded_alone(self.given, f"--against {folder}")
         one = open_recording(folder, self._manifest(job, read_texts(job, self.given)))
         manifest = self._manifest(job, list(one.manifest.texts))
         check_same_shapes(one.manifest, manifest)

@@ -35,14 +35,27 @@ class TextOptions(NamedTuple):
     prompts: Path | None
     steps: int
 
+    @property
+    def names(self) -> list[str]:
+        """Those that name a text."""
+        named = {"--prompt": self.prompt, "--ids": self.ids, "--prompts": self.prompts}
+        return [name for name, value in named.items() if value is not None]
+
+
+def recorded_alone(given: TextOptions, option: str) -> None:
+    """Raises UsageError for a text beside a recording, which has its own."""
+    if given.names:
+        raise UsageError(
+            f"{given.names[0]} and {option} cannot be combined: the recording has its own tokens", "give one of them"
+        )
+
 
 def read_texts(job: Job, given: TextOptions) -> "list[Text]":
     """The texts, those tokens still unknown that are to be drawn. Raises UsageError."""
     from dsv4cli.engine.text.inputs import from_prompt
     from dsv4cli.engine.tracing.manifest import Text
 
-    named = {"--prompt": given.prompt, "--ids": given.ids, "--prompts": given.prompts}
-    names = [name for name, value in named.items() if value is not None]
+    names = given.names
     if len(names) > 1:
         raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
     if given.prompt is not None:
@@ -52,8 +65,8 @@ def read_texts(job: Job, given: TextOptions) -> "list[Text]":
     elif given.prompts is not None:
         prompts = _lines(job, given.prompts)
     else:
-        vocabulary = job.source.identity.config.vocab_size
-        prompts = [[random.Random(0).randrange(FIRST, vocabulary) for _ in range(TOKENS)]]
+        draw, vocabulary = random.Random(0), job.source.identity.config.vocab_size
+        prompts = [[draw.randrange(FIRST, vocabulary) for _ in range(TOKENS)]]
     texts = [Text((*ids, *([-1] * given.steps)), len(ids)) for ids in prompts]
     check(job, texts)
     return texts

@@ -63,7 +63,8 @@ class LineFile:
         """Gives the file these lines: it has the old ones or the new ones, whatever happens. Raises CannotWrite."""
         lines = b"".join(map(_line, records))
         if lines != self.path.read_bytes():
-            beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            # without the file's name, which may be as long as names can be
+            beside = self.path.with_name(f".dsv4-{os.getpid()}")
             try:
                 with self._writing(len(records)):
                     write_file(self.path, lines, beside, stat.S_IMODE(os.fstat(self._file).st_mode))
@@ -112,8 +113,10 @@ class AnswerFile:
         for number, line in enumerate(self._file.lines, 1):
             try:
                 record = json.loads(line)
-                found.setdefault((int(record["index"]), int(record.get("sample", 0))), record)
-                str(record["request"]), int(record["seed"])
+                numbers, request = (*key_of(record), record["seed"]), record["request"]
+                if not isinstance(request, str) or any(type(one) is not int for one in numbers):
+                    raise ValueError(request)
+                found.setdefault(key_of(record), record)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise UsageError(
                     f"{self.path}, line {number}: not an answer that --out has written", "name another file"

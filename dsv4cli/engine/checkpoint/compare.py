@@ -79,6 +79,8 @@ class Comparison:
         if differs.any():
             self._add_different(first, second, row0, np.flatnonzero(differs))
 
+    # values may be NaN or infinite
+    @np.errstate(over="ignore", invalid="ignore")
     def _add_different(self, first: Values, second: Values, row0: int, indices: NDArray[np.intp]) -> None:
         """indices: flat indices of the values whose bits differ."""
         ours, theirs = (array.reshape(-1)[indices].astype(np.float64) for array in (first, second))
@@ -90,8 +92,7 @@ class Comparison:
         if not indices.size:
             return
         self.different += indices.size
-        with np.errstate(over="ignore"):
-            error = np.abs(ours - theirs)
+        error = np.abs(ours - theirs)
         error[np.isnan(error)] = inf
         self.largest = max(self.largest, float(error.max()))
         self._squared_error += float(np.einsum("i,i->", error, error))

@@ -40,6 +40,8 @@ def scale_rows(form: Form, rows: slice) -> slice:
     return slice(rows.start // block, -(-rows.stop // block))
 
 
+# an absurd scale shows in the values
+@np.errstate(over="ignore", invalid="ignore")
 def decode(form: Form, arrays: Mapping[Role, Raw]) -> Values:
     """The values of a matrix, or of rows of it, from the raw arrays of its parts (`StoredModel.read`).
 

@@ -23,7 +23,7 @@ from dsv4cli.engine.config.keys import (
     SCORE_MLP,
     TRANSFORMERS_KEYS,
 )
-from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+from dsv4cli.errors import CheckpointError, UnknownKey, UnsupportedCheckpoint
 
 REMEDY = "use the config.json that came with the weights"
 # an official key, its value, the keys of transformers that say so
@@ -194,7 +194,7 @@ def _table(values: Mapping[str, Any], name: str, fixed: Mapping[str, Any], where
     known |= {*INFERENCE_ROPE_KEYS.values(), *ROPE_FIXED} if name == "compress" else set()
     unknown = sorted(key for key in table if key not in known)
     if unknown:
-        raise CheckpointError(f"{where}: unknown key rope_parameters.{name}.{unknown[0]}", REMEDY)
+        raise UnknownKey(f"{where}: unknown key rope_parameters.{name}.{unknown[0]}", REMEDY)
     for key, value in fixed.items():
         if table.get(key) != value:
             raise UnsupportedCheckpoint(

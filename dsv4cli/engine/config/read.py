@@ -21,7 +21,7 @@ from dsv4cli.engine.config.keys import (
 from dsv4cli.engine.config.model_config import DSparkConfig, ModelConfig, Yarn
 from dsv4cli.engine.config.storage import check_storage
 from dsv4cli.engine.system.regular_files import is_there, read_bytes
-from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+from dsv4cli.errors import CheckpointError, UnknownKey, UnsupportedCheckpoint
 
 # objects and lists in each other; a release has 3
 MAX_DEPTH = 20
@@ -102,7 +102,7 @@ def _build(values: Mapping[str, Any], where: str) -> ModelConfig:
     known |= {"compress_ratios", "rope_scaling", "quantization_config", "expert_dtype"}
     unknown = sorted(key for key in values if key not in known)
     if unknown:
-        raise CheckpointError(
+        raise UnknownKey(
             f"{where}: unknown key {unknown[0]!r}, which may change the model's numbers",
             "use the config.json of the release, or remove the key if it is harmless",
         )
@@ -142,7 +142,7 @@ def _yarn(values: Mapping[str, Any], where: str) -> Yarn:
         raise CheckpointError(f"{where}: rope_scaling is {scaling!r}, expected type 'yarn'", "use the official file")
     unknown = set(scaling) - {"type", "rope_type", *ROPE_FIXED, *Yarn.__dataclass_fields__}
     if unknown:
-        raise CheckpointError(f"{where}: unknown key rope_scaling.{min(unknown)}", REMEDY)
+        raise UnknownKey(f"{where}: unknown key rope_scaling.{min(unknown)}", REMEDY)
     check_rope_table(scaling, f"{where}: rope_scaling")
     kinds = {"original_max_position_embeddings": int}
     numbers = {

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsv4cli.engine.evaluation.items import EvalItem, EvalSet, choose, numbered, read_own
+from dsv4cli.engine.evaluation.items import EvalItem, EvalSet, choose, digits, numbered, read_own
 from dsv4cli.engine.evaluation.vectors import is_manifest, is_vectors, read_manifest, read_vectors
 from dsv4cli.engine.text.inputs import BadLine, from_prompt, name_of, parse_lines, read_text, refuse
 from dsv4cli.errors import UsageError
@@ -86,7 +86,7 @@ def _json_form(first: str, name: str) -> tuple[str, Callable[[str, str], _Lines]
 
 def _with_keys(needed: set[str], convert: Callable[[dict[str, Any]], EvalItem]) -> Callable[[dict[str, Any]], EvalItem]:
     def checked(value: dict[str, Any]) -> EvalItem:
-        numbers = {key: str(item) for key, item in value.items() if isinstance(item, int | float) and key in needed}
+        numbers = {key: digits(item) for key, item in value.items() if isinstance(item, int | float) and key in needed}
         value = value | numbers
         for key in sorted(needed):
             if not isinstance(value.get(key), str) or not value[key].strip():

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -113,10 +114,15 @@ def _exact(item: EvalItem, value: dict[str, Any]) -> EvalItem:
 
 def _numeric(item: EvalItem, value: dict[str, Any]) -> EvalItem:
     answer = value["answer"]
-    text = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else _text(answer)
+    text = digits(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else _text(answer)
     if number_of(text) is None:
         raise UsageError(f'"answer" has no number: {text[:40]!r}', "give the number")
     return replace(item, score="numeric", answer=text)
+
+
+def digits(number: float) -> str:
+    """A number without an exponent: `0.00001` instead of `1e-05`, which `number_of` would take for 1."""
+    return format(Decimal(repr(number)), "f") if isinstance(number, float) else str(number)
 
 
 def _regex(item: EvalItem, value: dict[str, Any]) -> EvalItem:

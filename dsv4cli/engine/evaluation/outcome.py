@@ -60,6 +60,8 @@ def outcome_of(record: Mapping[str, Any]) -> Outcome:
     except (TypeError, AttributeError):
         raise ValueError(f"not the keys {', '.join(sorted(known))}") from None
     whole = all(isinstance(one, int) for one in (found.index, found.prompt_tokens, found.tokens))
-    if not whole or found.ruling not in get_args(Ruling) or not isinstance(found.id, str):
+    texts = all(isinstance(one, str) for one in (found.id, found.task, found.given, found.content or ""))
+    numbers = all(isinstance(one, float | int) for one in (found.nll or 0, found.common_prefix or 0))
+    if not (whole and texts and numbers) or found.ruling not in get_args(Ruling):
         raise ValueError("not the result of an item")
     return found

@@ -100,7 +100,13 @@ def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[in
             raise _no_results(path, number) from None
         records.append(record)
     header = records[0]
-    if not isinstance(header, dict) or header.get("schema") != SCHEMA or not {*_DECIDES, "items"} <= set(header):
+    if (
+        not isinstance(header, dict)
+        or header.get("schema") != SCHEMA
+        or not {*_DECIDES, "items", "model"} <= set(header)
+    ):
+        raise _no_results(path, 1)
+    if not isinstance(header["settings"], dict):
         raise _no_results(path, 1)
     outcomes: dict[int, Outcome] = {}
     for number, record in enumerate(records[1:], 2):

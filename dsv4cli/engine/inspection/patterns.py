@@ -32,6 +32,8 @@ class Pattern:
     fits: Fits
 
 
+# values may be NaN or infinite
+@np.errstate(over="ignore", invalid="ignore")
 def explain(a: MatrixReader, b: MatrixReader, row: int, twin: MatrixReader | None = None) -> str:
     """The known mistake that explains every difference of two matrices of one shape, as a sentence; '' for none.
 

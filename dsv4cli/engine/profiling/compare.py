@@ -10,7 +10,7 @@ from dsv4cli.errors import UsageError
 
 SCHEMA = "dsv4.profile/1"
 # what must be equal for two documents to measure the same thing
-SUBJECT = ("model", "backend", "tp", "batch", "context")
+SUBJECT = ("model", "backend", "tp", "tokens", "batch", "context")
 # chosen, not measured: a ratio below the first is no news whatever the spread; where what the device does at most is
 # apart by more than the second, it had other work
 RUNS_DIFFER, DRIFTED = 0.1, 1.25
@@ -129,7 +129,7 @@ def read_baseline(path: Path, kind: str) -> dict[str, Any]:
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> BaselineComparison:
     """Line by line, in the order of the new document."""
     pairs = {name: (before["machine"].get(name), value) for name, value in now["machine"].items()}
-    pairs |= {name: (before.get(name), now.get(name)) for name in SUBJECT}
+    pairs |= {name: (before.get(name), now.get(name)) for name in SUBJECT} | _contexts(before, now)
     old, new = _times(before), _times(now)
     names, drift = dict.fromkeys([*new, *old]), _drift(_rates(before), _rates(now))
     return BaselineComparison(
@@ -137,6 +137,13 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> BaselineCompar
         [Change(name, old.get(name), new.get(name), drift) for name in names],
         drift,
     )
+
+
+def _contexts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Of operations each line has its context: that of the first line for which it differs."""
+    old, new = ({_label(line): line.get("context") for line in document["results"]} for document in (before, now))
+    apart = [(old[name], context) for name, context in new.items() if name in old and old[name] != context]
+    return {"context": apart[0]} if apart else {}
 
 
 def in_doubt(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -36,9 +36,10 @@ class AtomFolder:
         """like: what the files do not say: tokens, layers, numerics. Raises UsageError for files of no known class."""
         self.name, self.folder = str(folder), folder
         self._files: dict[tuple[int, str], list[Path]] = defaultdict(list)
-        for path in sorted(folder.glob(GLOB)):
-            match = FILE.fullmatch(path.name)
-            if match and match[2] in CLASSES and int(match[3]) == 0:
+        found = [(match, path) for path in folder.glob(GLOB) if (match := FILE.fullmatch(path.name))]
+        # by class and call: the thousandth call's number has a digit more
+        for match, path in sorted(found, key=lambda one: (one[0][2], int(one[0][4] or -1))):
+            if match[2] in CLASSES and int(match[3]) == 0:
                 stage = CLASSES[match[2]]
                 self._files[int(match[1]) + (stage == STREAMS), stage].append(path)
         if not self._files:

@@ -9,7 +9,8 @@ import torch
 from dsv4cli.engine.tracing.feed import HALF_STEPS, rounding_between, sum_rounding
 from dsv4cli.engine.tracing.manifest import TraceManifest
 from dsv4cli.engine.tracing.recording import Recording, common
-from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, STREAMS
+from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, STREAMS, placed
+from dsv4cli.errors import UsageError
 
 # values that are compared at once, in double precision
 AT_ONCE = 1 << 22
@@ -47,7 +48,7 @@ class StageDifference:
 
 def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[StageDifference]:
     """Each stage that both have, in order. fed: whether each half of a block of `other` was fed with `one`'s streams,
-    so that no difference goes from one half to the next."""
+    so that no difference goes from one half to the next. Raises UsageError for rows of other shapes."""
     every = torch.ones(one.manifest.rows("token", 0), dtype=torch.bool)
     tokens = every
     for layer, stage in common(one, other):
@@ -98,6 +99,12 @@ def _difference(one: Recording, other: Recording, layer: int, stage: str, alike:
     step = max(1, AT_ONCE // max(1, width))
     for first in range(0, rows, step):
         a, b = (side.rows(layer, stage, first, min(first + step, rows)) for side in (one, other))
+        if a.shape != b.shape and not BY_NAME[stage].choices:
+            ours, theirs = (" x ".join(map(str, side.shape[1:])) for side in (a, b))
+            raise UsageError(
+                f"{placed(layer, stage)}: a row of {one.name} has {ours} values, of {other.name} {theirs}",
+                "compare models of the same shape, or other stages with --what",
+            )
         total.add(a, b, first, choices=BY_NAME[stage].choices)
     return total.difference(one, other, layer, stage, alike)
 

@@ -9,6 +9,7 @@ from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.judge import Noise, StageVerdict, judged
 from dsv4cli.engine.tracing.manifest import check_same_shapes, check_same_tokens
 from dsv4cli.engine.tracing.recording import Recording, common
+from dsv4cli.engine.tracing.stages import STREAMS
 from dsv4cli.errors import UsageError
 
 
@@ -51,7 +52,11 @@ def compared(one: Recording, other: Recording, noise: Noise, *, fed: bool) -> Tr
         raise UsageError(
             f"{names[0]} and {names[1]} have no stage in common", "record both with the same --layers and --what"
         )
-    return TraceComparison(one, other, list(judged(differences(one, other, fed=fed), noise)))
+    found = differences(one, other, fed=fed)
+    if fed and one.manifest.layers[0]:
+        # what layers give that nobody recorded, and that were not fed, is no half of a block
+        found = (each for each in found if (each.layer, each.stage) != (one.manifest.layers[0], STREAMS))
+    return TraceComparison(one, other, list(judged(found, noise)))
 
 
 def _record(verdict: StageVerdict) -> dict[str, Any]:

@@ -114,6 +114,23 @@ def test_a_revision_that_is_judged_is_the_one_that_is_started(hub, dsv4, consume
     assert done.out.endswith(" --revision v2\n") is (consumer in ("vllm", "sglang"))
 
 
+@pytest.mark.parametrize("consumer", ["vllm", "dsv4"])
+def test_no_program_loads_a_repository_whose_headers_are_damaged(hub, dsv4, tmp_path, consumer):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.header_not_json(folder)
+    hub.add(NAME, files_of(folder))
+    done = dsv4("inspect", NAME, "--for", consumer, "--json")
+    assert (done.code, done.err) == (3, "")
+    assert json.loads(done.out)["verdict"]["loads"] is False
+    assert len(hub.asked("api/models")) == 1
+
+
+def test_the_command_that_runs_a_repository_names_it_as_run_does(hub, dsv4):
+    hub.add(NAME, GOLDEN)
+    done = dsv4("inspect", f"hf://{NAME}@main", "--fit", "--ram", "64GB")
+    assert f"→ dsv4 run --model {NAME}@main --max-context" in done.out
+
+
 @pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_cut_for_no_process])
 def test_a_foreign_model_is_refused_by_name(hub, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)

@@ -273,6 +273,15 @@ def test_what_only_one_of_two_documents_has(dsv4):
     ]
 
 
+def test_what_is_not_the_same_measurement_is_said():
+    line = {"name": "a", "tokens": 1, "context": 4096, "seconds": {"median": 2.0}}
+    before = {"machine": {}, "model": "nano", "results": [line]}
+    found = compare.compare(before, before | {"results": [line | {"context": 131072}]})
+    assert found.differences == {"context": (4096, 131072)}
+    step = {"machine": {}, "model": "nano", "tokens": 1, "batch": 1, "context": 64, "results": [{"name": "step"}]}
+    assert compare.compare(step, step | {"tokens": 2048}).differences == {"tokens": (1, 2048)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [

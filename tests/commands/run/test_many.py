@@ -120,9 +120,10 @@ def test_another_command_does_not_go_on(dsv4, prompts, out, tmp_path):
         done = dsv4(*command, *change)
         assert (done.code, out.read_text()) == (2, before)
         assert "belongs to another command: the answer with index 0 is to another prompt" in done.err
-    for text in ("my notes", '{"a": 1}\n', "[" * 10**5 + "\n"):
+    other = '{"index": 1e999, "request": "a", "seed": 1}\n', '{"index": 0, "request": "a", "seed": "1"}\n'
+    for text in ("my notes", '{"a": 1}\n', "[" * 10**5 + "\n", *other):
         out.write_text(text)
-        done = dsv4(*command)
+        done = dsv4(*command[:-2])
         assert (done.code, out.read_text()) == (2, text)
         assert "answer" in done.err
     assert dsv4(*command[:4], "/dev/null", *SHORT).code == 2
@@ -173,6 +174,18 @@ def test_bad_lines_are_named_at_once(dsv4, tmp_path):
     assert done.err.count("is left out: ") == 3
     path.write_text("{")
     assert dsv4(*command, "--skip-bad").code == 2
+
+
+def test_bad_lines_are_named_before_prompts_are_shown(dsv4):
+    command = ("run", "--prompts", "-", "--show-prompt")
+    done = dsv4(*command, stdin=b'{"prompt": "ok"}\n{')
+    assert (done.code, done.out) == (2, "")
+    assert "or leave them out with --skip-bad" in done.err
+    done = dsv4(*command, "--skip-bad", stdin=b'{"prompt": "ok"}\n{')
+    assert (done.code, len(lines(done.out))) == (0, 1)
+    assert "stdin, line 2 is left out: " in done.err
+    # nothing is left
+    assert dsv4(*command, "--skip-bad", stdin=b"{").code == 2
 
 
 def test_several_answers_to_a_prompt(dsv4):
@@ -240,3 +253,14 @@ def test_after_half_a_line_the_next_answer_has_a_line_of_its_own(tmp_path):
         file.add(record | {"index": index})
         file.close()
     assert [line["index"] for line in lines(out.read_text())] == [1, 2, 3]
+
+
+def test_answers_are_put_in_order_in_a_file_of_the_longest_name(tmp_path):
+    out = tmp_path / ("a" * 255)
+    file = AnswerFile(out)
+    for index in (1, 0):
+        file.add({"index": index, "request": "x", "seed": 0})
+    file.order()
+    file.close()
+    assert [line["index"] for line in lines(out.read_text())] == [0, 1]
+    assert list(tmp_path.iterdir()) == [out]

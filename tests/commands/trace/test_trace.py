@@ -148,6 +148,23 @@ def test_ranks_record_their_parts(program, tmp_path):
     assert other.rows(0, "attn.q", 0, 13).shape == one.rows(0, "attn.q", 0, 13).shape
 
 
+def test_what_layers_give_that_are_not_fed_is_not_judged(program):
+    done = program("trace", "bisect", NET, "--ids", IDS, "--chunk", "2", "--layers", "1-1", "--json")
+    [found] = json.loads(done.out)["comparisons"]
+    places = [(stage["layer"], stage["stage"]) for stage in found["stages"]]
+    assert ((1, "streams") in places, (2, "streams") in places) == (False, True)
+
+
+def test_the_usual_text_has_many_different_tokens(program, tmp_path):
+    arguments = (NET, "--steps", "0", "--layers", "0-0", "--what", "router", "--no-noise", "--json")
+    documents = [json.loads(program("trace", "record", *arguments, "--out", str(tmp_path / n)).out) for n in "AB"]
+    [ids], [again] = ([text["ids"] for text in one["texts"]] for one in documents)
+    assert ids == again
+    assert (len(ids), min(ids) >= 3) == (300, True)
+    # of 509 that there are: 227 in the mean
+    assert len(set(ids)) > 200
+
+
 def test_prompts_of_a_file(program, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"ids": [5, 6]}\n{"prompt": "Hi"}\n{"text": "ab"}\n')
@@ -172,6 +189,8 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--ids", "5", "--steps", "1099999", "--out", "A"), "the text has 1,100,000 tokens"),
         (("record", NET, "--ids", "5,99999", "--out", "A"), "the text has the token id 99999"),
         (("record", NET, "--like", "none", "--out", "A"), "none holds no whole recording"),
+        (("record", NET, "--like", "other", "--ids", "5", "--out", "A"), "--ids and --like cannot be combined"),
+        (("bisect", NET, "--against", "other", "--prompt", "Hi"), "--prompt and --against other cannot be combined"),
         (("compare", "none", "none"), "none holds no whole recording"),
         (("bisect", NET), "nothing says what is different on the other side"),
         (("bisect", NET, "--slots", "--chunk", "1"), "--slots goes alone"),

@@ -44,6 +44,15 @@ def test_our_own_lines(read):
 
 
 @pytest.mark.parametrize(
+    ("number", "text"), [(1e-05, "0.00001"), (1e16, "10000000000000000"), (-2.5e-7, "-0.00000025"), (3, "3")]
+)
+def test_a_number_is_none_with_an_exponent(read, number, text):
+    [own] = read([{"prompt": "a", "score": "numeric", "answer": number}]).items
+    [public] = read([{"problem": "a", "answer": number}]).items
+    assert (own.answer, public.answer) == (text, text)
+
+
+@pytest.mark.parametrize(
     ("line", "complaint"),
     [
         ({"prompt": "a", "anser": "b"}, "unknown key 'anser'"),
@@ -55,6 +64,8 @@ def test_our_own_lines(read):
         ({"prompt": "a", "score": "exact", "answer": 4}, '"answer" is not a text'),
         ({"prompt": "a", "score": "exact", "answer": [{"name": "f"}]}, "not a list of calls"),
         ({"prompt": "a", "score": "numeric", "answer": "many"}, '"answer" has no number'),
+        ({"prompt": "a", "score": "numeric", "answer": float("nan")}, '"answer" has no number'),
+        ({"prompt": "a", "score": "numeric", "answer": True}, '"answer" is not a text'),
         ({"prompt": "a", "score": "regex", "answer": "(a"}, "not a pattern: missing )"),
         ({"prompt": "a", "score": "choice", "answer": "x"}, "not a list of at least two texts"),
         ({"prompt": "a", "score": "choice", "choices": ["x", "y"], "answer": "z"}, "neither one of the choices"),

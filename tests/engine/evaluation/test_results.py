@@ -96,8 +96,11 @@ def test_other_results_are_not_mixed_in(path, change, complaint):
         json.dumps(HEADER | {"schema": "dsv4.eval/1"}) + "\n",
         "3\n",
         "[" * 10**5 + "\n",
+        json.dumps(HEADER | {"settings": 5}) + "\n",
+        json.dumps(HEADER) + "\n" + json.dumps(outcome(0).record() | {"given": 5}) + "\n",
+        json.dumps(HEADER) + "\n" + json.dumps(outcome(0).record() | {"nll": "1"}) + "\n",
     ],
-    ids=range(8),
+    ids=range(11),
 )
 def test_what_is_no_file_of_results_stays_as_it_is(path, content):
     path.write_text(content)

@@ -436,6 +436,13 @@ def test_a_tensor_that_is_not_the_model_s(tmp_path, consumer, loads):
     assert any("layers.3.attn.bias is not a tensor" in text for text in (*found.reasons, *found.notes))
 
 
+@pytest.mark.parametrize(("consumer", "harm"), [("vllm", damage.tensor_extra), ("official", damage.tensor_mistyped)])
+def test_what_convert_refuses_is_not_to_be_converted(tmp_path, consumer, harm):
+    folder = official_copy(tmp_path)
+    harm(folder)
+    assert verdict(folder, consumer).remedy == f"download {damage.SHARD} again"
+
+
 @pytest.mark.parametrize("harm", [damage.index_lacks_tensor, damage.index_names_other_shard])
 def test_an_index_that_is_wrong_does_not_stop_readers_of_whole_files(tmp_path, harm):
     folder = official_copy(tmp_path)
@@ -456,6 +463,16 @@ def test_transformers_needs_a_whole_index(tmp_path, harm, reason, remedy):
     found = verdict(folder, "transformers")
     assert (found.loads, reason in found.reasons[0], remedy in found.remedy) == (False, True, True)
     assert verdict(folder, "vllm").loads is True
+
+
+@pytest.mark.parametrize("consumer", ["vllm", "transformers"])
+def test_what_others_do_with_a_key_that_is_unknown_here_is_not_known(tmp_path, consumer):
+    folder = official_copy(tmp_path)
+    damage.config_unknown_key(folder)
+    found = verdict(folder, consumer)
+    assert found.loads is None
+    assert "unknown key 'engram_layers'" in found.reasons[0]
+    assert verdict(folder, "dsv4").loads is False
 
 
 @pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_compressed_tensors])

@@ -353,3 +353,20 @@ def test_a_document_has_no_number_that_json_lacks(tmp_path, variants):
     assert (document["schema"], document["same"], document["a"]["layout"]) == ("dsv4.diff/1", False, "official")
     [worst] = document["worst"]
     assert (worst["name"], worst["relative_error"], worst["first"]["second"]) == (LINEAR, "inf", "nan")
+
+
+def test_values_that_are_no_numbers_are_compared_in_silence(tmp_path, variants):
+    def random_bytes(name: str, old: str, raw: Arrays, new: str) -> Arrays:
+        generator = np.random.default_rng(0)
+        return {
+            role: np.frombuffer(generator.bytes(array.nbytes), array.dtype).reshape(array.shape)
+            for role, array in raw.items()
+        }
+
+    names = (EXPERT, LINEAR, HYPER, "head", "layers.3.attn_norm")
+    a, b = (spoiled(tmp_path / side, dict.fromkeys(names, random_bytes)) for side in "ab")
+    # what numpy says of NaN and overflow is an error here, and on a user's terminal a line of our source
+    for one, other in ((variants["official"], a), (a, variants["official"]), (a, b)):
+        found = compared(one, other)
+        json.dumps(diff_document(found), allow_nan=False)
+        assert found.same is (one is a and other is b)

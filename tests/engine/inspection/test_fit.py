@@ -499,6 +499,18 @@ def test_advice_where_several_gpus_hold_it_with_a_smaller_load():
     assert f"--max-context {limit[1].replace(',', '')} --tp 2" in shorter.command
 
 
+def test_a_smaller_load_is_what_all_gpus_have_room_for():
+    # two of them hold the weights, and four much longer prompts beside them
+    config = parse_config(TWELVE_LAYERS, "short")
+    four, two = (plan_fit(config, OFFICIAL, gpus(*[7.5] * count), context=1_000_000, batch=16) for count in (4, 2))
+    assert four.best is two.best is None
+    assert four.shorter is not None
+    assert two.shorter is not None
+    assert (four.shorter.ranks, two.shorter.ranks) == (4, 2)
+    assert four.largest_context == 2 * two.largest_context
+    assert four.largest_batch > two.largest_batch
+
+
 def test_advice_where_host_memory_helps_a_gpu():
     config = shortened(FLASH, 12, 64)
 

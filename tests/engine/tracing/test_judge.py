@@ -11,6 +11,7 @@ from dsv4cli.engine.tracing.compare import StageDifference, differences, roundin
 from dsv4cli.engine.tracing.feed import Jitter, format_rounding, rounding_between, sum_rounding
 from dsv4cli.engine.tracing.judge import FACTOR, Moved, judged, load_noise, save_noise
 from dsv4cli.engine.tracing.manifest import Text, TraceManifest
+from dsv4cli.errors import UsageError
 
 MANIFEST = TraceManifest("m", (Text(tuple(range(20)), 18),), (0, 2), 2, (0, 4), 64, 4, "bfloat16", simulate=True)
 
@@ -204,3 +205,8 @@ def test_the_same_jitter_moves_alike():
     x = torch.randn(100).bfloat16()
     assert torch.equal(Jitter(0.1, 3)(x), Jitter(0.1, 3)(x))
     assert not torch.equal(Jitter(0.1, 3)(x), Jitter(0.1, 4)(x))
+
+
+def test_rows_of_other_widths_do_not_compare():
+    with pytest.raises(UsageError, match=r"layer 0, attention.*: a row of .* has 4 values, of .* 2"):
+        list(differences(InMemory(torch.ones(20, 4), "attn.o"), InMemory(torch.ones(20, 2), "attn.o"), fed=False))

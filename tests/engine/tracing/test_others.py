@@ -78,13 +78,13 @@ def recording(tmp_path):
     return tracing.official("tiny-flash", 5, tmp_path / "official")
 
 
-def dump(folder, recording, layer, warm_up=True):
-    """A block's output as ATOM writes it: a call that warms up, the prompt, a token at a time."""
+def dump(folder, recording, layer, warm_up=True, first=0):
+    """A block's output as ATOM writes it: a call that warms up, the prompt, a token at a time; first: call's number."""
     folder.mkdir()
     rows = recording.rows(layer + 1, STREAMS, 0, recording.manifest.rows("token", 0))
     prompt = recording.manifest.texts[0].prompt
     calls = [*([torch.zeros(64, *rows.shape[1:])] if warm_up else []), rows[:prompt], *rows[prompt:].split(1)]
-    for number, call in enumerate(calls):
+    for number, call in enumerate(calls, first):
         name = f"layer{layer:02}_Block_rank0_call{number:03}.pt"
         torch.save({"hidden": call.flatten(1), "shape": tuple(call.shape)}, folder / name)
 
@@ -95,6 +95,12 @@ def test_files_of_atom(recording, tmp_path):
     theirs = open_recording(tmp_path / "atom", recording.manifest)
     assert (theirs.layers(), theirs.stages(3)) == ([3], [STREAMS])
     assert torch.equal(theirs.rows(3, STREAMS, 2, 11), recording.rows(3, STREAMS, 2, 11))
+
+
+def test_calls_of_atom_are_in_order_beyond_the_thousandth(recording, tmp_path):
+    dump(tmp_path / "atom", recording, 2, first=997)
+    theirs = open_recording(tmp_path / "atom", recording.manifest)
+    assert torch.equal(theirs.rows(3, STREAMS, 0, 11), recording.rows(3, STREAMS, 0, 11))
 
 
 class Harmful:

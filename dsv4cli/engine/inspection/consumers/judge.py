@@ -9,7 +9,7 @@ from dsv4cli import __version__
 from dsv4cli.engine.checkpoint.remedies import download_again
 from dsv4cli.engine.inspection.consumers import common, gguf, hf, scripts, sglang, vllm
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
-from dsv4cli.errors import CheckpointError, Dsv4Error
+from dsv4cli.errors import CheckpointError, Dsv4Error, UnknownKey
 from dsv4cli.harmless import shell_word
 
 SCHEMA = "dsv4.verdict/1"
@@ -103,7 +103,7 @@ def refused(name: str, consumer: Consumer, problem: Dsv4Error) -> ConsumerVerdic
     """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a foreign model perhaps."""
     if consumer == "dsv4":
         return _own(problem)
-    if isinstance(problem, CheckpointError):
+    if isinstance(problem, CheckpointError) and not isinstance(problem, UnknownKey):
         return ConsumerVerdict(consumer, VERSIONS[consumer], False, (problem.message,), (), remedy=problem.remedy)
     reason = f"{problem.message}; what {VERSIONS[consumer]} does with it is not known here"
     return ConsumerVerdict(consumer, VERSIONS[consumer], None, (reason,), (), remedy=problem.remedy)
@@ -114,13 +114,14 @@ def _own(problem: Dsv4Error) -> ConsumerVerdict:
 
 
 def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: list[Finding]) -> str:
-    """To download again what is damaged, else to repair what is small, else to convert."""
-    if checkpoint.identity.checkpoint.missing_files or checkpoint.damage:
-        problem = checkpoint.coverage.problem()
-        missing = checkpoint.identity.checkpoint.missing_files
-        return problem.remedy if problem and not missing else download_again(Path(checkpoint.name), missing[0])
+    """To download again what is damaged, else to repair what is small, else to convert what can be converted."""
+    problem, missing = checkpoint.coverage.problem(), checkpoint.identity.checkpoint.missing_files
+    if missing:
+        return download_again(Path(checkpoint.name), missing[0])
     if all(finding.fix for finding in reasons):
         return "; ".join(dict.fromkeys(finding.fix for finding in reasons))
+    if problem is not None:
+        return problem.remedy
     target = TARGETS[consumer].format(ranks=_ranks(checkpoint))
     name = _revised(checkpoint.name, checkpoint.revision)
     return f"dsv4 convert {shell_word(name)} OUT --to {target}"

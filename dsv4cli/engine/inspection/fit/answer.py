@@ -8,7 +8,7 @@ from dsv4cli.engine.inspection.fit.advice import Advice, advise
 from dsv4cli.engine.inspection.fit.machine import Machine
 from dsv4cli.engine.inspection.fit.plan import Fit, plan_fit
 from dsv4cli.engine.inspection.report import Inspection
-from dsv4cli.engine.inspection.sources import FileSource
+from dsv4cli.engine.inspection.sources import FileSource, RemoteSource
 from dsv4cli.errors import UsageError
 
 SCHEMA = "dsv4.fit/3"
@@ -35,7 +35,9 @@ def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int
         assert result.problem is not None
         raise result.problem
     fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch)
-    steps = advise(fit, source.name, result.problem, is_random=isinstance(source, RandomSource))
+    # hf:// is known to inspect alone
+    name = source.repository if isinstance(source, RemoteSource) else source.name
+    steps = advise(fit, name, result.problem, is_random=isinstance(source, RandomSource))
     return FitAnswer(source.name, fit, steps, fit.best is not None and result.problem is None)
 
 

@@ -26,8 +26,8 @@ class Fit:
     shares: one GPU, then each number of GPUs that divides the model, then the CPU. drafter: the one that the model has.
     whole: bytes that every GPU holds, by family. best: the way to run it that is recommended, None where none fits;
     others: slower ways that fit, too. largest_context at this batch and largest_batch at this context are those of the
-    best way, or else of the best one for a short sequence; 0 for not even one. shorter, fewer: that share at each of
-    the two, None at 0. layers: how many of the first layers the `largest` device can run, None where something runs all
+    best way, or else the largest that any way has; 0 for not even one. shorter, fewer: the share that has each of the
+    two, None at 0. layers: how many of the first layers the `largest` device can run, None where something runs all
     of them. more_gpus: GPUs like those of the machine that would hold it. more_host: the share that `host_needed` bytes
     of free host memory would run.
     """
@@ -77,12 +77,9 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
     model = SharedModel(config, formats, machine.host)
     shares = tuple(_shares(model, machine, context, batch))
     best = _best(shares)
-    asked = best or _best(tuple(_shares(model, machine, 1, 1)))
-    longer = more = 0
-    if asked is not None:
-        devices = asked.devices
-        longer = _largest(longest, lambda count: model.share(devices, count, batch).fits)
-        more = _largest(MAX_SLOTS, lambda count: model.share(devices, context, count).fits)
+    ways = [best] if best else _ways(tuple(_shares(model, machine, 1, 1)))
+    longer, shorter = _most(ways, longest, lambda devices, count: model.share(devices, count, batch))
+    more, fewer = _most(ways, MAX_SLOTS, lambda devices, count: model.share(devices, context, count))
     largest = max(machine.devices, key=lambda device: device.free)
     lacks_gpu = best is None or not best.on_gpu
     host, needed = _more_host(model, shares, context, batch) if lacks_gpu else (None, 0)
@@ -97,8 +94,8 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
         others=_others(shares, best),
         largest_context=longer,
         largest_batch=more,
-        shorter=model.share(asked.devices, longer, batch) if asked and longer else None,
-        fewer=model.share(asked.devices, context, more) if asked and more else None,
+        shorter=shorter,
+        fewer=fewer,
         layers=None if best else _layers(model, largest, context),
         largest=largest,
         more_gpus=_more_gpus(model, machine, context, batch) if lacks_gpu else None,
@@ -119,8 +116,13 @@ def _shares(model: SharedModel, machine: Machine, context: int, batch: int) -> I
 
 def _best(shares: Sequence[Share]) -> Share | None:
     """The fewest GPUs that hold all of it; else as many as there are, with experts in host memory; else the CPU."""
-    fitting = [share for share in shares if share.fits]
-    return min(fitting, key=_rank, default=None)
+    return next(iter(_ways(shares)), None)
+
+
+def _ways(shares: Sequence[Share]) -> list[Share]:
+    """Those that fit, the best first; where GPUs do, the CPU is none of them."""
+    fitting = sorted((share for share in shares if share.fits), key=_rank)
+    return [share for share in fitting if share.on_gpu is fitting[0].on_gpu]
 
 
 def _rank(share: Share) -> tuple[bool, bool, int]:
@@ -159,6 +161,19 @@ def _more_gpus(model: SharedModel, machine: Machine, context: int, batch: int) -
     counts = [count for count in MORE_GPUS if count > len(machine.gpus) and model.divides(count)]
     shares = (model.share((gpu,) * count, context, batch) for count in counts)
     return next((share for share in shares if share.fits and not share.host), None)
+
+
+def _most(
+    ways: Sequence[Share], most: int, share: Callable[[tuple[Device, ...], int], Share]
+) -> tuple[int, Share | None]:
+    """The largest number up to `most` that a way has room for, with its share; of equal ones the first way's."""
+
+    def largest(way: Share) -> int:
+        return _largest(most, lambda count: share(way.devices, count).fits)
+
+    counts = [(largest(way), way.devices) for way in ways]
+    count, devices = max(counts, key=lambda one: one[0], default=(0, ()))
+    return count, share(devices, count) if count else None
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
