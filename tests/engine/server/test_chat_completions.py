@@ -255,15 +255,43 @@ def test_a_developer_who_speaks_first_is_the_system(nano):
     assert asked("developer") == asked("system") == "The capital of Italy is Rome. over"
 
 
+def text_of_prompt(nano, messages, **fields):
+    """What the model reads of a conversation."""
+    status, document = nano.post("/tokenize", {"messages": messages, **fields})
+    assert status == 200, document
+    return nano.post("/detokenize", {"tokens": document["tokens"]})[1]["prompt"]
+
+
 def tokenized(nano, *messages):
     status, document = nano.post("/tokenize", {"messages": messages})
     assert status == 200, document
     return document["tokens"]
 
 
-def test_a_developer_who_speaks_later_is_none_of_the_system(nano):
-    user, later = {"role": "user", "content": "a"}, {"content": "b"}
-    assert tokenized(nano, user, later | {"role": "developer"}) != tokenized(nano, user, later | {"role": "system"})
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("effort", ["none", "high"])
+def test_who_instructs_later_speaks_in_the_users_turn(nano, role, effort):
+    """No answer begins behind a system's words in the format, and a developer's would go with the reasoning."""
+    later = {"role": role, "content": "b"}
+    think, thought = ("</think>", "</think>") if effort == "none" else ("<think>", "<think></think>")
+    answered = [*asking("a")["messages"], {"role": "assistant", "content": "c"}]
+    begun = "<｜begin▁of▁sentence｜><｜User｜>"
+    for messages, prompt in (
+        ([later], f"b<｜Assistant｜>{think}"),
+        ([*answered[:1], later], f"a\n\nb<｜Assistant｜>{think}"),
+        ([*answered[:1], later, answered[1]], f"a\n\nb<｜Assistant｜>{thought}c"),
+        (
+            [*answered, later, *asking("d")["messages"]],
+            f"a<｜Assistant｜></think>c{EOS}{USER}b\n\nd<｜Assistant｜>{think}",
+        ),
+    ):
+        assert text_of_prompt(nano, messages, reasoning_effort=effort) == begun + prompt
+
+
+def test_all_that_the_system_says_first_is_one_text_before_the_tools(nano):
+    system = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
+    prompt = text_of_prompt(nano, [*system, *asking("c")["messages"]], tools=TOOLS)
+    assert prompt.startswith("<｜begin▁of▁sentence｜>a\n\nb\n\n## Tools\n")
 
 
 def test_fields_of_the_prompt_format_are_not_a_clients(nano):
