@@ -154,6 +154,12 @@ def test_damaged_answers_are_repaired(text, thinking, content, reasoning, names)
     assert stream.finish == ("tool_calls" if names else "stop")
 
 
+def test_what_stands_before_calls_in_the_thinking_comes_before_the_content():
+    _, added = checked(BYTES.encode(f"a <{LAST.lstrip()}{THINK_END}so"), thinking=True)
+    given = [(delta.kind, delta.text) for deltas in added for delta in deltas]
+    assert given == [("reasoning", "a"), ("reasoning", " <"), ("content", "s"), ("content", "o")]
+
+
 def test_a_misspelt_first_tag_does_not_hold_up_the_calls():
     text = BLOCK.replace("<｜DSML｜tool_calls", "<｜DSML｜toolcalls")
     _, added = checked(BYTES.encode(text))
