@@ -66,7 +66,7 @@ class ChatReply:
                 yield IDLE
             for choice, (deltas, taken) in pushed(updates, self.choices, self.call).items():
                 # clients that read reasoning in one place and content in another take one kind a chunk
-                parts = [self._delta([*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
+                parts = [self._delta(choice, [*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
                 if not parts and self.asked.logprobs:
                     parts = [{}]
                 for nth, part in enumerate(parts):
@@ -90,7 +90,7 @@ class ChatReply:
         shown = {"index": choice.index, "delta": delta, "logprobs": self._logprobs(taken), "finish_reason": finish}
         return event(self._head("chat.completion.chunk") | {"choices": [shown]})
 
-    def _delta(self, deltas: list[Delta]) -> dict[str, Any]:
+    def _delta(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
         """One step's pieces as OpenAI has them; calls of one step are told apart by their index."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
@@ -101,7 +101,7 @@ class ChatReply:
                 continue
             call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
             if one.name:
-                call |= {"id": self._call_id(one.index), "type": "function"}
+                call |= {"id": self._call_id(choice, one.index), "type": "function"}
                 call["function"]["name"] = one.name
             call["function"]["arguments"] += one.text
         return delta | ({"tool_calls": list(calls.values())} if calls else {})
@@ -113,13 +113,14 @@ class ChatReply:
         if message["reasoning_content"]:
             shown |= dict.fromkeys(self.service.usual.reasoning_fields, message["reasoning_content"])
         if message["tool_calls"]:
-            shown["tool_calls"] = [{"id": self._call_id(nth), **call} for nth, call in enumerate(message["tool_calls"])]
+            calls = enumerate(message["tool_calls"])
+            shown["tool_calls"] = [{"id": self._call_id(choice, nth), **call} for nth, call in calls]
             shown["content"] = message["content"] or None
         finish = choice.finish
         return {"index": choice.index, "message": shown, "logprobs": self._logprobs(taken), "finish_reason": finish}
 
-    def _call_id(self, nth: int) -> str:
-        return f"call_{self.id.removeprefix('chatcmpl-')[:16]}_{nth}"
+    def _call_id(self, choice: Choice, nth: int) -> str:
+        return f"call_{self.id.removeprefix('chatcmpl-')[:16]}_{choice.index}_{nth}"
 
     def _logprobs(self, taken: list[Token]) -> dict[str, Any] | None:
         if not self.asked.logprobs:

@@ -91,6 +91,15 @@ def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
     assert "DSML" not in json.dumps(events)
 
 
+def test_calls_of_several_answers_have_ids_of_their_own(nano):
+    choices = nano.chat(WEATHER, tools=TOOLS, n=2)["choices"]
+    events = nano.stream("/v1/chat/completions", asking(WEATHER, tools=TOOLS, n=2))
+    deltas = [choice["delta"] for _, data in events[:-1] for choice in data["choices"]]
+    streamed = [part["id"] for delta in deltas for part in delta.get("tool_calls", []) if "id" in part]
+    for ids in ([choice["message"]["tool_calls"][0]["id"] for choice in choices], streamed):
+        assert len({*ids}) == len(ids) == 2
+
+
 def called(nano, choice, *arguments):
     """What a client gets of calls with these arguments: as deltas, and in the document."""
     service = nano.server.config.app.service
