@@ -80,9 +80,7 @@ def sampling_of(fields: Fields, service: Service) -> Sampling:
     top_p = fields.number("top_p", 0, 1)
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
         temperature = 0.0
-    seed = fields.value("seed")
-    if seed is not None and type(seed) is not int:
-        raise fields.wrong("seed", "expected a whole number", seed)
+    seed = fields.integer("seed")
     if top_p == 0:
         temperature, top_p = 0.0, 1.0  # only the likeliest
     return Sampling(

@@ -353,7 +353,7 @@ def test_a_request_without_a_seed_has_the_servers_or_one_of_its_own(nano):
     assert replace(service, usual=replace(service.usual, seed=7)).seed(None) == 7
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, 2**70])
+@pytest.mark.parametrize("seed", [-1, 1.0, 2**32, 2**70])
 def test_any_whole_number_is_a_seed(nano, seed):
     assert nano.chat("Hi", seed=seed, temperature=1, max_tokens=1)["choices"]
 
@@ -429,6 +429,7 @@ def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path
         ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "a token id"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "from -100 to 100"),
         ({"seed": "x"}, "seed", "whole number"),
+        ({"seed": 1.5}, "seed", "whole number"),
         ({"stop": [""]}, "stop", "none of them empty"),
         ({"stream": 1}, "stream", "true or false"),
         ({"stream_options": []}, "stream_options", "an object"),
