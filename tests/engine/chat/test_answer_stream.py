@@ -180,6 +180,12 @@ def test_text_that_looks_like_a_token_is_text():
     assert joined(added)["tool_calls"] == [["h", one["function"]["arguments"]]]
 
 
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-1e400", "[1E+999]"])
+def test_a_number_that_not_every_reader_takes_is_text(number):
+    stream, _ = checked(BYTES.encode(LAST.replace(">1<", f">{number}<")))
+    assert arguments(stream.message()["tool_calls"][0]) == {"p": "</", "q": number}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
@@ -187,6 +193,8 @@ def test_text_that_looks_like_a_token_is_text():
         ("w", {"input": '{"q": null}'}, {"q": None}),
         ("w", {"input": "{q}"}, None),  # no JSON
         ("w", {"input": '["p"]'}, None),
+        ("w", {"input": '{"p": NaN}'}, None),
+        ("w", {"input": '{"p": [1e999]}'}, None),
         ("w", {"input": {"p": 1, "r": 2}}, None),  # one that the function does not have
         ("w", {"input": {"p": 1}, "q": 2}, None),
         ("w", {"p": {"q": 1}}, None),
