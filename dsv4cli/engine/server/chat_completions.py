@@ -19,7 +19,7 @@ from dsv4cli.engine.server.choice import Choice, choices_of, pushed
 from dsv4cli.engine.server.incoming import asked_of, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.streaming import answered
+from dsv4cli.engine.server.streaming import Silence, answered
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -57,20 +57,20 @@ class ChatReply:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Each step's pieces, as server-sent events."""
-        choices = list(self.choices.values())
+        choices, silence = list(self.choices.values()), Silence()
         for choice in choices:
             yield self._chunk(choice, {"role": "assistant", "content": ""}, None, [])
         while not all(choice.ended for choice in choices):
             updates = await self.call.updates()
-            if not updates:
-                yield IDLE
+            if not updates or silence.long:
+                yield silence.ended_by(IDLE)
             for choice, (deltas, taken) in pushed(updates, self.choices, self.call).items():
                 # clients that read reasoning in one place and content in another take one kind a chunk
                 parts = [self._delta(choice, [*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
                 if not parts and self.asked.logprobs:
                     parts = [{}]
                 for nth, part in enumerate(parts):
-                    yield self._chunk(choice, part, None, taken if nth == 0 else [])
+                    yield silence.ended_by(self._chunk(choice, part, None, taken if nth == 0 else []))
                 if choice.ended:
                     yield self._chunk(choice, {}, choice.finish, [])
         if self.asked.include_usage:
