@@ -225,9 +225,11 @@ def _forms(schema: Schema, definitions: Schema) -> _Forms:
     if isinstance(values, list):
         texts, others = ([value for value in values if isinstance(value, str) == text] for text in (True, False))
         return _Forms(texts or None, {"enum": others} if others else None)
-    branches = schema.get("anyOf") or schema.get("oneOf")
+    branches, parts = schema.get("anyOf") or schema.get("oneOf"), schema.get("allOf")
     if "type" not in schema and isinstance(branches, list):
         return _either([_forms(branch, definitions) for branch in branches if isinstance(branch, Mapping)])
+    if "type" not in schema and isinstance(parts, list):
+        return _both([_forms(part, definitions) for part in parts if isinstance(part, Mapping)], schema)
     types = schema.get("type", _TYPES)
     if not isinstance(types, str | list | tuple):
         return _Forms(None, schema)  # which is refused
@@ -242,6 +244,14 @@ def _either(forms: Sequence[_Forms]) -> _Forms:
     schemas = [one.json for one in forms if one.json is not None]
     some = [text for own in texts if own != "any" for text in own]
     return _Forms("any" if "any" in texts else some or None, {"anyOf": schemas} if schemas else None)
+
+
+def _both(forms: Sequence[_Forms], schema: Schema) -> _Forms:
+    """As all of these, which are the parts of a schema."""
+    texts = [[] if one.texts is None else one.texts for one in forms if one.texts != "any"]
+    shared = [text for text in texts[0] if all(text in own for own in texts)] if texts else "any"
+    others = schema if not shared else {**schema, "type": [one for one in _TYPES if one != "string"]}
+    return _Forms(shared or None, None if any(one.json is None for one in forms) else others)
 
 
 def _resolved(schema: Schema, definitions: Schema) -> Schema:
