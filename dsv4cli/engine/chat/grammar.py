@@ -7,15 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from dsv4cli.engine.text import tokens
-from dsv4cli.engine.text.reply_grammar import (
-    DEFINITIONS,
-    AnswerForm,
-    Schema,
-    ToolChoice,
-    json_grammar,
-    parameter_schemas,
-    reply_grammar,
-)
+from dsv4cli.engine.text.reply_grammar import AnswerForm, ToolChoice, json_grammar, parameter_schemas, reply_grammar
+from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema
 from dsv4cli.engine.text.tokenizer import Tokenizer, check_unicode
 from dsv4cli.errors import UsageError
 

@@ -371,6 +371,24 @@ def test_a_parameter_is_what_all_the_parts_of_its_schema_say(schema, right, wron
     assert wrong is None or not written(small, schema, wrong, **definitions)
 
 
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"$ref": "#/properties/b"}, 1, "text"),
+        ({"$ref": "#/properties/c/items"}, "x", "y"),
+        ({"$ref": "#/properties/c/anyOf/1"}, None, 1),
+        ({"type": "array", "items": {"$ref": "#"}}, [{"a": [{"a": []}]}], [[]]),
+        ({"$ref": "#/$defs/P/properties/a~1b"}, True, "text"),
+    ],
+)
+def test_a_parameter_may_refer_to_any_place_of_the_schema(schema, right, wrong, small):
+    """As zod's schemas do, where one stands twice, and those of trees."""
+    beside = {"b": {"type": "integer"}, "c": {"items": {"enum": ["x"]}, "anyOf": [{}, {"const": None}]}}
+    definitions = {"$defs": {"P": {"properties": {"a/b": {"type": "boolean"}}}}}
+    assert written(small, schema, right, beside=beside, **definitions)
+    assert not written(small, schema, wrong, beside=beside, **definitions)
+
+
 def test_what_no_grammar_holds_is_left_to_the_tool(small):
     """Keywords that llguidance does not know, beside those that it does."""
     given = tool("f", {"a": {"type": "array", "contains": {"const": 1}, "items": {"type": "integer"}}}, 3)
