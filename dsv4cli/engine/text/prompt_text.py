@@ -70,7 +70,10 @@ def to_json(value: object) -> str:
 
 def from_json(text: str) -> Any:
     """The value of JSON as every reader takes it; ValueError, or RecursionError, for what is none."""
-    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+    value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    if "\\u" in text:
+        to_json(value).encode()  # UnicodeEncodeError for half of a surrogate pair, which no prompt can have
+    return value
 
 
 def _finite(text: str) -> float:
