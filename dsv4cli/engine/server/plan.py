@@ -13,6 +13,7 @@ from dsv4cli.engine.server.shapes import ANY_SHAPE, Shape
 from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
+from dsv4cli.engine.text.turns import text_of
 from dsv4cli.errors import UsageError
 
 MOST_CHOICES = 64
@@ -120,9 +121,13 @@ def _boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
 
 
 def prompt_of(dialogue: Dialogue, messages: list[Message], service: Service) -> list[int]:
-    """The ids of a checked conversation; one that ends with an answer is gone on with there."""
-    if messages[-1]["role"] == "assistant":
-        messages = [*messages[:-1], {**messages[-1], "wo_eos": True}]
+    """The ids of a checked conversation; one that ends with an answer is gone on with there, if a word of it is there:
+    else it would begin behind its thinking."""
+    *before, last = messages
+    if last["role"] == "assistant":
+        begun = text_of(last.get("content")) or last.get("reasoning_content") or last.get("tool_calls")
+        asked = bool(before) and before[-1]["role"] in ("user", "tool")
+        messages = before if asked and not begun else [*before, {**last, "wo_eos": True}]
     prompt = dialogue.prompt(messages)
     service.say_prompt(prompt.text)
     return prompt.ids

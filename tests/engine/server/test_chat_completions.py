@@ -297,6 +297,15 @@ def test_who_instructs_later_speaks_in_the_users_turn(nano, role, effort):
         assert text_of_prompt(nano, messages, reasoning_effort=effort) == begun + prompt
 
 
+@pytest.mark.parametrize("effort", ["none", "high"])
+@pytest.mark.parametrize("empty", [{"content": ""}, {"content": None}, {"content": [], "tool_calls": []}], ids=str)
+def test_an_answer_without_a_word_has_not_begun(nano, empty, effort):
+    asked, last = asking("a")["messages"], {"role": "assistant", **empty}
+    expected = text_of_prompt(nano, asked, reasoning_effort=effort)
+    assert text_of_prompt(nano, [*asked, last], reasoning_effort=effort) == expected
+    assert nano.chat("a", messages=[last], max_tokens=1)["choices"]
+
+
 def test_all_that_the_system_says_first_is_one_text_before_the_tools(nano):
     system = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
     prompt = text_of_prompt(nano, [*system, *asking("c")["messages"]], tools=TOOLS)
