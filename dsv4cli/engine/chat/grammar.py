@@ -103,6 +103,10 @@ class Grammar:
         """Why the rest cannot be followed, so that the answer ends; "" where it can."""
         return _line(self._matcher.get_error())
 
+    def copy(self) -> "Grammar":
+        """The same for another answer, from where this one has come to."""
+        return Grammar(self._matcher.deep_copy(), tuple(self._eos), self._begin)
+
     def forced(self) -> int | None:
         """None: masks say it."""
         return None

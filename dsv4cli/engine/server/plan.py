@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from dsv4cli.engine.chat.constraints import Constraints
 from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.chat.grammar import Grammar
 from dsv4cli.engine.runtime.request import Constraint, Request
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.refusals import bad_field
@@ -41,7 +42,8 @@ class AnswerPlan:
         constraints = [self._thinking(limits.max_tokens, service) for _ in range(self.count)]
         if self.shape.needs_grammar:
             # it may take long, and other answers go on
-            constraints = await asyncio.to_thread(lambda: [self._with_grammar(one, service) for one in constraints])
+            grammar = await asyncio.to_thread(self._grammar, service)
+            constraints = [Constraints(*_parts(one), grammar.copy()) for one in constraints]
         elif self.shape.choice.kind == "none":
             constraints = [Constraints(*_parts(one), service.no_calls()) for one in constraints]
         return [
@@ -59,15 +61,14 @@ class AnswerPlan:
     def _thinking(self, room: int, service: Service) -> Constraint | None:
         return service.thinking(self.ids, room, self.budget) if service.thinks(self.ids) else None
 
-    def _with_grammar(self, constraint: Constraint | None, service: Service) -> Constraint:
+    def _grammar(self, service: Service) -> Grammar:
         shape = self.shape
         try:
-            grammar = service.grammars.reply(
+            return service.grammars.reply(
                 thinking=service.thinks(self.ids), form=shape.form, tools=shape.tools, choice=shape.choice
             )
         except UsageError as error:
             raise bad_field(shape.field, f"{error.message}; {error.remedy}") from None
-        return Constraints(*_parts(constraint), grammar)
 
 
 def _parts(constraint: Constraint | None) -> list[Constraint]:

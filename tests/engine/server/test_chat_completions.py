@@ -484,6 +484,16 @@ def test_a_wrong_field_is_named_with_the_reason(nano, fields, param, reason):
     assert reason in error["message"]
 
 
+def test_one_grammar_is_made_for_several_answers(nano, monkeypatch):
+    made, compiled = [], grammar.Grammars._compiled
+    monkeypatch.setattr(grammar.Grammars, "_compiled", lambda *given: made.append(1) or compiled(*given))
+    fields = {"structured_outputs": {"regex": "[0-9]{2}(a|b){9}"}, "n": 3, "temperature": 1, "max_tokens": 20}
+    contents = [choice["message"]["content"] for choice in nano.chat(SUM, **fields)["choices"]]
+    assert len(made) == 1
+    assert all(re.fullmatch("[0-9]{2}(a|b){9}", content) for content in contents)
+    assert len({*contents}) > 1
+
+
 def test_a_form_needs_what_reads_it(nano, monkeypatch):
     monkeypatch.setattr(grammar, "find_spec", lambda _: None)
     status, document = nano.post("/v1/chat/completions", asking("Hi", response_format={"type": "json_object"}))
