@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # the text that one token made certain, by kind
 Pieces = list[tuple[Kind, str]]
 FinishReason = Literal["stop", "length", "tool_calls"]
+# the tokens between reasoning, content and calls: a part of their text is nobody's
+MARKS = (tokens.THINK_END, tokens.DSML)
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Answer:
         self._stream = ReplyStream(self.thinking)
         self._text = ""  # everything decoded but the end token, cut at a stop string
         self._lookalikes: list[int] = []  # where it has text that looks like a special token: lookalikes.py
+        self._marks: list[tuple[int, int]] = []  # where it has those of `MARKS`, as far as they were not sent
         self._sent = 0  # characters of it that went into the stream
         self._reply = ParsedReply("")
 
@@ -66,7 +69,7 @@ class Answer:
         special = self.tokenizer.special.get(token.id)
         # one that is no part of the format has no text
         if not ended and (special is None or special in tokens.SPECIAL):
-            self._take(self._decoder.push(token.id), special is not None)
+            self._take(self._decoder.push(token.id), special or "")
         if token.finish:
             self._take(self._decoder.flush())
         self.finish = "stop" if self._cut_at_stop() else token.finish
@@ -106,15 +109,25 @@ class Answer:
         """A part of the text as its readers get it."""
         return marked(self._text, self._lookalikes, start, end)
 
-    def _take(self, text: str, special: bool = False) -> None:
-        """Adds a text, that of a special token or of others."""
+    def _take(self, text: str, special: str = "") -> None:
+        """Adds a text, that of a special token at its end or of others."""
         before = len(self._text)
         self._text += text
-        if not special:
+        if special:
+            mark = [(len(self._text) - len(special), len(self._text))] if special in MARKS else []
+            self._marks = [one for one in self._marks if one[1] > self._sent] + mark
+        else:
             self._lookalikes += lookalikes(self._text, before)
 
+    def _find(self, stop: str) -> int:
+        """Where a stop text begins that was not sent, -1 without; it has a mark as a whole or not at all."""
+        start = self._text.find(stop, self._sent)
+        while start >= 0 and any(first < cut < end for cut in (start, start + len(stop)) for first, end in self._marks):
+            start = self._text.find(stop, start + 1)
+        return start
+
     def _cut_at_stop(self) -> bool:
-        found = [(start, stop) for stop in self.stops if (start := self._text.find(stop, self._sent)) >= 0]
+        found = [(start, stop) for stop in self.stops if (start := self._find(stop)) >= 0]
         if found:
             start, self.stopped_by = min(found)
             self._text = self._text[:start]

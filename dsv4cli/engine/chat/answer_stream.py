@@ -83,6 +83,8 @@ class AnswerStream:
             # what ends a text is certain where content follows, or calls that begin as they should
             if kind != self._last and self._last in self._texts and (kind == "content" or text.startswith("\n\n")):
                 deltas += self._given(self._last, self._texts[self._last].flush())
+            elif kind == "content" and self._last == "calls":  # in the thinking: what stands before them is its end
+                deltas += self._given("reasoning", self._texts["reasoning"].flush().rstrip())
             self._last = kind
             if kind in self._texts:
                 deltas += self._given(kind, self._texts[kind].push(text))

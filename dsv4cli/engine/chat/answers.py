@@ -33,7 +33,7 @@ def generate_answers(
     """
     with Engine.of(model, list(requests), device, followers, drafting) as engine:
         engine.report_preparing(on_preparing)
-        answers = {one: Answer(dialogue.tokenizer, dialogue.thinking, one.limits.stops) for one in requests}
+        answers = {one: Answer(dialogue.tokenizer, dialogue.thinks(one.prompt), one.limits.stops) for one in requests}
         while engine.busy:
             for result in engine.step():
                 answer = answers[result.request]

@@ -200,13 +200,12 @@ class Conversation:
             raise NotEnoughMemory(error.message, f"leave out earlier messages, or {error.remedy}") from None
 
     def _thinking(self, ids: list[int], room: int, budget: int | None) -> Thinking:
-        tokenizer = self.dialogue.tokenizer
-        start, end = tokenizer.token_id(tokens.THINK_START), tokenizer.token_id(tokens.THINK_END)
+        end = self.dialogue.tokenizer.token_id(tokens.THINK_END)
         assert end is not None
-        return Thinking(ids[-1] == start, room, budget, end, self.dialogue.config.eos_token_ids)
+        return Thinking(self.dialogue.thinks(ids), room, budget, end, self.dialogue.config.eos_token_ids)
 
     def _turn(self, ids: list[int], sampling: Sampling, thinking: Thinking) -> Reply:
-        answer = Answer(self.dialogue.tokenizer, self.dialogue.thinking, self.limits.stops)
+        answer = Answer(self.dialogue.tokenizer, self.dialogue.thinks(ids), self.limits.stops)
         self._request = request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
         with self._advice():
             self.engine.add(request)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import Release
+from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message, encode_messages, think_options
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.engine.text.tokens import Given
@@ -42,6 +43,10 @@ class Dialogue:
         text = "".join(parts)
         ids, lookalikes = self.tokenizer.encode_parts([text] if self.special_tokens else parts)
         return Prompt(text, ids, lookalikes)
+
+    def thinks(self, ids: Sequence[int]) -> bool:
+        """Whether what follows a prompt begins with thinking: not the answer to a task, nor one that goes on."""
+        return self.thinking and ids[-1] == self.tokenizer.token_id(tokens.THINK_START)
 
     def text_ids(self, text: str) -> list[int]:
         """The tokens of a text in a message."""

@@ -7,15 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from dsv4cli.engine.text import tokens
-from dsv4cli.engine.text.reply_grammar import (
-    DEFINITIONS,
-    AnswerForm,
-    Schema,
-    ToolChoice,
-    json_grammar,
-    parameter_schemas,
-    reply_grammar,
-)
+from dsv4cli.engine.text.reply_grammar import AnswerForm, ToolChoice, json_grammar, parameter_schemas, reply_grammar
+from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema
 from dsv4cli.engine.text.tokenizer import Tokenizer, check_unicode
 from dsv4cli.errors import UsageError
 
@@ -109,6 +102,10 @@ class Grammar:
     def failure(self) -> str:
         """Why the rest cannot be followed, so that the answer ends; "" where it can."""
         return _line(self._matcher.get_error())
+
+    def copy(self) -> "Grammar":
+        """The same for another answer, from where this one has come to."""
+        return Grammar(self._matcher.deep_copy(), tuple(self._eos), self._begin)
 
     def forced(self) -> int | None:
         """None: masks say it."""

@@ -75,7 +75,7 @@ class RemoteAnswer:
 
     def message(self) -> tuple[Message, list[str]]:
         """The answer as a message; calls are in it where it has ended, for half of one is none."""
-        calls = [self._calls[index] for index in sorted(self._calls)] if self.finish else []
+        calls = [_sound_call(self._calls[index]) for index in sorted(self._calls)] if self.finish else []
         content, reasoning = _sound(self._content), _sound(self._reasoning)
         return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}, []
 
@@ -276,6 +276,11 @@ class RemoteConversation:
 def _sound(text: str) -> str:
     """The text with the halves of characters joined that came apart, and without those that have no other."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _sound_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = {name: _sound(text) for name, text in call["function"].items()}
+    return {name: function if name == "function" else _sound(text) for name, text in call.items()}
 
 
 def _models(client: ApiClient) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from dsv4cli.engine.server.choice import Choice, choices_of, pushed
 from dsv4cli.engine.server.incoming import asked_of, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.streaming import answered
+from dsv4cli.engine.server.streaming import Silence, answered
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -57,20 +57,20 @@ class ChatReply:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Each step's pieces, as server-sent events."""
-        choices = list(self.choices.values())
+        choices, silence = list(self.choices.values()), Silence()
         for choice in choices:
             yield self._chunk(choice, {"role": "assistant", "content": ""}, None, [])
         while not all(choice.ended for choice in choices):
             updates = await self.call.updates()
-            if not updates:
-                yield IDLE
+            if not updates or silence.long:
+                yield silence.ended_by(IDLE)
             for choice, (deltas, taken) in pushed(updates, self.choices, self.call).items():
                 # clients that read reasoning in one place and content in another take one kind a chunk
-                parts = [self._delta([*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
+                parts = [self._delta(choice, [*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
                 if not parts and self.asked.logprobs:
                     parts = [{}]
                 for nth, part in enumerate(parts):
-                    yield self._chunk(choice, part, None, taken if nth == 0 else [])
+                    yield silence.ended_by(self._chunk(choice, part, None, taken if nth == 0 else []))
                 if choice.ended:
                     yield self._chunk(choice, {}, choice.finish, [])
         if self.asked.include_usage:
@@ -90,7 +90,7 @@ class ChatReply:
         shown = {"index": choice.index, "delta": delta, "logprobs": self._logprobs(taken), "finish_reason": finish}
         return event(self._head("chat.completion.chunk") | {"choices": [shown]})
 
-    def _delta(self, deltas: list[Delta]) -> dict[str, Any]:
+    def _delta(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
         """One step's pieces as OpenAI has them; calls of one step are told apart by their index."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
@@ -101,7 +101,7 @@ class ChatReply:
                 continue
             call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
             if one.name:
-                call |= {"id": self._call_id(one.index), "type": "function"}
+                call |= {"id": self._call_id(choice, one.index), "type": "function"}
                 call["function"]["name"] = one.name
             call["function"]["arguments"] += one.text
         return delta | ({"tool_calls": list(calls.values())} if calls else {})
@@ -113,13 +113,14 @@ class ChatReply:
         if message["reasoning_content"]:
             shown |= dict.fromkeys(self.service.usual.reasoning_fields, message["reasoning_content"])
         if message["tool_calls"]:
-            shown["tool_calls"] = [{"id": self._call_id(nth), **call} for nth, call in enumerate(message["tool_calls"])]
+            calls = enumerate(message["tool_calls"])
+            shown["tool_calls"] = [{"id": self._call_id(choice, nth), **call} for nth, call in calls]
             shown["content"] = message["content"] or None
         finish = choice.finish
         return {"index": choice.index, "message": shown, "logprobs": self._logprobs(taken), "finish_reason": finish}
 
-    def _call_id(self, nth: int) -> str:
-        return f"call_{self.id.removeprefix('chatcmpl-')[:16]}_{nth}"
+    def _call_id(self, choice: Choice, nth: int) -> str:
+        return f"call_{self.id.removeprefix('chatcmpl-')[:16]}_{choice.index}_{nth}"
 
     def _logprobs(self, taken: list[Token]) -> dict[str, Any] | None:
         if not self.asked.logprobs:

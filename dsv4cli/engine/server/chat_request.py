@@ -10,9 +10,12 @@ from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.shapes import Shape, openai_shape, with_schema
 from dsv4cli.engine.text.prompt import Message, Tool, check_messages, check_tools, with_tools
+from dsv4cli.engine.text.turns import text_of
 from dsv4cli.errors import UsageError
 
 MOST_LOGPROBS = 20
+# the roles of those who tell the model how to answer
+INSTRUCTING = ("system", "developer")
 # what says nothing about the answer
 IDLE = (
     "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -70,10 +73,22 @@ def checked_tools(tools: list[Any]) -> list[Tool]:
 def prompt_ids(messages: Any, shape: Shape, effort: Effort, service: Service) -> list[int]:
     """The prompt of messages in OpenAI's shape, which are checked. Raises `Refusal`."""
     try:
-        checked = with_schema(with_tools(check_messages(messages), shape.tools), shape.form)
+        checked = with_schema(with_tools(_placed(check_messages(messages)), shape.tools), shape.form)
         return prompt_of(service.dialogue_of(effort), checked, service)
     except UsageError as error:
         raise _refusal(error, "messages") from None
+
+
+def _placed(messages: list[Message]) -> list[Message]:
+    """The conversation with what the system says before all others in one message. What system and developer say later
+    is the user's turn's, and so is their last word where nobody else speaks: in the format no answer begins behind a
+    system, and a developer's words go with the reasoning that they led to."""
+    places = [i for i, message in enumerate(messages) if message["role"] not in INSTRUCTING]
+    first = min(places, default=len(messages) - 1)
+    said = [text for message in messages[:first] if (text := text_of(message.get("content")))]
+    system = [{"role": "system", "content": "\n\n".join(said)}] if first else []
+    rest = ({**one, "role": "user"} if one["role"] in INSTRUCTING else one for one in messages[first:])
+    return [*system, *rest]
 
 
 def _refusal(error: UsageError, field: str) -> Refusal:
@@ -89,7 +104,7 @@ def openai_messages(value: Any) -> Any:
         return value
     messages, leading = [], True
     for one in value:
-        leading = leading and isinstance(one, dict) and one.get("role") in ("system", "developer")
+        leading = leading and isinstance(one, dict) and one.get("role") in INSTRUCTING
         messages.append(_message(one, leading) if isinstance(one, dict) else one)
     return messages
 

@@ -49,7 +49,7 @@ class CompletionRequest:
     def one_greedy(self) -> bool:
         """Whether all that follows is the likeliest token, which scoring finds too."""
         one = self.plans[0]  # only their prompts differ
-        greedy = one.sampling.temperature == 0 and not one.sampling.logit_bias
+        greedy = one.sampling.temperature == 0 and not one.sampling.logit_bias and not one.ignore_eos
         return self.scored and greedy and one.limits.max_tokens == 1 and one.count == 1
 
     def scoring(self) -> list[Request]:

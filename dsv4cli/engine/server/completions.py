@@ -17,7 +17,7 @@ from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.incoming import asked_of, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.streaming import answered
+from dsv4cli.engine.server.streaming import Silence, answered
 
 
 async def completions(http: HttpRequest) -> Response:
@@ -72,12 +72,13 @@ class CompletionReply:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Each step's pieces, as server-sent events; prompts that are scored come with all that follows them."""
         if self.scoring:
+            silence = Silence()
             while self.call.open:
                 updates = await self.call.updates()
                 for update in updates:
                     self._take(update)
-                if not updates:
-                    yield IDLE
+                if not updates or silence.long:
+                    yield silence.ended_by(IDLE)
             self._take_likeliest()
             for choice in self.choices:
                 yield self._chunk(self._choice(choice))

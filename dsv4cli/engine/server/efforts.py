@@ -68,13 +68,14 @@ def _template(fields: Fields) -> _Words:
 
 
 def _reasoning(fields: Fields) -> _Words:
-    """`reasoning` of OpenRouter."""
+    """`reasoning` of OpenRouter, where a budget asks for thinking too."""
     given = fields.mapping("reasoning")
     if given is None:
         return None, None, None
-    switch = given.flag("enabled") if given.value("enabled") is not None else None
+    word, budget = given.choice("effort", WORDS), given.whole("max_tokens", 0)
+    switch = given.flag("enabled") if given.value("enabled") is not None else True if budget else None
     given.ignored("exclude", "summary")
-    return given.choice("effort", WORDS), switch, given.whole("max_tokens", 0)
+    return word, switch, budget
 
 
 def _output(fields: Fields) -> _Words:

@@ -54,17 +54,27 @@ class Fields:
             raise self.wrong(name, "expected true or false", value)
         return otherwise if value is None else value
 
+    def integer(self, name: str) -> int | None:
+        """A whole number of any size."""
+        value = self._whole(name)
+        if value is not None and type(value) is not int:
+            raise self.wrong(name, "expected a whole number", value)
+        return value
+
     def whole(self, name: str, low: int, high: int | None = None) -> int | None:
         """A whole number from low to high."""
-        value = self.value(name)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
+        value = self._whole(name)
         if value is None:
             return None
         if type(value) is not int or value < low or (high is not None and value > high):
             upper = "on" if high is None else f"to {high:,}"
             raise self.wrong(name, f"expected a whole number from {low:,} {upper}", value)
         return value
+
+    def _whole(self, name: str) -> Any:
+        """A field, 1.0 as 1."""
+        value = self.value(name)
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def number(self, name: str, low: float, high: float) -> float | None:
         """A number from low to high."""

@@ -19,6 +19,9 @@ IDLE = (
     "inference_geo", "speed", "user_profile_id", "workspace_id",
 )  # fmt: skip
 
+# what an assistant's message has; of several in a row, which are one, it is put together
+SPOKEN = ("reasoning_content", "content", "tool_calls")
+
 
 @dataclass(frozen=True)
 class MessageRequest:
@@ -58,7 +61,11 @@ def _prompt(fields: Fields, shape: Shape, effort: Effort, service: Service) -> l
         raise bad_field("messages", "expected a list of messages")
     messages = _system(fields.value("system"))
     for nth, one in enumerate(given):
-        messages += _messages(one, f"messages[{nth}]")
+        for message in _messages(one, f"messages[{nth}]"):
+            if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
+                message |= {name: messages[-1][name] + message[name] for name in SPOKEN}
+                messages.pop()
+            messages.append(message)
     return prompt_ids(messages, shape, effort, service)
 
 

@@ -17,7 +17,7 @@ from dsv4cli.engine.server.message_request import MessageRequest, message_ids, r
 from dsv4cli.engine.server.openai import usage_of
 from dsv4cli.engine.server.refusals import Refusal, json_response, to_bytes
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.streaming import answered
+from dsv4cli.engine.server.streaming import Silence, answered
 
 # clients send it back with the thinking; nothing here reads it
 SIGNATURE = "dsv4"
@@ -81,16 +81,16 @@ class MessageReply:
         head = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=head)
         yield _event("ping")
-        blocks = MessageBlocks(self)
+        blocks, silence = MessageBlocks(self), Silence()
         while not self.choice.ended:
             updates = await self.call.updates()
-            if not updates:
-                yield _event("ping")
+            if not updates or silence.long:
+                yield silence.ended_by(_event("ping"))
             for deltas, _ in pushed(updates, {self.choice.request: self.choice}, self.call).values():
                 for delta in deltas:
                     if delta.kind != "reasoning" or self.asked.thinking:
                         for event in blocks.take(delta):
-                            yield event
+                            yield silence.ended_by(event)
         for event in blocks.close():
             yield event
         yield _event("message_delta", delta=self._end(), usage=self._usage())

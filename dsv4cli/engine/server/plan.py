@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from dsv4cli.engine.chat.constraints import Constraints
 from dsv4cli.engine.chat.dialogue import Dialogue
+from dsv4cli.engine.chat.grammar import Grammar
 from dsv4cli.engine.runtime.request import Constraint, Request
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.refusals import bad_field
@@ -13,6 +14,7 @@ from dsv4cli.engine.server.shapes import ANY_SHAPE, Shape
 from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
+from dsv4cli.engine.text.turns import text_of
 from dsv4cli.errors import UsageError
 
 MOST_CHOICES = 64
@@ -40,7 +42,8 @@ class AnswerPlan:
         constraints = [self._thinking(limits.max_tokens, service) for _ in range(self.count)]
         if self.shape.needs_grammar:
             # it may take long, and other answers go on
-            constraints = await asyncio.to_thread(lambda: [self._with_grammar(one, service) for one in constraints])
+            grammar = await asyncio.to_thread(self._grammar, service)
+            constraints = [Constraints(*_parts(one), grammar.copy()) for one in constraints]
         elif self.shape.choice.kind == "none":
             constraints = [Constraints(*_parts(one), service.no_calls()) for one in constraints]
         return [
@@ -58,15 +61,14 @@ class AnswerPlan:
     def _thinking(self, room: int, service: Service) -> Constraint | None:
         return service.thinking(self.ids, room, self.budget) if service.thinks(self.ids) else None
 
-    def _with_grammar(self, constraint: Constraint | None, service: Service) -> Constraint:
+    def _grammar(self, service: Service) -> Grammar:
         shape = self.shape
         try:
-            grammar = service.grammars.reply(
+            return service.grammars.reply(
                 thinking=service.thinks(self.ids), form=shape.form, tools=shape.tools, choice=shape.choice
             )
         except UsageError as error:
             raise bad_field(shape.field, f"{error.message}; {error.remedy}") from None
-        return Constraints(*_parts(constraint), grammar)
 
 
 def _parts(constraint: Constraint | None) -> list[Constraint]:
@@ -80,9 +82,7 @@ def sampling_of(fields: Fields, service: Service) -> Sampling:
     top_p = fields.number("top_p", 0, 1)
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
         temperature = 0.0
-    seed = fields.value("seed")
-    if seed is not None and type(seed) is not int:
-        raise fields.wrong("seed", "expected a whole number", seed)
+    seed = fields.integer("seed")
     if top_p == 0:
         temperature, top_p = 0.0, 1.0  # only the likeliest
     return Sampling(
@@ -122,9 +122,13 @@ def _boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
 
 
 def prompt_of(dialogue: Dialogue, messages: list[Message], service: Service) -> list[int]:
-    """The ids of a checked conversation; one that ends with an answer is gone on with there."""
-    if messages[-1]["role"] == "assistant":
-        messages = [*messages[:-1], {**messages[-1], "wo_eos": True}]
+    """The ids of a checked conversation; one that ends with an answer is gone on with there, if a word of it is there:
+    else it would begin behind its thinking."""
+    *before, last = messages
+    if last["role"] == "assistant":
+        begun = text_of(last.get("content")) or last.get("reasoning_content") or last.get("tool_calls")
+        asked = bool(before) and before[-1]["role"] in ("user", "tool")
+        messages = before if asked and not begun else [*before, {**last, "wo_eos": True}]
     prompt = dialogue.prompt(messages)
     service.say_prompt(prompt.text)
     return prompt.ids

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from dsv4cli.engine.server import async_engine
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.refusals import Refusal, broken_off, json_response
 
@@ -64,6 +66,23 @@ async def answered(
         return EventStream(call, reply.events(), failed)
     with call:
         return json_response(await while_connected(http.receive, reply.document()))
+
+
+class Silence:
+    """Since when a client has been sent nothing."""
+
+    def __init__(self) -> None:
+        self._since = monotonic()
+
+    @property
+    def long(self) -> bool:
+        """Whether a client is to be told that it waits."""
+        return monotonic() - self._since >= async_engine.IDLE_SECONDS
+
+    def ended_by(self, event: bytes) -> bytes:
+        """An event, which is sent now."""
+        self._since = monotonic()
+        return event
 
 
 class EventStream(StreamingResponse):

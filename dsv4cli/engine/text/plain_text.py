@@ -1,6 +1,7 @@
 """Text without special tokens, which may come in pieces."""
 
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.lookalikes import LONGEST
 
 _LAST = {token[-1] for token in tokens.SPECIAL}
 
@@ -21,12 +22,13 @@ class PlainText:
 
     def push(self, text: str) -> str:
         """What is certain now."""
+        held = [*self._held]  # a text that grows by a character is copied each time
         for character in text:
-            self._held += character
+            held.append(character)
             if character in _LAST:
-                self._remove()
-        certain = len(self._held) - open_tail(self._held, tokens.SPECIAL)
-        given, self._held = self._held[:certain], self._held[certain:]
+                self._remove(held)
+        certain = len(held) - open_tail(_end(held), tokens.SPECIAL)
+        given, self._held = "".join(held[:certain]), "".join(held[certain:])
         return given
 
     def flush(self) -> str:
@@ -34,8 +36,13 @@ class PlainText:
         given, self._held = self._held, ""
         return given
 
-    def _remove(self) -> None:
-        token = next((token for token in tokens.SPECIAL if self._held.endswith(token)), None)
+    def _remove(self, held: list[str]) -> None:
+        end = _end(held)
+        token = next((token for token in tokens.SPECIAL if end.endswith(token)), None)
         if token is not None:
             self.removed.append(token)
-            self._held = self._held[: -len(token)]
+            del held[-len(token) :]
+
+
+def _end(held: list[str]) -> str:
+    return "".join(held[-LONGEST:])

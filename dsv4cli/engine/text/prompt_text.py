@@ -5,6 +5,7 @@ What is made of messages comes in parts: what the format writes as `str`, what t
 
 import json
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 from dsv4cli.engine.text.tokens import DSML, THINK_END, THINK_START, Given
@@ -65,6 +66,20 @@ _TOOLS_TAIL = "\n\nYou MUST strictly follow the above defined tool name and para
 def to_json(value: object) -> str:
     """JSON as the model was trained on it: one line, `, ` and `: ` between, no escapes outside ASCII."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def from_json(text: str) -> Any:
+    """The value of JSON as every reader takes it; ValueError, or RecursionError, for what is none."""
+    value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    if "\\u" in text:
+        to_json(value).encode()  # UnicodeEncodeError for half of a surrogate pair, which no prompt can have
+    return value
+
+
+def _finite(text: str) -> float:
+    if not isfinite(float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return float(text)
 
 
 def joined(blocks: Iterable[list[str]], between: str) -> list[str]:

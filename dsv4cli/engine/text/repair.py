@@ -1,11 +1,10 @@
 """Replies that the strict parser refuses, read as well as they can be: nothing is invented, and no call half done."""
 
-import json
 import re
 
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.plain_text import PlainText
-from dsv4cli.engine.text.prompt_text import to_json
+from dsv4cli.engine.text.prompt_text import from_json, to_json
 from dsv4cli.engine.text.reply import MalformedReply, ParsedReply, ToolCall, parse_reply
 
 _MARKUP = re.compile(rf"</?{tokens.DSML}|{tokens.DSML}")
@@ -173,11 +172,7 @@ class _Calls:
 def is_json(text: str) -> bool:
     """Whether a text is JSON, as every reader takes it."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        from_json(text)
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")

@@ -14,15 +14,14 @@ from dsv4cli.engine.text.prompt_text import (
     PARAMETER_OPEN,
     to_json,
 )
+from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema, resolved, with_places
 from dsv4cli.engine.text.tokens import DSML
 from dsv4cli.errors import UsageError
 
-Schema = Mapping[str, Any]
 # between the parts of JSON, a line's beginning or one space: in any number of them weak models get lost
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 # between two tags, before a name, and between the name of a parameter and its value
 BREAK, NAME, END_OF_NAME, TYPE = "\n", ' name="', '">', '" string="{}">'
-DEFINITIONS = ("$defs", "definitions")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
@@ -114,7 +113,7 @@ def json_grammar(schema: Schema, lenient: bool) -> str:
 def parameter_schemas(function: Mapping[str, Any]) -> dict[str, Schema]:
     """The schemas of a function's parameters, each with the definitions of all. Raises UsageError for what is none."""
     name = function["name"]
-    whole = _schema_of(function.get("parameters") or {}, f"the schema of {name}")
+    whole = with_places(_schema_of(function.get("parameters") or {}, f"the schema of {name}"))
     properties = _schema_of(whole.get("properties") or {}, f"what {name} has as properties")
     definitions = {key: whole[key] for key in DEFINITIONS if isinstance(whole.get(key), Mapping)}
     return {key: {**_schema_of(own, f"the schema of {name}'s {key}"), **definitions} for key, own in properties.items()}
@@ -220,14 +219,16 @@ def _any_of(texts: Sequence[str]) -> str:
 
 def _forms(schema: Schema, definitions: Schema) -> _Forms:
     """How a parameter of this schema may be written."""
-    schema = _resolved(schema, definitions)
+    schema = resolved(schema, definitions)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         texts, others = ([value for value in values if isinstance(value, str) == text] for text in (True, False))
         return _Forms(texts or None, {"enum": others} if others else None)
-    branches = schema.get("anyOf") or schema.get("oneOf")
+    branches, parts = schema.get("anyOf") or schema.get("oneOf"), schema.get("allOf")
     if "type" not in schema and isinstance(branches, list):
         return _either([_forms(branch, definitions) for branch in branches if isinstance(branch, Mapping)])
+    if "type" not in schema and isinstance(parts, list):
+        return _both([_forms(part, definitions) for part in parts if isinstance(part, Mapping)], schema)
     types = schema.get("type", _TYPES)
     if not isinstance(types, str | list | tuple):
         return _Forms(None, schema)  # which is refused
@@ -244,15 +245,12 @@ def _either(forms: Sequence[_Forms]) -> _Forms:
     return _Forms("any" if "any" in texts else some or None, {"anyOf": schemas} if schemas else None)
 
 
-def _resolved(schema: Schema, definitions: Schema) -> Schema:
-    """What a schema refers to, if it refers to one of the definitions."""
-    for _ in range(sum(map(len, definitions.values()))):
-        kind, _, name = str(schema.get("$ref", "")).removeprefix("#/").partition("/")
-        found = definitions.get(kind, {}).get(name)
-        if not isinstance(found, Mapping):
-            break
-        schema = found
-    return schema
+def _both(forms: Sequence[_Forms], schema: Schema) -> _Forms:
+    """As all of these, which are the parts of a schema."""
+    texts = [[] if one.texts is None else one.texts for one in forms if one.texts != "any"]
+    shared = [text for text in texts[0] if all(text in own for own in texts)] if texts else "any"
+    others = schema if not shared else {**schema, "type": [one for one in _TYPES if one != "string"]}
+    return _Forms(shared or None, None if any(one.json is None for one in forms) else others)
 
 
 def _holds(names: object, name: str) -> bool:

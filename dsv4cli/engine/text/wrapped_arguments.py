@@ -1,10 +1,9 @@
 """Arguments that a model has put into one argument of its own making, as it does at times: taken out again."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsv4cli.engine.text.prompt_text import to_json
+from dsv4cli.engine.text.prompt_text import from_json, to_json
 from dsv4cli.engine.text.reply import ToolCall
 
 WRAPPERS = ("arguments", "input")
@@ -44,6 +43,6 @@ def _parsed(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return from_json(value)
     except (ValueError, RecursionError):
         return None

@@ -69,6 +69,25 @@ def test_stop_strings(text, stops, content):
     assert pieces == ([("content", content)] if content else [])
 
 
+@pytest.mark.parametrize(
+    ("stop", "reasoning", "content"),
+    [
+        (">", "a", "b"),
+        (">c", "a", "b"),
+        ("k>b", "a", "b>c"),
+        ("a</", "a", "b>c"),
+        ("think", "a", "b>c"),
+        ("</think>", "a", ""),
+        ("a</think>b", "", ""),
+    ],
+)
+def test_a_stop_string_takes_the_end_of_thinking_as_a_whole(stop, reasoning, content):
+    answer, pieces = answer_to("a</think>b>c", thinking=True, stops=(stop,))
+    record = answer.record()
+    assert (record["reasoning_content"], record["content"]) == (reasoning, content)
+    assert pieces == [piece for piece in (("reasoning", reasoning), ("content", content)) if piece[1]]
+
+
 def test_a_stop_string_in_one_token_ends_in_its_middle():
     answer = Answer(BYTES, False, ("think",))
     assert answer.push(Token(BYTES.encode("<think>")[0], -0.5, [], None)) == [("content", "<")]

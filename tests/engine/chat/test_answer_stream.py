@@ -154,6 +154,12 @@ def test_damaged_answers_are_repaired(text, thinking, content, reasoning, names)
     assert stream.finish == ("tool_calls" if names else "stop")
 
 
+def test_what_stands_before_calls_in_the_thinking_comes_before_the_content():
+    _, added = checked(BYTES.encode(f"a <{LAST.lstrip()}{THINK_END}so"), thinking=True)
+    given = [(delta.kind, delta.text) for deltas in added for delta in deltas]
+    assert given == [("reasoning", "a"), ("reasoning", " <"), ("content", "s"), ("content", "o")]
+
+
 def test_a_misspelt_first_tag_does_not_hold_up_the_calls():
     text = BLOCK.replace("<｜DSML｜tool_calls", "<｜DSML｜toolcalls")
     _, added = checked(BYTES.encode(text))
@@ -174,6 +180,12 @@ def test_text_that_looks_like_a_token_is_text():
     assert joined(added)["tool_calls"] == [["h", one["function"]["arguments"]]]
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-1e400", "[1E+999]", r'["\ud83d"]'])
+def test_what_not_every_reader_takes_is_text(value):
+    stream, _ = checked(BYTES.encode(LAST.replace(">1<", f">{value}<")))
+    assert arguments(stream.message()["tool_calls"][0]) == {"p": "</", "q": value}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
@@ -181,6 +193,8 @@ def test_text_that_looks_like_a_token_is_text():
         ("w", {"input": '{"q": null}'}, {"q": None}),
         ("w", {"input": "{q}"}, None),  # no JSON
         ("w", {"input": '["p"]'}, None),
+        ("w", {"input": '{"p": NaN}'}, None),
+        ("w", {"input": '{"p": [1e999]}'}, None),
         ("w", {"input": {"p": 1, "r": 2}}, None),  # one that the function does not have
         ("w", {"input": {"p": 1}, "q": 2}, None),
         ("w", {"p": {"q": 1}}, None),

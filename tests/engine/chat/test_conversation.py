@@ -458,6 +458,20 @@ def test_thinking_is_ended_in_time_and_answered(budget, most, index, closed):
         assert all(step.logprob < 0 for step in answer.tokens)
 
 
+@pytest.mark.parametrize("asked", [{"task": "title"}, {"task": "action"}, {}], ids=str)
+def test_what_does_not_begin_with_thinking_is_the_answer(asked):
+    """As that to a task, or one that goes on."""
+    messages = [user("hi") | asked, *([] if asked else [said("a") | {"wo_eos": True}])]
+    with new_conversation("high", max_tokens=3) as one:
+        answer, pieces = drain(one.reply(messages, SEEDED))
+    assert {kind for kind, _ in pieces} == {"content"}
+    assert answer.record()["reasoning_content"] == ""
+    prompt = dialogue("high").prompt(messages).ids
+    found = generate_answers(model(), dialogue("high"), [Request(prompt, SEEDED, Limits(max_tokens=3))], "cpu")
+    answer, pieces = drain((answer, pieces) for _, answer, pieces in found)
+    assert {kind for kind, _ in pieces} == {"content"}
+
+
 def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
     eos, letter = 1, dialogue().tokenizer.encode("a")[0]
     draws = []

@@ -341,6 +341,54 @@ def test_of_a_form_and_tools_the_wrong_one_is_named(small):
             small.reply(thinking=False, form=form, tools=given)
 
 
+E = {"$ref": "#/$defs/E"}
+
+
+def written(small, schema, value, **more) -> bool:
+    """Whether a call may give its one parameter, of this schema, a value."""
+    ids = BYTES.encode("".join(calls(("f", {"a": value}))))
+    given = tool("f", {"a": schema, **more.pop("beside", {})}, ["a"], **more)
+    return followed(small.reply(thinking=False, tools=[given], choice=REQUIRED), ids) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"allOf": [E], "default": "x"}, "x", "z"),
+        ({"allOf": [{"type": "string"}]}, "z", 1),
+        ({"allOf": [E, {"enum": ["y", "z"]}]}, "y", "x"),
+        ({"allOf": [{"$ref": "#/$defs/O"}]}, {"n": 1}, "text"),
+        ({"allOf": [{"$ref": "#/$defs/O"}]}, {"n": 1}, {"n": "x"}),
+        ({"allOf": [{"description": "any"}]}, "text", None),
+        ({"allOf": [{"description": "any"}]}, [1], None),
+    ],
+)
+def test_a_parameter_is_what_all_the_parts_of_its_schema_say(schema, right, wrong, small):
+    """As pydantic writes a reference with a default."""
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    definitions = {"$defs": {"E": {"type": "string", "enum": ["x", "y"]}, "O": number}}
+    assert written(small, schema, right, **definitions)
+    assert wrong is None or not written(small, schema, wrong, **definitions)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"$ref": "#/properties/b"}, 1, "text"),
+        ({"$ref": "#/properties/c/items"}, "x", "y"),
+        ({"$ref": "#/properties/c/anyOf/1"}, None, 1),
+        ({"type": "array", "items": {"$ref": "#"}}, [{"a": [{"a": []}]}], [[]]),
+        ({"$ref": "#/$defs/P/properties/a~1b"}, True, "text"),
+    ],
+)
+def test_a_parameter_may_refer_to_any_place_of_the_schema(schema, right, wrong, small):
+    """As zod's schemas do, where one stands twice, and those of trees."""
+    beside = {"b": {"type": "integer"}, "c": {"items": {"enum": ["x"]}, "anyOf": [{}, {"const": None}]}}
+    definitions = {"$defs": {"P": {"properties": {"a/b": {"type": "boolean"}}}}}
+    assert written(small, schema, right, beside=beside, **definitions)
+    assert not written(small, schema, wrong, beside=beside, **definitions)
+
+
 def test_what_no_grammar_holds_is_left_to_the_tool(small):
     """Keywords that llguidance does not know, beside those that it does."""
     given = tool("f", {"a": {"type": "array", "contains": {"const": 1}, "items": {"type": "integer"}}}, 3)

@@ -142,6 +142,20 @@ ODD = (
 )  # fmt: skip
 
 
+def test_halves_of_a_character_become_one_in_a_call_too():
+    answer = RemoteAnswer()
+    for function in (
+        {"name": "f", "arguments": '{"a": "\ud83d'},
+        {"arguments": '\ude00"'},
+        {"arguments": ', "\ud83d": 1}'},
+    ):
+        answer.push({"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "1\ud83d", "function": function}]}}]})
+    answer.push({"choices": [{"finish_reason": "tool_calls"}]})
+    [call] = answer.message()[0]["tool_calls"]
+    function = {"name": "f", "arguments": '{"a": "😀", "\ufffd": 1}'}
+    assert call == {"type": "function", "id": "1\ufffd", "function": function}
+
+
 def test_events_that_say_nothing():
     answer = RemoteAnswer()
     for event in ODD:

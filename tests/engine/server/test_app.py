@@ -189,6 +189,30 @@ def test_who_waits_is_told_so(nano, monkeypatch, path, fields, sign):
     assert sent.count(sign) > 1
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "sign"),
+    [
+        ("/v1/completions", {"prompt": ["a b c d " * 40] * 3, "echo": True, "logprobs": 0}, b": waiting\n\n"),
+        ("/v1/messages", {}, b'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+def test_who_is_sent_nothing_of_what_comes_is_told_that_it_waits(nano, monkeypatch, path, fields, sign):
+    """Thinking that is not shown, and scores that are shown at the end."""
+    updates = async_engine.EngineCall.updates
+
+    async def some(call):
+        while not (found := await updates(call)):
+            pass
+        return found
+
+    app = nano.server.config.app
+    monkeypatch.setattr(app, "service", replace(app.service, usual=replace(app.service.usual, think="high")))
+    monkeypatch.setattr(async_engine.EngineCall, "updates", some)
+    monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.001)
+    sent = nano.send("POST", path, asking("What is 17 + 25?", max_tokens=60, stream=True) | fields).read()
+    assert sent.count(sign) > 2
+
+
 def test_a_body_has_a_limit(nano):
     connection = nano.connect()
     connection.putrequest("POST", "/v1/chat/completions")

@@ -91,6 +91,15 @@ def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
     assert "DSML" not in json.dumps(events)
 
 
+def test_calls_of_several_answers_have_ids_of_their_own(nano):
+    choices = nano.chat(WEATHER, tools=TOOLS, n=2)["choices"]
+    events = nano.stream("/v1/chat/completions", asking(WEATHER, tools=TOOLS, n=2))
+    deltas = [choice["delta"] for _, data in events[:-1] for choice in data["choices"]]
+    streamed = [part["id"] for delta in deltas for part in delta.get("tool_calls", []) if "id" in part]
+    for ids in ([choice["message"]["tool_calls"][0]["id"] for choice in choices], streamed):
+        assert len({*ids}) == len(ids) == 2
+
+
 def called(nano, choice, *arguments):
     """What a client gets of calls with these arguments: as deltas, and in the document."""
     service = nano.server.config.app.service
@@ -255,15 +264,52 @@ def test_a_developer_who_speaks_first_is_the_system(nano):
     assert asked("developer") == asked("system") == "The capital of Italy is Rome. over"
 
 
+def text_of_prompt(nano, messages, **fields):
+    """What the model reads of a conversation."""
+    status, document = nano.post("/tokenize", {"messages": messages, **fields})
+    assert status == 200, document
+    return nano.post("/detokenize", {"tokens": document["tokens"]})[1]["prompt"]
+
+
 def tokenized(nano, *messages):
     status, document = nano.post("/tokenize", {"messages": messages})
     assert status == 200, document
     return document["tokens"]
 
 
-def test_a_developer_who_speaks_later_is_none_of_the_system(nano):
-    user, later = {"role": "user", "content": "a"}, {"content": "b"}
-    assert tokenized(nano, user, later | {"role": "developer"}) != tokenized(nano, user, later | {"role": "system"})
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("effort", ["none", "high"])
+def test_who_instructs_later_speaks_in_the_users_turn(nano, role, effort):
+    """No answer begins behind a system's words in the format, and a developer's would go with the reasoning."""
+    later = {"role": role, "content": "b"}
+    think, thought = ("</think>", "</think>") if effort == "none" else ("<think>", "<think></think>")
+    answered = [*asking("a")["messages"], {"role": "assistant", "content": "c"}]
+    begun = "<｜begin▁of▁sentence｜><｜User｜>"
+    for messages, prompt in (
+        ([later], f"b<｜Assistant｜>{think}"),
+        ([*answered[:1], later], f"a\n\nb<｜Assistant｜>{think}"),
+        ([*answered[:1], later, answered[1]], f"a\n\nb<｜Assistant｜>{thought}c"),
+        (
+            [*answered, later, *asking("d")["messages"]],
+            f"a<｜Assistant｜></think>c{EOS}{USER}b\n\nd<｜Assistant｜>{think}",
+        ),
+    ):
+        assert text_of_prompt(nano, messages, reasoning_effort=effort) == begun + prompt
+
+
+@pytest.mark.parametrize("effort", ["none", "high"])
+@pytest.mark.parametrize("empty", [{"content": ""}, {"content": None}, {"content": [], "tool_calls": []}], ids=str)
+def test_an_answer_without_a_word_has_not_begun(nano, empty, effort):
+    asked, last = asking("a")["messages"], {"role": "assistant", **empty}
+    expected = text_of_prompt(nano, asked, reasoning_effort=effort)
+    assert text_of_prompt(nano, [*asked, last], reasoning_effort=effort) == expected
+    assert nano.chat("a", messages=[last], max_tokens=1)["choices"]
+
+
+def test_all_that_the_system_says_first_is_one_text_before_the_tools(nano):
+    system = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
+    prompt = text_of_prompt(nano, [*system, *asking("c")["messages"]], tools=TOOLS)
+    assert prompt.startswith("<｜begin▁of▁sentence｜>a\n\nb\n\n## Tools\n")
 
 
 def test_fields_of_the_prompt_format_are_not_a_clients(nano):
@@ -316,7 +362,7 @@ def test_a_request_without_a_seed_has_the_servers_or_one_of_its_own(nano):
     assert replace(service, usual=replace(service.usual, seed=7)).seed(None) == 7
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, 2**70])
+@pytest.mark.parametrize("seed", [-1, 1.0, 2**32, 2**70])
 def test_any_whole_number_is_a_seed(nano, seed):
     assert nano.chat("Hi", seed=seed, temperature=1, max_tokens=1)["choices"]
 
@@ -392,6 +438,7 @@ def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path
         ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "a token id"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "from -100 to 100"),
         ({"seed": "x"}, "seed", "whole number"),
+        ({"seed": 1.5}, "seed", "whole number"),
         ({"stop": [""]}, "stop", "none of them empty"),
         ({"stream": 1}, "stream", "true or false"),
         ({"stream_options": []}, "stream_options", "an object"),
@@ -435,6 +482,16 @@ def test_a_wrong_field_is_named_with_the_reason(nano, fields, param, reason):
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
     assert error["message"].startswith(f"{param}: ")
     assert reason in error["message"]
+
+
+def test_one_grammar_is_made_for_several_answers(nano, monkeypatch):
+    made, compiled = [], grammar.Grammars._compiled
+    monkeypatch.setattr(grammar.Grammars, "_compiled", lambda *given: made.append(1) or compiled(*given))
+    fields = {"structured_outputs": {"regex": "[0-9]{2}(a|b){9}"}, "n": 3, "temperature": 1, "max_tokens": 20}
+    contents = [choice["message"]["content"] for choice in nano.chat(SUM, **fields)["choices"]]
+    assert len(made) == 1
+    assert all(re.fullmatch("[0-9]{2}(a|b){9}", content) for content in contents)
+    assert len({*contents}) > 1
 
 
 def test_a_form_needs_what_reads_it(nano, monkeypatch):

@@ -112,6 +112,12 @@ def test_the_token_that_scoring_finds_is_the_one_that_is_drawn(nano):
     assert found["token_logprobs"][-1] == pytest.approx(drawn["token_logprobs"][0], abs=1e-4)
 
 
+def test_an_end_that_is_ignored_is_a_token_behind_an_echo_too(nano):
+    body = {"prompt": PROMPT + "17 + 25 = 42.", "max_tokens": 1, "logprobs": 0, "echo": True}
+    [choice] = completed(nano, **body, ignore_eos=True)["choices"]
+    assert (choice["finish_reason"], choice["logprobs"]["tokens"][-1]) == ("length", EOS)
+
+
 def test_offsets_count_characters_also_where_a_token_is_part_of_one(nano):
     text = "wörld 😀!"
     body = {"prompt": text, "max_tokens": 0, "logprobs": 0, "echo": True}

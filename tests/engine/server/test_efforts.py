@@ -24,6 +24,9 @@ from dsv4cli.engine.server.fields import Fields
         ({"chat_template_kwargs": {"thinking": True, "reasoning_effort": "max"}}, Effort("max", None, True)),
         ({"reasoning": {"effort": "low", "max_tokens": 5}}, Effort("low", 5, True)),
         ({"reasoning": {"enabled": True}}, Effort("high", None, True)),
+        ({"reasoning": {"max_tokens": 5}}, Effort("high", 5, True)),
+        ({"reasoning": {"max_tokens": 5, "enabled": False}}, Effort("off", None, True)),
+        ({"reasoning": {"max_tokens": 5, "effort": "none"}}, Effort("off", None, True)),
     ],
     ids=str,
 )

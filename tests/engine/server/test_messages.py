@@ -180,6 +180,26 @@ def test_the_same_prompt_as_openai_s(nano):
     assert counted["input_tokens"] == nano.post("/tokenize", same)[1]["count"]
 
 
+def test_answers_in_a_row_are_one(nano):
+    """As Anthropic has it; a client may send each block of one as a message of its own."""
+    blocks = [
+        {"type": "thinking", "thinking": "a", "signature": "s"},
+        {"type": "text", "text": "b"},
+        *({"type": "tool_use", "id": one, "name": "get_weather", "input": {"city": one}} for one in "cd"),
+    ]
+    results = [
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": one, "content": one} for one in "dc"]}
+    ]
+
+    def tokens(*answers):
+        messages = [*asking(WEATHER)["messages"], *({"role": "assistant", "content": one} for one in answers), *results]
+        return nano.post("/v1/messages/count_tokens", {"messages": messages, "tools": TOOLS, **THINKING})[1][
+            "input_tokens"
+        ]
+
+    assert tokens(*([block] for block in blocks)) == tokens(blocks)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -2,6 +2,7 @@
 
 import json
 from random import Random
+from time import monotonic
 
 import pytest
 
@@ -146,3 +147,11 @@ def test_nothing_that_a_model_may_write_leaks_or_fails():
             assert parse_reply(text + end, thinking=thinking) == reply
         elif reply.tool_calls:
             assert all(isinstance(json.loads(one["function"]["arguments"]), dict) for one in reply.tool_calls)
+
+
+def test_a_long_reply_takes_as_long_a_character_as_a_short_one():
+    """Meanwhile a server answers nobody else. Read in the square of its length this one takes 3 s and more."""
+    content, start = "中" * 400_000, monotonic()
+    reply, words = repair_reply(f"{content}<｜User｜>{EOS}", thinking=False)
+    assert (reply.content, len(words)) == (content, 1)
+    assert monotonic() - start < 1.5
