@@ -118,36 +118,36 @@ class Pace:
         time that is left, or, where larger ones read far more a second, one as a prompt of all their tokens gets.
         """
         limit = 0 if self._read else self._chunks.worth(sum(prompts))[0]
-        rates, fitting, most = {}, set(), SIZES[-1] if self._most is None else self._most
+        rates, counts, fitting, most = {}, {}, set(), SIZES[-1] if self._most is None else self._most
         for count in range(1, len(prompts) + 1):
             room = room_of(prompts[:count])
             if count == 1 or room <= most:
-                rates[room] = sum(prompts[:count]) / self._chunks.of(room)
+                rates[room], counts[room] = sum(prompts[:count]) / self._chunks.of(room), count
                 if self._chunks.late(room) <= self._seconds(decoding + count - 1):  # these decode then
                     fitting.add(room)
         rooms = [room for room in rates if room <= limit or room in fitting] or [*rates][:1]
         worth = [room for room in rooms if rates[room] >= WORTH * max(rates.values())] or rooms
         best = max([room for room in worth if room in fitting] or worth, key=rates.__getitem__)
-        return self._burst(dict(zip(rates, range(1, len(prompts) + 1), strict=False)), decoding, best)
+        return self._burst(counts, decoding, best)
 
     def _burst(self, counts: Mapping[int, int], decoding: int, best: int) -> int:
         """Of rooms for so many prompts the one that reads the most of them a second, where so many more that one time
         between tokens may be longer for it, or the one that is best else."""
+        if self._read or self._even < APART:
+            return best
         often = {room: count / self._chunks.of(room) for room, count in counts.items()}
         steps = {room: self._of_decoding(decoding + count) for room, count in counts.items()}
         short = [room for room in often if self._chunks.of(room) + steps[room] <= LONGEST * self._goal(steps[room])]
         most = max(short, key=often.__getitem__, default=best)
-        saved = self._even >= APART and not self._read
-        return most if saved and often[most] >= FASTER * often[best] else best
+        return most if often[most] >= FASTER * often[best] else best
 
     def _learn(self, seconds: float, decoded: int) -> None:
         if not self._read:
             before = self._decoding.get(size_of(decoded), seconds)
             self._decoding[size_of(decoded)] = before + NEWEST * (min(seconds, STRANGE * before) - before)
         step = self._of_decoding(decoded)
-        late = seconds > MOST * self._goal(step)
-        self._even = max(self._even - APART, 0) if late else min(self._even + 1, SAVED * APART)
         expected, goal = step + sum(map(self._chunks.of, self._read)), self._goal(step)
+        self._even = max(self._even - APART, 0) if seconds > MOST * goal else min(self._even + 1, SAVED * APART)
         if self._read:
             self._chunks.learn(self._read, max(seconds - step, LEAST * seconds))
         self._behind = max(self._behind + min(seconds, STRANGE * expected) - goal, -goal)

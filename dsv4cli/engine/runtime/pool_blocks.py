@@ -17,8 +17,7 @@ class PoolBlocks:
     def __init__(self, pools: Sequence[Pool], device: torch.device) -> None:
         self._pools, self._device = pools, device
         self._pieces: list[torch.Tensor] = []
-        self._widths = [_bytes_of(pool).shape[1] for pool in pools]
-        self.nbytes = sum(self._widths)
+        self.nbytes = sum(_bytes_of(pool).shape[1] for pool in pools)
 
     def make(self, blocks: int) -> None:
         """So many, and no more from now on."""
@@ -30,7 +29,6 @@ class PoolBlocks:
             for pool, data in zip(own, memory, strict=True):
                 pool.data = data
             self._pieces.append(memory.view(torch.uint8).view(len(own), blocks, -1))
-        self._widths = [piece.shape[0] * piece.shape[2] for piece in self._pieces]
 
     def grow(self, blocks: int) -> None:
         """Room for so many in all."""
@@ -49,7 +47,8 @@ class PoolBlocks:
 
     def write(self, blocks: torch.Tensor, copies: torch.Tensor) -> None:
         """Makes these blocks what `read` has given."""
-        for piece, part in zip(self._parts(), copies.split(self._widths, 1), strict=True):
+        pieces = self._parts()
+        for piece, part in zip(pieces, copies.split([piece[:, 0].numel() for piece in pieces], 1), strict=True):
             piece.index_copy_(1, blocks, part.unflatten(1, (len(piece), -1)).transpose(0, 1))
 
     def _parts(self) -> list[torch.Tensor]:

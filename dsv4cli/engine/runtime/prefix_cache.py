@@ -106,7 +106,7 @@ class Prefixes:
                 self._drop(state)
 
     def stop(self, request: Request) -> int:
-        """Where the request's next chunk ends at the latest."""
+        """Where the request's next chunk ends at the latest: not where what it has found is nearly as long."""
         least = max(request.done, request.cached + NOT_WORTH)
         stops = [kept for kept in request.keep if kept > least]
         multiple = (request.done // KEPT_EVERY + 1) * KEPT_EVERY
