@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_reduce
+from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, reduce_scatter, share_of
 
 RANKS = 3
 # of an inbox: programs, words of a program
@@ -27,11 +27,31 @@ SUMS = [
     ((5, 202), torch.bfloat16, torch.float32),
     ((1, 2), torch.float32, torch.float32),
 ]
+# likewise, of rows that the ranks share: with more words than all programs have together, 5,120, and with fewer; equal
+# shares, a last one with less, and one with nothing
+SHARED = [
+    ((3, 256), torch.float32, torch.bfloat16),
+    ((3 * 31, 600), torch.float32, torch.bfloat16),
+    ((5, 190), torch.bfloat16, torch.bfloat16),
+    ((3 * 77 - 2, 514), torch.bfloat16, torch.bfloat16),
+    ((0, 64), torch.float32, torch.float32),
+    ((4, 2), torch.bfloat16, torch.float32),
+    ((1, 256), torch.float32, torch.float32),
+    ((3 * 31 - 1, 600), torch.float32, torch.float32),
+]
+# rows, and of tensors that are gathered together their other dimensions and dtypes
+GATHERED = [
+    (1, [((2,), torch.bfloat16)]),
+    (3 * 41 - 1, [((256,), torch.bfloat16), ((1, 300), torch.float32), ((4, 6), torch.float32)]),
+    (9, [((64,), torch.float32)] * 7),
+    (4, [((64,), torch.float32), ((2,), torch.bfloat16)]),
+    (0, [((64,), torch.float32), ((2,), torch.bfloat16)]),
+]
 
 
-def given(number):
+def given(number, cases=SUMS):
     """The parts of all ranks, and their sum in their order, rounded once."""
-    shape, dtype, rounded = SUMS[number]
+    shape, dtype, rounded = cases[number]
     parts = torch.randn(RANKS, *shape, generator=torch.Generator().manual_seed(number)).to(dtype)
     parts[:, ::2, 1::7] = 0.0
     parts[:, ::2, 3::7] = -0.0
@@ -45,12 +65,37 @@ def work(rank, buffers, wrong):
         parts, expected = given(number)
         time.sleep(pauses.choice((0, 0.01)))
         y = all_reduce(parts[rank], expected.dtype, symmetric)
-        same = y.dtype == expected.dtype and y.shape == expected.shape
-        wrong[rank] += not (same and torch.equal(y.view(torch.int16), expected.view(torch.int16)))
+        wrong[rank] += not same(y, expected)
+
+
+def work_in_shares(rank, buffers, wrong):
+    """Shares of sums and what is gathered, between sums of all rows."""
+    symmetric = SymmetricBuffers(rank, buffers, torch.zeros(BOX[0], dtype=torch.int32))
+    pauses = random.Random(rank)
+    for number in range(len(SHARED)):
+        parts, expected = given(number, SHARED)
+        time.sleep(pauses.choice((0, 0.01)))
+        own = reduce_scatter(parts[rank], expected.dtype, symmetric)
+        wrong[rank] += not same(own, expected[share_of(len(expected), rank, RANKS)])
+        wrong[rank] += not same(all_gather([own], len(expected), symmetric)[0], expected)
+        parts, expected = given(number % 2)
+        wrong[rank] += not same(all_reduce(parts[rank], expected.dtype, symmetric), expected)
+    for rows, others in GATHERED:
+        every = [torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows)) for shape, _ in others]
+        every = [one.to(dtype) for one, (_, dtype) in zip(every, others, strict=True)]
+        own = [one[share_of(rows, rank, RANKS)].clone() for one in every]
+        wrong[rank] += not all(map(same, all_gather(own, rows, symmetric), every))
+
+
+def same(ours, expected):
+    """Whether two tensors are alike in every bit."""
+    alike = ours.dtype == expected.dtype and ours.shape == expected.shape
+    return alike and torch.equal(ours.view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_each_rank_holds_the_sum_of_all_parts(triton_backend):
+@pytest.mark.parametrize("work", [work, work_in_shares], ids=["all rows", "shares"])
+def test_each_rank_holds_the_sum_of_all_parts(triton_backend, work):
     if triton_backend != "interpreter":
         pytest.skip("one process has one GPU's memory")
     # fork: the shared memory lies at the same addresses

@@ -1,5 +1,6 @@
 """A model without data, of one layer of each kind, and the ranks that it would be shared by."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,13 +10,13 @@ from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.parallel.world import DIVIDES_FROM, SINGLE, World
 from dsv4cli.engine.weights.fill import allocate
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
 from dsv4cli.engine.weights.placement import Division, decide
 from dsv4cli.engine.weights.reserve import reserves
 from dsv4cli.engine.weights.sizes import measure
-from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_reduce, buffer_shape
+from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, buffer_shape, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,20 @@ class DryWorld(World):
         for buffers in self.every if self.every[0].takes(x) else ():
             all_reduce(x, dtype, buffers)
         return x.to(dtype)
+
+    def sum_rows(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """As each rank adds up its rows."""
+        if rows == len(x):
+            return self.sum_rounded(x, dtype)
+        for buffers in self.every:
+            reduce_scatter(x, dtype, buffers)
+        return x.new_empty(rows, *x.shape[1:], dtype=dtype)
+
+    def gather_rows(self, parts: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
+        """As each rank gathers them."""
+        for buffers in self.every if len(parts[0]) < tokens else ():
+            all_gather(parts, tokens, buffers)
+        return [x.new_empty(tokens, *x.shape[1:]) for x in parts]
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """Columns of as many ranks."""
@@ -93,4 +108,5 @@ def _world(ranks: int, device: torch.device) -> World:
         return SINGLE
     boxes = tuple(torch.empty(buffer_shape(ranks), dtype=torch.int32, device=device) for _ in range(ranks))
     sums = torch.empty(buffer_shape(ranks)[0], dtype=torch.int32, device=device)
-    return DryWorld(size=ranks, every=tuple(SymmetricBuffers(rank, boxes, sums) for rank in range(ranks)))
+    every = tuple(SymmetricBuffers(rank, boxes, sums) for rank in range(ranks))
+    return DryWorld(size=ranks, divides_from=DIVIDES_FROM, every=every)

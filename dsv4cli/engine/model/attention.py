@@ -42,14 +42,16 @@ class Attention(nn.Module):
             self.indexer = Indexer(config, numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
-        """x: normed hidden state [T, D] -> [T, D]; the step's keys and entries go into the cache."""
-        latent, kv, *rows = project(x, self.linears())
+        """x: normed hidden state [T, D], or this rank's rows of it -> the same rows; the cache takes the step's keys
+        and entries."""
+        latent, kv, *rows = self.world.gather_rows(project(x, self.linears()), len(batch.ids))
         rings = None if batch.in_rings else cache.window.data[batch.slots].flatten(0, 1)
         q, kv, index_q = self.queries_and_keys(latent, kv, batch, cache.window)
         window = cache.window.data.flatten(0, 1) if rings is None else torch.cat((rings, kv))
         entries, lists = self.entries(rows, index_q, batch, cache)
         scale, rotation = self.config.head_dim**-0.5, batch.rotations[self.ratio]
-        return self.output(attention.sparse_attention(q, window, entries, lists, self.attn_sink, scale, rotation))
+        o = attention.sparse_attention(q, window, entries, lists, self.attn_sink, scale, rotation)
+        return self.output(o, len(x))
 
     def linears(self) -> list[Linear | Fp32Linear]:
         """What reads the hidden state: latent queries, keys; raw rows of the compressor; the indexer's likewise, and
@@ -110,9 +112,9 @@ class Attention(nn.Module):
         compress_both((self.compressor, self.indexer.compressor), rows, batch, (cache.compressed, cache.index))
         return cache.compressed.entries.data, self.indexer(index_q, weights, batch, cache.index)
 
-    def output(self, o: torch.Tensor) -> torch.Tensor:
-        """Un-rotated heads [T, H, d] through the grouped projection -> [T, D]."""
+    def output(self, o: torch.Tensor, rows: int) -> torch.Tensor:
+        """Un-rotated heads [T, H, d] through the grouped projection -> [rows, D], all or this rank's."""
         groups = self.config.o_groups // self.world.size
         inner = self.wo_a(o.flatten(1).unflatten(1, (groups, -1))).flatten(1)
         # the official code sums the ranks' parts in fp32
-        return self.world.sum_rounded(self.wo_b(inner), o.dtype)
+        return self.world.sum_rows(self.wo_b(inner), rows, o.dtype)

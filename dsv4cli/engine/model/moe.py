@@ -92,13 +92,14 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x: normed hidden state [T, D] -> [T, D]."""
+        """x: normed hidden state [T, D], or this rank's rows of it -> the same rows."""
+        rows, (x,) = len(x), self.world.gather_rows([x], len(batch.ids))
         chosen, weights = self.gate(x, batch.ids, batch.routed)
         routed, shared = self.experts.fetch(chosen), matrices(self.shared_experts)
         # what several ranks add up is rounded once
         dtype = x.dtype if self.world.size == 1 else torch.float32
         part = experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate, dtype)
-        return self.world.sum_rounded(part, x.dtype)
+        return self.world.sum_rows(part, rows, x.dtype)
 
 
 def matrices(module: Experts | SharedExpert) -> ExpertWeights:

@@ -56,8 +56,8 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> HiddenStates:
         """Runs the blocks over the step's tokens; what they remember goes into the layers' caches."""
-        config = self.config
-        state = self.embed(batch.ids)[:, None].expand(-1, config.hc_mult, -1)
+        config, tokens = self.config, len(batch.ids)
+        state = self.embed(batch.ids[self.world.own_rows(tokens)])[:, None].expand(-1, config.hc_mult, -1)
         targets = config.dspark.target_layer_ids if config.dspark else ()
         means = []
         with exact_rows(self.numerics.exact):
@@ -66,7 +66,9 @@ class Transformer(nn.Module):
                 if number in targets:
                     streams = state.connect_post()
                     means.append(streams.float().mean(1).to(streams.dtype))
-        return HiddenStates(state.connect_post(), torch.cat(means, -1) if means else None)
+            own = [state.connect_post(), *([torch.cat(means, -1)] if means else [])]
+            streams, *context = self.world.gather_rows(own, tokens)
+        return HiddenStates(streams, context[0] if context else None)
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         """Streams of the wanted rows [R, N, D] -> fp32 [R, V], never rounded."""

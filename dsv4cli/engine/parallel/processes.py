@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # its own t
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from dsv4cli.engine.parallel.world import World, lost_others
+from dsv4cli.engine.parallel.world import DIVIDES_FROM, World, lost_others
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, buffer_shape
 
@@ -121,7 +121,8 @@ def _world(local: int, device: torch.device) -> World:
     numbers = _gathered(local)
     ranks_here = max(numbers) + 1
     if device.type == "cuda":
-        return World(rank, size, _symmetric_buffers(rank, numbers, device), ranks_here, orders)
+        buffers = _symmetric_buffers(rank, numbers, device)
+        return World(rank, size, buffers, ranks_here, orders, None if buffers is None else DIVIDES_FROM)
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
     return World(rank, size, None, ranks_here, orders)
 

@@ -7,13 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_reduce
+from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, reduce_scatter, share_of
 from dsv4cli.kernels.dispatch import chosen
 
 # the name from torch 2.13 on, and the name before
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 T = TypeVar("T")
 NONE = 2**63 - 1
+# tokens of a step from which on ranks that write into each other's memory divide the rows of its streams: of Flash one
+# launch sums up fewer
+DIVIDES_FROM = 257
 # bytes of a message that is sent at once, and of them those of its length
 MESSAGE, LENGTH = 1024, 8
 
@@ -24,7 +27,8 @@ class World:
 
     Each operation is called by all ranks, in one order. symmetric_buffers: what carries small sums, None where NCCL or
     gloo does. ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank
-    0 tells the others what to do; they wait there for as long as people do.
+    0 tells the others what to do; they wait there for as long as people do. divides_from: from so many tokens of a step
+    on the ranks divide the rows of its streams among them, None for never.
     """
 
     rank: int = 0
@@ -32,6 +36,7 @@ class World:
     symmetric_buffers: SymmetricBuffers | None = None
     ranks_here: int = 1
     orders: "torch.distributed.ProcessGroup | None" = None
+    divides_from: int | None = None
 
     @property
     def reduce_backend(self) -> str:
@@ -53,6 +58,42 @@ class World:
         total = x if self.size == 2 and x.dtype == dtype else x.float()
         torch.distributed.all_reduce(total)
         return total.to(dtype)
+
+    def own_rows(self, tokens: int) -> slice:
+        """The rows of the streams that this rank holds in a step of so many tokens: all of them, or its share."""
+        if self.divides_from is None or tokens < self.divides_from:
+            return slice(0, tokens)
+        return share_of(tokens, self.rank, self.size)
+
+    def sum_rows(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `sum_rounded` of x [T, D], but of this rank's `rows` rows only: [rows, D]."""
+        if rows == len(x):
+            return self.sum_rounded(x, dtype)
+        if self._through_memory(x):
+            assert self.symmetric_buffers is not None
+            return reduce_scatter(x, dtype, self.symmetric_buffers)
+        return self.sum_rounded(x, dtype)[share_of(len(x), self.rank, self.size)]
+
+    def gather_rows(self, parts: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
+        """Of tensors that have this rank's rows of a step of so many tokens, [rows, ...], all rows [T, ...]."""
+        if len(parts[0]) == tokens:
+            return list(parts)
+        if self._through_memory(*parts):
+            assert self.symmetric_buffers is not None
+            return all_gather(parts, tokens, self.symmetric_buffers)
+        return [self._gathered(x, tokens) for x in parts]
+
+    def _gathered(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        each = -(-tokens // self.size)
+        mine = x.new_zeros(each, *x.shape[1:])
+        mine[: len(x)] = x  # the last rank has fewer
+        every = x.new_empty(self.size * each, *x.shape[1:])
+        _all_gather(every, mine)
+        return every[:tokens]
+
+    def _through_memory(self, *parts: torch.Tensor) -> bool:
+        buffers = self.symmetric_buffers
+        return buffers is not None and buffers.carries(*parts) and chosen() != "torch"
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' [R, V / size] beside each other: [R, V] on every rank."""

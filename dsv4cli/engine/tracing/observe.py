@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from dsv4cli.engine.tracing.observer import Observer
 
 @contextmanager
 def observed(model: Transformer, observer: Observer) -> Iterator[None]:
-    """An observer sees everything that the model computes inside."""
+    """An observer sees everything that the model computes inside. There every rank holds all rows of the streams."""
 
     def begin(_: nn.Module, args: tuple[Batch, Sequence[LayerCache]]) -> None:
         observer.begin(args[0])
@@ -22,7 +23,10 @@ def observed(model: Transformer, observer: Observer) -> Iterator[None]:
     def end(_: nn.Module, __: object, hidden: HiddenStates) -> HiddenStates:
         return observer.end(model, hidden)
 
+    world = model.world
     with ExitStack() as stack:
+        model.world = replace(world, divides_from=None)
+        stack.callback(setattr, model, "world", world)
         hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
         for layer, block in enumerate(model.layers):
             see = BlockObserver(observer, layer, block)

@@ -1,15 +1,18 @@
 """Sums over ranks in Triton: each program sends its words of this rank's part to the others and takes theirs.
 
 No flags and no barrier: a word that has arrived is not 0 (kernels/cross_program.py). A program waits for its like on
-the other ranks only, which send before they wait; a launch is small enough for all its programs to run at once.
+the other ranks only, which send before they wait; a launch is small enough for all its programs to run at once. Of
+large sums a program sends one block of words after another.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4cli.kernels.all_reduce import share_of
 from dsv4cli.kernels.cross_program import leave, take
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
@@ -31,6 +34,34 @@ def all_reduce(x: torch.Tensor, dtype: torch.dtype, symmetric: "SymmetricBuffers
             x.dtype == torch.bfloat16, block, num_warps=WARPS, **overlap(x),
         )  # fmt: skip
     return y
+
+
+def reduce_scatter(x: torch.Tensor, dtype: torch.dtype, symmetric: "SymmetricBuffers") -> torch.Tensor:
+    ranks, width = len(symmetric.buffers), x[:1].nbytes // 4
+    own = share_of(len(x), symmetric.rank, ranks)
+    y = torch.empty(own.stop - own.start, *x.shape[1:], dtype=dtype, device=x.device)
+    words, (programs, *_, block) = x.flatten().view(torch.int32), symmetric.buffers[0].shape
+    if len(words):
+        share = cdiv(len(x), ranks) * width
+        _reduce_scatter[(min(cdiv(share, block), programs),)](
+            words, y, symmetric.buffers, symmetric.sums, len(words), share, symmetric.rank, ranks,
+            x.dtype == torch.bfloat16, block, num_warps=WARPS, **overlap(x),
+        )  # fmt: skip
+    return y
+
+
+def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: "SymmetricBuffers") -> list[torch.Tensor]:
+    ranks, (programs, *_, block) = len(symmetric.buffers), symmetric.buffers[0].shape
+    ys = [torch.empty(tokens, *x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
+    widths = tuple(y[:1].nbytes // 4 for y in ys)
+    if any(widths):
+        share = cdiv(tokens, ranks)
+        words = [tuple(x.flatten().view(torch.int32) for x in tensors) for tensors in (parts, ys)]
+        _all_gather[(min(cdiv(share * max(widths), block), programs),)](
+            *words, symmetric.buffers, symmetric.sums, tokens, share, widths, symmetric.rank, ranks, block,
+            num_warps=WARPS, **overlap(ys[0]),
+        )  # fmt: skip
+    return ys
 
 
 @triton.jit
@@ -75,3 +106,82 @@ def _exchange(
     # every thread has loaded it: those of a program have met in `take`
     tl.store(sums + program, number + 1)
     tl.store(y + value, total.to(y.dtype.element_ty), value < words * EACH)
+
+
+@triton.jit
+def _turn(sums):
+    """The number of a program's next exchange, which counts it.
+
+    What the program has set to 0 is seen by all before it sends again: the others fill these words when that has come.
+    """
+    tl.debug_barrier()
+    return tl.atomic_add(sums + tl.program_id(0), 1, sem="acq_rel", scope="sys")
+
+
+@launched
+def _reduce_scatter(
+    x,  # [words], fp32 or pairs of bf16 as int32
+    y,  # this rank's share of them, or of twice as many
+    buffers,  # of each rank [programs, 2, RANKS, BLOCK]
+    sums,  # [programs]
+    words,
+    share,  # of each rank but the last, which has what is left
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    program = tl.program_id(0)
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    wait_for_inputs(OVERLAP)
+    own = tl.minimum(share, tl.maximum(words - RANK * share, 0))
+    for block in range(program, tl.cdiv(share, BLOCK), tl.num_programs(0)):
+        word = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        at = (program * 2 + (_turn(sums) & 1)) * (RANKS * BLOCK) + tl.arange(0, BLOCK)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                sent = (word < share) & (rank * share + word < words)
+                theirs = tl.load(x + rank * share + word, sent, other=0)
+                leave(buffers[rank] + at + RANK * BLOCK, theirs.to(tl.float32, bitcast=True), sent)
+        inside = word < own
+        mine = tl.load(x + RANK * share + word, inside, other=0)
+        total = _part(mine, buffers[RANK] + at, inside, RANK == 0, PAIRS)
+        for rank in tl.static_range(1, RANKS):
+            total += _part(mine, buffers[RANK] + at + rank * BLOCK, inside, rank == RANK, PAIRS)
+        value = (block * (BLOCK * EACH) + tl.arange(0, BLOCK * EACH)).to(tl.int64)
+        tl.store(y + value, total.to(y.dtype.element_ty), value < own * EACH)
+
+
+@launched(do_not_specialize=["tokens", "rows"])
+def _all_gather(
+    xs,  # of each tensor this rank's rows as int32, each of WIDTHS words
+    ys,  # [tokens, width]
+    buffers,  # of each rank [programs, 2, RANKS, BLOCK]
+    sums,  # [programs]
+    tokens,
+    rows,  # of each rank but the last, which has what is left
+    WIDTHS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    program = tl.program_id(0)
+    wait_for_inputs(OVERLAP)
+    for tensor in tl.static_range(len(WIDTHS)):
+        words, share = tokens * WIDTHS[tensor], rows * WIDTHS[tensor]
+        for block in range(program, tl.cdiv(share, BLOCK), tl.num_programs(0)):
+            word = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+            at = (program * 2 + (_turn(sums) & 1)) * (RANKS * BLOCK) + tl.arange(0, BLOCK)
+            inside = (word < share) & (RANK * share + word < words)
+            mine = tl.load(xs[tensor] + word, inside, other=0)
+            for rank in tl.static_range(RANKS):
+                if rank != RANK:
+                    leave(buffers[rank] + at + RANK * BLOCK, mine.to(tl.float32, bitcast=True), inside)
+            tl.store(ys[tensor] + RANK * share + word, mine, inside)
+            for rank in tl.static_range(RANKS):
+                if rank != RANK:
+                    came = (word < share) & (rank * share + word < words)
+                    part = take(buffers[RANK] + at + rank * BLOCK, came)
+                    tl.store(ys[tensor] + rank * share + word, part.to(tl.int32, bitcast=True), came)

@@ -74,7 +74,7 @@ def stage_by_hand(stage, streams, context_keys, config, start):
     sink = attn.attn_sink[None, :, None].expand(len(streams), -1, 1)
     chances = torch.cat((logits, sink), -1).softmax(-1)[..., :-1]
     o = rope.rotate(torch.einsum("thk,kd->thd", chances, keys), turn.conj())
-    streams = hyper_connections.connect_post(attn.output(o), streams, post, comb)
+    streams = hyper_connections.connect_post(attn.output(o, len(o)), streams, post, comb)
     x, post, comb = stage.connect(streams, "ffn")
     ids = torch.zeros(len(streams), dtype=torch.int64)
     normed, ffn = stage.ffn_norm(x), stage.ffn

@@ -1,4 +1,4 @@
-"""What two GPUs tell each other: small sums through each other's memory and others through NCCL, in CUDA graphs too."""
+"""What two GPUs tell each other: through each other's memory and through NCCL, in CUDA graphs too."""
 
 import math
 import os
@@ -11,14 +11,14 @@ from torch import distributed, multiprocessing
 
 from dsv4cli.engine.parallel.processes import joined
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.kernels.all_reduce import PROGRAMS, WORDS
+from dsv4cli.kernels.all_reduce import PROGRAMS, WORDS, share_of
 
 RANKS = 2
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs"),
 ]
-SHAPES = [(1, 4096), (3, 7168), (16, 4096), (64, 4096), (5, 12), (1, 2), (3, 1), (0, 4096), (200, 4096)]
+SHAPES = [(1, 4096), (3, 7168), (16, 4096), (64, 4096), (5, 12), (1, 2), (3, 1), (0, 4096), (300, 4096)]
 REPLAYS = 2000
 
 
@@ -61,6 +61,56 @@ def check_sums(world):
         assert torch.equal(world.sum_rounded(mine.flatten()[3:], dtype), expected.flatten()[3:])
 
 
+def check_shares(world):
+    """Each rank's share of a sum, and what is gathered of shares, by whichever way: bit for bit."""
+    other_way = World(world.rank, world.size)
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in [(256, 4096), (1001, 7168), (8192, 512), (3, 64)]:
+            parts = [part(rank, shape, dtype) for rank in range(RANKS)]
+            own = share_of(shape[0], world.rank, world.size)
+            rows, expected = own.stop - own.start, total(parts, torch.bfloat16)
+            for one in (world, other_way):
+                share = one.sum_rows(parts[world.rank].clone(), rows, torch.bfloat16)
+                assert not differ(share, expected[own])
+                wide = parts[0][own, :6].contiguous()
+                every, narrow = one.gather_rows([share, wide], shape[0])
+                assert not differ(every, expected)
+                assert not differ(narrow, parts[0][:, :6])
+
+
+def check_shared_replays(world):
+    """Shares of sums, gathered, between sums of all rows, in a graph: thousands of replays, never a wrong bit."""
+    step, wrong = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+
+    def run():
+        for number, shape in enumerate([(512, 4096), (16, 4096), (300, 512), (64, 4096), (1001, 512)]):
+            dtype = (torch.bfloat16, torch.float32)[number % 2]
+            parts = [numbers(rank, step, shape, dtype) for rank in range(RANKS)]
+            mine, expected = parts[world.rank].clone(), total(parts, torch.bfloat16)
+            if number % RANKS == world.rank:
+                torch.cuda._sleep(20_000)
+            own = share_of(shape[0], world.rank, RANKS)
+            share = world.sum_rows(mine, own.stop - own.start, torch.bfloat16)
+            wrong.add_(differ(share, expected[own]))
+            for every in world.gather_rows([share, share], shape[0]):
+                wrong.add_(differ(every, expected))
+            wrong.add_(differ(world.sum_rounded(mine[:64], torch.bfloat16), expected[:64]))
+        step.add_(1)
+
+    replay(world, captured(run))
+    assert (step.item(), wrong.item()) == (REPLAYS + 1, 0)
+    assert not world.symmetric_buffers.buffers[world.rank].any()  # all that came has been taken
+
+
+def replay(world, graph):
+    """Thousands of times, the ranks delayed at random."""
+    pauses = random.Random(world.rank)
+    for _ in range(REPLAYS):
+        if pauses.random() < 0.3:
+            torch.cuda._sleep(pauses.randrange(200_000))
+        graph.replay()
+
+
 def numbers(rank, step, shape, dtype):
     """A rank's part in a step that only the device knows."""
     index = torch.arange(math.prod(shape), device="cuda")
@@ -73,7 +123,7 @@ def check_replays(world):
     step, wrong = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
 
     def run():
-        for number, shape in enumerate([(1, 4096), (16, 4096), (1, 4096), (64, 4096), (5, 12), (200, 4096)]):
+        for number, shape in enumerate([(1, 4096), (16, 4096), (1, 4096), (64, 4096), (5, 12), (300, 4096)]):
             dtype = (torch.bfloat16, torch.float32)[number % 2]
             parts = [numbers(rank, step, shape, dtype) for rank in range(RANKS)]
             mine, expected = parts[world.rank].clone(), total(parts, torch.bfloat16)
@@ -85,12 +135,7 @@ def check_replays(world):
             wrong.add_(differ(again, total([expected] * RANKS, torch.float32)))
         step.add_(1)
 
-    graph = captured(run)
-    pauses = random.Random(world.rank)
-    for _ in range(REPLAYS):
-        if pauses.random() < 0.3:
-            torch.cuda._sleep(pauses.randrange(200_000))
-        graph.replay()
+    replay(world, captured(run))
     assert (step.item(), wrong.item()) == (REPLAYS + 1, 0)
     assert not world.symmetric_buffers.buffers[world.rank].any()  # all that came has been taken
 
@@ -131,6 +176,8 @@ def work(rank, port):
         check_sums(world)
         check_gathering(world)
         check_replays(world)
+        check_shares(world)
+        check_shared_replays(world)
         distributed.barrier()
 
 

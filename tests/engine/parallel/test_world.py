@@ -48,6 +48,11 @@ def enter(rank, size, work, path):
     distributed.destroy_process_group()
 
 
+def dividing(work):
+    """The same in ranks that divide the rows of every step's streams."""
+    return lambda world: work(replace(world, divides_from=2))
+
+
 def in_ranks(size, work, path):
     """What work(world) gives in each of `size` processes."""
     # fork: torch is there already, and none of the forked touches a GPU
@@ -83,14 +88,15 @@ def logits_of(model, ids):
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("divides", [False, True], ids=["all rows", "shares"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_give_the_logits_of_one(size, tmp_path):
+def test_ranks_give_the_logits_of_one(size, divides, tmp_path):
     tensors = list(random_tensors(SPECS.values(), 0, CONFIG.n_routed_experts))
 
     def work(world):
         return logits_of(from_random(tensors, world), [(5 * i) % 512 for i in range(150)])
 
-    parts, alone = in_ranks(size, work, tmp_path), work(SINGLE)
+    parts, alone = in_ranks(size, dividing(work) if divides else work, tmp_path), work(SINGLE)
     for ours in parts:
         # fp32 sums cut into parts
         torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
@@ -217,6 +223,6 @@ def test_what_ranks_add_up_is_rounded_once(monkeypatch):
     monkeypatch.setattr(World, "sum_rounded", lambda self, x, dtype: parts.append(x.dtype) or x.to(dtype))
     for size in (1, 2):
         layer = moe.MoE(CONFIG, Numerics.reference(), False, World(0, size))
-        x, batch = torch.ones(1, 4, dtype=torch.bfloat16), SimpleNamespace(ids=None, routed=None)
+        x, batch = torch.ones(1, 4, dtype=torch.bfloat16), SimpleNamespace(ids=torch.zeros(1), routed=None)
         assert layer(x, batch).dtype == torch.bfloat16
     assert parts == [torch.bfloat16, torch.float32]
