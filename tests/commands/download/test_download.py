@@ -244,6 +244,20 @@ def test_a_file_beside_a_download_is_not_the_repositorys(hub, dsv4, tmp_path):
     assert "is so at commit" not in done.out
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+@pytest.mark.parametrize("name", ["config.json", SHARDS[0]])
+def test_a_folder_in_the_place_of_a_file_is_told_before_anything_comes(hub, dsv4, tmp_path, name, options):
+    hub.add(REPOSITORY, FLASH)
+    (tmp_path / name).mkdir()
+    done = dsv4("download", "flash", "--local-dir", str(tmp_path), *options)
+    assert (done.code, done.out) == (2, "")
+    assert f"error: {tmp_path / name} is a folder, and a file of {REPOSITORY} has its name\n" in done.err
+    assert f"mv {tmp_path / name} {tmp_path / name}.old\n" in done.err
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+    done = dsv4("download", "flash", "--local-dir", str(tmp_path), "--only", "tokenizer")
+    assert done.code == 0
+
+
 def test_another_model_comes_whole_but_the_answer_is_no(hub, dsv4, tmp_path):
     folder = damage.copy_checkpoint(tmp_path)
     damage.edit_config(folder, model_type="deepseek_v3")
