@@ -52,10 +52,11 @@ def brief_line(text: str, word: int = LONGEST_WORD, line: int = LONGEST_LINE) ->
 
 
 def shell_word(text: str | Path) -> str:
-    r"""A word of a command, quoted so that a shell reads exactly this text and a user sees it: `'a b'`, `$'a\x0ab'`."""
+    r"""A name as a word of a command, quoted so that a shell reads exactly this text and a user sees it: `'a b'`,
+    `$'a\x0ab'`. One that begins with - is a file's or a folder's, and would be an option: `./-g`."""
     word = str(text)
-    if isinstance(text, Path) and word.startswith("-"):
-        word = f"./{word}"  # else an option
+    if word.startswith("-"):
+        word = f"./{word}"
     if harmless_line(word) == word:
         return shlex.quote(word)
     # bash, zsh, ksh and POSIX 2024 read it as bytes, as file names are kept; no name has another lone surrogate

@@ -10,7 +10,6 @@ import torch
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.tracing.feed import sum_rounding
 from dsv4cli.engine.tracing.judge import Noise
 from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 from dsv4cli.engine.tracing.passes import Pass, Plan
@@ -47,10 +46,10 @@ def recorded(walk: Walk, plan: Plan) -> list[RecordedFolder]:
     return plan.finish(walked(walk, plan))
 
 
-def sound(net: str, texts: Sequence[Text], folder: Path) -> tuple[RecordedFolder, Noise]:
-    """The right model, and what rounding makes of each half of its blocks."""
-    manifest = manifest_of(source(net), Numerics.reference(), texts)
-    plan = with_fed_twin(folder / "sound", manifest, None, sum_rounding(manifest))
+def sound(net: str, texts: Sequence[Text], folder: Path, short_sums: int = 0) -> tuple[RecordedFolder, Noise]:
+    """The right model, and what rounding makes of each half of its blocks; short_sums: as of a manifest."""
+    manifest = replace(manifest_of(source(net), Numerics.reference(), texts), short_sums=short_sums)
+    plan = with_fed_twin(folder / "sound", manifest, None, manifest)
     recording, twin = recorded(Walk(sound_model(net), CPU), plan)
     return recording, keep_noise(recording, twin, fed=True)
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, notes, pasted, time_text, verdict
+from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, notes, time_text, verdict
 from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt
 from dsv4cli.output import Output, counted, duration_text, size_text
 
@@ -164,8 +165,8 @@ def _done(
         return
     if compared == "off":
         out.warning("a part of it has not been compared with the source")
-    command = ("convert", "--check", folder, "--against", source)
-    out.hint(f"compare it with the source: `{pasted(*command)}`")
+    command = f"dsv4 convert --check {shell_word(folder)} --against {shell_word(source)}"
+    out.hint(f"compare it with the source: `{command}`")
 
 
 def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> None:

@@ -86,7 +86,7 @@ def _finish(out: Output, folder: Path, comparison: ComparisonOptions) -> None:
         out.line(verdict(done.found))
     if done.cut:
         out.warning("matrices that are cut across the parts have not been compared with the source")
-        out.hint(f"compare them: `{pasted('convert', '--check', folder, '--against')} SRC`")
+        out.hint(f"compare them: `dsv4 convert --check {shell_word(folder)} --against SRC`")
     out.hint(next_step(folder, done.to))
 
 
@@ -152,20 +152,15 @@ def verdict(found: "Verification | None") -> str:
     return text + f"{len(found.exact):,} are exact, the others within {error:.2g} (relative, {name})"
 
 
-def pasted(*words: str | Path) -> str:
-    """A command of this program that a shell takes as it is."""
-    return " ".join(["dsv4", *map(shell_word, words)])
-
-
 def next_step(output: Path, to: str, part: int = 1, parts: int = 1) -> str:
     """What to do with an output."""
     if parts > 1:
-        return f"when all {parts} parts are there: `{pasted('convert', '--finish', output)}`"
+        return f"when all {parts} parts are there: `dsv4 convert --finish {shell_word(output)}`"
     # what this engine does not run, and who does
     readers = {"nvfp4": "vllm", "transformers": "transformers", "mp": "official", "gguf": "llama.cpp"}
     if to in readers:
-        return f"see what loads it with `{pasted('inspect', output, '--for', readers[to])}`"
-    return f"look at it with `{pasted('inspect', output)}`"
+        return f"see what loads it with `dsv4 inspect {shell_word(output)} --for {readers[to]}`"
+    return f"look at it with `dsv4 inspect {shell_word(output)}`"
 
 
 def notes(out: Output, sentences: Iterable[str]) -> None:

@@ -54,10 +54,15 @@ def _percent(mean: "Mean") -> str:
 
 
 def _remarks(one: "ScoreSummary") -> Iterator[str]:
-    cut = one.rulings["cut"]
-    if cut:
-        least = 100 * one.rulings["correct"] / (one.judged + cut)
-        yield f"the score leaves out {counted(cut, 'answer')} cut at the limit; it is at least {least:.1f} %"
+    cut, right = one.rulings["cut"], one.rulings["correct"]
+    if cut and one.judged:
+        least, most = (100 * count / (one.judged + cut) for count in (right, right + cut))
+        yield (
+            f"the score leaves out {counted(cut, 'answer')} cut at the limit; it is between {least:.1f} and {most:.1f} "
+            f"% with {'it' if cut == 1 else 'them'}"
+        )
+    elif cut:
+        yield f"there is no score: {counted(cut, 'answer')} {'was' if cut == 1 else 'were'} cut at the limit"
     if one.rulings["unjudged"]:
         yield f"{counted(one.rulings['unjudged'], 'answer')} without a rule to judge by"
     if one.continuations:

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4cli.commands.job import Job, open_job
-from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, finished, in_ranks, loaded, parts_of, record_plan, walk_of
+from dsv4cli.commands.trace.side import (
+    LayersOpt,
+    WhatOpt,
+    finished,
+    in_ranks,
+    loaded,
+    manifest_for,
+    parts_of,
+    record_plan,
+    walk_of,
+)
 from dsv4cli.commands.trace.texts import (
     IdsOpt,
     PromptOpt,
@@ -96,10 +106,10 @@ def _texts_of(job: Job, like: Path) -> "list[Text]":
 
 def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], tp: int | None, *, noise: bool) -> None:
     from dsv4cli.engine.tracing.passes import Pass, Plan
-    from dsv4cli.engine.tracing.record import keep_noise, manifest_of, with_twin
+    from dsv4cli.engine.tracing.record import keep_noise, with_twin
     from dsv4cli.engine.tracing.recording import make_folder
 
-    manifest = manifest_of(job.source, job.numerics, texts, **parts)
+    manifest = manifest_for(job, texts, parts)
     make_folder(folder)  # before the weights are read, which may take minutes
     plan = with_twin(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
     with in_ranks(job, tp, plan) as own, loaded(own, texts) as transformer:

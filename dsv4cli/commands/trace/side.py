@@ -33,6 +33,15 @@ def parts_of(layers: str | None, what: str | None) -> dict[str, Any]:
     return {"layers": None if layers is None else parse_layers(layers), "what": parse_groups(what)}
 
 
+def manifest_for(job: Job, texts: "Sequence[Text]", parts: dict[str, Any]) -> "TraceManifest":
+    """What a recording of the job's model is of; parts: what `parts_of` gives. Raises what `manifest_of` raises."""
+    from dsv4cli.engine.tracing.record import manifest_of, sums_shortly
+
+    manifest = manifest_of(job.source, job.numerics, texts, **parts)
+    short = job.kernels == "triton" and sums_shortly(job.source, job.numerics, job.device)
+    return replace(manifest, short_sums=chunk_of(job) if short else 0)
+
+
 @contextmanager
 def in_ranks(job: Job, size: int | None, plan: "Plan") -> Iterator[Job]:
     """The job, led as rank 0 of `size` that all record the plan's passes."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4cli.commands.job import Job, open_job
-from dsv4cli.commands.trace.side import finished, in_ranks, loaded, record_plan, walk_of
+from dsv4cli.commands.trace.side import finished, in_ranks, loaded, manifest_for, record_plan, walk_of
 from dsv4cli.commands.trace.texts import FIRST, TextOptions, read_texts, recorded_alone
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output
@@ -135,9 +135,7 @@ class Sides:
             return [after, self._beside(one, job, model, "beside others", Company(beside=others))]
 
     def _manifest(self, job: Job, texts: "list[Text]") -> "TraceManifest":
-        from dsv4cli.engine.tracing.record import manifest_of
-
-        manifest = manifest_of(job.source, job.numerics, texts, **self.parts)
+        manifest = manifest_for(job, texts, self.parts)
         return replace(manifest, what=tuple({"block": None} | dict.fromkeys(manifest.what)))  # what the other is fed
 
     def _first(
@@ -146,10 +144,9 @@ class Sides:
         """The first side and what rounding makes of it; other: of the side that it is compared with."""
         from dsv4cli.engine.runtime.backend import use
         from dsv4cli.engine.settings import NO_DRAFTS
-        from dsv4cli.engine.tracing.feed import rounding_between
         from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
 
-        plan = with_fed_twin(self.folder / "one", manifest, None, rounding_between(manifest, other))
+        plan = with_fed_twin(self.folder / "one", manifest, None, other)
         with use(job.kernels):
             manifest = record_plan(job, walk_of(job, model, NO_DRAFTS), plan)
         recording, twin = finished(job, plan, manifest, None)
@@ -187,7 +184,6 @@ class Sides:
 
     def _beside_recording(self, folder: Path) -> "TraceComparison":
         """The model, fed with a recording's streams, beside that."""
-        from dsv4cli.engine.tracing.feed import rounding_between
         from dsv4cli.engine.tracing.manifest import check_same_shapes
         from dsv4cli.engine.tracing.opened import holds_tokens, open_recording
         from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
@@ -200,7 +196,7 @@ class Sides:
         one = open_recording(folder, self._manifest(job, read_texts(job, self.given)))
         manifest = self._manifest(job, list(one.manifest.texts))
         check_same_shapes(one.manifest, manifest)
-        plan = with_fed_twin(self.folder / "other", manifest, folder, rounding_between(one.manifest, manifest))
+        plan = with_fed_twin(self.folder / "other", manifest, folder, one.manifest)
         with in_ranks(job, change.tp, plan) as own, loaded(own, manifest.texts) as model:
             record_plan(own, walk_of(own, model), plan)
         other, twin = finished(job, plan, manifest, change.tp)

@@ -154,12 +154,17 @@ class FolderDestination:
 
     def guard(self, file: RemoteFile) -> None:
         path = self.folder / file.name
-        if path.exists() and not self._record(file).exists():
-            raise UsageError(
-                f"{path} is not the file of {self.listing.repository}, and no download has put it there",
-                "name another --local-dir, or keep yours: "
-                f"mv {shell_word(path)} {shell_word(path.with_name(path.name + '.old'))}",
-            )
+        if path.is_dir():
+            problem = f"{path} is a folder, and a file of {self.listing.repository} has its name"
+        elif path.exists() and not self._record(file).exists():
+            problem = f"{path} is not the file of {self.listing.repository}, and no download has put it there"
+        else:
+            return
+        raise UsageError(
+            problem,
+            "name another --local-dir, or keep yours: "
+            f"mv {shell_word(path)} {shell_word(path.with_name(path.name + '.old'))}",
+        )
 
     def copy_of(self, file: RemoteFile) -> Path | None:
         path = try_to_load_from_cache(self.listing.repository, file.name, revision=self.listing.commit)

@@ -13,7 +13,8 @@ from typing import Any
 from huggingface_hub import get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined] # public too
 
-from dsv4cli.engine.checkpoint.foreign import GGUF, refusal
+from dsv4cli.engine.checkpoint.foreign import GGUF, Foreign, refusal
+from dsv4cli.engine.checkpoint.gguf.files import PART, SUFFIX
 from dsv4cli.engine.checkpoint.headers import (
     LFS_POINTER,
     MAX_HEADER,
@@ -78,9 +79,9 @@ def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) ->
     folder = Path(listing.repository)
     files, missing = _files(listing, index)
     if not files:
-        gguf = next((file.name for file in listing.files if file.name.endswith(".gguf")), "")
+        gguf = [file.name for file in listing.files if file.name.endswith(SUFFIX)]
         if gguf:
-            raise refusal(folder, GGUF, gguf)
+            raise refusal(folder, Foreign(GGUF.what, _fetch_gguf(listing, gguf)), gguf[0])
         raise CheckpointError(f"{folder} holds no safetensors file", "name another repository or revision")
     stop = threading.Event()
     context = DownloadContext(
@@ -102,6 +103,19 @@ def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) ->
         present = {name: file for name, file in index.items() if file not in missing}
         problems = dict(index_problems(present, index, tensors)) | problems
     return Checkpoint(folder, tensors, tuple(folder / file.name for file in files), index, problems, missing)
+
+
+def _fetch_gguf(listing: Listing, names: list[str]) -> str:
+    """How to find out what these files are: with all files of the repository, if they are one model that its folder
+    then names."""
+    models = {(match["stem"] if (match := PART.fullmatch(name)) else name) for name in names}
+    if len(models) == 1 and not any("/" in name for name in names):
+        name = f"{listing.repository}@{listing.revision}" if listing.revision else listing.repository
+        fetch, there = f"dsv4 download {name}", name
+    else:
+        revision = f" --revision {listing.revision}" if listing.revision else ""
+        fetch, there = f"hf download {listing.repository}{revision} FILE --local-dir DIR", "DIR/FILE"
+    return f"of GGUF, files on this machine are read: `{fetch}`, then `dsv4 inspect {there} --for llama.cpp`"
 
 
 def _files(listing: Listing, index: dict[str, str]) -> tuple[list[RemoteFile], tuple[str, ...]]:

@@ -96,7 +96,7 @@ def plan(
     """Lists the repository, chooses by its index, and looks at what is there; downloads the index at most. Where
     huggingface_hub is offline, what its cache holds is the repository.
 
-    Raises UsageError, also for a file in the way that no download has put there, HubError, and CheckpointError for an
+    Raises UsageError, also for what is in the way and no download has put there, HubError, and CheckpointError for an
     index that is none.
     """
     repository = repository_of(text, revision)
@@ -133,8 +133,7 @@ def _held(destination: Destination, file: RemoteFile) -> int:
     found, part = destination.find(file), destination.part(file)
     if found is not None and found.stat().st_size == file.size:
         return file.size
-    if found is not None:
-        destination.guard(file)
+    destination.guard(file)
     begun = part.stat().st_size if part.is_file() else max(map(written, destination.leftovers(file)), default=0)
     return min(begun, file.size)
 

@@ -8,7 +8,7 @@ from dsv4cli.engine.checkpoint.identify import recognise
 from dsv4cli.engine.checkpoint.layout import expected_tensors
 from dsv4cli.engine.checkpoint.naming import stored_table
 from dsv4cli.engine.checkpoint.source import FolderSource
-from dsv4cli.engine.hub.job import DownloadPlan
+from dsv4cli.engine.hub.job import DownloadPlan, another
 from dsv4cli.engine.hub.selection import Selection, kind_of
 from dsv4cli.engine.inspection.report import inspect_model
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint
@@ -28,6 +28,21 @@ class DownloadVerdict:
 
 def judge(plan: DownloadPlan) -> DownloadVerdict:
     """Compares the headers of a finished download with the table of the model, as far as they were wanted."""
+    found = _judge(plan)
+    # every file is as the hub has it: to fetch it again changes nothing
+    if type(found.problem) is CheckpointError and not plan.listing.cached and not _strangers(plan):
+        where = f"{plan.listing.repository} is so at commit {plan.listing.commit[:12]}"
+        remedy = f"{where}: {another(plan.listing)}, or ask its owners"
+        return replace(found, problem=CheckpointError(found.problem.message, remedy))
+    return found
+
+
+def _strangers(plan: DownloadPlan) -> set[str]:
+    """Weights in the folder that are none of the repository's."""
+    return {path.name for path in plan.destination.folder.glob("*.safetensors")} - plan.listing.by_name.keys()
+
+
+def _judge(plan: DownloadPlan) -> DownloadVerdict:
     folder = plan.destination.folder
     if plan.selection.is_whole:
         return _judge_whole(FolderSource(plan.name, folder))

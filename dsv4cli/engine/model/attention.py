@@ -70,11 +70,11 @@ class Attention(nn.Module):
         queries [T, Hi, di] as well."""
         if self.ratio != 4:
             (q,) = project_normed(latent, self.q_norm, [self.wq_b])
-            return *self.prepare(self._heads(q), kv, batch, ring), None
+            return *self.prepare(self.heads(q), kv, batch, ring), None
         q, index_q = project_normed(latent, self.q_norm, [self.wq_b, self.indexer.wq_b])
         norm, cells = self.key_norm(), KeyCells(ring.data.flatten(0, 1), batch.window_cells)
         q, kv, stored, index_q = qk_norm_rope.queries_keys_and_index(
-            self._heads(q), kv, self.indexer.heads(index_q), norm, batch.rotations[self.ratio], cells
+            self.heads(q), kv, self.indexer.heads(index_q), norm, batch.rotations[self.ratio], cells
         )
         ring.data = stored.view(ring.data.shape)
         return q, kv, index_q
@@ -94,7 +94,8 @@ class Attention(nn.Module):
         """How keys are normed and rounded."""
         return KeyNorm(self.kv_norm.weight, self.config.rms_norm_eps, self.numerics.simulate)
 
-    def _heads(self, q: torch.Tensor) -> torch.Tensor:
+    def heads(self, q: torch.Tensor) -> torch.Tensor:
+        """[T, H * d] -> [T, H, d]."""
         return q.unflatten(-1, (-1, self.config.head_dim))
 
     def entries(

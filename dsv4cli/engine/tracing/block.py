@@ -12,8 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.block import Block, PendingResidual
 from dsv4cli.engine.model.indexer import RATIO
+from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.model.state import CompressorState, LayerCache
 from dsv4cli.engine.tracing.observer import Observer, Watched
+from dsv4cli.engine.tracing.short_sums import with_moved_shared_expert
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, STREAMS
 from dsv4cli.kernels.block_scale import dequantise
 
@@ -38,7 +40,7 @@ class BlockObserver:
             block.attn.register_forward_hook(lambda _, __, output: self._take("attn.output", output)),
             block.ffn.register_forward_pre_hook(lambda _, args: self._take("ffn.input", args[0])),
             block.ffn.gate.register_forward_hook(lambda _, __, output: self._routed(*output)),
-            block.ffn.register_forward_hook(lambda _, __, output: self._take("ffn.output", output)),
+            block.ffn.register_forward_hook(self._experts_summed),
         ]
 
     @contextmanager
@@ -50,6 +52,8 @@ class BlockObserver:
                 (self.block, "connect", None, self._connected),
                 (self.block, "step", self._between, self._stepped),
                 (attn, "queries_and_keys", self._before_queries, self._projected),
+                (attn, "heads", self._summed, None),
+                *((attn.indexer, "heads", self._summed, None) for _ in range(attn.ratio == RATIO)),
                 (attn, "entries", None, self._listed),
                 (attn, "output", self._before_output, None),
             ):
@@ -95,8 +99,15 @@ class BlockObserver:
         self._take(f"hc_{part}.post", post)
         self._take(f"hc_{part}.comb", comb)
 
-    def _before_queries(self, args: Call) -> None:
-        self._take("attn.wq_a", args[0])
+    def _before_queries(self, args: Call) -> Call:
+        """args: latent queries and keys, batch, ring."""
+        latent, keys = map(self.observer.summed, args[:2])
+        self._take("attn.wq_a", latent)
+        return (latent, keys, *args[2:])
+
+    def _summed(self, args: Call) -> Call:
+        """args: queries of all heads."""
+        return (self.observer.summed(args[0]),)
 
     def _before_output(self, args: Call) -> None:
         self._take("attn.o", args[0])
@@ -121,6 +132,13 @@ class BlockObserver:
                 longest = max(len(text.ids) for text in self.observer.manifest.texts)
                 width = min(self.block.attn.indexer.topk, longest // RATIO)
                 self._take("indexer.chosen", chosen_entries(result[1], batch, watched, width))
+
+    def _experts_summed(self, ffn: MoE, args: Call, output: torch.Tensor) -> torch.Tensor:
+        """args: x, batch."""
+        if self.observer.moves_sums:
+            output = with_moved_shared_expert(ffn, args[0], output, self.observer.summed)
+        self._take("ffn.output", output)
+        return output
 
     def _made(self, stage: str, state: CompressorState, batch: Batch, watched: Watched) -> None:
         """The entries that the text's tokens of this step have completed."""

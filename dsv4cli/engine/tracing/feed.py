@@ -3,7 +3,7 @@
 import torch
 
 from dsv4cli.engine.tracing.manifest import TraceManifest
-from dsv4cli.engine.tracing.observer import Watched
+from dsv4cli.engine.tracing.observer import Mover, Watched
 from dsv4cli.engine.tracing.recording import Recording
 
 
@@ -34,8 +34,8 @@ class RecordedStreams:
     """The streams of a recording, for tokens that it has at that place: each half of a block is then compared by
     itself."""
 
-    def __init__(self, recording: Recording, jitter: Jitter | None = None) -> None:
-        self.recording, self.jitter = recording, jitter
+    def __init__(self, recording: Recording, jitter: Jitter | None = None, short: Mover | None = None) -> None:
+        self.recording, self.jitter, self.short = recording, jitter, short
         self._ids = [torch.tensor(text.ids) for text in recording.manifest.texts]
 
     def streams(self, layer: int, stage: str, own: torch.Tensor, watched: Watched) -> torch.Tensor:
@@ -54,7 +54,10 @@ class RecordedStreams:
 
 
 class MovedStreams:
-    """A block's own streams, moved by a jitter: how far rounding comes in a whole forward pass."""
+    """A block's own streams, moved by a jitter: how far rounding comes in a whole forward pass. That moves them further
+    than short sums do."""
+
+    short = None
 
     def __init__(self, jitter: Jitter) -> None:
         self.jitter = jitter

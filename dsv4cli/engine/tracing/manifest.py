@@ -37,9 +37,10 @@ class TraceManifest:
     model: as the user called it. weights: what identifies them, None where unknown. texts: in the order of the rows.
     layers: the first and the one behind the last; the streams that this one takes are recorded too. layers_of_model:
     how many it has. ratios: of each of its layers. hidden, streams: the width of an activation, and of how many streams
-    there are. dtype, simulate: the numerics. rounded: the weights whose inputs are rounded to FP8. what: groups of
-    stages. fed: whether each half of a block was given the streams of another recording. how: backend, device, versions
-    and the like, for people.
+    there are. dtype, simulate: the numerics. rounded: the weights whose inputs are rounded to FP8. short_sums: the most
+    prompt tokens of a step where FP8 tensor cores sum up linears of many rows shortly (`gemm.SHORT_SUM`), 0 where none
+    do. what: groups of stages. fed: whether each half of a block was given the streams of another recording. how:
+    backend, device, versions and the like, for people.
     """
 
     model: str
@@ -52,6 +53,7 @@ class TraceManifest:
     dtype: str
     simulate: bool
     rounded: tuple[str, ...] = ()
+    short_sums: int = 0
     what: tuple[Group, ...] = GROUPS
     ranks: int = 1
     fed: bool = False

@@ -46,8 +46,16 @@ class Watched:
         return slice(self.start, self.start + self.count)
 
 
+# what moves rows of a linear [T, N]
+Mover = Callable[[torch.Tensor, Watched], torch.Tensor]
+
+
 class Feed(Protocol):
-    """What blocks are given in place of what the block before has computed: feed.py."""
+    """What blocks are given in place of what the block before has computed: feed.py. short: moves what FP8 linears give
+    where their sums may be short, None where none are."""
+
+    @property
+    def short(self) -> Mover | None: ...
 
     def streams(self, layer: int, stage: str, own: torch.Tensor, watched: Watched) -> torch.Tensor:
         """The streams [T, N, D] that go on from a stage; own: those that would."""
@@ -100,6 +108,16 @@ class Observer:
         if self.feed is None or self.watched is None:
             return own
         return self.feed.streams(layer, stage, own, self.watched)
+
+    @property
+    def moves_sums(self) -> bool:
+        """Whether `summed` moves anything now."""
+        return self.feed is not None and self.feed.short is not None and self.watched is not None
+
+    def summed(self, own: torch.Tensor) -> torch.Tensor:
+        """What goes on from an FP8 linear [T, N]: its own sums, or short ones."""
+        short = None if self.feed is None else self.feed.short
+        return own if short is None or self.watched is None else short(own, self.watched)
 
     def _before(self, per: str, layer: int) -> int:
         """The rows of the texts before this one."""

@@ -12,16 +12,19 @@ from dsv4cli.engine.tracing.observe import observed
 from dsv4cli.engine.tracing.observer import Feed, Observer
 from dsv4cli.engine.tracing.opened import is_recording, open_recording
 from dsv4cli.engine.tracing.recording import RecordedFolder, Writer
+from dsv4cli.engine.tracing.short_sums import ShortSums
 
 
 @dataclass(frozen=True)
 class Pass:
     """One recording. folder: where it goes. fed: the recording whose streams each half of a block is given, None for
-    the model's own. moved: how far these are moved, relative, None for not at all."""
+    the model's own. moved: how far these are moved, relative, None for not at all. short: of how many first tokens of
+    each text FP8 linears are moved as `ShortSums` does, () for none."""
 
     folder: Path
     fed: Path | None = None
     moved: float | None = None
+    short: tuple[int, ...] = ()
 
     def feed(self, manifest: TraceManifest) -> Feed | None:
         """What the blocks are given; manifest: of the plan, whose earlier passes have none yet."""
@@ -30,7 +33,7 @@ class Pass:
             # that of an earlier pass is not finished
             finished = is_recording(self.fed)
             recording = open_recording(self.fed, manifest) if finished else RecordedFolder(self.fed, manifest)
-            return RecordedStreams(recording, jitter)
+            return RecordedStreams(recording, jitter, ShortSums(self.short) if self.short else None)
         return None if jitter is None else MovedStreams(jitter)
 
 

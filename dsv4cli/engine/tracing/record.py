@@ -8,19 +8,24 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
+from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.system.regular_files import open_file
 from dsv4cli.engine.tracing.compare import differences
-from dsv4cli.engine.tracing.feed import format_rounding
+from dsv4cli.engine.tracing.feed import format_rounding, rounding_between
 from dsv4cli.engine.tracing.judge import Noise, noise_of, save_noise
 from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.recording import RecordedFolder, make_folder
+from dsv4cli.engine.tracing.short_sums import short_sums_between
 from dsv4cli.engine.tracing.stages import Group
 from dsv4cli.engine.tracing.walk import Progress, Walk
 from dsv4cli.errors import UsageError
+from dsv4cli.kernels import gemm
 
 # kinds of weights, and the formats whose inputs are never rounded
 KINDS, UNSCALED = ("linear", "experts"), ("bf16", "f32")
@@ -59,6 +64,12 @@ def manifest_of(
     return whole if what is None else replace(whole, what=what)
 
 
+def sums_shortly(source: FolderSource | RandomSource, numerics: Numerics, device: torch.device) -> bool:
+    """Whether Triton's linears of many rows come from FP8 tensor cores with short sums."""
+    coded = STORAGE[source.identity.formats.linear].dtype == STORAGE["fp8"].dtype
+    return numerics.simulate and numerics.dtype == torch.bfloat16 and coded and gemm.sums_shortly(device)
+
+
 def weights_of(identity: Identity) -> str | None:
     """What identifies a checkpoint's weights: a hash of every header, and of how each tensor begins that is no routed
     expert's."""
@@ -81,10 +92,11 @@ def with_twin(folder: Path, manifest: TraceManifest) -> Plan:
     return Plan(manifest, (Pass(folder), Pass(twin_of(folder), moved=format_rounding(manifest))))
 
 
-def with_fed_twin(folder: Path, manifest: TraceManifest, fed: Path | None, moved: float) -> Plan:
+def with_fed_twin(folder: Path, manifest: TraceManifest, fed: Path | None, other: TraceManifest) -> Plan:
     """The same of halves of blocks, which are fed with the streams of the recording `fed`; None: with its own, and only
-    the twin is fed. moved: how far the twin's are moved."""
-    return Plan(manifest, (Pass(folder, fed), Pass(twin_of(folder), fed or folder, moved)))
+    the twin is fed. other: of the side that it is compared with, which says how far the twin's are moved."""
+    moved, short = rounding_between(manifest, other), short_sums_between(manifest, other)
+    return Plan(manifest, (Pass(folder, fed), Pass(twin_of(folder), fed or folder, moved, short)))
 
 
 def twin_of(folder: Path) -> Path:

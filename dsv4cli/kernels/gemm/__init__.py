@@ -5,17 +5,27 @@ but for fp32 scales, the dequantised weight are exact in bf16: the official per-
 sums in order only. Scales that bf16 does not have, fp32 ones of FP8 and scale_2 of NVFP4, multiply sums.
 Source: official kernel.py (`fp8_gemm`, `fp4_gemm`).
 Triton: consecutive columns of x, for few rows up to 16,384, and whole weights. FP8 tensor cores, which multiply a
-rounded bf16 input of more than 512 rows with FP8 weights, sum 128 columns with about 13 bits below their largest
-product, as everywhere on Hopper: 1.2e-4 of a result's size before its rounding, 6e-4 too small where all products have
-one sign.
+rounded bf16 input of more than 64 rows with FP8 weights, sum 128 columns with about 13 bits below their largest
+product, as everywhere on Hopper (`SHORT_SUM`): 1.2e-4 of a result's size before its rounding, 6e-4 too small where all
+products have one sign.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from dsv4cli.kernels.card import BLACKWELL, HOPPER, card_of
 from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.gemm import ref
+
+# how far, of its size, a sum of Hopper's FP8 tensor cores lies from that of fp32, before its rounding (H200: 1.2e-4)
+SHORT_SUM = 2**-13
+
+
+def sums_shortly(device: torch.device) -> bool:
+    """Whether Triton's rounded_linear of bf16 rows and FP8 weights sums so on this device, where it has more than
+    ROWS_ALIKE rows."""
+    return device.type == "cuda" and HOPPER <= card_of(device).capability < BLACKWELL
 
 
 def linear(

@@ -224,6 +224,40 @@ def test_a_part_that_is_not_the_model_it_says_is_told(hub, dsv4, tmp_path):
     assert dsv4("download", "org/name", "--layers", "2-3", "--no-mtp").code == 0
 
 
+@pytest.mark.parametrize("target", ["cache", "folder"])
+def test_a_repository_that_lacks_a_file_is_so_after_the_next_download_too(hub, dsv4, tmp_path, target):
+    repository = hub.add("org/name", {name: content for name, content in FLASH.items() if name != SHARDS[0]})
+    options = ["--local-dir", str(tmp_path / "to")] if target == "folder" else []
+    done = dsv4("download", "org/name", *options)
+    assert done.code == 3
+    assert f"{SHARDS[0]} is missing, but model.safetensors.index.json names it\n" in done.out
+    remedy = "name another revision, as in org/name@REVISION, or ask its owners"
+    assert done.out.endswith(f"→ org/name is so at commit {repository.branches['main'][:12]}: {remedy}\n")
+
+
+def test_a_file_beside_a_download_is_not_the_repositorys(hub, dsv4, tmp_path):
+    hub.add("org/name", {name: content for name, content in FLASH.items() if not name.endswith(".index.json")})
+    (tmp_path / "model-of-mine.safetensors").write_bytes(FLASH[SHARDS[0]])
+    done = dsv4("download", "org/name", "--local-dir", str(tmp_path))
+    assert done.code == 3
+    assert "is stored twice" in done.out
+    assert "is so at commit" not in done.out
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+@pytest.mark.parametrize("name", ["config.json", SHARDS[0]])
+def test_a_folder_in_the_place_of_a_file_is_told_before_anything_comes(hub, dsv4, tmp_path, name, options):
+    hub.add(REPOSITORY, FLASH)
+    (tmp_path / name).mkdir()
+    done = dsv4("download", "flash", "--local-dir", str(tmp_path), *options)
+    assert (done.code, done.out) == (2, "")
+    assert f"error: {tmp_path / name} is a folder, and a file of {REPOSITORY} has its name\n" in done.err
+    assert f"mv {tmp_path / name} {tmp_path / name}.old\n" in done.err
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+    done = dsv4("download", "flash", "--local-dir", str(tmp_path), "--only", "tokenizer")
+    assert done.code == 0
+
+
 def test_another_model_comes_whole_but_the_answer_is_no(hub, dsv4, tmp_path):
     folder = damage.copy_checkpoint(tmp_path)
     damage.edit_config(folder, model_type="deepseek_v3")

@@ -304,6 +304,21 @@ def test_every_question_of_inspect_has_an_example():
     assert all(f" {option} " in examples for option in ("--values", "--fit", "--for", "--diff", "--tensor"))
 
 
+@pytest.mark.parametrize(
+    ("question", "command"),
+    [
+        (["--for", "vllm"], "vllm serve ./-g "),
+        (["--for", "official"], "dsv4 convert ./-g OUT --to mp"),
+        (["--fit"], "dsv4 run --model ./-g "),
+        (["--fit", "--ram", "0.1GB"], "dsv4 inspect ./-g --fit "),
+    ],
+)
+def test_a_folder_that_looks_like_an_option_can_be_pasted(tmp_path, monkeypatch, question, command):
+    (tmp_path / "-g").symlink_to(ROOT / "dsv4cli" / "nano")
+    monkeypatch.chdir(tmp_path)
+    assert f"→ {command}" in inside("inspect", *question, "--", "-g").stdout
+
+
 def test_the_version():
     assert inside("--version").stdout == f"dsv4 {__version__}\n"
 

@@ -7,7 +7,6 @@ import torch
 
 from dsv4cli.engine.tracing.atom import AtomFolder
 from dsv4cli.engine.tracing.compare import differences
-from dsv4cli.engine.tracing.feed import sum_rounding
 from dsv4cli.engine.tracing.opened import is_recording, open_recording
 from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
@@ -27,7 +26,7 @@ UNSEEN = {"attn.q", "attn.kv"}
 def beside_official(net, prompt, folder):
     """Our net, fed with the official streams, beside the official recording."""
     one = tracing.official(net, prompt, folder / "official")
-    plan = with_fed_twin(folder / "ours", one.manifest, one.folder, sum_rounding(one.manifest))
+    plan = with_fed_twin(folder / "ours", one.manifest, one.folder, one.manifest)
     ours, twin = tracing.recorded(Walk(tracing.model(net), tracing.CPU), plan)
     return compared(one, ours, keep_noise(ours, twin, fed=True), fed=True)
 
