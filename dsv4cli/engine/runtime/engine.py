@@ -57,7 +57,8 @@ class Engine:
         self._orders.add("begin", **asdict(capacity))
         self._plan = None if own is None else DraftPlan(own.drafter, drafting, rows)
         self._drawing = Drawing(self.runner, self._orders)
-        self._pace = None if step_ms is None else Pace(step_ms / 1e3, self.runner.chunk_seconds, shared)
+        together = min(capacity.slots, MAX_SLOTS) - 1
+        self._pace = None if step_ms is None else Pace(step_ms / 1e3, self.runner.chunk_seconds, shared, together)
         self._count = 0
 
     @classmethod
@@ -139,7 +140,8 @@ class Engine:
         scheduler = self.runner.scheduler
         pick = self._pick()
         requests = scheduler.of(pick)
-        count = 0 if self._plan is None else self._plan.begin(requests, scheduler.active)
+        drafting = (requests[: len(pick.decoding)] if pick else []) or requests  # not prompts behind those that decode
+        count = 0 if self._plan is None else self._plan.begin(drafting, scheduler.active)
         drafted = [[one.number, one.drafts] for one in requests if one.drafts]
         # a drafter may have to follow a step once more, which is gone when the next one runs
         ahead = not (count or drafted) and (self._plan is None or not any(one.constraint for one in requests))

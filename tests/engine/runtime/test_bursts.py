@@ -5,13 +5,15 @@ import pytest
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.runtime import runner, scheduler
 from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.chunk_graphs import QUESTION, TOKENS
+from dsv4cli.engine.runtime.chunk_graphs import ROWS_EACH, TOKENS
 from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes
+from dsv4cli.engine.runtime.decoding_times import SHARE
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.pace import APART, LONGEST, MOST, SAVED, SHARE, Pace
+from dsv4cli.engine.runtime.pace import APART, SAVED, Pace
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.runtime.ways import LONGEST, MOST
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_pace import ONE, TARGET, TWO, Machine, flat, request
 from tests.engine.runtime.test_reuse import asked, check, check_empty
@@ -163,8 +165,8 @@ def test_the_first_is_read_as_far_as_there_is_room_others_whole_or_not():
     one = Runner(model_of("mtp"), Capacity(6), "cpu")
     added(one, *(text(count, count) for count in (10, 50, 200, 40, 31, 4)))
     assert parts(one, (2, 0), 64) == [(2, 0, 64)]
-    assert parts(one, (1, 0, 2, 3, 4), 50 + QUESTION + 50) == [(1, 0, 50), (0, 0, 10), (3, 0, 40)]
-    assert parts(one, (5, 4), 31 + QUESTION - 1) == [(5, 0, 4)]
+    assert parts(one, (1, 0, 2, 3, 4), 50 + ROWS_EACH + 50) == [(1, 0, 50), (0, 0, 10), (3, 0, 40)]
+    assert parts(one, (5, 4), 31 + ROWS_EACH - 1) == [(5, 0, 4)]
     assert parts(one, (4,), 1000) == [(4, 0, 31)]
 
 

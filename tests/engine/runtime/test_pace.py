@@ -9,9 +9,11 @@ import pytest
 from dsv4cli.engine.runtime import pace
 from dsv4cli.engine.runtime.chunk_graphs import TOKENS, room_of
 from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes, rounded
-from dsv4cli.engine.runtime.pace import MOST, PATIENCE, SHARE, Pace
+from dsv4cli.engine.runtime.decoding_times import SHARE
+from dsv4cli.engine.runtime.pace import PATIENCE, Pace
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Pick, Scheduler
+from dsv4cli.engine.runtime.ways import MOST
 from dsv4cli.engine.settings import Limits, Sampling
 
 TARGET = 0.05
@@ -58,13 +60,13 @@ class Machine:
         tokens = room_of([chunk.tokens for chunk in chunks])
         seconds = self.decode if pick == Pick() else self.chunk(tokens)
         if pick is not None and pick.requests:
-            self.read += [(chunk.request.number, chunk.tokens) for chunk in chunks]
+            self.read += [(one.request.number, one.tokens) for one in chunks if one.request.number in pick.requests]
         self.now += seconds * (1 + self._noise * self._random.gauss(0, 1))
         for chunk in chunks:
             chunk.request.done = chunk.end
             if chunk.request.caught_up:
                 chunk.request.ids.append(7)
-        if pick == Pick():
+        if pick == Pick() or (pick and pick.decoding):
             self.gaps.append(self.now - self._last)
             self._last = self.now
         one.note(pick, chunks, prepared)
