@@ -3,7 +3,7 @@
 import pytest
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.runtime import runner, scheduler
+from dsv4cli.engine.runtime import pace, runner, scheduler
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.chunk_graphs import ROWS_EACH, TOKENS
 from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes
@@ -13,7 +13,7 @@ from dsv4cli.engine.runtime.pace import APART, SAVED, Pace
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
-from dsv4cli.engine.runtime.ways import LONGEST, MOST
+from dsv4cli.engine.runtime.ways import LONGEST, MOST, Mixed
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_pace import ONE, TARGET, TWO, Machine, flat, request
 from tests.engine.runtime.test_reuse import asked, check, check_empty
@@ -132,7 +132,7 @@ def test_in_the_time_that_is_left_no_more_is_read_than_fits(monkeypatch):
     machine.gaps = []
     while not machine.gaps:
         machine.step(one, active)
-    assert [tokens for _, tokens in machine.read] == [1500, 20, 20]
+    assert [tokens for _, tokens in machine.read] == [1500, 20, 20, 20]
     assert machine.gaps[0] <= MOST * target
 
 
@@ -166,7 +166,7 @@ def test_the_first_is_read_as_far_as_there_is_room_others_whole_or_not():
     added(one, *(text(count, count) for count in (10, 50, 200, 40, 31, 4)))
     assert parts(one, (2, 0), 64) == [(2, 0, 64)]
     assert parts(one, (1, 0, 2, 3, 4), 50 + ROWS_EACH + 50) == [(1, 0, 50), (0, 0, 10), (3, 0, 40)]
-    assert parts(one, (5, 4), 31 + ROWS_EACH - 1) == [(5, 0, 4)]
+    assert parts(one, (5, 4), 2 * ROWS_EACH - 1) == [(5, 0, 4)]
     assert parts(one, (4,), 1000) == [(4, 0, 31)]
 
 
@@ -221,7 +221,7 @@ def test_prompts_share_no_step_that_changes_their_bits(beside):
         one.step()
         steps.append([own.done - done for own, done in zip(reading, before, strict=True) if done < len(own.prompt)])
     shared = [[count for count in step if count] for step in steps]
-    assert max(map(len, shared)) == 2
+    assert max(map(len, shared)) == 3
     assert all(sum(step) <= MAX_SLOTS for step in shared if len(step) > 1)
 
 
@@ -236,6 +236,7 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
         model_of("mtp"), Capacity(12, 640, cache_memory=2 * 10**7), "cpu", drafting=Drafting(most), step_ms=1e6
     )
     one._pace._most = None  # as on a GPU
+    monkeypatch.setattr(pace, "Apart", Mixed)
     waits = asked(text(9, 1), 60)
     one.add(waits)
     for _ in range(3):
@@ -244,6 +245,8 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
     found, shared = {own: [] for own in (waits, *prompts)}, 0
     for own in prompts:
         one.add(own)
+    picks, pick = [], one._pace.pick
+    monkeypatch.setattr(one._pace, "pick", lambda active: picks.append(pick(active)) or picks[-1])
     while one.busy:
         reading = [own for own in prompts if not own.done]
         for result in one.step():
@@ -252,6 +255,7 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
         if prompts[3].done:
             one.cancel(prompts[3])
     assert shared >= 5
+    assert any(own and own.decoding for own in picks)
     for own in (*prompts[:3], *prompts[4:]):
         check("mtp", own, found[own])
     check_empty(one)
