@@ -170,6 +170,14 @@ def test_the_first_is_read_as_far_as_there_is_room_others_whole_or_not():
     assert parts(one, (4,), 1000) == [(4, 0, 31)]
 
 
+def test_those_who_decode_go_in_front_whatever_room_there_is():
+    one = Runner(model_of("mtp"), Capacity(5), "cpu")
+    requests = added(one, *(text(count, count) for count in (9, 8, 60, 20)))
+    assert parts(one, (0, 1), 40) == [(0, 0, 9), (1, 0, 8)]
+    assert all(own.decodes for own in requests[:2])
+    assert parts(one, (2, 3), 30, (0, 1)) == [(0, 9, 10), (1, 8, 9), (2, 0, 28)]
+
+
 def test_a_step_has_no_more_tokens_than_its_memory_is_for(monkeypatch):
     """Whatever was picked, and however large a chunk may be."""
     monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 40)
