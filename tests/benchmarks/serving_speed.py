@@ -166,13 +166,11 @@ def measure(bench: Bench, world: World, asked: argparse.Namespace) -> None:
     for request in requests:
         bench.engine.cancel(request)
     last = quantiles(gaps, n=100)[98]
-    ceiling = max(1 - step * 1e3 / asked.step_ms, 0)
     say(
         world,
         f"beside {DECODING} that decode (a step of theirs alone {step * 1e3:.2f}), target {asked.step_ms:g}: "
         f"{1e3 * median(gaps):.1f} between tokens (mean {1e3 * mean(gaps):.1f}, 99th percentile {1e3 * last:.1f}, most "
-        f"{1e3 * max(gaps):.1f}, {len(gaps)} times); prompts {shared:,.0f} tokens/s, {shared / rate:.0%} of alone; "
-        f"what the target leaves is {ceiling:.0%}",
+        f"{1e3 * max(gaps):.1f}, {len(gaps)} times); prompts {shared:,.0f} tokens/s, {shared / rate:.0%} of alone",
     )
     read = ", ".join(f"{often} x {size:,}" for size, often in sorted(chunks.items()))
     say(world, f"tokens of prompts in steps: {read}")

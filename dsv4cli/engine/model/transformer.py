@@ -27,7 +27,7 @@ class HiddenStates:
     streams of each DSpark target layer side by side, None without a DSpark drafter."""
 
     streams: torch.Tensor
-    context: torch.Tensor | None
+    context: torch.Tensor | None = None
 
 
 class Transformer(nn.Module):
@@ -56,10 +56,9 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> HiddenStates:
         """Runs the blocks over the step's tokens; what they remember goes into the layers' caches."""
-        config, tokens = self.config, len(batch.ids)
+        config, tokens, means = self.config, len(batch.ids), list[torch.Tensor]()
         state = self.embed(batch.ids[self.world.own_rows(tokens)])[:, None].expand(-1, config.hc_mult, -1)
         targets = config.dspark.target_layer_ids if config.dspark else ()
-        means = []
         with exact_rows(self.numerics.exact):
             for number, layer in enumerate(self.layers):
                 state = layer(state, batch, caches[number])
@@ -67,8 +66,7 @@ class Transformer(nn.Module):
                     streams = state.connect_post()
                     means.append(streams.float().mean(1).to(streams.dtype))
             own = [state.connect_post(), *([torch.cat(means, -1)] if means else [])]
-            streams, *context = self.world.gather_rows(own, tokens)
-        return HiddenStates(streams, context[0] if context else None)
+            return HiddenStates(*self.world.gather_rows(own, tokens))
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         """Streams of the wanted rows [R, N, D] -> fp32 [R, V], never rounded."""

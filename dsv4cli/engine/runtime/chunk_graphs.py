@@ -1,7 +1,8 @@
 """Chunks of prompts, captured in CUDA graphs for some numbers of rows and replayed: the host launches one graph.
 
-A step has room for several prompts and for as many groups of entries as these can have, wherever they end. Rows behind
-them, if there are any, are the padding sequence's; groups that are too many are behind its own.
+A step has room for several sequences, each with a part of its prompt or with the tokens that it decodes, and for as
+many groups of entries as these can have, wherever they end. Rows behind them, if there are any, are the padding
+sequence's; groups that are too many are behind its own.
 """
 
 from bisect import bisect_left
@@ -23,9 +24,9 @@ from dsv4cli.kernels.card import is_there
 
 # the rows of a step in each, whole tiles of linears; the host launches larger ones as fast as a GPU computes them
 TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-# each of several prompts counts as so many tokens at least, those of a question. With room for more prompts a step
-# would send a single one through other kernels: compressor and indexer choose theirs by tokens a sequence
-QUESTION = 30
+# of a step for each of several sequences, at least. With room for more sequences a step would send a single prompt
+# through other kernels: compressor and indexer choose theirs by tokens a sequence
+ROWS_EACH = 18
 # how often a step runs before it is timed
 WARM = 1
 
@@ -35,8 +36,8 @@ Work = Items[tuple[Sequence, list[int]]]
 
 
 def room_of(counts: Items[int]) -> int:
-    """The tokens of a step that has room for so many tokens of each of some prompts."""
-    return counts[0] if len(counts) == 1 else sum(max(count, QUESTION) for count in counts)
+    """The tokens of a step that has room for so many tokens of each of some sequences."""
+    return counts[0] if len(counts) == 1 else max(sum(counts), ROWS_EACH * len(counts))
 
 
 class ChunkGraphs:
@@ -54,7 +55,7 @@ class ChunkGraphs:
     def hold(self, work: Work) -> bool:
         """Whether one of these has room for the next tokens of sequences."""
         room = room_of([len(ids) for _, ids in work])
-        return len(work) <= most_prompts(self._graphs) and room <= max(self._sizes(), default=0)
+        return len(work) <= most_sequences(self._graphs) and room <= max(self._sizes(), default=0)
 
     def run(self, work: Work, on_preparing: Callable[[], None]) -> Output:
         """What the model gives for the next tokens of sequences and for padding behind them, overwritten by the next
@@ -103,7 +104,7 @@ class CapturedChunks:
 
     def __init__(self, graphs: GraphRunner, rows: int) -> None:
         self._rows, self._columns, self._padding = rows, graphs.columns, graphs.padding
-        self._most = max(min(rows // QUESTION, most_prompts(graphs)), 1)
+        self._most = max(min(rows // ROWS_EACH, most_sequences(graphs)), 1)
         cache, model, sequences = graphs.cache, graphs.model, self._most + 1
         self._numbers = upload(self._listed([(graphs.padding, [0])]), cache.device)
         ids, few, blocks = self._numbers.split([rows, 4 * sequences, sequences * self._columns])
@@ -150,7 +151,7 @@ class CapturedChunks:
         return torch.cat((torch.tensor(numbers), blocks.flatten()))
 
 
-def most_prompts(graphs: GraphRunner) -> int:
-    """Those beside one that decodes: with padding they are as many sequences as a captured step may decode, for which
-    kernels are compiled."""
+def most_sequences(graphs: GraphRunner) -> int:
+    """All but one: with padding they are as many sequences as a captured step may decode, for which kernels are
+    compiled."""
     return max(graphs.cache.slots - 2, 1)

@@ -52,12 +52,12 @@ class Engine:
         on_gpu = self.runner.cache.device.type == "cuda"
         rows = ROWS_EXACT if model.numerics.exact and on_gpu else MAX_SLOTS
         shared = rows if model.numerics.exact or not on_gpu else None
-        own = self.runner.drafts
         self._orders = Orders(followers)
         self._orders.add("begin", **asdict(capacity))
-        self._plan = None if own is None else DraftPlan(own.drafter, drafting, rows)
+        self._plan = DraftPlan(self.runner.drafts.drafter, drafting, rows) if self.runner.drafts else None
         self._drawing = Drawing(self.runner, self._orders)
-        self._pace = None if step_ms is None else Pace(step_ms / 1e3, self.runner.chunk_seconds, shared)
+        seconds, most = self.runner.chunk_seconds, min(capacity.slots, MAX_SLOTS) - 1
+        self._pace = None if step_ms is None else Pace(step_ms / 1e3, seconds, shared, most)
         self._count = 0
 
     @classmethod
@@ -139,7 +139,8 @@ class Engine:
         scheduler = self.runner.scheduler
         pick = self._pick()
         requests = scheduler.of(pick)
-        count = 0 if self._plan is None else self._plan.begin(requests, scheduler.active)
+        own = requests[: len(pick.decoding) or None] if pick else requests  # without prompts behind those that decode
+        count = 0 if self._plan is None else self._plan.begin(own, scheduler.active)
         drafted = [[one.number, one.drafts] for one in requests if one.drafts]
         # a drafter may have to follow a step once more, which is gone when the next one runs
         ahead = not (count or drafted) and (self._plan is None or not any(one.constraint for one in requests))

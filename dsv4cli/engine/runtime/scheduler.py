@@ -13,11 +13,13 @@ from dsv4cli.engine.runtime.request import Request
 
 @dataclass(frozen=True)
 class Pick:
-    """Whose step the next one is, where not all requests share it: of those that decode, or of so many tokens of the
-    prompts of these requests, by their numbers, the first of which has its part whatever the others have."""
+    """Whose step the next one is, where not all requests share it: of those that decode, or, in a step of so many
+    tokens, of the prompts of these requests, by their numbers, the first of which has its part whatever the others
+    have. decoding: those that decode in front of the prompts."""
 
     requests: Items[int] = ()
     tokens: int = 0
+    decoding: Items[int] = ()
 
 
 @dataclass(frozen=True)
@@ -105,17 +107,18 @@ class Scheduler:
         if not pick.requests:
             return [request for request in self._active if request.decodes]
         active = {request.number: request for request in self._active}
-        return [active[number] for number in pick.requests]
+        return [active[number] for number in (*pick.decoding, *pick.requests)]
 
     def chunks(self, pick: Pick | None = None) -> list[Chunk]:
         """The next step. A chunk ends where the state is to be kept."""
         self._admit()
         chunks: list[Chunk] = []
-        picked = pick.tokens if pick else 0
-        row, most = 0, min(picked or MAX_STEP_TOKENS, MAX_STEP_TOKENS)
-        for request in self.of(pick):
+        picked = pick or Pick()
+        row, most = 0, min(picked.tokens or MAX_STEP_TOKENS, MAX_STEP_TOKENS)
+        for place, request in enumerate(self.of(pick)):
             count = min(self._stop(request) - request.done, request.prefill_chunk)
-            if chunks and picked and not self._joins(request, count, chunks, most):
+            others = picked.tokens and place > len(picked.decoding)
+            if others and not self._joins(request, count, chunks, most):
                 continue
             count = min(count, most - row)
             if count > 0:

@@ -12,6 +12,7 @@ from dsv4cli.engine.runtime.cache import FEWEST_BLOCKS
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
+from dsv4cli.engine.runtime.ways import Mixed
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.engine.runtime.test_reuse import alone, answers, asked, check_empty
@@ -214,6 +215,8 @@ def test_followers_do_the_same(drafting, few_blocks, monkeypatch):
     capacity = Capacity(4, 700, cache_memory=memory(14, 6), host_memory=6 * 10**5)
     one = Engine(model_of("mtp"), capacity, "cpu", meeting, Drafting(drafting), step_ms=30)
     one._pace._most = None  # as on a GPU
+    monkeypatch.setattr(pace, "Apart", Mixed)
+    one._pace._sequences = 5  # all that run, and a prompt
     play, other, picks = Play(one, 5), Follower(model_of("mtp"), "cpu"), []
     clock = iter(range(10**6))
     monkeypatch.setattr(pace, "perf_counter", lambda: next(clock) * 0.01)
@@ -228,6 +231,7 @@ def test_followers_do_the_same(drafting, few_blocks, monkeypatch):
         assert ours.host_bytes == theirs.host_bytes
     assert {pick and not pick["requests"] for pick in picks} == {None, True, False}
     assert any(pick and len(pick["requests"]) > 1 for pick in picks)
+    assert any(pick and pick["decoding"] for pick in picks)
 
 
 def described(state: prefix_cache.KeptState) -> tuple:

@@ -3,15 +3,17 @@
 import pytest
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.runtime import runner, scheduler
+from dsv4cli.engine.runtime import pace, runner, scheduler
 from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.chunk_graphs import QUESTION, TOKENS
+from dsv4cli.engine.runtime.chunk_graphs import ROWS_EACH, TOKENS
 from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes
+from dsv4cli.engine.runtime.decoding_times import SHARE
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.pace import APART, LONGEST, MOST, SAVED, SHARE, Pace
+from dsv4cli.engine.runtime.pace import APART, SAVED, Pace
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.runtime.ways import LONGEST, MOST, Mixed
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_pace import ONE, TARGET, TWO, Machine, flat, request
 from tests.engine.runtime.test_reuse import asked, check, check_empty
@@ -130,7 +132,7 @@ def test_in_the_time_that_is_left_no_more_is_read_than_fits(monkeypatch):
     machine.gaps = []
     while not machine.gaps:
         machine.step(one, active)
-    assert [tokens for _, tokens in machine.read] == [1500, 20, 20]
+    assert [tokens for _, tokens in machine.read] == [1500, 20, 20, 20]
     assert machine.gaps[0] <= MOST * target
 
 
@@ -163,9 +165,17 @@ def test_the_first_is_read_as_far_as_there_is_room_others_whole_or_not():
     one = Runner(model_of("mtp"), Capacity(6), "cpu")
     added(one, *(text(count, count) for count in (10, 50, 200, 40, 31, 4)))
     assert parts(one, (2, 0), 64) == [(2, 0, 64)]
-    assert parts(one, (1, 0, 2, 3, 4), 50 + QUESTION + 50) == [(1, 0, 50), (0, 0, 10), (3, 0, 40)]
-    assert parts(one, (5, 4), 31 + QUESTION - 1) == [(5, 0, 4)]
+    assert parts(one, (1, 0, 2, 3, 4), 50 + ROWS_EACH + 50) == [(1, 0, 50), (0, 0, 10), (3, 0, 40)]
+    assert parts(one, (5, 4), 2 * ROWS_EACH - 1) == [(5, 0, 4)]
     assert parts(one, (4,), 1000) == [(4, 0, 31)]
+
+
+def test_those_who_decode_go_in_front_whatever_room_there_is():
+    one = Runner(model_of("mtp"), Capacity(5), "cpu")
+    requests = added(one, *(text(count, count) for count in (9, 8, 60, 20)))
+    assert parts(one, (0, 1), 40) == [(0, 0, 9), (1, 0, 8)]
+    assert all(own.decodes for own in requests[:2])
+    assert parts(one, (2, 3), 30, (0, 1)) == [(0, 9, 10), (1, 8, 9), (2, 0, 28)]
 
 
 def test_a_step_has_no_more_tokens_than_its_memory_is_for(monkeypatch):
@@ -219,7 +229,7 @@ def test_prompts_share_no_step_that_changes_their_bits(beside):
         one.step()
         steps.append([own.done - done for own, done in zip(reading, before, strict=True) if done < len(own.prompt)])
     shared = [[count for count in step if count] for step in steps]
-    assert max(map(len, shared)) == 2
+    assert max(map(len, shared)) == 3
     assert all(sum(step) <= MAX_SLOTS for step in shared if len(step) > 1)
 
 
@@ -234,6 +244,7 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
         model_of("mtp"), Capacity(12, 640, cache_memory=2 * 10**7), "cpu", drafting=Drafting(most), step_ms=1e6
     )
     one._pace._most = None  # as on a GPU
+    monkeypatch.setattr(pace, "Apart", Mixed)
     waits = asked(text(9, 1), 60)
     one.add(waits)
     for _ in range(3):
@@ -242,6 +253,8 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
     found, shared = {own: [] for own in (waits, *prompts)}, 0
     for own in prompts:
         one.add(own)
+    picks, pick = [], one._pace.pick
+    monkeypatch.setattr(one._pace, "pick", lambda active: picks.append(pick(active)) or picks[-1])
     while one.busy:
         reading = [own for own in prompts if not own.done]
         for result in one.step():
@@ -250,6 +263,7 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
         if prompts[3].done:
             one.cancel(prompts[3])
     assert shared >= 5
+    assert any(own and own.decoding for own in picks)
     for own in (*prompts[:3], *prompts[4:]):
         check("mtp", own, found[own])
     check_empty(one)

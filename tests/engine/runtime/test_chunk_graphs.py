@@ -13,7 +13,7 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.chunk_graphs import QUESTION, TOKENS, CapturedChunks
+from dsv4cli.engine.runtime.chunk_graphs import ROWS_EACH, TOKENS, CapturedChunks
 from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import Extent
 from dsv4cli.engine.runtime.request import Request
@@ -82,7 +82,7 @@ def test_the_room_for_others_changes_no_kernel_of_one_prompt(tokens):
         tiles = [entry_tiles(8, width, rows, groups[4]) for width in (128, 512)]
         return tiles, rows >= groups[128] * MANY // 2, rows >= OF_A_SEQUENCE * sequences
 
-    assert chosen(min(max(tokens // QUESTION, 1), MAX_SLOTS - 1) + 1) == chosen(2)
+    assert chosen(min(max(tokens // ROWS_EACH, 1), MAX_SLOTS - 1) + 1) == chosen(2)
 
 
 def read_together(steps: list[list[int]], chunks: bool, drafts: bool):
@@ -178,7 +178,7 @@ def test_what_a_graph_reads_is_held(monkeypatch):
 def test_a_step_has_room_for_the_groups_of_any_chunks(tokens):
     """So that one graph holds all of them, and no more than the worst need."""
     config, draw = model_of("mtp").config, Random(tokens)
-    sequences = max(tokens // QUESTION, 1) + 1
+    sequences = max(tokens // ROWS_EACH, 1) + 1
     room = Extent.around(config, tokens, sequences, BLOCK_TOKENS).groups
     worst = {
         ratio: Extent.of(config, [1] * (sequences - 1) + [tokens + 1 - sequences], BLOCK_TOKENS).groups[ratio]

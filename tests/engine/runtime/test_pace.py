@@ -9,9 +9,11 @@ import pytest
 from dsv4cli.engine.runtime import pace
 from dsv4cli.engine.runtime.chunk_graphs import TOKENS, room_of
 from dsv4cli.engine.runtime.chunk_times import SIZES, ChunkTimes, rounded
-from dsv4cli.engine.runtime.pace import MOST, PATIENCE, SHARE, Pace
+from dsv4cli.engine.runtime.decoding_times import SHARE
+from dsv4cli.engine.runtime.pace import PATIENCE, Pace
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Pick, Scheduler
+from dsv4cli.engine.runtime.ways import MOST, Apart, Mixed
 from dsv4cli.engine.settings import Limits, Sampling
 
 TARGET = 0.05
@@ -44,7 +46,10 @@ def flat(table):
 class Machine:
     """Steps that take as long as they are said to."""
 
-    def __init__(self, monkeypatch, chunk, decode=0.006, noise=0.0):
+    def __init__(self, monkeypatch, chunk, decode=0.006, noise=0.0, ways=(Apart, Apart)):
+        """ways: between which the pace may choose."""
+        monkeypatch.setattr(pace, "Apart", ways[0])
+        monkeypatch.setattr(pace, "Mixed", ways[1])
         self.now, self.gaps, self.read, self._last = 0.0, [], [], 0.0
         self.chunk, self.decode = chunk, decode
         self._random, self._noise = Random(1), noise
@@ -58,13 +63,13 @@ class Machine:
         tokens = room_of([chunk.tokens for chunk in chunks])
         seconds = self.decode if pick == Pick() else self.chunk(tokens)
         if pick is not None and pick.requests:
-            self.read += [(chunk.request.number, chunk.tokens) for chunk in chunks]
+            self.read += [(one.request.number, one.tokens) for one in chunks if one.request.number in pick.requests]
         self.now += seconds * (1 + self._noise * self._random.gauss(0, 1))
         for chunk in chunks:
             chunk.request.done = chunk.end
             if chunk.request.caught_up:
                 chunk.request.ids.append(7)
-        if pick == Pick():
+        if pick == Pick() or (pick and pick.decoding):
             self.gaps.append(self.now - self._last)
             self._last = self.now
         one.note(pick, chunks, prepared)
@@ -118,6 +123,31 @@ def test_time_between_tokens(monkeypatch, chunk, decode, timed, noise):
     assert gaps[int(0.99 * len(gaps))] <= MOST * TARGET
     assert sum(gaps) / len(gaps) <= 1.01 * TARGET
     assert rate > 0.85 * best(chunk, decode, noise)
+
+
+# as measured on two H200 and on one
+CAPTURED = {
+    "two": [16.8, 24.3, 33.1, 40.3, 47.0, 52.5, 59.2, 60.2, 66.4, 66.8, 86.3, 102.3],
+    "one": [23.7, 36.9, 44.7, 53.8, 63.4, 64.7, 73.6, 78.3, 85.4, 88.6, 115.6, 130.6],
+}
+
+
+@pytest.mark.parametrize(
+    ("card", "part", "decode", "least", "latest"),
+    [("two", 1.0, 0.00796, 9000, 0.06), ("two", 0.9, 0.0075, 13000, 0.06), ("one", 1.0, 0.0121, 5000, 0.07)],
+)
+def test_those_who_decode_go_along(monkeypatch, card, part, decode, least, latest):
+    """More is read than where steps alternate, and no later."""
+    table = {size: part * ms / 1e3 for size, ms in zip(TOKENS, CAPTURED[card], strict=True)}
+    rates = []
+    for ways in ((Apart, Mixed), (Apart, Apart)):
+        machine = Machine(monkeypatch, flat(table), decode, 0.02, ways)
+        gaps, rate = busy(machine, Pace(TARGET, dict(table)))
+        rates.append(rate)
+        if ways[1] is Mixed:
+            assert gaps[int(0.99 * len(gaps))] <= latest
+            assert sum(gaps) / len(gaps) <= 1.01 * TARGET
+    assert rates[0] > max(least, 1.2 * rates[1])
 
 
 def test_sizes_that_were_timed_wrongly_are_learned(monkeypatch):
