@@ -16,7 +16,7 @@ from dsv4cli.engine.runtime.chunk_times import SIZES, STRANGE, ChunkTimes
 from dsv4cli.engine.runtime.decoding_times import DecodingTimes
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Chunk, Pick
-from dsv4cli.engine.runtime.ways import MOST, Apart, Mixed
+from dsv4cli.engine.runtime.ways import Apart, Mixed
 
 # the part of the target that the first chunk is taken to need
 FIRST_SHARE = 0.6
@@ -51,7 +51,7 @@ class Pace:
         self._read: list[int] = []
         # by how many seconds steps that gave tokens came later than they should, less those by which they came earlier
         self._behind = 0.0
-        # times between tokens that were not longer, for which none has been since
+        # times between tokens since one was longer for short prompts, for which none has been so since
         self._even = SAVED * APART
 
     def pick(self, active: Sequence[Request]) -> Pick | None:
@@ -70,8 +70,8 @@ class Pace:
         room = way.room
         if not room:
             return Pick()
-        if not self._read and self._even >= APART:
-            room = way.burst()
+        if not self._read and self._even >= APART and way.burst() != room:
+            room, self._even = way.burst(), self._even - APART
         for request in reading:
             self._passed[request] = self._passed.get(request, 0) + 1
         beside = [request.number for request in decoding[: len(way.front)]]
@@ -124,7 +124,7 @@ class Pace:
             self._steps.learn(decoded, seconds)
         own, goal = 0.0 if pick.decoding else self._steps.of(decoded), self._steps.goal(decoded)
         expected = own + sum(map(self._chunks.of, self._read))
-        self._even = max(self._even - APART, 0) if seconds > MOST * goal else min(self._even + 1, SAVED * APART)
+        self._even = min(self._even + 1, SAVED * APART)
         if self._read:
             self._chunks.learn(self._read, max(seconds - own, LEAST * seconds))
         self._behind = max(self._behind + min(seconds, STRANGE * expected) - goal, -goal)

@@ -13,7 +13,7 @@ from dsv4cli.engine.runtime.decoding_times import DecodingTimes
 MOST = 1.2
 # one that is longer for many short prompts is LONGEST times the target at most, and reads FASTER times as many of these
 # a second
-LONGEST, FASTER = 3.0, 2.0
+LONGEST, FASTER = 3.0, 1.5
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dsv4cli.engine.runtime.pace import APART, SAVED, Pace
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
-from dsv4cli.engine.runtime.ways import LONGEST, MOST, Mixed
+from dsv4cli.engine.runtime.ways import LONGEST, MOST, Apart, Mixed
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_pace import ONE, TARGET, TWO, Machine, flat, request
 from tests.engine.runtime.test_reuse import asked, check, check_empty
@@ -24,11 +24,12 @@ SLOW = pytest.mark.slow
 ROWS = {32: 0.024, 64: 0.037, 128: 0.046, 256: 0.054, 512: 0.066, 1024: 0.091, 1536: 0.119, 2048: 0.134}
 
 
-def burst(monkeypatch, table, prompts, decoding=8, decode=lambda requests: 0.008, saved=0):
+def burst(monkeypatch, table, prompts, decoding=8, decode=lambda requests: 0.008, saved=0, ways=(Apart, Apart)):
     """A machine that has read prompts of so many tokens that come together beside some that decode, and when each had
-    its first token. Steps of 1 to 64 that decode were timed before; so many longer times between tokens are saved."""
+    its first token. Steps of 1 to 64 that decode were timed before; so many longer times between tokens are saved.
+    ways: as of `Machine`."""
     chunk = flat(table)
-    machine, one = Machine(monkeypatch, chunk), Pace(TARGET, {size: chunk(size) for size in TOKENS})
+    machine, one = Machine(monkeypatch, chunk, ways=ways), Pace(TARGET, {size: chunk(size) for size in TOKENS})
     for count in (1, 2, 4, 8, 16, 32, 64, decoding, decoding):
         machine.decode = decode(count)
         for _ in range(3):
@@ -45,8 +46,9 @@ def burst(monkeypatch, table, prompts, decoding=8, decode=lambda requests: 0.008
     return machine, [firsts[number] for number in sorted(firsts)]
 
 
-def test_prompts_that_come_together_share_chunks_that_fit(monkeypatch):
-    machine, firsts = burst(monkeypatch, TWO, [30] * 56)
+@pytest.mark.parametrize("ways", [(Apart, Apart), (Apart, Mixed)], ids=["apart", "mixed"])
+def test_prompts_that_come_together_share_chunks_that_fit(monkeypatch, ways):
+    machine, firsts = burst(monkeypatch, TWO, [30] * 56, ways=ways)
     assert max(machine.gaps) <= MOST * TARGET
     # one by one 17 chunks of 22 ms a second beside steps of 8, that is 3.3 s
     assert max(firsts) < 0.3
@@ -76,6 +78,13 @@ def test_many_prompts_are_read_at_once_where_times_between_tokens_were_even(monk
     assert firsts[:51] == [pytest.approx(machine.chunk(1536))] * 51
 
 
+def test_those_who_decode_go_along_where_many_prompts_are_read_at_once(monkeypatch):
+    """Their eight rows leave room for 50 prompts."""
+    machine, firsts = burst(monkeypatch, ROWS, [30] * 56, saved=1, ways=(Apart, Mixed))
+    assert machine.gaps[0] == pytest.approx(machine.chunk(1536))
+    assert firsts[:50] == [pytest.approx(machine.chunk(1536))] * 50
+
+
 def test_no_time_between_tokens_is_longer_than_the_longest(monkeypatch):
     """Those who join count in it."""
     machine, firsts = burst(monkeypatch, ROWS, [30] * 56, decode=lambda requests: 0.001 * requests, saved=SAVED)
@@ -100,9 +109,22 @@ def test_one_of_a_hundred_times_between_tokens_is_longer(monkeypatch):
     assert SAVED < len(late) <= SAVED + len(machine.gaps) / APART
 
 
+def test_many_prompts_are_read_at_once_also_where_every_chunk_is_late(monkeypatch):
+    """As on one H200: a chunk that does not fit is none of the longer times between tokens."""
+    machine, table = Machine(monkeypatch, flat(ROWS), 0.0127), {size: flat(ROWS)(size) for size in TOKENS}
+    one, decoding = Pace(TARGET, table), [request(number, 100, decodes=True) for number in range(8)]
+    for _ in range(300):
+        machine.step(one, [*decoding, request(8, 100_000)])
+    assert max(machine.gaps[1:]) > MOST * TARGET
+    before, active = len(machine.read), [*decoding, *(request(number, 30) for number in range(9, 65))]
+    while len(machine.read) == before:
+        machine.step(one, active)
+    assert len(machine.read) - before == 51
+
+
 def test_few_prompts_share_what_fits(monkeypatch):
     """Where that reads not much less than all of them at once, which no token should wait for."""
-    machine, firsts = burst(monkeypatch, ONE, [30] * 4, decode=lambda requests: 0.0127, saved=SAVED)
+    machine, firsts = burst(monkeypatch, ONE, [30] * 3, decode=lambda requests: 0.0127, saved=SAVED)
     assert max(machine.gaps) <= MOST * TARGET
     assert firsts[0] == firsts[1] == pytest.approx(ONE[64])
 
