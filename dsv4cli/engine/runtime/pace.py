@@ -70,8 +70,9 @@ class Pace:
         room = way.room
         if not room:
             return Pick()
-        if not self._read and self._even >= APART and way.burst() != room:
-            room, self._even = way.burst(), self._even - APART
+        longer = room if self._read or self._even < APART else way.burst()
+        if longer != room:
+            room, self._even = longer, self._even - APART
         for request in reading:
             self._passed[request] = self._passed.get(request, 0) + 1
         beside = [request.number for request in decoding[: len(way.front)]]
