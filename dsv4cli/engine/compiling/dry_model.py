@@ -7,10 +7,11 @@ import torch
 
 from dsv4cli.engine.checkpoint.layout import loaded_tensors
 from dsv4cli.engine.compiling.demand import Demand
+from dsv4cli.engine.config.capacity import DIVIDES_FROM
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.parallel.world import DIVIDES_FROM, SINGLE, World
+from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.weights.fill import allocate
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
 from dsv4cli.engine.weights.placement import Division, decide

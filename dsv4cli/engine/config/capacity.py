@@ -7,6 +7,9 @@ ROLLBACK = 8
 # sequences in flight, and tokens in one step: bounds of the memory that a step takes
 MAX_SLOTS = 64
 MAX_STEP_TOKENS = 8192
+# tokens of a step from which on ranks that write into each other's memory divide the rows of its streams: of Flash one
+# launch sums up fewer
+DIVIDES_FROM = 257
 # rows of a list that the reference kernels of attention and indexer read at once
 LIST_BLOCK = 64
 # rows that the reference kernels multiply at once where a step has few

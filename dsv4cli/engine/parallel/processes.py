@@ -17,7 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # its own t
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from dsv4cli.engine.parallel.world import DIVIDES_FROM, World, lost_others
+from dsv4cli.engine.config.capacity import DIVIDES_FROM
+from dsv4cli.engine.parallel.world import World, lost_others
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, buffer_shape
 

@@ -14,9 +14,6 @@ from dsv4cli.kernels.dispatch import chosen
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 T = TypeVar("T")
 NONE = 2**63 - 1
-# tokens of a step from which on ranks that write into each other's memory divide the rows of its streams: of Flash one
-# launch sums up fewer
-DIVIDES_FROM = 257
 # bytes of a message that is sent at once, and of them those of its length
 MESSAGE, LENGTH = 1024, 8
 

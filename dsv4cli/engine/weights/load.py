@@ -131,7 +131,9 @@ def _placed(
     sizes = measure(specs.values(), config.num_experts_per_tok, target.world.size)
     # rank 0 knows what is asked
     load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"
-    beside = reserves(config, formats, load, target.world.size, on_gpu=on_gpu, triton=chosen() != "torch")
+    ranks, divides_from = target.world.size, target.world.divides_from
+    triton = chosen() != "torch"
+    beside = reserves(config, formats, load, ranks, on_gpu=on_gpu, triton=triton, divides_from=divides_from)
     placement = decide(sizes, target.room(), beside, target.drafting)
     if placement.drafter or config.drafter == "none":
         return config, specs, placement

@@ -6,7 +6,7 @@ parallelism does not cut are whole on every rank.
 
 from dataclasses import dataclass, replace
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK, USUAL_CHUNK
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, DIVIDES_FROM, MAX_STEP_TOKENS, ROLLBACK, USUAL_CHUNK
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.weights.reference_step import WidestStep
@@ -60,15 +60,23 @@ class Reserve:
 
 
 def reserves(
-    config: ModelConfig, formats: Formats, load: Workload, ranks: int, *, on_gpu: bool = True, triton: bool = True
+    config: ModelConfig,
+    formats: Formats,
+    load: Workload,
+    ranks: int,
+    *,
+    on_gpu: bool = True,
+    triton: bool = True,
+    divides_from: int | None = DIVIDES_FROM,
 ) -> tuple[Reserve, ...]:
     """What each of `ranks` devices holds beside weights, for the chunk that is asked for or for each that there may be,
-    the most wanted first. triton: whether its kernels compute, not the references."""
+    the most wanted first. triton: whether its kernels compute, not the references. divides_from: as of `World`."""
     found, overhead = [], 0
     if on_gpu:
         overhead = OVERHEAD + (NCCL if ranks > 1 else 0)
     for chunk in CHUNKS if load.chunk is None else (load.chunk,):
-        step = step_bytes(config, formats, load, chunk, ranks, on_gpu=on_gpu, triton=on_gpu and triton)
+        divides = ranks > 1 and divides_from is not None and load.tokens(chunk) >= divides_from
+        step = step_bytes(config, formats, load, chunk, ranks, on_gpu=on_gpu, triton=on_gpu and triton, divides=divides)
         step += step // GAPS if on_gpu else 0
         found.append(Reserve(chunk, _held(config, load, step + overhead), step, overhead))
     return tuple(found)
@@ -120,9 +128,18 @@ def cache_bytes(config: ModelConfig, load: Workload) -> int:
 
 
 def step_bytes(
-    config: ModelConfig, formats: Formats, load: Workload, chunk: int, ranks: int, *, on_gpu: bool, triton: bool
+    config: ModelConfig,
+    formats: Formats,
+    load: Workload,
+    chunk: int,
+    ranks: int,
+    *,
+    on_gpu: bool,
+    triton: bool,
+    divides: bool,
 ) -> int:
-    """An upper estimate of what a step, or a pool of entries that doubles, takes beside weights and cache."""
+    """An upper estimate of what a step, or a pool of entries that doubles, takes beside weights and cache. divides:
+    whether the ranks divide the rows of its streams."""
     if ranks > 1:
         config = replace(
             config,
@@ -133,7 +150,7 @@ def step_bytes(
         )
     tokens = load.tokens(chunk)
     if triton:
-        widest = TritonStep(config, tokens, load.batch, load.context, ranks).peak()
+        widest = TritonStep(config, tokens, load.batch, load.context, ranks, divides).peak()
     else:
         widest = WidestStep(
             config, formats, tokens=tokens, batch=load.batch, context=load.context, on_gpu=on_gpu
@@ -146,10 +163,13 @@ class TritonStep:
     """The widest points of a step with Triton's kernels: the bytes of the tensors that are alive together at each;
     `config` is one rank's part of the model."""
 
-    def __init__(self, config: ModelConfig, tokens: int, batch: int, context: int, ranks: int) -> None:
-        self.config, self.tokens, self.batch, self.ranks = config, tokens, batch, ranks
+    def __init__(self, config: ModelConfig, tokens: int, batch: int, context: int, ranks: int, divides: bool) -> None:
+        """divides: as of `step_bytes`."""
+        self.config, self.tokens, self.batch, self.ranks, self.divides = config, tokens, batch, ranks, divides
         self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (4, 128)}
         self.hidden = ACTIVATION * tokens * config.hidden_size
+        # of the rows of the streams that a rank holds
+        self.own = ACTIVATION * (-(-tokens // ranks) if divides else tokens) * config.hidden_size
         self.queries = ACTIVATION * tokens * config.num_attention_heads * config.head_dim
 
     def peak(self) -> int:
@@ -163,13 +183,14 @@ class TritonStep:
         return INDEX * (self.tokens * rows + self.batch * sum(self.entries.values()))
 
     def projected(self) -> int:
-        """The streams before and in a block, its input; latent queries and keys, raw rows of compressors; queries, the
-        indexer's too."""
+        """The streams before and in a block, its input; latent queries, keys and the window's, raw rows of compressors
+        and the indexer's weights; queries, the indexer's too."""
         c = self.config
-        channels = 4 * (c.head_dim + c.index_head_dim) if self.entries[4] else 2 * c.head_dim
-        heads = c.index_n_heads * c.index_head_dim if 4 in c.compress_ratios else 0
-        narrow = ACTIVATION * (2 * c.q_lora_rank + 4 * c.head_dim + heads) + FP32 * channels
-        return (2 * c.hc_mult + 2) * self.hidden + self.tokens * narrow + self.queries
+        csa = 4 in c.compress_ratios
+        channels = 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads if csa else 2 * c.head_dim
+        heads = c.index_n_heads * c.index_head_dim if csa else 0
+        narrow = ACTIVATION * (c.q_lora_rank + 2 * c.head_dim + heads) + FP32 * channels
+        return (2 * c.hc_mult + 2) * self.own + self.tokens * narrow + self.queries
 
     def indexer(self) -> int:
         """The scores of all entries, and what is chosen of them."""
@@ -186,7 +207,8 @@ class TritonStep:
         inner = c.o_groups * c.o_lora_rank
         lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[4]))
         widened = ACTIVATION * c.num_attention_heads * c.head_dim * c.o_lora_rank
-        out = self.tokens * inner * (ACTIVATION + 1) + self.hidden * (1 if self.ranks == 1 else 3)
+        summed = self.hidden + (self.own if self.divides else 2 * self.hidden if self.ranks > 1 else 0)
+        out = self.tokens * inner * (ACTIVATION + 1) + summed
         return self.projected() + lists + self.queries + max(out, ACTIVATION * self.tokens * inner + widened)
 
     def experts(self) -> int:
@@ -195,9 +217,12 @@ class TritonStep:
         c, k = self.config, self.config.num_experts_per_tok
         inner = ACTIVATION * self.tokens * k * c.moe_intermediate_size
         outputs = k * self.hidden
-        summed = self.hidden * (2 if self.ranks == 1 else 3)
-        return (3 * c.hc_mult + 5) * self.hidden + outputs + max(2 * inner, summed)
+        summed = 2 * self.hidden + (self.own if self.ranks > 1 else 0)
+        return (3 * c.hc_mult + 3) * self.own + 2 * self.hidden + outputs + max(2 * inner, summed)
 
     def head(self) -> int:
         """The last streams, logits of the sequences and what is drawn from them."""
-        return 3 * self.config.hc_mult * self.hidden + 6 * FP32 * self.batch * self.config.vocab_size * self.ranks
+        return (
+            self.config.hc_mult * (2 * self.own + self.hidden)
+            + 6 * FP32 * self.batch * self.config.vocab_size * self.ranks
+        )

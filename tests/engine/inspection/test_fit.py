@@ -422,12 +422,12 @@ def test_advice_where_only_several_gpus_hold_it():
 
 def test_advice_where_nothing_holds_it_says_what_would():
     host, more, fewer = steps_of(gpus(6, 6))
-    assert host.why == "2 GPUs run it where 4.5 GB of host memory are free, for experts beyond theirs"
-    assert host.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 5GB"
+    assert host.why == "2 GPUs run it where 3.8 GB of host memory are free, for experts beyond theirs"
+    assert host.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 4GB"
     assert more.command == "dsv4 inspect 'my model' --fit --context 8192 --gpus 4x6GB"
     assert re.fullmatch(r"dsv4 convert 'my model' OUT --to official --layers 0-\d --no-mtp", fewer.command)
     # what it asks for runs it
-    assert steps_of(with_ram(gpus(6, 6), 4.5))[0].command.startswith(f"{RUN} --tp 2")
+    assert steps_of(with_ram(gpus(6, 6), 3.8))[0].command.startswith(f"{RUN} --tp 2")
     assert steps_of(gpus(6, 6, 6, 6))[0].command.startswith(f"{RUN} --tp 4")
     ram, _ = steps_of(with_ram(gpus(), 8))
     assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 9GB"
