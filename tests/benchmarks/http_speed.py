@@ -12,7 +12,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
@@ -57,16 +57,10 @@ def main() -> None:
             while engine.prepare():
                 pass
             ids = [dialogue.prompt([message(1000 + number)]).ids for number in range(max(counts))]
+            print(f"{source.name} on {device}, {given.tokens} tokens an answer, draft {given.draft}; tokens/s")
             alone = {count: run_alone(engine, ids[:count], limits) for count in counts}
             offer = Offer(dialogue, (given.model,), Usual("off", GREEDY, None, limits), Guard((), "127.0.0.1"))
-            served = asyncio.run(run_served(engine, offer, counts, given.tokens))
-    print(f"{source.name} on {device}, {given.tokens} tokens an answer, draft {given.draft}; tokens/s")
-    for count in counts:
-        rate, first, gap = served[count]
-        print(
-            f"{count:3} clients: {alone[count]:8.1f} alone, {rate:8.1f} over HTTP ({rate / alone[count]:.1%}); "
-            f"first token {1e3 * first:.0f} ms, between tokens {1e3 * gap[0]:.1f} ms, 99 % {1e3 * gap[1]:.1f} ms"
-        )
+            asyncio.run(run_served(engine, offer, alone, given.tokens))
 
 
 def message(number: int) -> dict[str, str]:
@@ -88,15 +82,14 @@ def run_alone(engine: Engine, prompts: Sequence[list[int]], limits: Limits) -> f
     return len(prompts) * limits.max_tokens / seconds
 
 
-async def run_served(
-    engine: Engine, offer: Offer, counts: Sequence[int], tokens: int
-) -> dict[int, tuple[float, float, list[float]]]:
-    """What clients of another process measure, by their number."""
+async def run_served(engine: Engine, offer: Offer, alone: Mapping[int, float], tokens: int) -> None:
+    """Prints what clients of another process measure, by their number, as soon as it is known. alone: tokens a second
+    of so many without a server."""
     with bound_socket("127.0.0.1", 0) as bound:
         asked, server = serving(engine, offer, lambda line: None, print, lambda: None)
         running = asyncio.create_task(server.serve([bound]))
-        found, first = {}, 1000
-        for count in counts:
+        first = 1000
+        for count in alone:
             for _ in range(2):  # the second time counts
                 words = ["--port", str(bound.getsockname()[1]), "--clients", str(count), "--tokens", str(tokens)]
                 words += ["--first", str(first)]
@@ -105,11 +98,15 @@ async def run_served(
                     sys.executable, "-m", "tests.benchmarks.http_speed", *words, stdout=subprocess.PIPE
                 )
                 out, _ = await client.communicate()
-                found[count] = tuple(json.loads(out))
+            rate, waited, gap = json.loads(out)
+            print(
+                f"{count:3} clients: {alone[count]:8.1f} alone, {rate:8.1f} over HTTP ({rate / alone[count]:.1%}); "
+                f"first token {1e3 * waited:.0f} ms, between tokens {1e3 * gap[0]:.1f} ms, 99 % {1e3 * gap[1]:.1f} ms",
+                flush=True,
+            )
         server.stop()
         await running
         asked.close(60)
-    return found
 
 
 async def ask(port: int, questions: range, tokens: int) -> tuple[float, float, list[float]]:
