@@ -22,7 +22,7 @@ MESSAGE, LENGTH = 1024, 8
 class World:
     """This process's rank among `size`; with one rank every operation is the identity.
 
-    Each operation is called by all ranks, in one order. symmetric_buffers: what carries small sums, None where NCCL or
+    Each operation is called by all ranks, in one order. symmetric_buffers: what carries sums, None where NCCL or
     gloo does. ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank
     0 tells the others what to do; they wait there for as long as people do. divides_from: from so many tokens of a step
     on the ranks divide the rows of its streams among them, None for never.
@@ -81,7 +81,7 @@ class World:
         return [self._gathered(x, tokens) for x in parts]
 
     def _gathered(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        each = -(-tokens // self.size)
+        each = share_of(tokens, 0, self.size).stop
         mine = x.new_zeros(each, *x.shape[1:])
         mine[: len(x)] = x  # the last rank has fewer
         every = x.new_empty(self.size * each, *x.shape[1:])

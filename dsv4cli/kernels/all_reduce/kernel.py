@@ -109,13 +109,15 @@ def _exchange(
 
 
 @triton.jit
-def _turn(sums):
-    """The number of a program's next exchange, which counts it.
+def _turn(sums, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the first rank's words of a program's next exchange lie in a buffer; counts it.
 
     What the program has set to 0 is seen by all before it sends again: the others fill these words when that has come.
     """
+    program = tl.program_id(0)
     tl.debug_barrier()
-    return tl.atomic_add(sums + tl.program_id(0), 1, sem="acq_rel", scope="sys")
+    number = tl.atomic_add(sums + program, 1, sem="acq_rel", scope="sys")
+    return (program * 2 + (number & 1)) * (RANKS * BLOCK) + tl.arange(0, BLOCK)
 
 
 @launched
@@ -138,7 +140,7 @@ def _reduce_scatter(
     own = tl.minimum(share, tl.maximum(words - RANK * share, 0))
     for block in range(program, tl.cdiv(share, BLOCK), tl.num_programs(0)):
         word = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        at = (program * 2 + (_turn(sums) & 1)) * (RANKS * BLOCK) + tl.arange(0, BLOCK)
+        at = _turn(sums, RANKS, BLOCK)
         for rank in tl.static_range(RANKS):
             if rank != RANK:
                 sent = (word < share) & (rank * share + word < words)
@@ -173,7 +175,7 @@ def _all_gather(
         words, share = tokens * WIDTHS[tensor], rows * WIDTHS[tensor]
         for block in range(program, tl.cdiv(share, BLOCK), tl.num_programs(0)):
             word = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-            at = (program * 2 + (_turn(sums) & 1)) * (RANKS * BLOCK) + tl.arange(0, BLOCK)
+            at = _turn(sums, RANKS, BLOCK)
             inside = (word < share) & (RANK * share + word < words)
             mine = tl.load(xs[tensor] + word, inside, other=0)
             for rank in tl.static_range(RANKS):

@@ -31,6 +31,7 @@ from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.random_weights import random_tensors
 from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware, UsageError
 from tests.support.drafting import mtp_logits
+from tests.support.speculation import model_of
 
 NANO = resolve_model("nano")
 # layers of ratio 0, 0, 4, 128
@@ -101,6 +102,27 @@ def test_ranks_give_the_logits_of_one(size, divides, tmp_path):
         # fp32 sums cut into parts
         torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
         assert torch.equal(ours, parts[0])
+
+
+def test_what_a_drafter_reads_of_shared_rows_is_gathered(tmp_path):
+    config = model_of("dspark").config
+    specs = expected_tensors(config, Formats("f32", "f32", "f32"))
+    tensors = list(random_tensors(specs.values(), 0, config.n_routed_experts))
+
+    @torch.no_grad()
+    def work(world):
+        model = Transformer(config, Numerics.plain(), world)
+        parts = ((spec, tensor[local_slice(spec, world)]) for spec, tensor in tensors)
+        fill(model, specs, made(parts), device="cpu", world=world)
+        cache = Cache(config, model.numerics)
+        hidden = model(make_batch(cache, [(cache.allocate(), [5 * i % 128 for i in range(131)])]), cache.layers)
+        return hidden.streams, hidden.context
+
+    alone = work(SINGLE)
+    for ours in in_ranks(2, dividing(work), tmp_path):
+        for own, expected in zip(ours, alone, strict=True):
+            # fp32 sums cut into parts
+            torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_two_ranks_of_a_checkpoint_give_the_logits_of_one(tmp_path):
