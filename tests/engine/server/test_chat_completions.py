@@ -487,7 +487,13 @@ def test_a_wrong_field_is_named_with_the_reason(nano, fields, param, reason):
 def test_one_grammar_is_made_for_several_answers(nano, monkeypatch):
     made, compiled = [], grammar.Grammars._compiled
     monkeypatch.setattr(grammar.Grammars, "_compiled", lambda *given: made.append(1) or compiled(*given))
-    fields = {"structured_outputs": {"regex": "[0-9]{2}(a|b){9}"}, "n": 3, "temperature": 1, "max_tokens": 20, "seed": 0}
+    fields = {
+        "structured_outputs": {"regex": "[0-9]{2}(a|b){9}"},
+        "n": 3,
+        "temperature": 1,
+        "max_tokens": 20,
+        "seed": 0,
+    }
     contents = [choice["message"]["content"] for choice in nano.chat(SUM, **fields)["choices"]]
     assert len(made) == 1
     assert all(re.fullmatch("[0-9]{2}(a|b){9}", content) for content in contents)
