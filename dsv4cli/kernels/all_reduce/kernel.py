@@ -3,6 +3,9 @@
 No flags and no barrier: a word that has arrived is not 0 (kernels/cross_program.py). A program waits for its like on
 the other ranks only, which send before they wait; a launch is small enough for all its programs to run at once. Of
 large sums a program sends one block of words after another.
+
+Each exchange of a program is one with all the others, also where there are no rows for them: what has come from a rank
+says that it has taken what was sent to it before, and nothing else does.
 """
 
 from collections.abc import Sequence
@@ -140,14 +143,13 @@ def _reduce_scatter(
     own = tl.minimum(share, tl.maximum(words - RANK * share, 0))
     for block in range(program, tl.cdiv(share, BLOCK), tl.num_programs(0)):
         word = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = word < share
         at = _turn(sums, RANKS, BLOCK)
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                sent = (word < share) & (rank * share + word < words)
-                theirs = tl.load(x + rank * share + word, sent, other=0)
-                leave(buffers[rank] + at + RANK * BLOCK, theirs.to(tl.float32, bitcast=True), sent)
-        inside = word < own
-        mine = tl.load(x + RANK * share + word, inside, other=0)
+                theirs = tl.load(x + rank * share + word, inside & (rank * share + word < words), other=0)
+                leave(buffers[rank] + at + RANK * BLOCK, theirs.to(tl.float32, bitcast=True), inside)
+        mine = tl.load(x + RANK * share + word, word < own, other=0)
         total = _part(mine, buffers[RANK] + at, inside, RANK == 0, PAIRS)
         for rank in tl.static_range(1, RANKS):
             total += _part(mine, buffers[RANK] + at + rank * BLOCK, inside, rank == RANK, PAIRS)
@@ -175,15 +177,15 @@ def _all_gather(
         words, share = tokens * WIDTHS[tensor], rows * WIDTHS[tensor]
         for block in range(program, tl.cdiv(share, BLOCK), tl.num_programs(0)):
             word = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+            inside = word < share
             at = _turn(sums, RANKS, BLOCK)
-            inside = (word < share) & (RANK * share + word < words)
-            mine = tl.load(xs[tensor] + word, inside, other=0)
+            own = inside & (RANK * share + word < words)
+            mine = tl.load(xs[tensor] + word, own, other=0)
             for rank in tl.static_range(RANKS):
                 if rank != RANK:
                     leave(buffers[rank] + at + RANK * BLOCK, mine.to(tl.float32, bitcast=True), inside)
-            tl.store(ys[tensor] + RANK * share + word, mine, inside)
+            tl.store(ys[tensor] + RANK * share + word, mine, own)
             for rank in tl.static_range(RANKS):
                 if rank != RANK:
-                    came = (word < share) & (rank * share + word < words)
-                    part = take(buffers[RANK] + at + rank * BLOCK, came)
-                    tl.store(ys[tensor] + rank * share + word, part.to(tl.int32, bitcast=True), came)
+                    part = take(buffers[RANK] + at + rank * BLOCK, inside).to(tl.int32, bitcast=True)
+                    tl.store(ys[tensor] + rank * share + word, part, inside & (rank * share + word < words))
