@@ -5,6 +5,9 @@ PROMPT ?= What is 17 * 23?
 ARGS ?=
 MODELS ?= nano nano-0731
 
+# a test that hangs says where, and fails
+LIMIT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -22,7 +25,7 @@ run: $(READY) ## answer PROMPT="..." with the default model
 	@$(BIN)/dsv4 run --max-tokens 256 -- "$$RUN_PROMPT"
 
 test: $(READY) ## run the default tests, no GPU, no network, no weights; ARGS="-k rope" chooses
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(LIMIT) $(ARGS)
 
 test-gpu: ## run the GPU tests with the Python at hand, without set-up
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -685,7 +685,7 @@ def test_interrupted_it_says_how_to_continue(hub, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while hub.sent < 9_000:
+    while hub.sent < 9_000 and running.poll() is None:
         time.sleep(0.001)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=10)
