@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, reduce_scatter, share_of
+from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, reduce_scatter
+from dsv4cli.kernels.shares import share_of
 
 RANKS = 3
 # one that waits for a word which has been lost waits for ever
@@ -34,7 +35,7 @@ SUMS = [
 # shares, a last one with less, and one with nothing
 SHARED = [
     ((3, 256), torch.float32, torch.bfloat16),
-    ((3 * 9, 600), torch.float32, torch.bfloat16),
+    ((3 * 10, 600), torch.float32, torch.bfloat16),
     ((5, 190), torch.bfloat16, torch.bfloat16),
     ((3 * 23 - 2, 514), torch.bfloat16, torch.bfloat16),
     ((0, 64), torch.float32, torch.float32),
@@ -47,6 +48,7 @@ GATHERED = [
     (1, [((2,), torch.bfloat16)]),
     (3 * 13 - 1, [((256,), torch.bfloat16), ((1, 300), torch.float32), ((4, 6), torch.float32)]),
     (9, [((64,), torch.float32)] * 7),
+    (7, [((90,), torch.int64), ((3,), torch.float32), ((1,), torch.int64)]),
     (4, [((64,), torch.float32), ((2,), torch.bfloat16)]),
     (0, [((64,), torch.float32), ((2,), torch.bfloat16)]),
 ]
@@ -74,6 +76,16 @@ def late():
     InterpreterBuilder.create_masked_load = call
 
 
+def numbers(shape, dtype):
+    generator = torch.Generator().manual_seed(shape[0])
+    if dtype is not torch.int64:
+        return torch.randn(shape, generator=generator).to(dtype)
+    given = torch.randint(1 - 2**31, 2**31, shape, generator=generator)
+    given[::2] %= 600
+    given[:, 1::3] = -1
+    return given
+
+
 def work(rank, buffers, wrong):
     symmetric = SymmetricBuffers(rank, buffers, torch.zeros(BOX[0], dtype=torch.int32))
     pauses = random.Random(rank)
@@ -97,8 +109,7 @@ def work_in_shares(rank, buffers, wrong):
         parts, expected = given(number % 2)
         wrong[rank] += not same(all_reduce(parts[rank], expected.dtype, symmetric), expected)
     for rows, others in GATHERED:
-        every = [torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows)) for shape, _ in others]
-        every = [one.to(dtype) for one, (_, dtype) in zip(every, others, strict=True)]
+        every = [numbers((rows, *shape), dtype) for shape, dtype in others]
         own = [one[share_of(rows, rank, RANKS)].clone() for one in every]
         wrong[rank] += not all(map(same, all_gather(own, rows, symmetric), every))
 

@@ -7,7 +7,7 @@ import torch
 
 from dsv4cli.engine.checkpoint.layout import loaded_tensors
 from dsv4cli.engine.compiling.demand import Demand
-from dsv4cli.engine.config.capacity import DIVIDES_FROM
+from dsv4cli.engine.config.capacity import divides_from
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
@@ -112,4 +112,4 @@ def _world(ranks: int, device: torch.device) -> World:
     boxes = tuple(torch.empty(buffer_shape(ranks), dtype=torch.int32, device=device) for _ in range(ranks))
     sums = torch.empty(buffer_shape(ranks)[0], dtype=torch.int32, device=device)
     every = tuple(SymmetricBuffers(rank, boxes, sums) for rank in range(ranks))
-    return DryWorld(size=ranks, divides_from=DIVIDES_FROM, every=every)
+    return DryWorld(size=ranks, divides_from=divides_from(ranks), every=every)

@@ -7,9 +7,6 @@ ROLLBACK = 8
 # sequences in flight, and tokens in one step: bounds of the memory that a step takes
 MAX_SLOTS = 64
 MAX_STEP_TOKENS = 8192
-# tokens of a step from which on ranks that write into each other's memory divide the rows of its streams: of Flash one
-# launch sums up fewer
-DIVIDES_FROM = 257
 # rows of a list that the reference kernels of attention and indexer read at once
 LIST_BLOCK = 64
 # rows that the reference kernels multiply at once where a step has few
@@ -18,3 +15,9 @@ PRODUCT_ROWS = 4
 USUAL_CHUNK = 4096
 # and on a CPU, where the rows that attention gathers for more are new pages each time
 CPU_CHUNK = 512
+
+
+def divides_from(ranks: int) -> int:
+    """Tokens of a step from which on ranks that write into each other's memory divide the rows of its streams: of
+    Flash one launch sums up fewer, and each rank has some."""
+    return max(257, 2 * ranks**2)

@@ -31,13 +31,16 @@ class Indexer(nn.Module):
         """[T, H * d] -> [T, H, d]."""
         return q.unflatten(-1, (-1, self.width))
 
-    def forward(self, q: torch.Tensor, weights: torch.Tensor, batch: Batch, state: CompressorState) -> torch.Tensor:
-        """Each token's list of window rows and chosen entries: int64 [T, window + k], -1 in unused columns.
+    def forward(
+        self, q: torch.Tensor, weights: torch.Tensor, batch: Batch, state: CompressorState, rows: slice
+    ) -> torch.Tensor:
+        """A list of window rows and chosen entries for each of R rows of the step: int64 [R, window + k], -1 in unused
+        columns.
 
-        q: prepared queries [T, H, d]; weights: of the heads [T, H].
+        q: prepared queries [R, H, d]; weights: of the heads [R, H]; rows: which of the step's they are.
         """
         step, stored = batch.entries[RATIO], state.tensors()
         queries, keys = IndexQueries(q, weights, self.scale), IndexKeys(stored.entries, stored.scale)
-        entries = IndexEntries(step.table, batch.sequence, step.visible)
-        window = WindowList(batch.window_index, batch.window_columns, batch.window_rows)
+        entries = IndexEntries(step.table, batch.sequence[rows], step.visible[rows])
+        window = WindowList(batch.window_index[rows], batch.window_columns[rows], batch.window_rows)
         return indexer.best_entries(queries, keys, self.topk, entries, window)

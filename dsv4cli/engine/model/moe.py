@@ -93,8 +93,11 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x: normed hidden state [T, D], or this rank's rows of it -> the same rows."""
-        rows, (x,) = len(x), self.world.gather_rows([x], len(batch.ids))
-        chosen, weights = self.gate(x, batch.ids, batch.routed)
+        rows, tokens = len(x), len(batch.ids)
+        # a row that means nothing chooses for itself where its like may be another rank's
+        routed_as = batch.routed if rows == tokens else None
+        chosen, weights = self.gate(x, batch.ids[self.world.rows_held(rows, tokens)], routed_as)
+        x, chosen, weights = self.world.gather_rows([x, chosen, weights], tokens)
         routed, shared = self.experts.fetch(chosen), matrices(self.shared_experts)
         # what several ranks add up is rounded once
         dtype = x.dtype if self.world.size == 1 else torch.float32

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # its own t
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from dsv4cli.engine.config.capacity import DIVIDES_FROM
+from dsv4cli.engine.config.capacity import divides_from
 from dsv4cli.engine.parallel.world import World, lost_others
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, buffer_shape
@@ -123,7 +123,7 @@ def _world(local: int, device: torch.device) -> World:
     ranks_here = max(numbers) + 1
     if device.type == "cuda":
         buffers = _symmetric_buffers(rank, numbers, device)
-        return World(rank, size, buffers, ranks_here, orders, None if buffers is None else DIVIDES_FROM)
+        return World(rank, size, buffers, ranks_here, orders, None if buffers is None else divides_from(size))
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
     return World(rank, size, None, ranks_here, orders)
 

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, reduce_scatter, share_of
+from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, reduce_scatter
 from dsv4cli.kernels.dispatch import chosen
+from dsv4cli.kernels.shares import share_of
 
 # the name from torch 2.13 on, and the name before
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
@@ -61,6 +62,10 @@ class World:
         if self.divides_from is None or tokens < self.divides_from:
             return slice(0, tokens)
         return share_of(tokens, self.rank, self.size)
+
+    def rows_held(self, rows: int, tokens: int) -> slice:
+        """Which of a step's so many rows `rows` of them are that this rank holds: all, or its share."""
+        return slice(0, tokens) if rows == tokens else self.own_rows(tokens)
 
     def sum_rows(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """As `sum_rounded` of x [T, D], but of this rank's `rows` rows only: [rows, D]."""

@@ -131,9 +131,9 @@ def _placed(
     sizes = measure(specs.values(), config.num_experts_per_tok, target.world.size)
     # rank 0 knows what is asked
     load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"
-    ranks, divides_from = target.world.size, target.world.divides_from
+    ranks, divides = target.world.size, target.world.divides_from is not None
     triton = chosen() != "torch"
-    beside = reserves(config, formats, load, ranks, on_gpu=on_gpu, triton=triton, divides_from=divides_from)
+    beside = reserves(config, formats, load, ranks, on_gpu=on_gpu, triton=triton, divides=divides)
     placement = decide(sizes, target.room(), beside, target.drafting)
     if placement.drafter or config.drafter == "none":
         return config, specs, placement

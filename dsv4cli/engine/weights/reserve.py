@@ -6,11 +6,12 @@ parallelism does not cut are whole on every rank.
 
 from dataclasses import dataclass, replace
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, DIVIDES_FROM, MAX_STEP_TOKENS, ROLLBACK, USUAL_CHUNK
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK, USUAL_CHUNK, divides_from
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.weights.reference_step import WidestStep
 from dsv4cli.kernels.formats import FP4_BLOCK
+from dsv4cli.kernels.shares import share_of
 
 # tokens of a prompt in a step, the most wanted first: a larger one is faster and takes more memory
 CHUNKS = (MAX_STEP_TOKENS, USUAL_CHUNK, 2048, 1024, 512, 256, 128, 64)
@@ -67,16 +68,17 @@ def reserves(
     *,
     on_gpu: bool = True,
     triton: bool = True,
-    divides_from: int | None = DIVIDES_FROM,
+    divides: bool = True,
 ) -> tuple[Reserve, ...]:
     """What each of `ranks` devices holds beside weights, for the chunk that is asked for or for each that there may be,
-    the most wanted first. triton: whether its kernels compute, not the references. divides_from: as of `World`."""
+    the most wanted first. triton: whether its kernels compute, not the references. divides: whether ranks divide the
+    rows of large steps."""
     found, overhead = [], 0
     if on_gpu:
         overhead = OVERHEAD + (NCCL if ranks > 1 else 0)
     for chunk in CHUNKS if load.chunk is None else (load.chunk,):
-        divides = ranks > 1 and divides_from is not None and load.tokens(chunk) >= divides_from
-        step = step_bytes(config, formats, load, chunk, ranks, on_gpu=on_gpu, triton=on_gpu and triton, divides=divides)
+        shares = divides and ranks > 1 and load.tokens(chunk) >= divides_from(ranks)
+        step = step_bytes(config, formats, load, chunk, ranks, on_gpu=on_gpu, triton=on_gpu and triton, divides=shares)
         step += step // GAPS if on_gpu else 0
         found.append(Reserve(chunk, _held(config, load, step + overhead), step, overhead))
     return tuple(found)
@@ -168,8 +170,9 @@ class TritonStep:
         self.config, self.tokens, self.batch, self.ranks, self.divides = config, tokens, batch, ranks, divides
         self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (4, 128)}
         self.hidden = ACTIVATION * tokens * config.hidden_size
-        # of the rows of the streams that a rank holds
-        self.own = ACTIVATION * (-(-tokens // ranks) if divides else tokens) * config.hidden_size
+        # the rows of the streams that a rank holds, and one stream's bytes of them
+        self.rows = share_of(tokens, 0, ranks).stop if divides else tokens
+        self.own = ACTIVATION * self.rows * config.hidden_size
         self.queries = ACTIVATION * tokens * config.num_attention_heads * config.head_dim
 
     def peak(self) -> int:
@@ -193,12 +196,13 @@ class TritonStep:
         return (2 * c.hc_mult + 2) * self.own + self.tokens * narrow + self.queries
 
     def indexer(self) -> int:
-        """The scores of all entries, and what is chosen of them."""
+        """The scores of all entries for a rank's rows, and what is chosen of them for these and for all."""
         entries, k = self.entries[4], self.config.index_topk
         kept = min(KEPT, entries) if entries > KEPT else 0
-        operands = self.tokens * self.config.index_n_heads * (self.config.index_head_dim + ACTIVATION)
+        operands = self.config.index_n_heads * (self.config.index_head_dim + ACTIVATION)
         chosen = INDEX * (k + self.config.sliding_window)
-        return self.projected() + operands + self.tokens * (ACTIVATION * (entries + kept) + FP32 * kept + chosen)
+        own = self.rows * (operands + ACTIVATION * (entries + kept) + FP32 * kept + chosen)
+        return self.projected() + own + (self.tokens * chosen if self.divides else 0)
 
     def attention(self) -> int:
         """The lists, the heads beside the queries; then the groups' output, rounded, the layer's, and a matrix that is

@@ -37,9 +37,9 @@ class SymmetricBuffers:
         return x.dtype in (torch.float32, torch.bfloat16) and aligned and words <= PROGRAMS * WORDS
 
     def carries(self, *parts: torch.Tensor) -> bool:
-        """Whether `reduce_scatter` and `all_gather` take these, each without gaps: rows of whole words."""
+        """Whether `all_gather` takes these, each without gaps: rows of whole words; `reduce_scatter` takes no int64."""
         return all(
-            x.dtype in (torch.float32, torch.bfloat16)
+            x.dtype in (torch.float32, torch.bfloat16, torch.int64)
             and x[:1].nbytes % 4 == 0
             and x.storage_offset() * x.itemsize % 4 == 0
             for x in parts
@@ -61,16 +61,10 @@ def all_reduce(x: torch.Tensor, dtype: torch.dtype, symmetric: SymmetricBuffers)
     return import_module(".kernel", __package__).all_reduce(x, dtype, symmetric)
 
 
-def share_of(tokens: int, rank: int, ranks: int) -> slice:
-    """A rank's share of so many rows: the ranks have equally many, but the last has what is left."""
-    each = -(-tokens // ranks)
-    return slice(min(rank * each, tokens), min((rank + 1) * each, tokens))
-
-
 def reduce_scatter(x: torch.Tensor, dtype: torch.dtype, symmetric: SymmetricBuffers) -> torch.Tensor:
     """This rank's share of the rows of the sum of all ranks' x in their order, in fp32, rounded once to dtype.
 
-    x: [T, ...], as `SymmetricBuffers.carries`; dtype and calls as of `all_reduce`. Returns [R, ...], see `share_of`.
+    x: [T, ...], as `SymmetricBuffers.carries`; dtype and calls as of `all_reduce`. Returns [R, ...], see `shares`.
     """
     return import_module(".kernel", __package__).reduce_scatter(x, dtype, symmetric)
 
@@ -78,7 +72,8 @@ def reduce_scatter(x: torch.Tensor, dtype: torch.dtype, symmetric: SymmetricBuff
 def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: SymmetricBuffers) -> list[torch.Tensor]:
     """All rows of several tensors of which each rank has its share.
 
-    parts: [R, ...] each, as `share_of` so many tokens and `SymmetricBuffers.carries`; calls as of `all_reduce`. Returns
-    [tokens, ...] of each, the same bits on every rank except where they are not a number.
+    parts: [R, ...] each, this rank's of so many tokens (`shares`), as `SymmetricBuffers.carries`, int64 between
+    -2 ** 31 and 2 ** 31; calls as of `all_reduce`. Returns [tokens, ...] of each, the same bits on every rank except
+    where they are not a number.
     """
     return import_module(".kernel", __package__).all_gather(parts, tokens, symmetric)

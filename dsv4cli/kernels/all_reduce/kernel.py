@@ -15,16 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.all_reduce import share_of
 from dsv4cli.kernels.cross_program import leave, take
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.shares import share_of
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.all_reduce import SymmetricBuffers
 
 # a program's words are at least as many as its threads, see `take`
 WARPS = 4
+# bits of a word of integers that are sent inverted: the one word that cannot be sent, -1, is then that of -2 ** 31
+INVERTED = 0x7FFFFFFF
 
 
 def all_reduce(x: torch.Tensor, dtype: torch.dtype, symmetric: "SymmetricBuffers") -> torch.Tensor:
@@ -45,7 +47,7 @@ def reduce_scatter(x: torch.Tensor, dtype: torch.dtype, symmetric: "SymmetricBuf
     y = torch.empty(own.stop - own.start, *x.shape[1:], dtype=dtype, device=x.device)
     words, (programs, *_, block) = x.flatten().view(torch.int32), symmetric.buffers[0].shape
     if len(words):
-        share = cdiv(len(x), ranks) * width
+        share = share_of(len(x), 0, ranks).stop * width
         _reduce_scatter[(min(cdiv(share, block), programs),)](
             words, y, symmetric.buffers, symmetric.sums, len(words), share, symmetric.rank, ranks,
             x.dtype == torch.bfloat16, block, num_warps=WARPS, **overlap(x),
@@ -58,10 +60,11 @@ def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: "Symmetric
     ys = [torch.empty(tokens, *x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
     widths = tuple(y[:1].nbytes // 4 for y in ys)
     if any(widths):
-        share = cdiv(tokens, ranks)
+        share = share_of(tokens, 0, ranks).stop
         words = [tuple(x.flatten().view(torch.int32) for x in tensors) for tensors in (parts, ys)]
+        flips = tuple(INVERTED if y.dtype == torch.int64 else 0 for y in ys)
         _all_gather[(min(cdiv(share * max(widths), block), programs),)](
-            *words, symmetric.buffers, symmetric.sums, tokens, share, widths, symmetric.rank, ranks, block,
+            *words, symmetric.buffers, symmetric.sums, tokens, share, widths, flips, symmetric.rank, ranks, block,
             num_warps=WARPS, **overlap(ys[0]),
         )  # fmt: skip
     return ys
@@ -166,6 +169,7 @@ def _all_gather(
     tokens,
     rows,  # of each rank but the last, which has what is left
     WIDTHS: tl.constexpr,
+    FLIPS: tl.constexpr,  # bits of each one's words that are sent inverted
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -181,11 +185,12 @@ def _all_gather(
             at = _turn(sums, RANKS, BLOCK)
             own = inside & (RANK * share + word < words)
             mine = tl.load(xs[tensor] + word, own, other=0)
+            sent = (mine ^ FLIPS[tensor]).to(tl.float32, bitcast=True)
             for rank in tl.static_range(RANKS):
                 if rank != RANK:
-                    leave(buffers[rank] + at + RANK * BLOCK, mine.to(tl.float32, bitcast=True), inside)
+                    leave(buffers[rank] + at + RANK * BLOCK, sent, inside)
             tl.store(ys[tensor] + RANK * share + word, mine, own)
             for rank in tl.static_range(RANKS):
                 if rank != RANK:
-                    part = take(buffers[RANK] + at + rank * BLOCK, inside).to(tl.int32, bitcast=True)
+                    part = take(buffers[RANK] + at + rank * BLOCK, inside).to(tl.int32, bitcast=True) ^ FLIPS[tensor]
                     tl.store(ys[tensor] + rank * share + word, part, inside & (rank * share + word < words))

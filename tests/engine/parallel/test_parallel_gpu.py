@@ -11,7 +11,8 @@ from torch import distributed, multiprocessing
 
 from dsv4cli.engine.parallel.processes import joined
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.kernels.all_reduce import PROGRAMS, WORDS, share_of
+from dsv4cli.kernels.all_reduce import PROGRAMS, WORDS
+from dsv4cli.kernels.shares import share_of
 
 RANKS = 2
 pytestmark = [
@@ -73,9 +74,11 @@ def check_shares(world):
                 share = one.sum_rows(parts[world.rank].clone(), rows, torch.bfloat16)
                 assert not differ(share, expected[own])
                 wide = parts[0][own, :6].contiguous()
-                every, narrow = one.gather_rows([share, wide], shape[0])
+                listed = torch.arange(-1, shape[0] * 3 - 1, device="cuda").view(-1, 3) % 600 - 1
+                every, narrow, lists = one.gather_rows([share, wide, listed[own]], shape[0])
                 assert not differ(every, expected)
                 assert not differ(narrow, parts[0][:, :6])
+                assert torch.equal(lists, listed)
 
 
 def check_shared_replays(world):
@@ -92,7 +95,7 @@ def check_shared_replays(world):
             own = share_of(shape[0], world.rank, RANKS)
             share = world.sum_rows(mine, own.stop - own.start, torch.bfloat16)
             wrong.add_(differ(share, expected[own]))
-            for every in world.gather_rows([share, share], shape[0]):
+            for every in world.gather_rows([share] * 5, shape[0]):
                 wrong.add_(differ(every, expected))
             wrong.add_(differ(world.sum_rounded(mine[:64], torch.bfloat16), expected[:64]))
         step.add_(1)

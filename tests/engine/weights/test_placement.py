@@ -11,7 +11,7 @@ import typer
 from dsv4cli.cli import app
 from dsv4cli.commands.offload_report import memory_limits
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
-from dsv4cli.engine.config.capacity import DIVIDES_FROM
+from dsv4cli.engine.config.capacity import divides_from
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import FLASH, FLASH_0731, PRO
 from dsv4cli.engine.config.read import parse_config
@@ -253,7 +253,8 @@ def loaded_on(machine: Machine, config: ModelConfig, devices, limits: MemoryLimi
     own = machine.host - (0 if devices[0].is_gpu else sharing.CPU_RESERVE)
     free = {"cuda": min(one.free for one in devices) - sharing.CUDA_CONTEXT, "cpu": own}
     patch.setattr(load, "free_memory", lambda device: free[device.type])
-    world = World(0, ranks, None, ranks, divides_from=DIVIDES_FROM)  # as GPUs that see each other's memory have it
+    # as GPUs that see each other's memory have it
+    world = World(0, ranks, None, ranks, divides_from=divides_from(ranks))
     target = load._Target(torch.device(device.torch_name), world, limits, None, load=Workload(8192))
     try:
         return load._placed(config, Formats(), target)
