@@ -41,6 +41,6 @@ class Indexer(nn.Module):
         """
         step, stored = batch.entries[RATIO], state.tensors()
         queries, keys = IndexQueries(q, weights, self.scale), IndexKeys(stored.entries, stored.scale)
-        entries = IndexEntries(step.table, batch.sequence[rows], step.visible[rows])
+        entries = IndexEntries(step.table, batch.sequence[rows], step.visible[rows], len(batch.ids))
         window = WindowList(batch.window_index[rows], batch.window_columns[rows], batch.window_rows)
         return indexer.best_entries(queries, keys, self.topk, entries, window)

@@ -9,6 +9,7 @@ says that it has taken what was sent to it before, and nothing else does.
 """
 
 from collections.abc import Sequence
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,12 +61,13 @@ def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: "Symmetric
     ys = [torch.empty(tokens, *x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
     widths = tuple(y[:1].nbytes // 4 for y in ys)
     if any(widths):
-        share = share_of(tokens, 0, ranks).stop
+        share, part = share_of(tokens, 0, ranks).stop, gcd(*widths)
         words = [tuple(x.flatten().view(torch.int32) for x in tensors) for tensors in (parts, ys)]
         flips = tuple(INVERTED if y.dtype == torch.int64 else 0 for y in ys)
         _all_gather[(min(cdiv(share * max(widths), block), programs),)](
-            *words, symmetric.buffers, symmetric.sums, tokens, share, widths, flips, symmetric.rank, ranks, block,
-            num_warps=WARPS, **overlap(ys[0]),
+            *words, symmetric.buffers, symmetric.sums, tokens * part, share * part,
+            tuple(width // part for width in widths), flips, symmetric.rank, ranks, block, num_warps=WARPS,
+            **overlap(ys[0]),
         )  # fmt: skip
     return ys
 
@@ -167,7 +169,7 @@ def _all_gather(
     buffers,  # of each rank [programs, 2, RANKS, BLOCK]
     sums,  # [programs]
     tokens,
-    rows,  # of each rank but the last, which has what is left
+    rows,  # of each rank but the last, which has what is left; a tensor alone is of one word a row
     WIDTHS: tl.constexpr,
     FLIPS: tl.constexpr,  # bits of each one's words that are sent inverted
     RANK: tl.constexpr,

@@ -31,11 +31,13 @@ class IndexEntries:
     sequence: int64 [T], the row of the table of each token.
     visible: int64 [T], how many entries a token sees; further ones, of a table that has room for more, cost next to
         nothing.
+    tokens: all of the step's, where these T are a rank's share of them: how many there are for a row of the table.
     """
 
     table: torch.Tensor
     sequence: torch.Tensor
     visible: torch.Tensor
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) 
     if keys.scale is None:
         _score_plain(out, queries, keys, entries)
     else:
-        score = _score_many if q.shape[0] >= MANY * entries.table.shape[0] else _score_few
+        tokens = q.shape[0] if entries.tokens is None else entries.tokens
+        score = _score_many if tokens >= MANY * entries.table.shape[0] else _score_few
         score(out, queries, _words(keys.keys, keys.scale), entries)
     return out
 
