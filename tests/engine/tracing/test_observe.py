@@ -15,5 +15,5 @@ def test_ranks_hold_all_rows_where_a_trace_looks_at_them():
     model = Transformer(parse_config(TINY, "test"), Numerics.plain(), World(1, 2, divides_from=3))
     with observed(model, Observer(SimpleNamespace(texts=()), ())):
         assert model.world.own_rows(10) == slice(0, 10)
-    assert model.world.own_rows(10) == slice(5, 10)
+    assert model.world.own_rows(10) == slice(6, 10)
     assert model.world.own_rows(2) == slice(0, 2)
