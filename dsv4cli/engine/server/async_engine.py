@@ -1,7 +1,7 @@
 """The engine as the event loop sees it: calls of clients, of one or several requests, and what they get; no HTTP."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from dsv4cli.engine.runtime.draft_report import DraftReport
@@ -9,6 +9,7 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.server.engine_thread import EngineThread, Update
+from dsv4cli.engine.server.gathering import Gathering
 from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.refusals import Refusal, refusal_of
 
@@ -82,7 +83,8 @@ class AsyncEngine:
     most tokens of a prompt and its answer that its cache holds, None where nothing bounds it. failure: why the engine
     cannot go on, once that is so."""
 
-    def __init__(self, engine: Engine, most: int, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, most: int, metrics: Metrics, connected: Callable[[], int]) -> None:
+        """connected: how many clients are."""
         self._loop = asyncio.get_running_loop()
         self.most, self._metrics = most, metrics
         self.room = engine.room
@@ -90,6 +92,7 @@ class AsyncEngine:
         self.failure: asyncio.Future[Exception] = self._loop.create_future()
         self._thread = EngineThread(engine, self._deliver, self._fail)
         self._thread.start()
+        self._gathering = Gathering(lambda: connected() - len({*self._calls.values()}), self._thread.add)
 
     async def report(self) -> tuple[Usage, DraftReport | None]:
         """What the engine holds, and what drafts have come to, after the step that runs. Raises `Refusal`."""
@@ -116,17 +119,19 @@ class AsyncEngine:
         if len(self._calls) + len(requests) > self.most:
             raise Refusal(503, f"the queue is full: {len(self._calls):,} requests run or wait; try again later")
         call = EngineCall(self, requests)
+        rests = not self._calls or self._gathering.holds
         for request in requests:
             self._calls[request] = call
             self._metrics.begin(request)
-            self._thread.add(request)
+        (self._gathering if rests else self._thread).add(requests)
         return call
 
     def cancel(self, request: Request, outcome: str) -> None:
         """Ends a request before the next step; harmless when it has ended. outcome: as `Metrics.end` has it."""
         if self._calls.pop(request, None) is not None:
             self._metrics.end(request, outcome)
-            self._thread.cancel(request)
+            if not self._gathering.drop(request):
+                self._thread.cancel(request)
 
     def close(self, seconds: float) -> bool:
         """Ends the thread after the step that runs; whether that was in so many seconds."""

@@ -1,9 +1,10 @@
 """The thread that owns the engine: orders in from any thread, what each step gave out; it knows no HTTP."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Thread
 from time import perf_counter
 
@@ -52,9 +53,11 @@ class EngineThread:
         """Begins."""
         self._thread.start()
 
-    def add(self, request: Request) -> None:
-        """Queues a request, from any thread."""
-        self._order(lambda: self._add(request))
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queues requests, from any thread; no step begins between two of them."""
+        with self._wake:
+            self._orders.extend(partial(self._add, request) for request in requests)
+            self._wake.notify()
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, from any thread; harmless when it has ended."""

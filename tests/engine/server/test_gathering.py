@@ -1,0 +1,109 @@
+"""Which requests begin together."""
+
+import asyncio
+import json
+from contextlib import ExitStack
+
+import pytest
+
+from dsv4cli.engine.server import gathering
+from dsv4cli.engine.server.gathering import ROUNDS, Gathering
+from tests.engine.server.test_http import REQUEST, SMALL, connected, ends
+from tests.support.serving import asking, comes, served
+
+
+def gathered(monkeypatch, work, quiet=0.05, longest=10.0):
+    """What was released, in which groups, while `work` adds requests; silent is what it says."""
+    monkeypatch.setattr(gathering, "QUIET", quiet)
+    monkeypatch.setattr(gathering, "LONGEST", longest)
+    silent, released = [0], []
+
+    async def run():
+        one = Gathering(lambda: silent[0], released.extend)
+        await work(one, silent, released)
+
+    asyncio.run(run())
+    return released
+
+
+async def rounds(count=ROUNDS + 2):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_alone_a_request_is_held_for_some_rounds_of_the_loop(monkeypatch):
+    async def work(one, silent, released):
+        one.add(["a"])
+        await rounds(ROUNDS - 1)
+        assert released == []
+        await rounds(3)
+        assert released == ["a"]
+        assert not one.holds
+
+    gathered(monkeypatch, work, quiet=60)
+
+
+def test_those_who_have_connected_are_waited_for(monkeypatch):
+    async def work(one, silent, released):
+        silent[0] = 2
+        for name in "abc":
+            one.add([name])
+            await rounds()
+            assert released == []
+            silent[0] -= 1
+        await asyncio.sleep(0.1)
+        assert released == ["a", "b", "c"]
+
+    gathered(monkeypatch, work)
+
+
+def test_those_who_ask_nothing_are_not_waited_for_long(monkeypatch):
+    async def work(one, silent, released):
+        silent[0] = 1
+        one.add(["a"])
+        await rounds()
+        assert released == []
+        await asyncio.sleep(0.1)
+        assert released == ["a"]
+
+    gathered(monkeypatch, work, quiet=0.01)
+
+
+def test_however_many_come_the_first_does_not_wait_for_ever(monkeypatch):
+    async def work(one, silent, released):
+        silent[0], number = 1, 0
+        while not released and number < 200:
+            one.add([number])
+            number += 1
+            await asyncio.sleep(0.005)
+
+    assert gathered(monkeypatch, work, quiet=0.01, longest=0.1)[:3] == [0, 1, 2]
+
+
+def test_who_goes_is_not_held(monkeypatch):
+    async def work(one, silent, released):
+        one.add(["a"])
+        one.add(["b"])
+        assert one.drop("a")
+        assert not one.drop("c")
+        await rounds()
+
+    assert gathered(monkeypatch, work) == ["b"]
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_clients_that_come_together_are_read_in_one_step(monkeypatch, others):
+    # another connection asks nothing: it is waited for
+    monkeypatch.setattr(gathering, "QUIET", 0.3)
+    monkeypatch.setattr(gathering, "LONGEST", 5.0)
+    head = REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    with served(SMALL) as server, ExitStack() as stack:
+        step, read = server.engine.step, []
+        monkeypatch.setattr(server.engine, "step", lambda: read.append(len(done := step())) or done)
+        clients = [stack.enter_context(connected(server)) for _ in range(2 + others)]
+        assert comes(lambda: len(server.server.server_state.connections) == len(clients))
+        for number, client in enumerate(clients[1:]):
+            body = json.dumps(asking(f"{number} and on", max_tokens=1)).encode()
+            client.sendall(head % len(body) + body)
+        assert all(map(ends, clients[1:]))
+        assert read == [1 + others]
