@@ -55,7 +55,7 @@ class Gathering:
         """before: how many were silent and held when it was last asked."""
         silent = self._silent()
         now = silent, len(self._held)
-        if not silent or now == before or self._loop.time() > self._first + LONGEST:
+        if silent <= 0 or now == before or self._loop.time() > self._first + LONGEST:
             held, self._held = self._held, []
             self._release(held)
         else:
