@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 # the longest wait for words, which compilers delay, and for the end
 SECONDS, END_SECONDS = 240, 60
-STARTING, SHARED, PROMPT, READY = "starting", "small sums go through", "\n>", "the text means nothing"
+STARTING, SHARED, PROMPT, READY = "starting", "sums go through", "\n>", "the text means nothing"
 QUESTION = "What is 17 + 25?"
 # what the case waits for that is not a word: an answer under way
 ANSWER = "ANSWER"

@@ -58,7 +58,7 @@ def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
             follow_leader(own, world)  # its files may lie elsewhere on another machine
             return
         work = read()
-        job.out.status(f"{world.size} ranks; small sums go through {world.reduce_backend}")
+        job.out.status(f"{world.size} ranks; sums go through {world.reduce_backend}")
         followers = Followers(world)
         try:
             _carry_out(replace(own, followers=followers), work)

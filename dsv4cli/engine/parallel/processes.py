@@ -129,7 +129,7 @@ def _world(local: int, device: torch.device) -> World:
 
 
 def _symmetric_buffers(rank: int, numbers: list[int], device: torch.device) -> SymmetricBuffers | None:
-    """What carries small sums, decided alike by all ranks: None with several machines or GPUs that do not see each
+    """What carries sums, decided alike by all ranks: None with several machines or GPUs that do not see each
     other's memory."""
     from torch.distributed import _symmetric_memory
 

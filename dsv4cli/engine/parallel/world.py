@@ -38,7 +38,7 @@ class World:
 
     @property
     def reduce_backend(self) -> str:
-        """What carries small sums, in words."""
+        """What carries sums, in words."""
         return torch.distributed.get_backend() if self.symmetric_buffers is None else "each other's memory"
 
     def sum_rounded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

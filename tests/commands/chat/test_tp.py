@@ -56,7 +56,7 @@ def test_two_ranks_converse_as_one(tmp_path):
     out, err = started(tmp_path).communicate("What is 17 + 25?\nAnd what is 3 + 4?\n", SECONDS)
     assert out == "17 + 25 = 42.\n3 + 4 = 7.\n"
     starting, first, *rest = err.splitlines()
-    assert (starting, first) == ("starting 2 ranks", "2 ranks; small sums go through gloo")
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; sums go through gloo")
     assert sum(" a step · first after" in line for line in rest) == 2  # with drafts, in both ranks
 
 

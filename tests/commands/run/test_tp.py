@@ -98,7 +98,7 @@ def test_two_ranks_of_one_program_answer_as_one():
     )
     assert terminal.leave() == 0
     starting, first, *rest = terminal.plain.splitlines()
-    assert (starting, first) == ("starting 2 ranks", "2 ranks; small sums go through gloo")
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; sums go through gloo")
     assert ANSWER.strip() in rest
     assert sum("first token after" in line for line in rest) == 1
 
@@ -108,7 +108,7 @@ def test_two_ranks_answer_as_one():
     done = run(*RUN, "-", "--tp", "2", stdin=QUESTION)
     assert (done.returncode, done.stdout) == (0, ANSWER)
     starting, first, *rest = done.stderr.splitlines()
-    assert (starting, first) == ("starting 2 ranks", "2 ranks; small sums go through gloo")
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; sums go through gloo")
     assert sum("first token after" in line for line in rest) == 1
 
 
