@@ -94,7 +94,7 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x: normed hidden state [T, D], or this rank's rows of it -> the same rows."""
         rows, tokens = len(x), len(batch.ids)
-        # a row that means nothing chooses for itself where its like may be another rank's
+        # the row that padding follows may be another rank's: there padding chooses for itself
         routed_as = batch.routed if rows == tokens else None
         chosen, weights = self.gate(x, batch.ids[self.world.rows_held(rows, tokens)], routed_as)
         x, chosen, weights = self.world.gather_rows([x, chosen, weights], tokens)

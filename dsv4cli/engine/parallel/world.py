@@ -64,7 +64,7 @@ class World:
         return share_of(tokens, self.rank, self.size)
 
     def rows_held(self, rows: int, tokens: int) -> slice:
-        """Which of a step's so many rows `rows` of them are that this rank holds: all, or its share."""
+        """Which rows of a step of so many tokens a tensor of `rows` rows has: all, or this rank's share."""
         return slice(0, tokens) if rows == tokens else self.own_rows(tokens)
 
     def sum_rows(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -7,8 +7,8 @@ from dsv4cli.engine.runtime.request import Request
 
 # rounds of the event loop in which a client that has connected is accepted and heard
 ROUNDS = 6
-# seconds without news after which nobody else is waited for, and how long the first request waits at most: a third of
-# the smallest chunk that another would have to wait for (H200, Flash)
+# seconds without news after which nobody else is waited for, and how long the first request waits at most: not quite as
+# long as the smallest chunk takes, which another would have to wait for (Flash on one H200: 24 ms)
 QUIET, LONGEST = 1e-3, 20e-3
 
 
