@@ -94,7 +94,7 @@ def test_who_goes_is_not_held(monkeypatch):
 @pytest.mark.parametrize("others", [0, 2])
 def test_clients_that_come_together_are_read_in_one_step(monkeypatch, others):
     # another connection asks nothing: it is waited for
-    monkeypatch.setattr(gathering, "QUIET", 0.3)
+    monkeypatch.setattr(gathering, "QUIET", 0.15)
     monkeypatch.setattr(gathering, "LONGEST", 5.0)
     head = REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     with served(SMALL) as server, ExitStack() as stack:
