@@ -99,7 +99,7 @@ def kind(item: Item) -> str:
 def window_only() -> Iterator[None]:
     """Every layer attends to its window alone: what lies further back is lost."""
 
-    def nothing(self: Attention, rows: Any, index_q: Any, weights: Any, batch: Batch, cache: LayerCache) -> Any:
+    def nothing(self: Attention, rows: Any, index_q: Any, batch: Batch, cache: LayerCache) -> Any:
         return self.attn_sink.new_zeros(0, self.config.head_dim, dtype=self.numerics.dtype), batch.window_index
 
     entries = Attention.entries

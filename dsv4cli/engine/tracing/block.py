@@ -119,14 +119,14 @@ class BlockObserver:
                 self._take(stage, rows)
 
     def _listed(self, args: Call, result: Call) -> None:
-        """args: raw rows of the compressors, the indexer's queries and weights, batch, cache; result: pool, lists."""
-        *_, weights, batch, cache = args
+        """args: raw rows of the compressors, the indexer's queries, batch, cache; result: pool, lists."""
+        rows, _, batch, cache = args
         watched, ratio = self.observer.watched, self.block.attn.ratio
         if watched is None or not ratio:
             return
         self._made("attn.entries", cache.compressed, batch, watched)
-        if weights is not None:
-            self._take("indexer.weights", weights)
+        if ratio == RATIO:
+            self._take("indexer.weights", rows[-1])
             self._made("indexer.entries", cache.index, batch, watched)
             if self.observer.wants(self.layer, "indexer.chosen"):
                 longest = max(len(text.ids) for text in self.observer.manifest.texts)
