@@ -4,7 +4,12 @@
 UNIT = 2
 
 
+def rows_each(tokens: int, ranks: int) -> int:
+    """How many of so many rows a rank has, whole units; the last ones have what is left."""
+    return -(-tokens // (ranks * UNIT)) * UNIT
+
+
 def share_of(tokens: int, rank: int, ranks: int) -> slice:
-    """A rank's share of so many rows: the ranks have equally many, whole units, but the last has what is left."""
-    each = -(-tokens // (ranks * UNIT)) * UNIT
+    """A rank's share of so many rows."""
+    each = rows_each(tokens, ranks)
     return slice(min(rank * each, tokens), min((rank + 1) * each, tokens))

@@ -44,21 +44,21 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """x: normed hidden state [T, D], or this rank's rows of it -> the same rows; the cache takes the step's keys
         and entries."""
-        (latent, kv, *rows), weights = self.projected(x, len(batch.ids))
+        latent, kv, *rows = self.projected(x, len(batch.ids))
         rings = None if batch.in_rings else cache.window.data[batch.slots].flatten(0, 1)
         q, kv, index_q = self.queries_and_keys(latent, kv, batch, cache.window)
         window = cache.window.data.flatten(0, 1) if rings is None else torch.cat((rings, kv))
-        entries, lists = self.entries(rows, index_q, weights, batch, cache)
+        entries, lists = self.entries(rows, index_q, batch, cache)
         scale, rotation = self.config.head_dim**-0.5, batch.rotations[self.ratio]
         o = attention.sparse_attention(q, window, entries, lists, self.attn_sink, scale, rotation)
         return self.output(o, len(x))
 
-    def projected(self, x: torch.Tensor, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """What the linears give for all of so many tokens, and the last one in a CSA layer, which the indexer takes for
-        this rank's rows."""
+    def projected(self, x: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+        """What the linears give for all of so many tokens; in a CSA layer the last, the indexer's weights, for this
+        rank's rows only, as it takes them."""
         parts = project(x, self.linears())
-        weights = parts.pop() if self.ratio == 4 else None
-        return self.world.gather_rows(parts, tokens), weights
+        own = [parts.pop()] if self.ratio == 4 else []
+        return [*self.world.gather_rows(parts, tokens), *own]
 
     def linears(self) -> list[Linear | Fp32Linear]:
         """What reads the hidden state: latent queries, keys; raw rows of the compressor; the indexer's likewise, and
@@ -106,21 +106,17 @@ class Attention(nn.Module):
         return q.unflatten(-1, (-1, self.config.head_dim))
 
     def entries(
-        self,
-        rows: list[torch.Tensor],
-        index_q: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        batch: Batch,
-        cache: LayerCache,
+        self, rows: list[torch.Tensor], index_q: torch.Tensor | None, batch: Batch, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The pool of compressed entries [cells, d] and each token's list of window rows and entries, int64 [T, L].
 
-        rows: of the compressors. index_q and weights of a CSA layer: of all tokens, and of this rank's rows."""
+        rows: what `projected` gives behind the first two."""
         if cache.compressed is None:
             return self.attn_sink.new_zeros(0, self.config.head_dim, dtype=self.numerics.dtype), batch.window_index
-        if cache.index is None or index_q is None or weights is None:
+        if cache.index is None or index_q is None:
             self.compressor(*rows, batch, cache.compressed)
             return cache.compressed.entries.data, batch.every_entry
+        *rows, weights = rows
         compress_both((self.compressor, self.indexer.compressor), rows, batch, (cache.compressed, cache.index))
         tokens = len(index_q)
         own = self.world.rows_held(len(weights), tokens)

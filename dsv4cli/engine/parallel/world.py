@@ -9,7 +9,7 @@ import torch
 
 from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, reduce_scatter
 from dsv4cli.kernels.dispatch import chosen
-from dsv4cli.kernels.shares import share_of
+from dsv4cli.kernels.shares import rows_each, share_of
 
 # the name from torch 2.13 on, and the name before
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
@@ -86,7 +86,7 @@ class World:
         return [self._gathered(x, tokens) for x in parts]
 
     def _gathered(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        each = share_of(tokens, 0, self.size).stop
+        each = rows_each(tokens, self.size)
         mine = x.new_zeros(each, *x.shape[1:])
         mine[: len(x)] = x  # the last rank has fewer
         every = x.new_empty(self.size * each, *x.shape[1:])

@@ -55,9 +55,7 @@ class EngineThread:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queues requests, from any thread; no step begins between two of them."""
-        with self._wake:
-            self._orders.extend(partial(self._add, request) for request in requests)
-            self._wake.notify()
+        self._order(*(partial(self._add, request) for request in requests))
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, from any thread; harmless when it has ended."""
@@ -75,9 +73,9 @@ class EngineThread:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _order(self, *orders: Callable[[], None]) -> None:
         with self._wake:
-            self._orders.append(order)
+            self._orders += orders
             self._wake.notify()
 
     def _run(self) -> None:

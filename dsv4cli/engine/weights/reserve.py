@@ -11,7 +11,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.weights.reference_step import WidestStep
 from dsv4cli.kernels.formats import FP4_BLOCK
-from dsv4cli.kernels.shares import share_of
+from dsv4cli.kernels.shares import rows_each
 
 # tokens of a prompt in a step, the most wanted first: a larger one is faster and takes more memory
 CHUNKS = (MAX_STEP_TOKENS, USUAL_CHUNK, 2048, 1024, 512, 256, 128, 64)
@@ -171,7 +171,7 @@ class TritonStep:
         self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (4, 128)}
         self.hidden = ACTIVATION * tokens * config.hidden_size
         # the rows of the streams that a rank holds, and one stream's bytes of them
-        self.rows = share_of(tokens, 0, ranks).stop if divides else tokens
+        self.rows = rows_each(tokens, ranks) if divides else tokens
         self.own = ACTIVATION * self.rows * config.hidden_size
         self.queries = ACTIVATION * tokens * config.num_attention_heads * config.head_dim
 

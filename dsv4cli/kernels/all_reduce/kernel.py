@@ -19,7 +19,7 @@ import triton.language as tl
 from dsv4cli.kernels.cross_program import leave, take
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
-from dsv4cli.kernels.shares import share_of
+from dsv4cli.kernels.shares import rows_each, share_of
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.all_reduce import SymmetricBuffers
@@ -48,7 +48,7 @@ def reduce_scatter(x: torch.Tensor, dtype: torch.dtype, symmetric: "SymmetricBuf
     y = torch.empty(own.stop - own.start, *x.shape[1:], dtype=dtype, device=x.device)
     words, (programs, *_, block) = x.flatten().view(torch.int32), symmetric.buffers[0].shape
     if len(words):
-        share = share_of(len(x), 0, ranks).stop * width
+        share = rows_each(len(x), ranks) * width
         _reduce_scatter[(min(cdiv(share, block), programs),)](
             words, y, symmetric.buffers, symmetric.sums, len(words), share, symmetric.rank, ranks,
             x.dtype == torch.bfloat16, block, num_warps=WARPS, **overlap(x),
@@ -61,7 +61,7 @@ def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: "Symmetric
     ys = [torch.empty(tokens, *x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
     widths = tuple(y[:1].nbytes // 4 for y in ys)
     if any(widths):
-        share, part = share_of(tokens, 0, ranks).stop, gcd(*widths)
+        share, part = rows_each(tokens, ranks), gcd(*widths)
         words = [tuple(x.flatten().view(torch.int32) for x in tensors) for tensors in (parts, ys)]
         flips = tuple(INVERTED if y.dtype == torch.int64 else 0 for y in ys)
         _all_gather[(min(cdiv(share * max(widths), block), programs),)](
@@ -168,8 +168,8 @@ def _all_gather(
     ys,  # [tokens, width]
     buffers,  # of each rank [programs, 2, RANKS, BLOCK]
     sums,  # [programs]
-    tokens,
-    rows,  # of each rank but the last, which has what is left; a tensor alone is of one word a row
+    tokens,  # times a divisor of the widths, by which WIDTHS are shorter: one tensor has one kernel for every width
+    rows,  # of each rank but the last, which has what is left, times the same
     WIDTHS: tl.constexpr,
     FLIPS: tl.constexpr,  # bits of each one's words that are sent inverted
     RANK: tl.constexpr,

@@ -19,7 +19,7 @@ def gathered(monkeypatch, work, quiet=0.05, longest=10.0):
     silent, released = [0], []
 
     async def run():
-        one = Gathering(lambda: silent[0], released.extend)
+        one = Gathering(lambda: silent[0], released.append)
         await work(one, silent, released)
 
     asyncio.run(run())
@@ -37,7 +37,7 @@ def test_alone_a_request_is_held_for_some_rounds_of_the_loop(monkeypatch):
         await rounds(ROUNDS - 1)
         assert released == []
         await rounds(3)
-        assert released == ["a"]
+        assert released == [["a"]]
         assert not one.holds
 
     gathered(monkeypatch, work, quiet=60)
@@ -52,7 +52,7 @@ def test_those_who_have_connected_are_waited_for(monkeypatch):
             assert released == []
             silent[0] -= 1
         await asyncio.sleep(0.1)
-        assert released == ["a", "b", "c"]
+        assert released == [["a", "b", "c"]]
 
     gathered(monkeypatch, work)
 
@@ -64,7 +64,7 @@ def test_those_who_ask_nothing_are_not_waited_for_long(monkeypatch):
         await rounds()
         assert released == []
         await asyncio.sleep(0.1)
-        assert released == ["a"]
+        assert released == [["a"]]
 
     gathered(monkeypatch, work, quiet=0.01)
 
@@ -77,7 +77,7 @@ def test_however_many_come_the_first_does_not_wait_for_ever(monkeypatch):
             number += 1
             await asyncio.sleep(0.005)
 
-    assert gathered(monkeypatch, work, quiet=0.01, longest=0.1)[:3] == [0, 1, 2]
+    assert gathered(monkeypatch, work, quiet=0.01, longest=0.1)[0][:3] == [0, 1, 2]
 
 
 def test_who_goes_is_not_held(monkeypatch):
@@ -88,7 +88,7 @@ def test_who_goes_is_not_held(monkeypatch):
         assert not one.drop("c")
         await rounds()
 
-    assert gathered(monkeypatch, work) == ["b"]
+    assert gathered(monkeypatch, work) == [["b"]]
 
 
 @pytest.mark.parametrize("others", [0, 2])
