@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -94,7 +95,7 @@ def test_who_goes_is_not_held(monkeypatch):
 @pytest.mark.parametrize("others", [0, 2])
 def test_clients_that_come_together_are_read_in_one_step(monkeypatch, others):
     # another connection asks nothing: it is waited for
-    monkeypatch.setattr(gathering, "QUIET", 0.15)
+    monkeypatch.setattr(gathering, "QUIET", 0.3)
     monkeypatch.setattr(gathering, "LONGEST", 5.0)
     head = REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     with served(SMALL) as server, ExitStack() as stack:
@@ -105,5 +106,6 @@ def test_clients_that_come_together_are_read_in_one_step(monkeypatch, others):
         for number, client in enumerate(clients[1:]):
             body = json.dumps(asking(f"{number} and on", max_tokens=1)).encode()
             client.sendall(head % len(body) + body)
+            time.sleep(0.05)  # enough for a step
         assert all(map(ends, clients[1:]))
         assert read == [1 + others]
