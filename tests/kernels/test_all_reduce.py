@@ -13,6 +13,7 @@ from torch import multiprocessing
 
 from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, reduce_scatter
 from dsv4cli.kernels.shares import share_of
+from tests.support.forked import output_of
 
 RANKS = 3
 # one that waits for a word which has been lost waits for ever
@@ -138,3 +139,9 @@ def test_each_rank_holds_the_sum_of_all_parts(triton_backend, work):
     multiprocessing.start_processes(enter, (work, buffers, wrong), nprocs=RANKS, start_method="fork")
     assert wrong.tolist() == [0] * RANKS
     assert not any(buffer.any() for buffer in buffers)  # all that came has been taken
+
+
+def test_what_goes_to_another_gpu_goes_in_four_words(tmp_path):
+    """In single ones the gathering of a prompt's lists and inputs took twice as long."""
+    stores = output_of("-m", "tests.support.gathers", TRITON_INTERPRET=None, TRITON_CACHE_DIR=str(tmp_path))
+    assert stores.split("\n")[:-1] == ["st.global.v4.b32"] * 3

@@ -149,7 +149,7 @@ def compile_launch(launch: Launch) -> bool:
     before = knobs.compilation.listener
     knobs.compilation.listener = lambda *, cache_hit, **details: found.append(cache_hit)
     try:
-        _compiled(launch)
+        compiled(launch)
     finally:
         knobs.compilation.listener = before
     return not found[-1]
@@ -167,13 +167,13 @@ def load_launch(launch: Launch, device: int) -> None:
     kernels = launch.function.device_caches[device][0]
     if launch.key not in kernels:
         with torch.cuda.device(device):
-            kernel = _compiled(launch)
+            kernel = compiled(launch)
             _ = kernel.run  # it is loaded when it is asked how it is run
         kernels[launch.key] = kernel
 
 
-def _compiled(launch: Launch) -> Any:
-    """The kernel, from Triton's cache or compiled into it."""
+def compiled(launch: Launch) -> Any:
+    """The kernel, from Triton's cache or compiled into it, inside `driven_by`. Raises what Triton raises."""
     from triton.compiler import ASTSource, compile, make_backend
     from triton.runtime.driver import driver
 
@@ -209,7 +209,7 @@ def build_launcher(launch: Launch) -> None:
     before, knobs.build.impl = knobs.build.impl, knobs.build.impl or _build_quickly
     try:
         with suppress(Exception):  # a compiler raises anything
-            kernel = _compiled(launch)
+            kernel = compiled(launch)
             CudaLauncher(kernel.src, kernel.metadata)
     finally:
         knobs.build.impl = before

@@ -19,13 +19,15 @@ import triton.language as tl
 from dsv4cli.kernels.cross_program import leave, take
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
-from dsv4cli.kernels.shares import rows_each, share_of
+from dsv4cli.kernels.shares import UNIT, rows_each, share_of
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.all_reduce import SymmetricBuffers
 
 # a program's words are at least as many as its threads, see `take`
 WARPS = 4
+# words that a thread writes at once where the compiler knows that they begin at a multiple of as many
+VECTOR = 4
 # bits of a word of integers that are sent inverted: the one word that cannot be sent, -1, is then that of -2 ** 31
 INVERTED = 0x7FFFFFFF
 
@@ -58,18 +60,20 @@ def reduce_scatter(x: torch.Tensor, dtype: torch.dtype, symmetric: "SymmetricBuf
 
 def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: "SymmetricBuffers") -> list[torch.Tensor]:
     ranks, (programs, *_, block) = len(symmetric.buffers), symmetric.buffers[0].shape
-    ys = [torch.empty(tokens, *x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
-    widths = tuple(y[:1].nbytes // 4 for y in ys)
-    if any(widths):
-        share, part = rows_each(tokens, ranks), gcd(*widths)
+    each, widths = rows_each(tokens, ranks), [x.shape[1:].numel() * x.itemsize // 4 for x in parts]
+    # whole shares of all ranks: what is written has no end within four words
+    ys = [torch.empty(ranks * each, *x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
+    part = gcd(*widths)
+    if part and tokens:
+        part //= gcd(part, VECTOR // UNIT)
         words = [tuple(x.flatten().view(torch.int32) for x in tensors) for tensors in (parts, ys)]
         flips = tuple(INVERTED if y.dtype == torch.int64 else 0 for y in ys)
-        _all_gather[(min(cdiv(share * max(widths), block), programs),)](
-            *words, symmetric.buffers, symmetric.sums, tokens * part, share * part,
-            tuple(width // part for width in widths), flips, symmetric.rank, ranks, block, num_warps=WARPS,
+        _all_gather[(min(cdiv(each * max(widths), block), programs),)](
+            *words, symmetric.buffers, symmetric.sums, len(parts[0]) * part, each // UNIT * part,
+            tuple(width // part for width in widths), UNIT, flips, symmetric.rank, ranks, block, num_warps=WARPS,
             **overlap(ys[0]),
         )  # fmt: skip
-    return ys
+    return [y[:tokens] for y in ys]
 
 
 @triton.jit
@@ -162,15 +166,16 @@ def _reduce_scatter(
         tl.store(y + value, total.to(y.dtype.element_ty), value < own * EACH)
 
 
-@launched(do_not_specialize=["tokens", "rows"])
+@launched(do_not_specialize=["rows", "units"])
 def _all_gather(
     xs,  # of each tensor this rank's rows as int32, each of WIDTHS words
-    ys,  # [tokens, width]
+    ys,  # [RANKS * units * UNIT, width]
     buffers,  # of each rank [programs, 2, RANKS, BLOCK]
     sums,  # [programs]
-    tokens,  # times a divisor of the widths, by which WIDTHS are shorter: one tensor has one kernel for every width
-    rows,  # of each rank but the last, which has what is left, times the same
+    rows,  # that this rank has, times a divisor of the widths, by which WIDTHS are shorter: one tensor has one kernel
+    units,  # of UNIT rows in a share, times the same
     WIDTHS: tl.constexpr,
+    UNIT: tl.constexpr,
     FLIPS: tl.constexpr,  # bits of each one's words that are sent inverted
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -180,19 +185,19 @@ def _all_gather(
     program = tl.program_id(0)
     wait_for_inputs(OVERLAP)
     for tensor in tl.static_range(len(WIDTHS)):
-        words, share = tokens * WIDTHS[tensor], rows * WIDTHS[tensor]
+        # the compiler sees that it is a multiple of four words, which threads write at once
+        share = units * (UNIT * WIDTHS[tensor])
         for block in range(program, tl.cdiv(share, BLOCK), tl.num_programs(0)):
             word = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
             inside = word < share
             at = _turn(sums, RANKS, BLOCK)
-            own = inside & (RANK * share + word < words)
-            mine = tl.load(xs[tensor] + word, own, other=0)
+            mine = tl.load(xs[tensor] + word, word < rows * WIDTHS[tensor], other=0)
             sent = (mine ^ FLIPS[tensor]).to(tl.float32, bitcast=True)
             for rank in tl.static_range(RANKS):
                 if rank != RANK:
                     leave(buffers[rank] + at + RANK * BLOCK, sent, inside)
-            tl.store(ys[tensor] + RANK * share + word, mine, own)
+            tl.store(ys[tensor] + RANK * share + word, mine, inside)
             for rank in tl.static_range(RANKS):
                 if rank != RANK:
                     part = take(buffers[RANK] + at + rank * BLOCK, inside).to(tl.int32, bitcast=True) ^ FLIPS[tensor]
-                    tl.store(ys[tensor] + rank * share + word, part, inside & (rank * share + word < words))
+                    tl.store(ys[tensor] + rank * share + word, part, inside)

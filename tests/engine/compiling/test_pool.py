@@ -107,7 +107,7 @@ def test_launchers_are_built_where_triton_has_them_built(there, monkeypatch):
     monkeypatch.setattr(driver, "library_dirs", library_dirs)
     monkeypatch.setattr(driver, "CudaLauncher", launcher)
     assert launches.builds_launchers() is there
-    monkeypatch.setattr(launches, "_compiled", lambda one: SimpleNamespace(src=one.name, metadata="metadata"))
+    monkeypatch.setattr(launches, "compiled", lambda one: SimpleNamespace(src=one.name, metadata="metadata"))
     launches.build_launcher(launch("up"))
     assert built == [("up", "metadata")]
     monkeypatch.delattr(driver, "make_launcher")
@@ -123,7 +123,7 @@ def test_launchers_are_built_with_few_optimisations(monkeypatch):
     ran: list[list[str]] = []
     monkeypatch.setattr(build.subprocess, "check_call", lambda command, **how: ran.append(command))
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(launches, "_compiled", lambda one: SimpleNamespace(src="source", metadata="metadata"))
+    monkeypatch.setattr(launches, "compiled", lambda one: SimpleNamespace(src="source", metadata="metadata"))
     monkeypatch.setattr(
         driver, "CudaLauncher", lambda source, metadata: build._build("name", "name.c", "/folder", [], [], [], [])
     )
