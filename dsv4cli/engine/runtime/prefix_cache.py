@@ -5,42 +5,20 @@ by a hash of its tokens up to a block's border, and taken when the tokens themse
 longest ago goes first: to host memory, if there is any, and from there for good.
 """
 
-from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.runtime.cache import Cache, Snapshot
 from dsv4cli.engine.runtime.host_store import HostStore, Stored
+from dsv4cli.engine.runtime.kept_states import KeptState, KeptStates
 from dsv4cli.engine.runtime.request import ID_BYTES, Request
 
 # prompts are kept at multiples of so many tokens, for those that begin with the same document
 KEPT_EVERY = 4096
 # so few tokens are read again: prompts of strangers begin with as many
 NOT_WORTH = 2
-
-# the number of blocks whose tokens a state certainly shares with what goes on from it, and a hash of these
-Border = tuple[int, int]
-
-
-@dataclass(eq=False)
-class KeptState:
-    """A sequence at one length, and packed ids that begin with its own and only grow. used: when it was, in steps of a
-    count."""
-
-    ids: bytearray
-    border: Border
-    held: Snapshot | Stored
-    used: int = 0
-
-    @property
-    def length(self) -> int:
-        """How many tokens it has."""
-        return self.held.length
-
-    @property
-    def own_ids(self) -> bytearray:
-        """Those of its tokens, packed."""
-        return self.ids[: ID_BYTES * self.length]
+AGE = attrgetter("age")
 
 
 class Prefixes:
@@ -56,8 +34,7 @@ class Prefixes:
         self._most = most
         self._again = int(reads_next)
         self._host = host
-        self._states: list[KeptState] = []
-        self._at: dict[Border, list[KeptState]] = {}
+        self._states = KeptStates()
         self._count = 0
         cache.give_way = self._give_way
 
@@ -69,7 +46,7 @@ class Prefixes:
     @property
     def device_bytes(self) -> int:
         """What the states on the device take there; blocks that several hold count once."""
-        held = [state.held for state in self._states if isinstance(state.held, Snapshot)]
+        held = [state.held for state in self._states.on_device if isinstance(state.held, Snapshot)]
         blocks = len(set(chain.from_iterable(one.blocks for one in held)))
         return len(held) * self.cache.copies.nbytes + blocks * self.cache.block_bytes
 
@@ -132,26 +109,23 @@ class Prefixes:
         if request.scored or not length:
             return
         borders = _borders(ids, request.borders)
-        number = max(sequence.high - self.cache.rollback + self._again, 0) // BLOCK_TOKENS
-        border = number, borders[number]
+        certain = min(max(sequence.high - self.cache.rollback + self._again, 0), length)
+        border = certain // BLOCK_TOKENS, borders[certain // BLOCK_TOKENS]
         own = ids[: ID_BYTES * length]
-        for same in [state for state in self._at.get(border, []) if state.own_ids == own]:
+        for same in [state for state in self._states.near(border, ids) if state.own_ids == own]:
             if isinstance(same.held, Snapshot) and same.held.high <= sequence.high:
                 self._use(same, borders)
                 return
             self._drop(same)
-        while len(self._on_device()) >= self._most:
-            self._evict(self._oldest())
-        state = KeptState(ids, border, self.cache.snapshot(sequence))
-        self._states.append(state)
-        self._at.setdefault(border, []).append(state)
+        while len(there := self._states.on_device) >= self._most:
+            self._evict(min(there, key=AGE))
+        state = KeptState(ids, certain, border, self.cache.snapshot(sequence))
+        self._states.add(state)
         self._use(state, borders)
 
     def recover(self) -> list[Snapshot]:
         """Puts in order what an interruption has left; the snapshots that are held."""
-        self._at.clear()
-        for state in self._states:
-            self._at.setdefault(state.border, []).append(state)
+        self._states.file_again()
         held = [state.held for state in self._states]
         if self._host is not None:
             self._host.recover([one for one in held if isinstance(one, Stored)])
@@ -180,7 +154,7 @@ class Prefixes:
     def _longest(self, ids: bytearray, borders: list[int]) -> tuple[int, KeptState | None]:
         """How many of the ids a state holds, and the state: of those filed under the furthest border that has one."""
         for number in range((len(ids) // ID_BYTES - 1) // BLOCK_TOKENS, -1, -1):
-            there = [(self._usable(state, ids), state) for state in self._at.get((number, borders[number]), [])]
+            there = [(self._usable(state, ids), state) for state in self._states.near((number, borders[number]), ids)]
             count, best = max(there, key=lambda one: (one[0], isinstance(one[1].held, Snapshot)), default=(0, None))
             if count:
                 return count, best
@@ -198,61 +172,45 @@ class Prefixes:
         self._count += 1
         state.used = self._count
         for number in range(state.border[0] + 1):
-            there = self._at.get((number, borders[number]), [])
+            there = self._states.near((number, borders[number]), state.ids)
             begins = [one for one in there if state.ids.startswith(one.own_ids)]
             if begins:
                 min(begins, key=lambda one: one.length).used = self._count
                 return
 
-    def _on_device(self) -> list[KeptState]:
-        return [state for state in self._states if isinstance(state.held, Snapshot)]
-
-    def _oldest(self) -> KeptState:
-        return min(self._on_device(), key=_age)
-
     def _give_way(self) -> bool:
         """Evicts the oldest state whose blocks nobody else holds, or the oldest; whether there was one."""
-        there = self._on_device()
+        there = self._states.on_device
         alone = [state for state in there if isinstance(state.held, Snapshot) and self.cache.frees(state.held)]
         if there:
-            self._evict(min(alone or there, key=_age))
+            self._evict(min(alone or there, key=AGE))
         return bool(there)
 
     def _evict(self, state: KeptState) -> None:
         """Takes a state from the device."""
         snapshot, host = state.held, self._host
         assert isinstance(snapshot, Snapshot)
-        stored = sorted((one for one in self._states if isinstance(one.held, Stored)), key=_age)
         if host is None or not host.could_hold(snapshot):
             self._drop(state)
             return
+        stored = [] if host.has_room_for(snapshot) else sorted(self._states.in_host_memory, key=AGE)
         for one in stored:
+            self._drop(one)
             if host.has_room_for(snapshot):
                 break
-            self._drop(one)
         if not host.has_room_for(snapshot):  # what is being read back keeps its pages
             self._drop(state)
             return
-        state.held = host.store(snapshot)
+        self._states.take_to_host_memory(state, host.store(snapshot))
         self.cache.drop(snapshot)
 
     def _drop(self, state: KeptState) -> None:
-        self._states.remove(state)  # first: what is dropped must not be held, also when this is interrupted
-        there = self._at.get(state.border, [])
-        if state in there:
-            there.remove(state)
-        if not there:
-            self._at.pop(state.border, None)
+        self._states.remove(state)
         if isinstance(state.held, Snapshot):
             self.cache.drop(state.held)
         else:
             assert self._host is not None
             self._host.drop(state.held)
-
-
-def _age(state: KeptState) -> tuple[int, int]:
-    """By which the oldest is the least; of those that were used at once, the longest."""
-    return state.used, -state.length
 
 
 def _borders(ids: bytearray, known: list[int]) -> list[int]:

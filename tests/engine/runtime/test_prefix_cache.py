@@ -161,3 +161,22 @@ def test_a_stranger_is_not_used_with_a_state():
     for number, tokens in enumerate((20, 50, 60)):
         keep(prefixes, [number] * tokens)
     assert lengths_on_device(prefixes) == [50, 60]
+
+
+@pytest.mark.parametrize("bytes_of_host", [0, 10**8])
+def test_what_strangers_have_left_costs_a_request_nothing(monkeypatch, bytes_of_host):
+    """A server holds thousands of states; those of few tokens are all of one border."""
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(400)
+    host = HostStore(cache, bytes_of_host) if bytes_of_host else None
+    prefixes = Prefixes(cache, 100, host=host)
+    for number in range(300):
+        keep(prefixes, [number, *range(20 + number % 60)])
+    assert len(prefixes.states) > 150 if host else len(prefixes.states) == 100
+    compared = []
+    shared = prefix_cache.shared
+    monkeypatch.setattr(prefix_cache, "shared", lambda *given: compared.append(given) or shared(*given))
+    assert keep(prefixes, [299, *range(20 + 299 % 60), 7, 8]).cached == 21 + 299 % 60
+    assert len(compared) == 1
+    assert keep(prefixes, [301, *range(50)]).cached == 0
+    assert len(compared) == 1

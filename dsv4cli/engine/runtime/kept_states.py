@@ -1,0 +1,119 @@
+"""The states that a prefix cache keeps, found by the tokens that they begin with: in a time that does not grow with how
+many there are."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.runtime.cache import Snapshot
+from dsv4cli.engine.runtime.host_store import Stored
+from dsv4cli.engine.runtime.request import ID_BYTES
+
+# the number of blocks whose tokens a prompt certainly shares with a state that it begins with, and a hash of these
+Border = tuple[int, int]
+
+
+@dataclass(eq=False)
+class KeptState:
+    """A sequence at one length, and packed ids that begin with its own and only grow. certain: how many of its tokens a
+    prompt shares that begins with it, at least; border: of the whole blocks of these. used: when it was, in steps of a
+    count."""
+
+    ids: bytearray
+    certain: int
+    border: Border
+    held: Snapshot | Stored
+    used: int = 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has."""
+        return self.held.length
+
+    @property
+    def own_ids(self) -> bytearray:
+        """Those of its tokens, packed."""
+        return self.ids[: ID_BYTES * self.length]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """By which the oldest is the least; of those that were used at once, the longest."""
+        return self.used, -self.length
+
+
+class KeptStates:
+    """All of one prefix cache, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._all: dict[KeptState, None] = {}
+        self._device: dict[KeptState, None] = {}
+        # of each border, by how many tokens are certain, and by those of them behind the border
+        self._at: dict[Border, dict[int, dict[bytes, list[KeptState]]]] = {}
+
+    def __iter__(self) -> Iterator[KeptState]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def on_device(self) -> list[KeptState]:
+        """Those that the device holds."""
+        return list(self._device)
+
+    @property
+    def in_host_memory(self) -> list[KeptState]:
+        """The others."""
+        return [state for state in self._all if state not in self._device]
+
+    def near(self, border: Border, ids: bytearray) -> list[KeptState]:
+        """Those of a border whose certain tokens are the first of packed ids, as far as a hash says."""
+        first = ID_BYTES * BLOCK_TOKENS * border[0]
+        found: list[KeptState] = []
+        for certain, alike in self._at.get(border, {}).items():
+            found += alike.get(bytes(ids[first : ID_BYTES * certain]), ())
+        return found
+
+    def add(self, state: KeptState) -> None:
+        """One more."""
+        self._all[state] = None
+        self._file(state)
+
+    def remove(self, state: KeptState) -> None:
+        """One less; first of all it is not held, also when this is interrupted."""
+        del self._all[state]
+        self._device.pop(state, None)
+        by_certain = self._at.get(state.border, {})
+        alike = by_certain.get(state.certain, {})
+        same = alike.get(_key(state), [])
+        if state in same:
+            same.remove(state)
+        if not same:
+            alike.pop(_key(state), None)
+        if not alike:
+            by_certain.pop(state.certain, None)
+        if not by_certain:
+            self._at.pop(state.border, None)
+
+    def take_to_host_memory(self, state: KeptState, stored: Stored) -> None:
+        """What a state holds lies there from now on."""
+        state.held = stored
+        del self._device[state]
+
+    def file_again(self) -> None:
+        """All of them: after an interruption."""
+        self._at.clear()
+        self._device.clear()
+        for state in self._all:
+            self._file(state)
+
+    def _file(self, state: KeptState) -> None:
+        if isinstance(state.held, Snapshot):
+            self._device[state] = None
+        alike = self._at.setdefault(state.border, {}).setdefault(state.certain, {})
+        alike.setdefault(_key(state), []).append(state)
+
+
+def _key(state: KeptState) -> bytes:
+    """Its certain tokens behind its border."""
+    return bytes(state.ids[ID_BYTES * BLOCK_TOKENS * state.border[0] : ID_BYTES * state.certain])
