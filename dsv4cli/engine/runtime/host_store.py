@@ -10,20 +10,21 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import groupby
+from time import sleep
 
 import torch
 
 from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
 from dsv4cli.engine.system.device import upload
-from dsv4cli.engine.system.pinned import host_block, pin, unpin, whole_pages
+from dsv4cli.engine.system.pinned import Populating, host_block, pin, unpin, whole_pages
 from dsv4cli.kernels.card import is_there
 
 # blocks that are gathered on the device at once: 48 MB for Flash
 AT_ONCE = 64
 # host memory is pinned shortly before its use, so many bytes at once: all of it would take seconds
 PINNED_AT_ONCE = 1 << 26
-# what is pinned and not used when there was time, a conversation of 32,768 tokens of Flash
-PINNED_AHEAD = 1 << 28
+# seconds after which it is asked again whether the system has given what is to be pinned
+SOON = 1e-3
 REMEDY = "lower --host-memory"
 
 
@@ -52,6 +53,7 @@ class HostStore:
         size = whole_pages(max(self._block, 1))
         self._pages = host_block(nbytes // size * size, "states of conversations", REMEDY).view(-1, size)
         self._pinned = 0 if is_there(cache.device) else len(self._pages)
+        self._populating = Populating(self._pages.view(-1))
         self._addresses: list[int] = []
         weakref.finalize(self, unpin, self._addresses).atexit = False
         self._shares = [0] * len(self._pages)
@@ -66,12 +68,15 @@ class HostStore:
         return (len(self._pages) - len(self._free)) * self._pages.shape[1]
 
     def prepare(self) -> bool:
-        """Pins memory for the next states, which takes as long as several steps; whether any was missing. Raises
+        """Pins memory for the next states as soon as the system has given it; whether any was missing. Raises
         NotEnoughMemory."""
-        used = len(self._pages) - len(self._free)
-        missing = self._pinned < min(used + PINNED_AHEAD // self._pages.shape[1], len(self._pages))
+        missing = self._pinned < self._ahead
         if missing:
-            self._pin()
+            self._populate()
+            if self._populating.nbytes >= self._pages[: self._pinned + self._pinned_pages].nbytes:
+                self._pin()
+            else:
+                sleep(SOON)
         return missing
 
     def could_hold(self, snapshot: Snapshot) -> bool:
@@ -85,6 +90,8 @@ class HostStore:
 
     def store(self, snapshot: Snapshot) -> Stored:
         """A copy of the snapshot, for which there are enough free pages."""
+        if self._pinned < self._ahead:
+            self._populate()
         pages, fresh = [], []
         for block in snapshot.blocks:
             page = self._known_page(block)
@@ -147,6 +154,12 @@ class HostStore:
         self._block_of.clear()
 
     @property
+    def _ahead(self) -> int:
+        """How many pages are ready when there was time: those that are used, and a state for each sequence."""
+        used = len(self._pages) - len(self._free)
+        return min(used + self._cache.slots * (self._ring_pages + 1), len(self._pages))
+
+    @property
     def _pinned_pages(self) -> int:
         return max(PINNED_AT_ONCE // self._pages.shape[1], 1)
 
@@ -162,6 +175,10 @@ class HostStore:
             places = list(run)
             part = flat[places[0][0] * size : (places[-1][0] + 1) * size]
             yield whole[places[0][1] * size :][: len(part)], part
+
+    def _populate(self) -> None:
+        """Has the system give what is pinned next, at least."""
+        self._populating.want(self._pages[: max(self._ahead, self._pinned + self._pinned_pages)].nbytes)
 
     def _take(self) -> int:
         page = self._free.pop()

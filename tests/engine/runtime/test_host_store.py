@@ -1,11 +1,14 @@
 """States in host memory and copies of rings: bit for bit what the sequence had, whoever shares its blocks."""
 
+import threading
+
 import pytest
 import torch
 
 from dsv4cli.engine.runtime import host_store
 from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
 from dsv4cli.engine.runtime.host_store import HostStore
+from dsv4cli.engine.system.pinned import Populating
 from tests.support.cache_state import same, state
 from tests.support.speculation import model_of
 
@@ -168,19 +171,28 @@ def test_a_state_that_is_read_back_keeps_its_pages():
 
 
 def test_memory_is_pinned_before_its_use(monkeypatch):
-    """As on a GPU."""
+    """As on a GPU: a state for each sequence ahead, and not before the system has given it."""
     one = cache(blocks=8)
-    store, pinned = HostStore(one, 60 * one.block_bytes), []
-    size = store._pages.shape[1]
+    store, pinned = HostStore(one, 200 * one.block_bytes), []
+    size, given = store._pages.shape[1], threading.Event()
+    ahead = one.slots * (store._ring_pages + 1)
     monkeypatch.setattr(host_store, "pin", lambda some, remedy: pinned.append(len(some)) or 0)
     monkeypatch.setattr(host_store, "PINNED_AT_ONCE", 10 * size)
-    monkeypatch.setattr(host_store, "PINNED_AHEAD", 20 * size)
     monkeypatch.setattr(store, "_pinned", 0)
-    assert [store.prepare() for _ in range(3)] == [True, True, False]
+    populate = Populating._populate
+    monkeypatch.setattr(Populating, "_populate", lambda own: (given.wait(60), populate(own)))
+    assert [store.prepare() for _ in range(3)] == [True] * 3
+    assert pinned == []
+    given.set()
+    store._populating._thread.join()
+    while store.prepare():
+        store._populating._thread.join()
+    assert pinned == [10] * -(-ahead // 10)
     snapshot, _ = kept(one, 300)
-    assert len(store.store(snapshot).pages) == 20
-    assert pinned == [10, 10]
-    assert [store.prepare() for _ in range(3)] == [True, True, False]
+    taken = len(store.store(snapshot).pages)
+    while store.prepare():
+        store._populating._thread.join()
+    assert pinned == [10] * -(-(ahead + taken) // 10)
     while store.has_room_for(snapshot):
         store.store(snapshot)
     while store.prepare():

@@ -1,0 +1,28 @@
+"""Host memory that is there before it is used."""
+
+from mmap import PAGESIZE
+
+from dsv4cli.engine.system import pinned
+from dsv4cli.engine.system.pinned import Populating, host_block
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * PAGESIZE
+
+
+def test_pages_are_there_before_their_use_and_hold_what_they_held(monkeypatch):
+    monkeypatch.setattr(pinned, "POPULATED_AT_ONCE", 1 << 22)
+    block = host_block(1 << 26, "a test", "")
+    block[: 1 << 20] = 7
+    populating, before = Populating(block), resident()
+    populating.want(1 << 25)
+    populating._thread.join()
+    assert populating.nbytes == 1 << 25
+    assert 3 << 23 < resident() - before < 5 << 23
+    assert block.sum() == 7 << 20
+    populating.want(1 << 30)  # more than there is
+    populating._thread.join()
+    assert populating.nbytes == 1 << 26
+    assert block.sum() == 7 << 20
