@@ -27,7 +27,7 @@ from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import bound_socket
 from dsv4cli.engine.server.service import Usual
 from dsv4cli.engine.server.serving import Offer, serving
-from dsv4cli.engine.server.warm import Sharing, ready_engine
+from dsv4cli.engine.server.warm import Sharing, ready_engine, spare_what_is_there
 from dsv4cli.engine.settings import Limits, Sampling, parse_drafting
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.weights.load import load_model
@@ -56,6 +56,7 @@ def main() -> None:
             dialogue = open_dialogue(source, "off")
             while engine.prepare():
                 pass
+            spare_what_is_there()
             ids = [dialogue.prompt([message(1000 + number)]).ids for number in range(max(counts))]
             print(f"{source.name} on {device}, {given.tokens} tokens an answer, draft {given.draft}; tokens/s")
             alone = {count: run_alone(engine, ids[:count], limits) for count in counts}

@@ -45,7 +45,8 @@ class Pace:
         self._most, self._sequences = most, sequences
         self._passed: dict[Request, int] = {}
         self._steps = DecodingTimes(target)
-        self._chunks = ChunkTimes({} if captured is None else captured, FIRST_SHARE * target)
+        self._captured = {} if captured is None else captured
+        self._chunks = ChunkTimes(self._captured, FIRST_SHARE * target)
         # since the last step that gave tokens: when it ended, and the room of the chunks that were read
         self._ended: float | None = None
         self._read: list[int] = []
@@ -87,10 +88,16 @@ class Pace:
         return [kind(self._chunks, self._steps, left, tokens, self._read, most, self._sequences) for kind in kinds]
 
     def _alone(self, reading: Sequence[Request], left: Sequence[int]) -> Pick | None:
-        """Whose prompts, of so many tokens each, go where nobody decodes: all, or as many as may share a step."""
-        if self._most is None or len(left) < 2 or room_of(left) <= self._most:
+        """Whose prompts, of so many tokens each, go where nobody decodes: all, or as many as may share a step; or as a
+        captured one has room for, where that is all but a few."""
+        if self._most is None:
+            count = self._sequences
+            if len(left) <= count or room_of(left[:count]) > max(self._captured, default=0):
+                return None
+        elif len(left) < 2 or room_of(left) <= self._most:
             return None
-        count = max((n for n in range(2, len(left)) if room_of(left[:n]) <= self._most), default=1)
+        else:
+            count = max((n for n in range(2, len(left)) if room_of(left[:n]) <= self._most), default=1)
         return Pick(tuple(request.number for request in reading[:count]), room_of(left[:count]))
 
     def _ready(self) -> bool:

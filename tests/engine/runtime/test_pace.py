@@ -251,6 +251,18 @@ def test_all_go_together_where_nobody_waits_for_a_token(monkeypatch):
     assert one.pick([request(1, 300, decodes=True)]) == Pick()
 
 
+def test_where_nobody_waits_all_but_a_few_are_captured(monkeypatch):
+    """One more than a captured step has room for: all of them would be launched kernel by kernel."""
+    machine, one = Machine(monkeypatch, flat(ONE)), Pace(TARGET, ONE, sequences=7)
+    active = [request(number, 30) for number in range(8)]
+    assert one.pick(active) == Pick(tuple(range(7)), 210)
+    assert one.pick(active[:7]) is None
+    assert one.pick([request(number, 300) for number in range(8)]) is None
+    machine.step(one, active)
+    assert [it.number for it in active if it.done == 0] == [7]
+    assert Pace(TARGET, sequences=7).pick([request(number, 30) for number in range(8)]) is None
+
+
 def test_short_prompts_share_the_time_between_two_tokens(monkeypatch):
     machine, one = Machine(monkeypatch, affine(0.001, 1 / 20_000)), Pace(TARGET)
     active = [request(0, 10, decodes=True), *(request(number, 30) for number in range(1, 40))]
