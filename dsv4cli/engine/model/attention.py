@@ -46,7 +46,7 @@ class Attention(nn.Module):
         and entries."""
         latent, kv, *rows = self.projected(x, len(batch.ids))
         rings = None if batch.in_rings else cache.window.data[batch.slots].flatten(0, 1)
-        q, kv, index_q = self.queries_and_keys(latent, kv, batch, cache.window)
+        q, kv, index_q = self.queries_and_keys(latent, kv, batch, cache.window, len(x))
         window = cache.window.data.flatten(0, 1) if rings is None else torch.cat((rings, kv))
         entries, lists = self.entries(rows, index_q, batch, cache)
         scale, rotation = self.config.head_dim**-0.5, batch.rotations[self.ratio]
@@ -71,17 +71,22 @@ class Attention(nn.Module):
         return own
 
     def queries_and_keys(
-        self, latent: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring
+        self, latent: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Queries [T, H, d] and keys [T, d], normed and rotated, which the ring takes; in a CSA layer the indexer's
-        queries [T, Hi, di] as well."""
+        queries [rows, Hi, di] as well, of all or of this rank's."""
         if self.ratio != 4:
             (q,) = project_normed(latent, self.q_norm, [self.wq_b])
             return *self.prepare(self.heads(q), kv, batch, ring), None
-        q, index_q = project_normed(latent, self.q_norm, [self.wq_b, self.indexer.wq_b])
+        own = self.world.rows_held(rows, len(latent))
+        if rows == len(latent):
+            q, index_q = project_normed(latent, self.q_norm, [self.wq_b, self.indexer.wq_b])
+        else:
+            (q,) = project_normed(latent, self.q_norm, [self.wq_b])
+            (index_q,) = project_normed(latent[own], self.q_norm, [self.indexer.wq_b])
         norm, cells = self.key_norm(), KeyCells(ring.data.flatten(0, 1), batch.window_cells)
         q, kv, stored, index_q = qk_norm_rope.queries_keys_and_index(
-            self.heads(q), kv, self.indexer.heads(index_q), norm, batch.rotations[self.ratio], cells
+            self.heads(q), kv, self.indexer.heads(index_q), norm, batch.rotations[self.ratio], cells, own.start
         )
         ring.data = stored.view(ring.data.shape)
         return q, kv, index_q
@@ -110,7 +115,7 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The pool of compressed entries [cells, d] and each token's list of window rows and entries, int64 [T, L].
 
-        rows: what `projected` gives behind the first two."""
+        rows: what `projected` gives behind the first two. index_q: of the rows that its last has."""
         if cache.compressed is None:
             return self.attn_sink.new_zeros(0, self.config.head_dim, dtype=self.numerics.dtype), batch.window_index
         if cache.index is None or index_q is None:
@@ -118,9 +123,8 @@ class Attention(nn.Module):
             return cache.compressed.entries.data, batch.every_entry
         *rows, weights = rows
         compress_both((self.compressor, self.indexer.compressor), rows, batch, (cache.compressed, cache.index))
-        tokens = len(index_q)
-        own = self.world.rows_held(len(weights), tokens)
-        chosen = self.indexer(index_q[own], weights, batch, cache.index, own)
+        tokens = len(batch.ids)
+        chosen = self.indexer(index_q, weights, batch, cache.index, self.world.rows_held(len(index_q), tokens))
         (lists,) = self.world.gather_rows([chosen], tokens)
         return cache.compressed.entries.data, lists
 

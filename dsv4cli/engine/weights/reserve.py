@@ -187,13 +187,13 @@ class TritonStep:
 
     def projected(self) -> int:
         """The streams before and in a block, its input; latent queries, keys and the window's, raw rows of compressors
-        and the indexer's weights; queries, the indexer's too."""
+        and the indexer's weights; queries, and the indexer's of a rank's rows."""
         c = self.config
         csa = 4 in c.compress_ratios
         channels = 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads if csa else 2 * c.head_dim
         heads = c.index_n_heads * c.index_head_dim if csa else 0
-        narrow = ACTIVATION * (c.q_lora_rank + 2 * c.head_dim + heads) + FP32 * channels
-        return (2 * c.hc_mult + 2) * self.own + self.tokens * narrow + self.queries
+        narrow = ACTIVATION * (c.q_lora_rank + 2 * c.head_dim) + FP32 * channels
+        return (2 * c.hc_mult + 2) * self.own + self.tokens * narrow + self.queries + ACTIVATION * self.rows * heads
 
     def indexer(self) -> int:
         """The scores of all entries for a rank's rows, and what is chosen of them for these and for all."""

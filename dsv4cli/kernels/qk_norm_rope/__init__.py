@@ -34,10 +34,11 @@ def queries_keys_and_index(
     norm: KeyNorm,
     rotation: torch.Tensor,
     stored: KeyCells,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same, and the indexer's queries through rotate and, if rounded, hadamard and fp4_round.
 
-    index_q: [T, Hi, D] in kv's dtype, rows of any spacing; the other arguments as in queries_and_keys.
-    Returns what queries_and_keys does and the indexer's queries [T, Hi, D].
+    index_q: [R, Hi, D] in kv's dtype, rows of any spacing, of the R rows from `first` on; the other arguments as in
+    queries_and_keys. Returns what queries_and_keys does and the indexer's queries [R, Hi, D].
     """
-    return choose(kv, ref).queries_keys_and_index(q, kv, index_q, norm, rotation, stored)
+    return choose(kv, ref).queries_keys_and_index(q, kv, index_q, norm, rotation, stored, first)

@@ -33,6 +33,7 @@ def queries_keys_and_index(
     norm: KeyNorm,
     rotation: torch.Tensor,
     stored: KeyCells,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     given = rows(kv)
     tokens, width = given.shape
@@ -48,9 +49,9 @@ def queries_keys_and_index(
     if tokens:
         _queries_and_keys[(tokens * (groups + cdiv(index_heads, index_rows)),)](
             q, given, index_q, norm.weight.contiguous(), turns, stored.cells, queries, keys, index, stored.ring,
-            q.stride(0), q.stride(1), given.stride(0), index_q.stride(0), index_q.stride(1), turns.stride(0), norm.eps,
-            index_width**-0.5, groups, heads, width, index_heads, index_width, turns.shape[1], norm.rounded,
-            per_program, index_rows, tile(width).columns, num_warps=warps, **overlap_of_few(kv, tokens),
+            q.stride(0), q.stride(1), given.stride(0), index_q.stride(0), index_q.stride(1), turns.stride(0), first,
+            len(index_q), norm.eps, index_width**-0.5, groups, heads, width, index_heads, index_width, turns.shape[1],
+            norm.rounded, per_program, index_rows, tile(width).columns, num_warps=warps, **overlap_of_few(kv, tokens),
         )  # fmt: skip
     return queries, keys, stored.ring, index
 
@@ -93,11 +94,11 @@ def check_index(index_q: torch.Tensor, kv: torch.Tensor) -> None:
         raise KernelUnsupported(f"a Hadamard rotation takes a power of two from {FP4_BLOCK} on, not {width} columns")
 
 
-@launched
+@launched(do_not_specialize=["first", "index_tokens"])
 def _queries_and_keys(
     q,  # [T, HEADS, WIDTH]
     kv,  # [T, WIDTH]
-    index_q,  # [T, INDEX_HEADS, INDEX_WIDTH]
+    index_q,  # [index_tokens, INDEX_HEADS, INDEX_WIDTH]
     weight,  # [WIDTH]
     turns,  # [T, TURNED, 2]: cosine, sine
     cells,  # int64 [T]
@@ -111,6 +112,8 @@ def _queries_and_keys(
     index_stride,
     index_head_stride,
     turn_stride,
+    first,  # of the rows that the indexer's queries are of
+    index_tokens,
     eps,
     index_factor,
     GROUPS: tl.constexpr,  # of a token: its key, its heads, ROWS at a time; then those of the indexer, INDEX_ROWS
@@ -141,10 +144,10 @@ def _queries_and_keys(
         places = q + token * q_stride + head * head_stride
         results = queries + (token * HEADS + head) * WIDTH
         prepare_heads(places, head < HEADS, turn, results, eps, TURNED, WIDTH, COLUMNS)
-    else:
-        number = (group - GROUPS) * INDEX_ROWS + tl.arange(0, INDEX_ROWS)[:, None]
-        sources = index_q + token * index_stride + number * index_head_stride
-        targets = index + (token * INDEX_HEADS + number) * INDEX_WIDTH
+    elif (token >= first) & (token < first + index_tokens):
+        number, row = (group - GROUPS) * INDEX_ROWS + tl.arange(0, INDEX_ROWS)[:, None], token - first
+        sources = index_q + row * index_stride + number * index_head_stride
+        targets = index + (row * INDEX_HEADS + number) * INDEX_WIDTH
         prepare_index(sources, number < INDEX_HEADS, turn, targets, index_factor, TURNED, INDEX_WIDTH, ROUNDED)
 
 

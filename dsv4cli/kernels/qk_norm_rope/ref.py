@@ -27,8 +27,9 @@ def queries_keys_and_index(
     norm: KeyNorm,
     rotation: torch.Tensor,
     stored: KeyCells,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    index_q = rotate(index_q, rotation)
+    index_q = rotate(index_q, rotation[first : first + len(index_q)])
     if norm.rounded:
         index_q = fp4_round(hadamard(index_q), FP4_BLOCK)
     return *queries_and_keys(q, kv, norm, rotation, stored), index_q
