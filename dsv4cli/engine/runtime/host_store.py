@@ -68,16 +68,22 @@ class HostStore:
         return (len(self._pages) - len(self._free)) * self._pages.shape[1]
 
     def prepare(self) -> bool:
-        """Pins memory for the next states as soon as the system has given it; whether any was missing. Raises
+        """Pins memory for the next states, or waits a moment for the system to give it; whether any was missing. Raises
         NotEnoughMemory."""
         missing = self._pinned < self._ahead
-        if missing:
-            self._populate()
-            if self._populating.nbytes >= self._pages[: self._pinned + self._pinned_pages].nbytes:
-                self._pin()
-            else:
-                sleep(SOON)
+        if missing and not self.pin_next():
+            sleep(SOON)
         return missing
+
+    def pin_next(self) -> bool:
+        """Pins some of what is missing, 2 ms, where the system has given it; whether it has. Raises NotEnoughMemory."""
+        if self._pinned >= self._ahead:
+            return False
+        self._populate()
+        given = self._populating.nbytes >= self._pages[: self._pinned + self._pinned_pages].nbytes
+        if given:
+            self._pin()
+        return given
 
     def could_hold(self, snapshot: Snapshot) -> bool:
         """Whether there are pages enough for the snapshot if nothing else were here."""

@@ -59,6 +59,11 @@ class Prefixes:
         """Makes ready what the next states need; whether anything was missing. Raises NotEnoughMemory."""
         return self._host is not None and self._host.prepare()
 
+    def prepare_meanwhile(self) -> None:
+        """Some of that, while the device computes: 2 ms at most. Raises NotEnoughMemory."""
+        if self._host is not None:
+            self._host.pin_next()
+
     def begin(self, request: Request) -> None:
         """Gives a request, of which nothing more was read, the longest beginning of its prompt that is held, less its
         last token. Without a bound of the cache, states that the prompt does not reach go, and those that have more

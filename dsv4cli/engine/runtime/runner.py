@@ -101,9 +101,12 @@ class Runner:
                 return self._compute(chunks)
 
     def run_ahead(self, ran: Ran, tokens: torch.Tensor) -> None:
-        """Launches the step after this one, as `Ahead.launch`. Raises NotEnoughMemory."""
+        """Launches the step after this one, as `Ahead.launch`, and makes use of the time that both take. Raises
+        NotEnoughMemory."""
         with self._whole(), self._computing(len(tokens)):
             self.ahead.launch(ran, tokens)
+            if self.prefixes is not None:
+                self.prefixes.prepare_meanwhile()
 
     def prepare(self) -> bool:
         """Makes one thing ready that requests may need; whether any was missing. Raises NotEnoughMemory."""

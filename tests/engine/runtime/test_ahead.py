@@ -13,6 +13,7 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.graphs import GraphRunner
+from dsv4cli.engine.runtime.host_store import HostStore
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_speculation import Divided, Script
@@ -89,6 +90,17 @@ def test_every_decoding_step_but_the_first_is_launched_ahead(launched, drafting)
     # the prompt, the step that is captured, and six more
     assert (steps, launched) == (8, [1] * 6)
     assert not one.runner.ahead.launched
+
+
+def test_host_memory_is_pinned_while_a_step_computes(launched, monkeypatch):
+    """Behind what was launched, for then the host has time."""
+    seen = []
+    monkeypatch.setattr(HostStore, "pin_next", lambda store: seen.append(len(launched)))
+    one = engine(cache_memory=10**7, host_memory=10**7)
+    one.add(asked(0, 8))
+    while one.busy:
+        one.step()
+    assert seen == [*range(1, 7)]
 
 
 def test_requests_join_end_and_are_cancelled(launched, drafting, monkeypatch):

@@ -258,8 +258,14 @@ def test_where_nobody_waits_all_but_a_few_are_captured(monkeypatch):
     assert one.pick(active) == Pick(tuple(range(7)), 210)
     assert one.pick(active[:7]) is None
     assert one.pick([request(number, 300) for number in range(8)]) is None
+    for _ in range(2):  # what a step takes is known
+        machine.step(one, [request(9, 100, decodes=True)])
+    one.pick(active)
     machine.step(one, active)
     assert [it.number for it in active if it.done == 0] == [7]
+    # the last one follows at once: its first token is not later than the others' second
+    assert machine.step(one, active) == Pick((7,), 30)
+    assert machine.step(one, active) == Pick()
     assert Pace(TARGET, sequences=7).pick([request(number, 30) for number in range(8)]) is None
 
 
