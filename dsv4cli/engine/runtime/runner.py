@@ -92,8 +92,7 @@ class Runner:
         """The next step, or the one that runs ahead; pick: whose it is, None for all. Its logits may be overwritten by
         the one after it. Raises NotEnoughMemory, and UnsoundResult for scored rows that are not finite."""
         self.preparing.happened = False
-        launched = self.ahead.take()
-        if launched is not None:
+        if (launched := self.ahead.take()) is not None:
             return self._with_logits(launched)
         with self._whole():
             chunks = self.scheduler.chunks(pick)
@@ -101,8 +100,7 @@ class Runner:
                 return self._compute(chunks)
 
     def run_ahead(self, ran: Ran, tokens: torch.Tensor) -> None:
-        """Launches the step after this one, as `Ahead.launch`, and makes use of the time that both take. Raises
-        NotEnoughMemory."""
+        """Launches the step after this one, as `Ahead.launch`; pins memory meanwhile. Raises NotEnoughMemory."""
         with self._whole(), self._computing(len(tokens)):
             self.ahead.launch(ran, tokens)
             if self.prefixes is not None:
@@ -203,8 +201,7 @@ class Runner:
         self.graphs.lengthen(longest)
 
     def _compute(self, chunks: list[Chunk]) -> Ran:
-        work = [(chunk.request.sequence, chunk.ids) for chunk in chunks]
-        given = [(sequence, ids) for sequence, ids in work if sequence is not None]
+        given = [(chunk.request.sequence, chunk.ids) for chunk in chunks if chunk.request.sequence is not None]
         decodes = all(chunk.end - chunk.first == 1 and not chunk.request.scored for chunk in chunks)
         ran = self._replayed(chunks, given) if self.graphs is not None and decodes else self._computed(chunks, given)
         self._advance(chunks)
