@@ -78,7 +78,7 @@ def test_however_many_come_the_first_does_not_wait_for_ever(monkeypatch):
             number += 1
             await asyncio.sleep(0.005)
 
-    assert gathered(monkeypatch, work, quiet=0.01, longest=0.1)[0][:3] == [0, 1, 2]
+    assert gathered(monkeypatch, work, quiet=0.2, longest=0.3)[0][:3] == [0, 1, 2]
 
 
 def test_who_goes_is_not_held(monkeypatch):
