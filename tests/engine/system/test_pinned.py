@@ -17,16 +17,16 @@ def resident() -> int:
 
 @pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="Linux has it since 5.14")
 def test_pages_are_there_before_their_use_and_hold_what_they_held(monkeypatch):
-    monkeypatch.setattr(pinned, "POPULATED_AT_ONCE", 1 << 20)
-    block = host_block(1 << 24, "a test", "")
+    monkeypatch.setattr(pinned, "POPULATED_AT_ONCE", 1 << 22)
+    block = host_block(1 << 25, "a test", "")
     block[: 1 << 20] = 7
     populating, before = Populating(block), resident()
-    populating.want(1 << 23)
+    populating.want(1 << 24)
     populating._thread.join()
-    assert populating.nbytes == 1 << 23
-    assert 2 << 21 < resident() - before < 5 << 21
+    assert populating.nbytes == 1 << 24
+    assert 3 << 22 < resident() - before < 5 << 22
     assert block.sum() == 7 << 20
     populating.want(1 << 30)  # more than there is
     populating._thread.join()
-    assert populating.nbytes == 1 << 24
+    assert populating.nbytes == 1 << 25
     assert block.sum() == 7 << 20
