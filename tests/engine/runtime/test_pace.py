@@ -86,7 +86,7 @@ def request(number: int, tokens: int, decodes: bool = False, chunk: int = 4096) 
     )
 
 
-def busy(machine: Machine, one: Pace, steps: int = 2000, warm: int = 200) -> tuple[list[float], float]:
+def busy(machine: Machine, one: Pace, steps: int = 1000, warm: int = 200) -> tuple[list[float], float]:
     """The times between tokens of 8 that decode beside a prompt without an end, and the tokens a second of it."""
     active = [request(number, 100, decodes=True) for number in range(8)] + [request(9, 4_000_000)]
     for _ in range(warm):
