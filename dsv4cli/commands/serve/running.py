@@ -99,14 +99,12 @@ class Running:
     async def serve(self, engine: "Engine", bound: socket.socket) -> int:
         """Answers clients until a signal comes; the exit code. Raises what the engine has failed with."""
         from dsv4cli.engine.server.serving import serving
-        from dsv4cli.engine.server.warm import spare_what_is_there
 
         asked, server = serving(
-            engine, self._policy.offer(self.job), self._say, self._confess, lambda: self._say_ready(bound)
+            engine, self._policy.offer(self.job), self._say, self._confess, lambda: self._begin(bound)
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number, server)
-        spare_what_is_there()
         running = asyncio.create_task(server.serve([bound]))
         ends: set[asyncio.Future[Any]] = {running, asked.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -133,6 +131,13 @@ class Running:
         with suppress(ReaderGone):
             what, remedy = "a request has met a fault of this program", "report it, with the lines above"
             self._out.error(Dsv4Error(what, remedy, traceback.splitlines()))
+
+    def _begin(self, bound: socket.socket) -> None:
+        """Once clients can connect."""
+        from dsv4cli.engine.server.warm import spare_what_is_there
+
+        self._say_ready(bound)
+        spare_what_is_there()  # nobody who waits for the address waits for it
 
     def _say_ready(self, bound: socket.socket) -> None:
         from dsv4cli.engine.server.http import url_of

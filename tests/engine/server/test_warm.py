@@ -1,4 +1,4 @@
-"""What a server does before its first client."""
+"""What a server does once it is ready."""
 
 import gc
 
