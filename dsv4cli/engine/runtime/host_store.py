@@ -70,14 +70,14 @@ class HostStore:
     def prepare(self) -> bool:
         """Pins memory for the next states, or waits a moment for the system to give it; whether any was missing. Raises
         NotEnoughMemory."""
-        missing = self._pinned < self._ahead
+        missing = self._missing
         if missing and not self.pin_next():
             sleep(SOON)
         return missing
 
     def pin_next(self) -> bool:
         """Pins some of what is missing, 2 ms, where the system has given it; whether it has. Raises NotEnoughMemory."""
-        if self._pinned >= self._ahead:
+        if not self._missing:
             return False
         self._populate()
         given = self._populating.nbytes >= self._pages[: self._pinned + self._pinned_pages].nbytes
@@ -96,7 +96,7 @@ class HostStore:
 
     def store(self, snapshot: Snapshot) -> Stored:
         """A copy of the snapshot, for which there are enough free pages."""
-        if self._pinned < self._ahead:
+        if self._missing:
             self._populate()
         pages, fresh = [], []
         for block in snapshot.blocks:
@@ -164,6 +164,11 @@ class HostStore:
         """How many pages are ready when there was time: those that are used, and a state for each sequence."""
         used = len(self._pages) - len(self._free)
         return min(used + self._cache.slots * (self._ring_pages + 1), len(self._pages))
+
+    @property
+    def _missing(self) -> bool:
+        """Whether some of these are not pinned."""
+        return self._pinned < self._ahead
 
     @property
     def _pinned_pages(self) -> int:

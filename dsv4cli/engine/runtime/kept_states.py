@@ -35,11 +35,6 @@ class KeptState:
         """Those of its tokens, packed."""
         return self.ids[: ID_BYTES * self.length]
 
-    @property
-    def age(self) -> tuple[int, int]:
-        """By which the oldest is the least; of those that were used at once, the longest."""
-        return self.used, -self.length
-
 
 class KeptStates:
     """All of one prefix cache, in the order in which they came."""
@@ -52,9 +47,6 @@ class KeptStates:
 
     def __iter__(self) -> Iterator[KeptState]:
         return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     @property
     def on_device(self) -> list[KeptState]:
@@ -112,6 +104,11 @@ class KeptStates:
             self._device[state] = None
         alike = self._at.setdefault(state.border, {}).setdefault(state.certain, {})
         alike.setdefault(_key(state), []).append(state)
+
+
+def age_of(state: KeptState) -> tuple[int, int]:
+    """By which the oldest is the least; of those that were used at once, the longest."""
+    return state.used, -state.length
 
 
 def _key(state: KeptState) -> bytes:

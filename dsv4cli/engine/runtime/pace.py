@@ -112,10 +112,10 @@ class Pace:
             return
         if pick.requests:
             self._passed.update(dict.fromkeys((chunk.request for chunk in chunks), 0))
-        if pick.requests and self._ended is None:  # nobody decoded: the time to the second tokens begins
-            self._ended = now
-        elif pick.requests:
-            self._read.append(room_of([chunk.tokens for chunk in chunks]))
+            if self._ended is None:  # nobody decoded: the time to the second tokens begins
+                self._ended = now
+            else:
+                self._read.append(room_of([chunk.tokens for chunk in chunks]))
         if pick.decoding or not pick.requests:
             if self._ended is not None:
                 self._learn(now - self._ended, pick, len(pick.decoding or chunks))

@@ -6,19 +6,17 @@ longest ago goes first: to host memory, if there is any, and from there for good
 """
 
 from itertools import chain
-from operator import attrgetter
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.runtime.cache import Cache, Snapshot
 from dsv4cli.engine.runtime.host_store import HostStore, Stored
-from dsv4cli.engine.runtime.kept_states import KeptState, KeptStates
+from dsv4cli.engine.runtime.kept_states import KeptState, KeptStates, age_of
 from dsv4cli.engine.runtime.request import ID_BYTES, Request
 
 # prompts are kept at multiples of so many tokens, for those that begin with the same document
 KEPT_EVERY = 4096
 # so few tokens are read again: prompts of strangers begin with as many
 NOT_WORTH = 2
-AGE = attrgetter("age")
 
 
 class Prefixes:
@@ -123,7 +121,7 @@ class Prefixes:
                 return
             self._drop(same)
         while len(there := self._states.on_device) >= self._most:
-            self._evict(min(there, key=AGE))
+            self._evict(min(there, key=age_of))
         state = KeptState(ids, certain, border, self.cache.snapshot(sequence))
         self._states.add(state)
         self._use(state, borders)
@@ -188,7 +186,7 @@ class Prefixes:
         there = self._states.on_device
         alone = [state for state in there if isinstance(state.held, Snapshot) and self.cache.frees(state.held)]
         if there:
-            self._evict(min(alone or there, key=AGE))
+            self._evict(min(alone or there, key=age_of))
         return bool(there)
 
     def _evict(self, state: KeptState) -> None:
@@ -198,7 +196,7 @@ class Prefixes:
         if host is None or not host.could_hold(snapshot):
             self._drop(state)
             return
-        stored = [] if host.has_room_for(snapshot) else sorted(self._states.in_host_memory, key=AGE)
+        stored = [] if host.has_room_for(snapshot) else sorted(self._states.in_host_memory, key=age_of)
         for one in stored:
             self._drop(one)
             if host.has_room_for(snapshot):
