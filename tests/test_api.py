@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dsv4cli
 from dsv4cli import Model
@@ -70,6 +71,13 @@ def test_drafts(draft, drafter, most):
         assert conversation.model.config.drafter == drafter
         report = conversation.engine.draft_report()
         assert (0 if report is None else len(report.per_position)) == most
+
+
+@pytest.mark.parametrize("draft", ["off", 2])
+def test_a_caller_with_another_default_device(draft):
+    # a tensor of the meta device has no values: whatever is created there by mistake cannot be read
+    with torch.device("meta"), Model("random:tiny,layers=1", device="cpu", draft=draft) as model:
+        assert model.chat("hi", max_tokens=3)["role"] == "assistant"
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -134,6 +134,15 @@ def test_the_model_is_one_page_about_what_it_computes():
     assert known == {"config", "parallel", "checkpoint", "model"}
 
 
+CONSTRUCTORS = r"torch\.(tensor|as_tensor|arange|linspace|zeros|ones|full|empty|eye|rand|randn|randint|randperm)\("
+
+
+def test_every_new_tensor_names_its_device():
+    # without one it lands on the caller's default device (torch.set_default_device), where host code cannot use it
+    missing = [call for call in found(CONSTRUCTORS, ast.Call) if "device=" not in call and "**" not in call]
+    assert missing == []
+
+
 def packages_of(name: str) -> set[str]:
     """A module and all packages that are loaded before it."""
     parts = name.split(".")

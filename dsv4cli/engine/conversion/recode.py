@@ -233,7 +233,7 @@ def _scaled(parts: tuple[torch.Tensor, torch.Tensor]) -> Tensors:
 
 
 def _nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> Tensors:
-    inputs = torch.tensor(INPUT_SCALE, dtype=torch.float32)
+    inputs = torch.tensor(INPUT_SCALE, dtype=torch.float32, device="cpu")
     return {"weight": weight, "weight_scale": scale, "weight_scale_2": scale_2, "input_scale": inputs}
 
 

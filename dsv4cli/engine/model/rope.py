@@ -14,11 +14,11 @@ def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:
     """The frequency of each rope pair for a layer of this ratio: fp32 [qk_rope_head_dim / 2]."""
     dims = config.qk_rope_head_dim
     theta = config.compress_rope_theta if ratio else config.rope_theta
-    plain = 1.0 / theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+    plain = 1.0 / theta ** (torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims)
     if not ratio or not config.yarn.original_max_position_embeddings:
         return plain
     low, high = correction_range(config, theta)
-    keep = 1 - ((torch.arange(dims // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ((torch.arange(dims // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     return plain / config.yarn.factor * (1 - keep) + plain * keep
 
 

@@ -122,8 +122,8 @@ class World:
     def tell(self, orders: Any) -> None:
         """Sends orders, what JSON can hold, from rank 0 to all others, which wait in `hear`."""
         words = torch.frombuffer(bytearray(json.dumps(orders).encode()), dtype=torch.uint8)
-        message = torch.zeros(max(MESSAGE, LENGTH + len(words)), dtype=torch.uint8)
-        message[:LENGTH] = torch.tensor([len(words)]).view(torch.uint8)
+        message = torch.zeros(max(MESSAGE, LENGTH + len(words)), dtype=torch.uint8, device="cpu")
+        message[:LENGTH] = torch.tensor([len(words)], device="cpu").view(torch.uint8)
         message[LENGTH : LENGTH + len(words)] = words
         for part in message.split([MESSAGE, len(message) - MESSAGE]):
             if len(part):
@@ -131,11 +131,11 @@ class World:
 
     def hear(self) -> Any:
         """The next orders of rank 0, however long that takes."""
-        message = torch.zeros(MESSAGE, dtype=torch.uint8)
+        message = torch.zeros(MESSAGE, dtype=torch.uint8, device="cpu")
         torch.distributed.broadcast(message, 0, self.orders)
         length = int(message[:LENGTH].view(torch.int64))
         if LENGTH + length > MESSAGE:
-            rest = torch.zeros(LENGTH + length - MESSAGE, dtype=torch.uint8)
+            rest = torch.zeros(LENGTH + length - MESSAGE, dtype=torch.uint8, device="cpu")
             torch.distributed.broadcast(rest, 0, self.orders)
             message = torch.cat((message, rest))
         return json.loads(message[LENGTH : LENGTH + length].numpy().tobytes())
@@ -144,7 +144,9 @@ class World:
         """The smallest that any rank has of each number; None where none has one."""
         if self.size == 1:
             return list(numbers)
-        every = torch.tensor([NONE if number is None else number for number in numbers], dtype=torch.int64)
+        every = torch.tensor(
+            [NONE if number is None else number for number in numbers], dtype=torch.int64, device="cpu"
+        )
         torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MIN)
         return [None if number == NONE else number for number in every.tolist()]
 

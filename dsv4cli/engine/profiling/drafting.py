@@ -196,7 +196,7 @@ class _Steps:
         assert self._runner.drafts is not None
         self.drafter = self._runner.drafts.drafter.name
         cache, generator = self._runner.cache, torch.Generator().manual_seed(0)
-        ids = torch.randint(model.config.vocab_size, (load.batch, 1 + drafts), generator=generator)
+        ids = torch.randint(model.config.vocab_size, (load.batch, 1 + drafts), generator=generator, device="cpu")
         self._work: list[tuple[Request, list[int]]] = []
         for newest, *further in ids.tolist():
             request = Request([*[0] * load.context, newest], sampling, Limits())

@@ -136,7 +136,7 @@ class _Step:
         self.cache = Cache(model.config, model.numerics, slots=load.batch + decodes, device=device)
         self.decoder = GraphRunner(model, self.cache, load.context + 1) if decodes else None
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(model.config.vocab_size, (load.batch, load.tokens), generator=generator)
+        ids = torch.randint(model.config.vocab_size, (load.batch, load.tokens), generator=generator, device="cpu")
         self.work: list[tuple[Sequence, list[int]]] = []
         for row in ids.tolist():
             sequence = self.cache.allocate()

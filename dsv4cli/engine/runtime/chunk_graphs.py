@@ -145,10 +145,10 @@ class CapturedChunks:
         numbers += [*(one.length for one, _ in work), *[0] * (unused + 1)]
         numbers += [*(len(ids) for _, ids in work), *[0] * unused, behind]
         numbers += [*(one.fewest_columns for one, _ in work), *[0] * (unused + 1)]
-        blocks = torch.full((self._most + 1, self._columns), padding.blocks[0])
+        blocks = torch.full((self._most + 1, self._columns), padding.blocks[0], device="cpu")
         for row, (one, _) in enumerate(work):
-            blocks[row, : len(one.blocks)] = torch.tensor(one.blocks)
-        return torch.cat((torch.tensor(numbers), blocks.flatten()))
+            blocks[row, : len(one.blocks)] = torch.tensor(one.blocks, device="cpu")
+        return torch.cat((torch.tensor(numbers, device="cpu"), blocks.flatten()))
 
 
 def most_sequences(graphs: GraphRunner) -> int:

@@ -78,7 +78,9 @@ class DraftSteps:
             considered,
             *map(list, zip(*padded, strict=True)),
         ]
-        slots, starts, rows, drafted, *drafts = upload(torch.tensor(columns, dtype=torch.int64), self._device)
+        slots, starts, rows, drafted, *drafts = upload(
+            torch.tensor(columns, dtype=torch.int64, device="cpu"), self._device
+        )
         own = torch.stack(drafts, 1) if drafts else slots.new_empty(len(ready), 0)
         draws = Draws.of(_samplings(ready), [0] * len(ready), self._device)
         verified = Verified(slots, starts, rows, drafted, own)
@@ -91,7 +93,7 @@ class DraftSteps:
         for chunk, base in zip(ran.chunks, ran.bases, strict=True):
             following = chunk.request.ids[chunk.first + 1 : chunk.end + 1]
             known[base : base + len(following)] = following
-        numbers = upload(torch.tensor(known + rows, dtype=torch.int64), self._device)
+        numbers = upload(torch.tensor(known + rows, dtype=torch.int64, device="cpu"), self._device)
         return numbers[:count].scatter(0, numbers[count:], tokens)
 
     def _captured(
@@ -113,7 +115,7 @@ class DraftSteps:
         made = prepared[count, kind].run(next_ids, places, considered, _samplings(ran.ready))
         if places == list(range(len(made))):
             return made
-        return made[upload(torch.tensor(places, dtype=torch.int64), self._device)]
+        return made[upload(torch.tensor(places, dtype=torch.int64, device="cpu"), self._device)]
 
 
 class CapturedDraft:
@@ -147,7 +149,7 @@ class CapturedDraft:
         every, drafted = [Sampling(0.0)] * size, [0] * size
         for place, sampling, most in zip(places, samplings, considered, strict=True):
             every[place], drafted[place] = sampling, most
-        numbers = torch.cat((packed(every, [0] * size), torch.tensor([drafted])))
+        numbers = torch.cat((packed(every, [0] * size), torch.tensor([drafted], device="cpu")))
         self._numbers.copy_(upload(numbers, self._numbers.device))
         self._next_ids.copy_(next_ids)
         return self._run()

@@ -39,7 +39,7 @@ def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
     if biased:
         _add(logits, biased)
     if banned:
-        rows_of, tokens = upload(torch.tensor(banned).T.contiguous(), logits.device)
+        rows_of, tokens = upload(torch.tensor(banned, device="cpu").T.contiguous(), logits.device)
         logits[rows_of, tokens] = BANNED
     if masks:
         _mask(logits, masks)
@@ -58,7 +58,7 @@ def _add(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> None:
 def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
     """masks: as of `Constraint.masks`, by row."""
     packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).view(len(masks), -1)
-    rows = upload(torch.tensor([*masks]), logits.device)
+    rows = upload(torch.tensor([*masks], device="cpu"), logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = (upload(packed, logits.device)[:, :, None] >> bits & 1).flatten(1)  # [M, 8 * bytes]
     logits[rows] = logits[rows].masked_fill(allowed[:, : logits.shape[1]] == 0, BANNED)

@@ -186,12 +186,14 @@ class CapturedStep:
         self._padding = padding
         on_gpu = is_there(cache.device)
         # slots, starts, and the ids of each; the blocks have their own, they change seldom
-        self._few = torch.zeros(2 + rows, size, dtype=torch.int64, pin_memory=on_gpu)
-        self._blocks = torch.full((size, columns), padding.blocks[0], dtype=torch.int64, pin_memory=on_gpu)
+        self._few = torch.zeros(2 + rows, size, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
+        self._blocks = torch.full(
+            (size, columns), padding.blocks[0], dtype=torch.int64, pin_memory=on_gpu, device="cpu"
+        )
         self._few[0] = padding.slot
         self._counts: list[int] = []  # the tokens of each sequence
         self._rows: list[tuple[Sequence, int] | None] = [None] * size  # whose blocks lie in each row, which of them
-        self._routed = torch.zeros(size * rows, dtype=torch.int64, pin_memory=on_gpu)
+        self._routed = torch.zeros(size * rows, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         few, blocks, routed = (one.to(cache.device) for one in (self._few, self._blocks, self._routed))
         self._on_device = few, blocks, routed
         self._arrived = torch.cuda.Event() if on_gpu else None
@@ -226,7 +228,7 @@ class CapturedStep:
         for row, sequence in enumerate(sequences):
             if self._rows[row] != (sequence, sequence.changes):
                 self._rows[row] = sequence, sequence.changes
-                self._blocks[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks)
+                self._blocks[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, device="cpu")
                 changed = True
         return changed
 

@@ -218,7 +218,7 @@ class HostStore:
         return block if block is not None and self._known_page(block) == page else None
 
     def _save_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        numbers = upload(torch.tensor([block for block, _ in pairs]), self._cache.device)
+        numbers = upload(torch.tensor([block for block, _ in pairs], device="cpu"), self._cache.device)
         for row, (_, page) in zip(self._cache.entries.read(numbers), pairs, strict=True):
             self._pages[page, : self._block].copy_(row, non_blocking=True)
 
@@ -227,4 +227,4 @@ class HostStore:
         gathered = torch.empty(len(pairs), self._block, dtype=torch.uint8, device=device)
         for row, (_, page) in zip(gathered, pairs, strict=True):
             row.copy_(self._pages[page, : self._block], non_blocking=True)
-        self._cache.entries.write(upload(torch.tensor([block for block, _ in pairs]), device), gathered)
+        self._cache.entries.write(upload(torch.tensor([block for block, _ in pairs], device="cpu"), device), gathered)

@@ -69,7 +69,7 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
     ]
     longest = max(len(one.blocks) for one, _ in work)
     columns += [[*one.blocks, *([0] * (longest - len(one.blocks)))] for one, _ in work]
-    flat = torch.tensor([number for column in columns for number in column], dtype=torch.int64)
+    flat = torch.tensor([number for column in columns for number in column], dtype=torch.int64, device="cpu")
     ids, slots, starts, sizes, fewest, blocks = upload(flat, cache.device).split(
         [sum(counts), *[len(work)] * 4, len(work) * longest]
     )

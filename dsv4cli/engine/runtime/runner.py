@@ -232,12 +232,12 @@ class Runner:
         [output], rows = ran.step.held, ran.rows()
         if rows == list(range(len(rows))):
             return replace(ran, logits=output.logits[: len(rows)] if rows else None)
-        return replace(ran, logits=output.logits[upload(torch.tensor(rows), self.cache.device)])
+        return replace(ran, logits=output.logits[upload(torch.tensor(rows, device="cpu"), self.cache.device)])
 
     def _computed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> Ran:
         hidden, batch = self._modelled(work)
         ran = Ran(chunks, [chunk.row for chunk in chunks], _ready(chunks), hidden, batch)
-        rows = upload(torch.tensor(ran.rows(), dtype=torch.int64), self.cache.device)
+        rows = upload(torch.tensor(ran.rows(), dtype=torch.int64, device="cpu"), self.cache.device)
         logits = self.model.logits(hidden.streams[rows]) if ran.ready else None
         scored = [chunk for chunk in chunks if chunk.request.scored]
         return replace(ran, logits=logits, scores=score_rows(self.model, scored, hidden.streams) if scored else {})

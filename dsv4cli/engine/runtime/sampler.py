@@ -61,8 +61,10 @@ class Draws:
 def packed(samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
     """The numbers of rows, on the host: int64 [4, R], seeds, positions, limits, and temperatures as fp32."""
     seeds, limits = [one.seed for one in samplings], [limit_of(one.top_p) for one in samplings]
-    numbers = torch.tensor([seeds, [*positions], limits, [0] * len(samplings)], dtype=torch.int64)
-    numbers[3].view(torch.float32)[: len(samplings)] = torch.tensor([one.temperature for one in samplings])
+    numbers = torch.tensor([seeds, [*positions], limits, [0] * len(samplings)], dtype=torch.int64, device="cpu")
+    numbers[3].view(torch.float32)[: len(samplings)] = torch.tensor(
+        [one.temperature for one in samplings], device="cpu"
+    )
     return numbers
 
 

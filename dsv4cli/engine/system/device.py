@@ -44,7 +44,7 @@ def download(numbers: torch.Tensor) -> Callable[[], list[Any]]:
     if not is_there(numbers.device):
         there: list[Any] = numbers.tolist()
         return lambda: there
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True, device="cpu")
     host.copy_(numbers, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()

@@ -49,7 +49,7 @@ class StageDifference:
 def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[StageDifference]:
     """Each stage that both have, in order. fed: whether each half of a block of `other` was fed with `one`'s streams,
     so that no difference goes from one half to the next. Raises UsageError for rows of other shapes."""
-    every = torch.ones(one.manifest.rows("token", 0), dtype=torch.bool)
+    every = torch.ones(one.manifest.rows("token", 0), dtype=torch.bool, device="cpu")
     tokens = every
     for layer, stage in common(one, other):
         found = _difference(one, other, layer, stage, _alike(tokens, stage, one, layer))
@@ -82,7 +82,7 @@ def _alike(tokens: torch.Tensor, stage: str, one: Recording, layer: int) -> torc
         return tokens
     rows = one.manifest.rows(per, layer)
     if per == "entry":
-        return torch.ones(rows, dtype=torch.bool)
+        return torch.ones(rows, dtype=torch.bool, device="cpu")
     return tokens[[_token(one, row, layer) for row in range(rows)]]
 
 
@@ -142,7 +142,7 @@ class _Sums:
         self, one: Recording, other: Recording, layer: int, stage: str, alike: torch.Tensor
     ) -> StageDifference:
         """Of all rows."""
-        rows, per = torch.cat(self.rows) if self.rows else torch.zeros(0), BY_NAME[stage].per
+        rows, per = torch.cat(self.rows) if self.rows else torch.zeros(0, device="cpu"), BY_NAME[stage].per
         if BY_NAME[stage].choices:
             mean = float((rows > 0).float().mean()) if len(rows) else 0.0
             return StageDifference(layer, stage, 1.0 - mean, mean, None, 0.0, rows, alike)

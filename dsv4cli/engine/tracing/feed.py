@@ -36,7 +36,7 @@ class RecordedStreams:
 
     def __init__(self, recording: Recording, jitter: Jitter | None = None, short: Mover | None = None) -> None:
         self.recording, self.jitter, self.short = recording, jitter, short
-        self._ids = [torch.tensor(text.ids) for text in recording.manifest.texts]
+        self._ids = [torch.tensor(text.ids, device="cpu") for text in recording.manifest.texts]
 
     def streams(self, layer: int, stage: str, own: torch.Tensor, watched: Watched) -> torch.Tensor:
         """own [T, N, D] with the recorded rows in it. A draft that was wrong keeps its own."""

@@ -79,7 +79,7 @@ class Writer:
 
 def _on_host(rows: torch.Tensor) -> torch.Tensor:
     """A copy on the host, contiguous; from a GPU into memory that it writes to by itself, which is used again."""
-    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda, device="cpu")
     return host.copy_(rows)
 
 

@@ -81,8 +81,8 @@ class ExpertOffload:
         shape, dtype = plan.embedding
         self._blocks.append(host_block(prod(shape) * dtype.itemsize, "the embedding", FEWER))
         self.embedding = nn.Parameter(self._blocks[-1].view(dtype).view(shape), requires_grad=False)
-        numbers = torch.arange(division.experts).repeat(layers, 1)
-        at = numbers + torch.arange(layers)[:, None] * division.rows
+        numbers = torch.arange(division.experts, device="cpu").repeat(layers, 1)
+        at = numbers + torch.arange(layers, device="cpu")[:, None] * division.rows
         self._row_of_expert = torch.where(numbers < division.rows, at, -1).to(device)
         self._expert_of_slot = numbers[:, division.resident : division.rows].contiguous().to(device)
         self._used = torch.zeros_like(self._expert_of_slot)

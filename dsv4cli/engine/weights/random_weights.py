@@ -92,7 +92,7 @@ class _Source:
             return (1 + drawn / 256) / deviation
         if spec.dtype == "F8_E4M3":
             return drawn % 16 + E4M3_HALF
-        exponent = -round(torch.tensor(deviation).log2().item()) + E8M0_BIAS
+        exponent = -round(torch.tensor(deviation, device="cpu").log2().item()) + E8M0_BIAS
         return drawn % 3 + (exponent - 1)
 
     @cached_property

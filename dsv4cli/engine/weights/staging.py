@@ -21,7 +21,7 @@ class Buffer:
             self.stream.wait_stream(torch.cuda.current_stream(device))
         # memory is pinned for the current device, which becomes the stream's
         with torch.cuda.stream(self.stream):
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda, device="cpu")
         self.bytes = self._memory.numpy()
 
     def send(self, start: int, destination: torch.Tensor) -> None:

@@ -113,14 +113,17 @@ def widen_e4m3(codes: torch.Tensor) -> torch.Tensor:
 @cache
 def _e2m1_pairs(device: torch.device) -> torch.Tensor:
     """[256] int64, each the two fp32 values of a byte."""
-    values, byte = torch.tensor(E2M1_VALUES, dtype=torch.float32), torch.arange(256)
+    values, byte = torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu"), torch.arange(256, device="cpu")
     return torch.stack((values[byte & 15], values[byte >> 4]), -1).view(torch.int64).flatten().to(device)
 
 
 @cache
 def _e4m3_pairs() -> torch.Tensor:
     """[65536] int64, each the two fp32 values of two bytes."""
-    values, both = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), torch.arange(65536)
+    values, both = (
+        torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float(),
+        torch.arange(65536, device="cpu"),
+    )
     return torch.stack((values[both & 255], values[both >> 8]), -1).view(torch.int64).flatten()
 
 

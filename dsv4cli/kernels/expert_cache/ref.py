@@ -33,7 +33,9 @@ def fetch(
         for source, stack in zip(host, stacks, strict=True):
             stack[rows[expert]] = source[expert - stays]
     for tensor, values in zip(state, (row_of, expert_of, used), strict=True):
-        tensor.copy_(torch.tensor(values, dtype=torch.int64))
+        tensor.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
     cache.steps.fill_(now)
-    cache.counts.add_(torch.tensor([len(chosen), len(wanted), len(wanted) - len(missing)]).to(chosen.device))
+    cache.counts.add_(
+        torch.tensor([len(chosen), len(wanted), len(wanted) - len(missing)], device="cpu").to(chosen.device)
+    )
     return torch.tensor(rows, dtype=torch.int64, device=chosen.device)

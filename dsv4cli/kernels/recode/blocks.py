@@ -39,21 +39,23 @@ def refuse(bad: torch.Tensor, reason: str, rows: int = 1, columns: int = 1) -> N
 @cache
 def four_bf16(device: torch.device) -> torch.Tensor:
     """[65536] int64, each the four bf16 values of an index."""
-    return fours(torch.tensor(E2M1_VALUES, dtype=torch.bfloat16)).view(torch.int64).flatten().to(device)
+    return fours(torch.tensor(E2M1_VALUES, dtype=torch.bfloat16, device="cpu")).view(torch.int64).flatten().to(device)
 
 
 @cache
 def four_e4m3(device: torch.device) -> torch.Tensor:
     """[21 * 65536] int32, each the four e4m3 codes of the index's values times 2 ** shift, shifts -11 to 9 in order."""
-    values = torch.tensor([[value * 2.0**shift for value in E2M1_VALUES] for shift in range(MIN_SHIFT, MAX_SHIFT + 1)])
+    values = torch.tensor(
+        [[value * 2.0**shift for value in E2M1_VALUES] for shift in range(MIN_SHIFT, MAX_SHIFT + 1)], device="cpu"
+    )
     codes = values.to(torch.float8_e4m3fn).view(torch.uint8)  # [21, 16]
     return fours(codes).view(torch.int32).flatten().to(device)
 
 
 def fours(sixteen: torch.Tensor) -> torch.Tensor:
     """[..., 16], something for each code -> [..., 65536, 4], that for each four codes."""
-    index = torch.arange(65536, dtype=torch.int32)
-    return sixteen[..., (index[:, None] >> torch.tensor((0, 4, 8, 12))) & 15]
+    index = torch.arange(65536, dtype=torch.int32, device="cpu")
+    return sixteen[..., (index[:, None] >> torch.tensor((0, 4, 8, 12), device="cpu")) & 15]
 
 
 def look_up(table: torch.Tensor, weight: torch.Tensor, part: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
