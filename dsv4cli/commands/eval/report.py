@@ -83,6 +83,7 @@ def _plus_minus(mean: "Mean", sign: str = "") -> str:
 def _against(results: ModelResults, others: ModelResults, found: "Pairing") -> Iterator[str]:
     from dsv4cli.engine.evaluation.pairing import ROUNDING
     from dsv4cli.engine.evaluation.results import differing_settings
+    from dsv4cli.engine.evaluation.statistics import MIN_PAIRS
 
     own, other = results.header["model"], others.header["model"]
     yield f"{own} against {other}{differing_settings(others.header, results.header)}"
@@ -92,9 +93,11 @@ def _against(results: ModelResults, others: ModelResults, found: "Pairing") -> I
             f"{_points(found.difference)}, p = {found.answers_p:.2g}"
         )
     if found.nll_items:
+        few = f"no verdict, because fewer than {MIN_PAIRS} items differ"
         yield (
-            f"NLL: {_plus_minus(found.nll_difference, '+')} nats a token, p = {found.nll_p:.2g}; {found.numbers:,} of "
-            f"{found.nll_items:,} differ by more than {ROUNDING:g}, at most by {found.largest:.2g}"
+            f"NLL: {_plus_minus(found.nll_difference, '+')} nats per token, "
+            f"{few if found.nll_p is None else f'p = {found.nll_p:.2g}'}; "
+            f"{found.numbers:,} of {found.nll_items:,} differ by more than {ROUNDING:g}, at most by {found.largest:.2g}"
         )
     for one, before in found.changed[:MOST_LISTED]:
         yield f"  {one.id}: {before.ruling} {before.given[:60]!r} → {one.ruling} {one.given[:60]!r}"

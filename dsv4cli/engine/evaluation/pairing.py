@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dsv4cli.engine.evaluation.outcome import Outcome
-from dsv4cli.engine.evaluation.statistics import LEVEL, Mean, chance_of, mcnemar, mean_of
+from dsv4cli.engine.evaluation.statistics import LEVEL, MIN_PAIRS, Mean, mcnemar, mean_of, student_p
 
 # of a token, in nats: what the sum of a logarithm in fp32 rounds; equal weights differ by no more
 ROUNDING = 1e-6
@@ -35,21 +35,29 @@ class Pairing:
 
     @property
     def answers_p(self) -> float:
-        """The probability of such a difference of scores between equal models."""
+        """The probability of such a difference of scores between equally good models."""
         return mcnemar(self.gained, self.lost)
 
     @property
-    def nll_p(self) -> float:
-        """The same of the mean difference of NLL."""
-        return chance_of(self.nll_difference) if self.numbers else 1.0
+    def nll_p(self) -> float | None:
+        """The probability of such a mean difference of NLL between equally good models; None if too few differ."""
+        if 0 < self.numbers < MIN_PAIRS:
+            return None
+        return student_p(self.nll_difference, self.nll_items) if self.numbers else 1.0
+
+    @property
+    def level(self) -> float:
+        """The significance level of each test. Tests that can decide share `LEVEL`, so that a verdict keeps it."""
+        tests = (self.gained + self.lost >= MIN_PAIRS) + (self.numbers >= MIN_PAIRS)
+        return LEVEL / max(tests, 1)
 
     @property
     def verdict(self) -> PairingVerdict:
-        """What it all says of this model."""
+        """What both tests say of this model; the worse of the two counts."""
         signs: list[float] = []
-        if self.answers_p < LEVEL:
+        if self.answers_p < self.level:
             signs.append(self.gained - self.lost)
-        if self.nll_p < LEVEL and self.nll_difference.value is not None:
+        if self.nll_p is not None and self.nll_p < self.level and self.nll_difference.value is not None:
             signs.append(-self.nll_difference.value)
         if signs:
             return "worse" if min(signs) < 0 else "better"
@@ -59,6 +67,8 @@ class Pairing:
         """As JSON has it."""
         return {
             "verdict": self.verdict,
+            "level": self.level,
+            "min_pairs": MIN_PAIRS,
             "compared": self.compared,
             "gained": self.gained,
             "lost": self.lost,

@@ -1,9 +1,13 @@
 """Is a model as good as another? What pairs of results say."""
 
+import math
+import random
+
 import pytest
 
 from dsv4cli.engine.evaluation.outcome import Outcome
 from dsv4cli.engine.evaluation.pairing import pair
+from dsv4cli.engine.evaluation.statistics import LEVEL, MIN_PAIRS
 from dsv4cli.engine.evaluation.summary import by_task, summary_of
 
 
@@ -55,6 +59,37 @@ def test_numbers_that_changed(change, verdict, numbers):
     assert (found.verdict, found.numbers, found.nll_items) == (verdict, numbers, 10)
     assert found.largest == pytest.approx(max(map(abs, change)))
     assert found.changed == []
+
+
+@pytest.mark.parametrize(("items", "changed"), [(2, 2), (5, 5), (7, 7), (40, 7)])
+def test_too_few_changed_numbers_give_no_verdict(items, changed):
+    before = [1.0] * items
+    after = [2.0 + n / 100 if n < changed else 1.0 for n in range(items)]
+    found = pair(outcomes(rulings("+" * items), after), outcomes(rulings("+" * items), before))
+    assert (found.verdict, found.numbers, found.nll_p) == ("different", changed, None)
+    assert found.record()["nll"]["p"] is None
+    assert found.record()["min_pairs"] == MIN_PAIRS == 8
+
+
+@pytest.mark.parametrize(("items", "trials"), [(2, 300), (5, 300), (30, 1000), (200, 200)])
+def test_equally_good_models_get_a_verdict_as_seldom_as_stated(items, trials):
+    """Both tests are made of each pair of results; together they keep the level of a verdict."""
+    rng = random.Random(items)
+    base = outcomes(rulings("+-" * (items // 2) + "+" * (items % 2)), [1.0] * items)
+    decided = 0
+    for _ in range(trials):
+        flips = rulings("".join(rng.choice("+-") for _ in range(items)))
+        decided += pair(outcomes(flips, [rng.gauss(1.0) for _ in range(items)]), base).verdict != "different"
+    most = LEVEL * trials + 3 * math.sqrt(LEVEL * (1 - LEVEL) * trials)
+    assert decided == 0 if items < MIN_PAIRS else decided <= most
+
+
+def test_two_tests_share_the_level():
+    lost = rulings("-" * 8 + "+"), rulings("+" * 9)
+    assert pair(*map(outcomes, lost)).verdict == "worse"  # p = 0.0078
+    noise = [1 + (-1) ** n / 10 for n in range(9)]
+    both = pair(outcomes(lost[0], noise), outcomes(lost[1], [1.0] * 9))
+    assert (both.level, both.verdict) == (LEVEL / 2, "different")
 
 
 def test_a_loss_of_either_kind_is_a_loss():
