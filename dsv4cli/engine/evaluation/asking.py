@@ -45,7 +45,7 @@ class Posed:
 
     def begin(self) -> None:
         """Before the first step of its requests."""
-        self.answer = Answer(self.dialogue.tokenizer, self.dialogue.thinking, self.requests[0].limits.stops)
+        self.answer = Answer(self.dialogue.tokenizer, self.dialogue.thinks(self.prompt), self.requests[0].limits.stops)
 
     def take(self, engine: Engine, result: Result, on_token: Callable[[Token, bool], None]) -> bool:
         """Takes what a request got in a step; whether the item has its outcome now."""

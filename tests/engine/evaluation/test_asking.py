@@ -99,13 +99,31 @@ def test_choices_can_be_answered(nano):
     assert (found.ruling, found.content, found.logprobs) == ("correct", CAPITALS[1], None)
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [*from_prompt("What is the capital of Italy?", None),
+         {"role": "assistant", "content": "The capital of Italy", "wo_eos": True}],
+        [{"role": "user", "content": "What is the capital of Italy?", "task": "query"}],
+    ],
+)  # fmt: skip
+def test_an_answer_without_a_thinking_block_is_content(nano, messages):
+    """The prompt of a prefilled answer and of a task has no <think>, whatever --think says."""
+    model, dialogue = nano
+    thinking = replace(dialogue, thinking=True, effort="high")
+    [found] = asked((model, thinking), [EvalItem("1", messages)], limits=Limits(max_tokens=8)).values()
+    assert found.reasoning_content == ""
+    assert found.content
+
+
 def test_prompts_may_come_in_pieces(nano):
     whole, pieces = (
         asked(nano, [ITEMS[1], ITEMS[3]], limits=Limits(max_tokens=60, prefill_chunk=chunk)) for chunk in (4096, 5)
     )
     assert whole.keys() == pieces.keys() == {"continued", "choice"}
     for id_, one in whole.items():
-        assert pieces[id_].nll == pytest.approx(one.nll, rel=1e-5)
+        # the NLL of a near-certain token is exp(-gap) of logits below 32: one bf16 rounding of the gap, 2^-3 at most
+        assert pieces[id_].nll == pytest.approx(one.nll, rel=2**-3)
         assert pieces[id_].common_prefix == one.common_prefix
 
 
