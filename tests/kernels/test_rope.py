@@ -94,12 +94,17 @@ def turned(row: list[float], turns: list[complex]) -> list[float]:
     return row[:start] + [part for pair in pairs for part in (pair.real, pair.imag)]
 
 
+def turns_of(positions: torch.Tensor, ratio: int, pairs: int = 32) -> torch.Tensor:
+    """The first rotations of Flash at these positions, on their device."""
+    return rotation(positions, frequencies(CONFIG, ratio)[:pairs].to(positions.device))
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("shape", "pairs"), SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rotates_the_trailing_pairs(dtype, shape, pairs):
     x = torch.randn(shape).to(dtype)
-    turns = rotation(torch.arange(shape[0]) * 37, frequencies(CONFIG, 0)[:pairs])
+    turns = turns_of(torch.arange(shape[0]) * 37, 0, pairs)
     y = rotate(x, turns)
     assert (y.dtype, y.shape) == (dtype, x.shape)
     heads = x.view(shape[0], math.prod(shape[1:-1]), shape[-1]).tolist()
@@ -112,7 +117,7 @@ def test_rotates_the_trailing_pairs(dtype, shape, pairs):
 
 @pytest.mark.usefixtures("backend")
 def test_conjugate_turns_back():
-    x, turns = torch.randn(9, 4, 128), rotation(torch.arange(9) + 1000, frequencies(CONFIG, 4))
+    x, turns = torch.randn(9, 4, 128), turns_of(torch.arange(9) + 1000, 4)
     torch.testing.assert_close(rotate(rotate(x, turns), turns.conj()), x, rtol=0, atol=2e-6)  # two fp32 rotations
     assert torch.equal(rotate(x, torch.ones_like(turns)), x)
 
@@ -127,6 +132,6 @@ def test_what_is_not_rotated_stays_bit_by_bit():
 
 @pytest.mark.usefixtures("backend")
 def test_a_slice_of_wider_rows():
-    x, turns = torch.randn(4, 2, 192), rotation(torch.arange(8), frequencies(CONFIG, 4))[::2]
+    x, turns = torch.randn(4, 2, 192), turns_of(torch.arange(8), 4)[::2]
     part = x[..., 64:]
     assert torch.equal(rotate(part, turns), rotate(part.contiguous(), turns.clone()))

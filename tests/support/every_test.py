@@ -62,6 +62,21 @@ def triton_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from _computing(request.param)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect GPU tests with the parameter `interpreter`: without a GPU they are off, with one the interpreter is."""
+    never = {
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and item.get_closest_marker("gpu")
+        and hasattr(item, "callspec")
+        and "interpreter" in item.callspec.params.values()
+    }
+    if never:
+        config.hook.pytest_deselected(items=[*never])
+        items[:] = [item for item in items if item not in never]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """A worker reports how a test ended, and of its beginnings and ends only those that failed: a message costs 0.2 ms
