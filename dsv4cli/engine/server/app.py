@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import perf_counter, time
 from traceback import format_exception
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from dsv4cli import __version__
@@ -137,13 +138,19 @@ class App:
             if not status:
                 await refusal.response(_is_anthropic(scope))(scope, receive, noting)
         finally:
-            self.service.log(_line(scope, status, perf_counter() - start))
+            usage = scope["state"]["usage"]() if "usage" in scope["state"] else None
+            self.service.metrics.count_http(self._path(scope), status, usage)
+            self.service.log(_line(scope, status, perf_counter() - start, usage))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, late: bool) -> None:
         if late and self.crowded():
             raise Refusal(503, "too many clients are connected: try again later")
         self.guard.check(scope["path"], Headers(scope=scope))
         await self._router(scope, receive, send)
+
+    def _path(self, scope: Scope) -> str:
+        """Return the path of the route that matches a request, or "other": labels of a metric must be few."""
+        return next((route.path for route in self.routes if route.matches(scope)[0] is not Match.NONE), "other")
 
     def _refusal(self, error: Exception | CancelledError) -> Refusal:
         if isinstance(error, CancelledError):
@@ -171,13 +178,12 @@ def _is_anthropic(scope: Scope) -> bool:
     return path.startswith("/v1/messages")
 
 
-def _line(scope: Scope, status: int, seconds: float) -> str:
-    """What the log says of a request: nothing of what it said."""
+def _line(scope: Scope, status: int, seconds: float, usage: dict[str, Any] | None) -> str:
+    """Return the log line of an HTTP request, which has nothing of its body."""
     refusal: Refusal | None = scope["state"].get("refusal")
     client = scope["client"][0] if scope.get("client") else "-"
     line = f"{client} {scope['method']} {scope['path']} {status or 'gone'}"
-    if "usage" in scope["state"]:
-        usage = scope["state"]["usage"]()
+    if usage is not None:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         line += f", {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens"
         line += f", {cached:,} cached" if cached else ""

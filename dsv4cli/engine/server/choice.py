@@ -19,6 +19,7 @@ class Choice:
 
     def __init__(self, index: int, request: Request, plan: AnswerPlan, service: Service) -> None:
         self.index, self.request = index, request
+        self._metrics = service.metrics
         self._thinks = service.thinks(plan.ids)
         answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops)
         self._stream = AnswerStream(answer, plan.shape.tools, calls=plan.shape.choice.kind != "none")
@@ -72,6 +73,7 @@ class Choice:
             deltas = [delta for delta in deltas if delta.index < self._most_calls]
         if self.ended:
             call.finish(self.request)
+        self._metrics.count_generated(len(taken))
         return deltas, taken
 
 

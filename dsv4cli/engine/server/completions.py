@@ -110,10 +110,16 @@ class CompletionReply:
                 choice.take_scores(update.scores)
             return "", []
         choice = self._drawn[update.request]
-        added, taken = choice.push(update.tokens)
-        self._taken[choice] += taken
+        added, taken = self._push(choice, update.tokens)
         if choice.ended:
             self.call.finish(update.request)
+        return added, taken
+
+    def _push(self, choice: CompletionChoice, given: list[Token]) -> tuple[str, list[Token]]:
+        """Add tokens to a text. Return the text that became certain and the tokens that are part of it."""
+        added, taken = choice.push(given)
+        self._taken[choice] += taken
+        self.service.metrics.count_generated(len(taken))
         return added, taken
 
     def _take_likeliest(self) -> None:
@@ -121,7 +127,7 @@ class CompletionReply:
         if self.asked.follows and self.asked.one_greedy:
             for choice in self.choices:
                 choice.ended = False
-                _, self._taken[choice] = choice.push([choice.likeliest(self.service.dialogue.config.eos_token_ids)])
+                self._push(choice, [choice.likeliest(self.service.dialogue.config.eos_token_ids)])
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.service.names[0]}

@@ -1,8 +1,8 @@
-"""What Prometheus reads of the server: how busy it is, what it has done, how long clients have waited; no torch."""
+"""The server's Prometheus metrics: load, tokens, latencies and HTTP statuses; no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,18 +16,24 @@ if TYPE_CHECKING:
 # seconds
 FIRST_TOKEN = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 BETWEEN_TOKENS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 5)
+# the status nginx logs for a client that disconnects before its response begins
+DISCONNECTED = 499
 
 
 class Metrics:
-    """The numbers of one server; its methods are called in the event loop."""
+    """The counters and histograms of one server. Call its methods from the event loop only."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("dsv4_requests", "Requests that have ended", ["outcome"], registry=registry)
-        self._prompt = Counter(
-            "dsv4_prompt_tokens", "Tokens of the prompts of requests that have ended", registry=registry
-        )
-        self._drawn = Counter("dsv4_generated_tokens", "Tokens of answers", registry=registry)
+        self._http = Counter("dsv4_http_requests", "HTTP requests by path and status code", ["path", "status"],
+                             registry=registry)  # fmt: skip
+        self._prompt = Counter("dsv4_prompt_tokens", "Prompt tokens of HTTP requests that have ended; n answers to a "
+                               "prompt count it once", registry=registry)  # fmt: skip
+        self._cached = Counter("dsv4_cached_tokens", "Prompt tokens found in the prefix cache, of those in "
+                               "dsv4_prompt_tokens", registry=registry)  # fmt: skip
+        self._generated = Counter("dsv4_generated_tokens", "Tokens of answers, as usage reports them",
+                                  registry=registry)  # fmt: skip
         self._first = Histogram(
             "dsv4_time_to_first_token_seconds", "From a request's arrival to its first token",
             registry=registry, buckets=FIRST_TOKEN,
@@ -40,11 +46,11 @@ class Metrics:
         self._drawing: set[Request] = set()  # those that have tokens
 
     def begin(self, request: "Request") -> None:
-        """A request has come."""
+        """Record when a request arrived."""
         self._last[request] = perf_counter()
 
     def note(self, update: "Update") -> None:
-        """A request has got something."""
+        """Record the latency of the tokens that a request got in a step."""
         request = update.request
         if not update.tokens:
             return
@@ -54,38 +60,56 @@ class Metrics:
         else:
             self._first.observe(passed)
             self._drawing.add(request)
-        self._drawn.inc(len(update.tokens))
+
+    def count_generated(self, tokens: int) -> None:
+        """Count tokens that became part of an answer."""
+        self._generated.inc(tokens)
+
+    def count_http(self, path: str, status: int, usage: Mapping[str, Any] | None) -> None:
+        """Count an HTTP request that has ended.
+
+        Args:
+            path: The path of its route.
+            status: The status code, or 0 if the client disconnected before a response.
+            usage: The token counts in OpenAI's shape, None if no model call was made.
+        """
+        self._http.labels(path, status or DISCONNECTED).inc()
+        if usage is not None:
+            self._prompt.inc(usage["prompt_tokens"])
+            self._cached.inc(usage["prompt_tokens_details"]["cached_tokens"])
 
     def end(self, request: "Request", outcome: str) -> None:
-        """A request has ended: it is finished, cancelled or failed."""
+        """Count a request that has ended; outcome: finished, cancelled or failed."""
         self._requests.labels(outcome).inc()
-        self._prompt.inc(len(request.prompt))
         self._last.pop(request, None)
         self._drawing.discard(request)
 
     def text(self, usage: "Usage", drafts: "DraftReport | None") -> bytes:
-        """All of them, in Prometheus' format. usage: what the engine holds; drafts: what they have come to."""
+        """Return all metrics in Prometheus' text format."""
         held = CollectorRegistry()
         held.register(_Held(usage, drafts))
         return generate_latest(self._registry) + generate_latest(held)
 
 
 class _Held:
-    """What is as it is when somebody reads it."""
+    """Metrics that are read from the engine at each scrape."""
 
     def __init__(self, usage: "Usage", drafts: "DraftReport | None") -> None:
         self._usage, self._drafts = usage, drafts
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus' client asks."""
+        """Yield the metrics, as prometheus_client requires."""
         usage, drafts = self._usage, self._drafts
-        yield GaugeMetricFamily("dsv4_requests_running", "Requests that have a place in the cache", usage.running)
-        yield GaugeMetricFamily("dsv4_requests_waiting", "Requests that wait for one", usage.waiting)
-        yield GaugeMetricFamily("dsv4_cache_states", "States kept for prompts that begin alike", usage.states)
-        yield GaugeMetricFamily("dsv4_cache_device_bytes", "What they take of the device", usage.device_bytes)
-        yield GaugeMetricFamily("dsv4_cache_host_bytes", "What they take of host memory", usage.host_bytes)
-        yield CounterMetricFamily("dsv4_cache_hits", "Prompts whose beginning was held", usage.hits)
-        yield CounterMetricFamily("dsv4_cached_tokens", "Tokens of prompts that were held", usage.found)
+        yield GaugeMetricFamily("dsv4_requests_running", "Requests that are running", usage.running)
+        yield GaugeMetricFamily("dsv4_requests_waiting", "Requests that are waiting in the queue", usage.waiting)
+        yield GaugeMetricFamily("dsv4_cache_states", "Entries of the prefix cache", usage.states)
+        yield GaugeMetricFamily(
+            "dsv4_cache_device_bytes", "GPU memory of the prefix cache in bytes", usage.device_bytes
+        )
+        yield GaugeMetricFamily("dsv4_cache_host_bytes", "Host memory of the prefix cache in bytes", usage.host_bytes)
+        yield CounterMetricFamily(
+            "dsv4_cache_hits", "Requests that found a part of their prompt in the prefix cache", usage.hits
+        )
         if drafts is not None:
-            yield CounterMetricFamily("dsv4_drafts", "Drafts that were verified", drafts.drafted)
-            yield CounterMetricFamily("dsv4_drafts_accepted", "Those that the model drew itself", drafts.accepted)
+            yield CounterMetricFamily("dsv4_drafts", "Draft tokens that were verified", drafts.drafted)
+            yield CounterMetricFamily("dsv4_drafts_accepted", "Draft tokens that were accepted", drafts.accepted)

@@ -94,6 +94,59 @@ def test_metrics_count_what_has_happened(nano):
     assert after["dsv4_drafts_total"] >= after["dsv4_drafts_accepted_total"] > 0
 
 
+def counted(nano, path, body):
+    """How a call's usage and the metrics of tokens have grown."""
+    before = numbers(nano)
+    status, document = nano.post(path, body)
+    assert status == 200
+    assert comes(lambda: nano.at_rest())
+    after, usage = numbers(nano), document["usage"]
+    names = ("dsv4_prompt_tokens_total", "dsv4_cached_tokens_total", "dsv4_generated_tokens_total")
+    given = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+    return given, tuple(after[name] - before.get(name, 0) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", asking("What is 17 + 25?", n=3)),
+        ("/v1/chat/completions", asking("What is 17 + 25?", stop=["5"])),  # drafts draw beyond the stop text
+        ("/v1/completions", {"prompt": ["2 + 3", "2 + 4"], "echo": True, "logprobs": 2, "n": 2, "max_tokens": 4}),
+        ("/v1/completions", {"prompt": "2 + 3", "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}),
+        ("/v1/completions", {"prompt": "What is 17 + 25?", "stop": "5", "max_tokens": 40}),
+    ],
+)
+def test_metrics_count_the_tokens_of_the_usage(nano, path, body):
+    usage, metrics = counted(nano, path, body)
+    assert metrics == usage
+
+
+def test_metrics_count_cached_tokens_once_for_all_answers(nano):
+    body = asking("Which of these is larger: 17 + 25 or 18 + 23?", n=3)
+    counted(nano, "/v1/chat/completions", body)
+    usage, metrics = counted(nano, "/v1/chat/completions", body)
+    assert metrics == usage
+    assert 0 < metrics[1] < metrics[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "label"),
+    [
+        ("POST", "/v1/chat/completions", {}, 'path="/v1/chat/completions",status="400"'),
+        ("GET", "/v1/chat/completions", {}, 'path="/v1/chat/completions",status="405"'),
+        ("GET", "/v1/models/none", {}, 'path="/v1/models/{name:path}",status="404"'),
+        ("GET", "/none", {}, 'path="other",status="404"'),
+        ("GET", "/version", {"origin": "http://elsewhere"}, 'path="/version",status="403"'),
+        ("GET", "/health", {}, 'path="/health",status="200"'),
+    ],
+)
+def test_metrics_count_http_requests(nano, method, path, headers, label):
+    before = numbers(nano)
+    nano.send(method, path, {}, **headers).read()
+    after, name = numbers(nano), f"dsv4_http_requests_total{{{label}}}"
+    assert after[name] - before.get(name, 0) == 1
+
+
 @pytest.mark.parametrize(("path", "prompt"), [("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "2 + 3"})])
 def test_an_answer_that_ends_with_a_stop_text_is_finished(nano, path, prompt):
     before = numbers(nano)
