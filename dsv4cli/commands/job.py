@@ -172,6 +172,7 @@ class Job:
         if offload is not None:
             self.out.status(division_sentence(offload))
         report_no_drafter(self.out, self.source.identity.config, model, self.drafting)
+        _report_what_is_not_there(self.out, self.source)
         if self.source.name == BUILT_IN:
             self.out.status("nano is the small model that is built in; --model names another")
         return model
@@ -200,6 +201,20 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
         memory=memory_limits(options.gpu_memory, options.host_memory),
         special_tokens=options.special_tokens,
     )
+
+
+def _report_what_is_not_there(out: Output, source: "FolderSource | RandomSource") -> None:
+    """Print a line if the checkpoint has no drafter, and one if it does not tell its release."""
+    from dsv4cli.engine.config.keys import RELEASE_KEY
+
+    config = source.identity.config
+    if config.drafter == "none":
+        out.status("no drafter: no tensor of the checkpoint is named mtp.*")
+    if config.release is None:
+        out.status(
+            f"the checkpoint does not tell its release: prompts are written as for {source.identity.release}; "
+            f'"{RELEASE_KEY}" in its config.json states another'
+        )
 
 
 def report_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:

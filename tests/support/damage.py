@@ -260,7 +260,12 @@ def config_names_other_drafter(folder: Path) -> None:
 
 
 def drafter_lost(folder: Path) -> None:
+    """What many exports do; it loads without a drafter."""
     rewrite(folder, lambda name, stored: {} if name.startswith("mtp.") else {name: stored})
+
+
+def drafter_half_lost(folder: Path) -> None:
+    rewrite(folder, lambda name, stored: {} if name.startswith("mtp.0.ffn.") else {name: stored})
 
 
 # what happened -> words of the error, beside the folder's name
@@ -296,5 +301,5 @@ DAMAGES: dict[Damage, tuple[str, ...]] = {
     config_contradicts_itself: ("config.json", "compress_ratios has 5 entries for 5 layers and 1 draft stages"),
     config_contradicts_inference_config: ("inference/config.json", "contradict each other", "hidden_size"),
     config_names_other_drafter: ("mtp by its tensors", "dspark by its config.json"),
-    drafter_lost: ("none by its tensors", "mtp by its config.json"),
+    drafter_half_lost: ("mtp.0.ffn.gate.weight is missing",),
 }

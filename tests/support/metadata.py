@@ -9,7 +9,7 @@ from tests.support.damage import GOLDEN
 
 TINY = GOLDEN / "tiny-flash"
 CONFIG = read_config(TINY)
-ROOT = json.loads((TINY / "config.json").read_text())
+ROOT = json.loads((TINY / "config.json").read_text()) | {"dsv4_release": "v4"}
 # formats that --attention and --experts can ask for beside the targets' own
 PARTIAL = [Formats("bf16", "fp4"), Formats("fp8", "bf16"), Formats("bf16", "fp8"), Formats("f32", "f32", "f32")]
 

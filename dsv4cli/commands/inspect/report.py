@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.report import Inspection
 
 SIZES = {"flash": "DeepSeek-V4-Flash", "pro": "DeepSeek-V4-Pro", "tiny": "tiny, for tests"}
-RELEASES = {"v4": "April 2026 (v4)", "0731": "0731, or another with the DSpark drafter"}
+RELEASES = {"v4": "April 2026 (v4)", "0731": "0731 or later"}
 DRAFTERS = {"none": "none", "mtp": "MTP, one block", "dspark": "DSpark, {} blocks"}
 KINDS = "0: window only; 4: compressed sparse; 128: heavily compressed"
 LAYOUTS = {
@@ -94,7 +94,7 @@ def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str
     if folder and str(folder) != result.source.name:
         yield "folder", str(folder)
     yield "size", SIZES.get(identity.size, "custom, neither Flash nor Pro")
-    yield "release", RELEASES[identity.release]
+    yield from _release(identity)
     yield "drafter", DRAFTERS[config.drafter].format(config.draft_stages)
     yield from _layout(result)
     words = textwrap.wrap(f"{config.num_hidden_layers} with ratios {schedule(config.layer_ratios)}", VALUE_WIDTH)
@@ -114,6 +114,20 @@ def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str
     odd = [f"{name} {named[form]}" for name, (form, usual) in others.items() if form != usual]
     if odd:
         yield "", ", ".join(odd)
+
+
+def _release(identity: "Identity") -> "Iterator[tuple[str, str]]":
+    from dsv4cli.engine.config.keys import RELEASE_KEY
+    from dsv4cli.engine.config.presets import RELEASES as KNOWN
+
+    used = RELEASES[identity.release]
+    if identity.config.release is not None:
+        yield "release", used
+        return
+    yield "release", f"unknown; prompts are written as for {used}"
+    if getattr(identity, "layout", "") != "gguf":
+        others = " or ".join(f'"{release}"' for release in KNOWN)
+        yield "", f'to state it, set "{RELEASE_KEY}" in config.json to {others}'
 
 
 def _gguf(identity: "Identity") -> "Iterator[tuple[str, str]]":

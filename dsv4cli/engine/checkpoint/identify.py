@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,10 @@ from dsv4cli.engine.checkpoint.naming import (
     stored_table,
 )
 from dsv4cli.engine.config.checks import check_blocks
+from dsv4cli.engine.config.dialects import names_drafter
 from dsv4cli.engine.config.formats import FormatName
 from dsv4cli.engine.config.model_config import Drafter, ModelConfig
-from dsv4cli.engine.config.presets import PRESETS, Release
+from dsv4cli.engine.config.presets import ASSUMED_RELEASE, PRESETS, Release
 from dsv4cli.engine.config.read import parse_config, read_config, read_json
 from dsv4cli.engine.config.storage import Formats, contradictions
 from dsv4cli.errors import CheckpointError
@@ -55,8 +56,8 @@ class Identity:
 
     @property
     def release(self) -> Release:
-        """Which prompt format the model was trained with, as its drafter tells: MTP came in April, DSpark with 0731."""
-        return "0731" if self.config.drafter == "dspark" else "v4"
+        """The release whose prompt format is used: the model's, or the assumed one where the checkpoint tells none."""
+        return self.config.release or ASSUMED_RELEASE
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint
     _refuse_foreign(folder)
     checkpoint = read(folder)
     _refuse_tensors(checkpoint)
-    return identity_of(checkpoint, read_config(folder, _has_drafter(checkpoint)), _root_config(folder))
+    return identity_of(checkpoint, read_config(folder, may_have_drafter(checkpoint)), _root_config(folder))
 
 
 def identity_of(checkpoint: Checkpoint, config: ModelConfig, given: Mapping[str, Any]) -> FolderIdentity:
@@ -134,7 +135,7 @@ def identity_of(checkpoint: Checkpoint, config: ModelConfig, given: Mapping[str,
     raises of the two."""
     _check_drafter(checkpoint, config)
     formats, naming = stored_formats(checkpoint), _naming(checkpoint, config)
-    notes = tuple(contradictions(given, formats))
+    notes = (*contradictions(given, formats), *drafter_notes(checkpoint, given))
     return FolderIdentity(_size(config), config, formats, checkpoint, naming, notes)
 
 
@@ -223,16 +224,22 @@ def _refuse_tensors(checkpoint: Checkpoint) -> None:
             raise refusal(checkpoint.folder, foreign, found)
 
 
-def _has_drafter(checkpoint: Checkpoint) -> bool:
+def may_have_drafter(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has tensors of a drafter, or lacks files that may hold some."""
+    if checkpoint.missing_files and not checkpoint.index:
+        return True
     return any("mtp." in name for name in (*checkpoint.tensors, *checkpoint.index))
+
+
+def drafter_notes(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence if config.json, whose values are `given`, describes a drafter that is not stored."""
+    if names_drafter(given) and not may_have_drafter(checkpoint):
+        yield "config.json describes a drafter, and no tensor is named mtp.*"
 
 
 def _check_drafter(checkpoint: Checkpoint, config: ModelConfig) -> None:
     names = {name.rpartition("/")[2] for name in (*checkpoint.tensors, *checkpoint.index)}
     found: list[Drafter] = [drafter for sign, drafter in DRAFTER_SIGNS.items() if sign in names]
-    if not _has_drafter(checkpoint):
-        # the other files may have it
-        found = [] if checkpoint.missing_files else ["none"]
     for drafter in found:
         if drafter != config.drafter:
             raise CheckpointError(
@@ -250,5 +257,5 @@ def _size(config: ModelConfig) -> str:
 
 
 def _dimensions(config: ModelConfig) -> list[object]:
-    names = {field.name for field in fields(config)} - {"compress_ratios", "dspark"}
+    names = {field.name for field in fields(config)} - {"compress_ratios", "dspark", "release"}
     return [config.layer_ratios, *(getattr(config, name) for name in sorted(names))]

@@ -13,7 +13,15 @@ from typing import Any
 
 from dsv4cli.engine.checkpoint.foreign import OFFICIAL
 from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo, scan_checkpoint
-from dsv4cli.engine.checkpoint.identify import COMPRESSED_FORMATS, MIXED, FolderIdentity, compressed_naming, describe
+from dsv4cli.engine.checkpoint.identify import (
+    COMPRESSED_FORMATS,
+    MIXED,
+    FolderIdentity,
+    compressed_naming,
+    describe,
+    drafter_notes,
+    may_have_drafter,
+)
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.checkpoint.naming import COMPRESSED_NAMES, CompressedNaming, Location
 from dsv4cli.engine.config.formats import STORAGE
@@ -152,10 +160,11 @@ def packed_identity(checkpoint: Checkpoint, values: Mapping[str, Any], where: st
             OFFICIAL,
         )
     model = {key: value for key, value in values.items() if key != "quantization_config"}
-    config = parse_config(model, where, any("mtp." in name for name in names))
+    config = parse_config(model, where, may_have_drafter(checkpoint))
     identity = describe(config, _formats(checkpoint))
     naming = PackedNaming(checkpoint.tensors, compressed_naming(checkpoint))
-    return PackedIdentity(identity.size, config, identity.formats, checkpoint, naming)
+    notes = tuple(drafter_notes(checkpoint, values))
+    return PackedIdentity(identity.size, config, identity.formats, checkpoint, naming, notes)
 
 
 def _values(folder: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dsv4cli.engine.config.keys import (
     INFERENCE_ROPE_KEYS,
     LAYER_TYPES,
     MAX_NUMBER,
+    RELEASE_KEY,
     ROPE_FIXED,
     SCORE_MLP,
     TRANSFORMERS_KEYS,
@@ -45,7 +46,7 @@ def translate_inference(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_agreement(root: Mapping[str, Any], inference: Mapping[str, Any], path: Path, other: Path) -> None:
     """Raises CheckpointError for the first official key that `path` and `other` give different values."""
     # 0731: the root file says one MTP layer, the inference file counts the three DSpark stages
-    skipped = {"max_position_embeddings", "num_nextn_predict_layers", "rope_scaling"}
+    skipped = {"max_position_embeddings", "num_nextn_predict_layers", "rope_scaling", RELEASE_KEY}
     if inference.get("expert_dtype") is None and root.get("expert_dtype") != "fp4":
         # the official script knows "fp4", and null for all else
         skipped.add("expert_dtype")
@@ -63,21 +64,26 @@ def check_agreement(root: Mapping[str, Any], inference: Mapping[str, Any], path:
 
 
 def official_values(values: Mapping[str, Any], where: str, drafter_stored: bool = True) -> dict[str, Any]:
-    """A root `config.json` in either dialect, or in both, with official keys alone.
+    """Return the values of a root `config.json`, in either dialect or in both, under the official keys alone.
 
     transformers strips compress_ratios, which count the draft stages. Without them the stages are
     num_nextn_predict_layers for MTP; for DSpark, of which the releases say 1, the three of every release unless the
-    key says more. It strips the tensors under `mtp.` as well: where the checkpoint has none (drafter_stored), there is
-    no drafter, whatever the remaining keys say.
+    key says more.
+
+    Args:
+        values: content of the file.
+        where: names the file in errors.
+        drafter_stored: whether the checkpoint has tensors under `mtp.`, which many tools drop. Without them the model
+            has no drafter, whatever the keys say; the keys still tell the release.
 
     Raises CheckpointError, naming both keys, where the dialects contradict each other.
     """
     if values.get("mlp_bias"):
         raise UnsupportedCheckpoint(f"{where}: mlp_bias is {values['mlp_bias']!r}, DeepSeek-V4 has no biases", REMEDY)
     result = {key: value for key, value in values.items() if key not in TRANSFORMERS_KEYS}
-    if not drafter_stored and result.get("compress_ratios") is None:
-        result = {key: value for key, value in result.items() if key not in DSPARK_KEYS}
-        result["num_nextn_predict_layers"] = 0
+    release = _told_release(result, drafter_stored)
+    if not drafter_stored:
+        result = _without_drafter(result)
     said_by: dict[str, str] = {}
     for key, value, origin in _facts({**result, **_spoken(values)}, where):
         if result.get(key) is None:
@@ -85,7 +91,42 @@ def official_values(values: Mapping[str, Any], where: str, drafter_stored: bool 
         elif result[key] != value:
             first, detail = said_by.get(key, key), _difference(key, result[key], value)
             raise CheckpointError(f"{where}: {first} and {origin} contradict each other: {detail}", REMEDY)
-    return result
+    return result | {RELEASE_KEY: release or _told_release(result, drafter_stored)}
+
+
+def _told_release(values: Mapping[str, Any], drafter_stored: bool) -> Any:
+    """Return the release that official keys state, or else the one that their description of a drafter implies.
+
+    April's releases have one MTP stage, 0731 and later DSpark with three. num_nextn_predict_layers is 1 in all of them.
+    """
+    if values.get(RELEASE_KEY) is not None:
+        return values[RELEASE_KEY]
+    if any(key in values for key in DSPARK_KEYS):
+        return "0731"
+    stages = _listed_stages(values)
+    # stored stages without DSpark's keys are MTP's, however many there are
+    is_dspark = stages == DSPARK_STAGES and not drafter_stored
+    return "0731" if is_dspark else "v4" if stages > 0 else None
+
+
+def _without_drafter(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a model as if it never had a drafter."""
+    result = {key: value for key, value in values.items() if key not in DSPARK_KEYS}
+    if _listed_stages(values) > 0:
+        result["compress_ratios"] = values["compress_ratios"][: values["num_hidden_layers"]]
+    return result | {"num_nextn_predict_layers": 0}
+
+
+def names_drafter(values: Mapping[str, Any]) -> bool:
+    """Return whether a root `config.json` describes a drafter."""
+    count = values.get("num_nextn_predict_layers")
+    return any(key in values for key in DSPARK_KEYS) or _listed_stages(values) > 0 or (type(count) is int and count > 0)
+
+
+def _listed_stages(values: Mapping[str, Any]) -> int:
+    """Return how many entries compress_ratios has behind those of the main layers."""
+    ratios, layers = values.get("compress_ratios"), values.get("num_hidden_layers")
+    return len(ratios) - layers if isinstance(ratios, list) and type(layers) is int and layers > 0 else 0
 
 
 def _difference(key: str, first: Any, second: Any) -> str:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsv4cli.engine.config.keys import RELEASE_KEY
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
@@ -57,6 +58,8 @@ FIXED: dict[str, Any] = {
 RATIOS, CLAMPS = "attention.compress_ratios", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
 BOS, EOS, EOT = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"
 TOKENS = "tokenizer.ggml.tokens"
+# dsv4's own key, as RELEASE_KEY in config.json
+RELEASE = "dsv4.release"
 REMEDY = "convert the model anew: `dsv4 convert flash OUT --to gguf`"
 
 
@@ -71,7 +74,8 @@ def gguf_values(config: ModelConfig) -> dict[str, Any]:
     values |= {"attention.value_length": config.head_dim, "embedding_length_out": config.hc_mult * config.hidden_size}
     values |= {RATIOS: list(config.layer_ratios)}
     values |= {key: [float(config.swiglu_limit)] * config.num_hidden_layers for key in CLAMPS}
-    return {f"{ARCHITECTURE}.{key}": value for key, value in values.items()}
+    own = {} if config.release is None else {RELEASE: config.release}
+    return {f"{ARCHITECTURE}.{key}": value for key, value in values.items()} | own
 
 
 def end_tokens(config: ModelConfig) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def parse_gguf(metadata: Mapping[str, Any], where: str) -> ModelConfig:
         found = metadata.get(f"{ARCHITECTURE}.{key}", value)
         if found != value:
             raise UnsupportedCheckpoint(f"{where}: {ARCHITECTURE}.{key} is {found!r}, DeepSeek-V4 has {value!r}")
-    return parse_config(dict(_official(metadata, where)), where)
+    return parse_config(dict(_official(metadata, where)), where, drafter_stored=False)
 
 
 def missing_keys(metadata: Mapping[str, Any]) -> Iterator[str]:
@@ -123,10 +127,9 @@ def _official(metadata: Mapping[str, Any], where: str) -> Iterator[tuple[str, An
     if len(different) != 1:
         raise UnsupportedCheckpoint(f"{where}: {ARCHITECTURE}.{CLAMPS[0]} has {len(different)} values, expected one")
     yield "swiglu_limit", different[0]
-    ratios = values[RATIOS]
-    # converters keep the ratio of the drafter, which is not in the file
-    yield "compress_ratios", ratios[: values["block_count"]] if isinstance(ratios, list) else ratios
-    yield "num_nextn_predict_layers", 0
+    # some converters keep the ratios of the drafter, which is not in the file
+    yield "compress_ratios", values[RATIOS]
+    yield RELEASE_KEY, metadata.get(RELEASE)
     if BOS in metadata:
         yield "bos_token_id", metadata[BOS]
     yield "eos_token_id", [metadata[key] for key in (EOS, EOT) if key in metadata] or None

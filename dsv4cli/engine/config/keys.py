@@ -99,6 +99,8 @@ EOS_TOKEN_ID = 1
 DSPARK_STAGES = 3
 DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 RATIOS = (0, 4, 128)
+# dsv4's own key: the release, which tensors without a drafter cannot tell; `dsv4 convert` writes it
+RELEASE_KEY = "dsv4_release"
 
 # transformers' dialect (transformers 5.23 DeepseekV4Config): ratio of a layer -> its layer_type
 LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}

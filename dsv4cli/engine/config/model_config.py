@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from dsv4cli.engine.config.presets import Release
+
 Drafter = Literal["none", "mtp", "dspark"]
 
 
@@ -32,8 +34,10 @@ class DSparkConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Every number of one model. `compress_ratios` covers the main layers, then the draft stages; each token of
-    `eos_token_ids` ends an answer."""
+    """Every number of one model, and its release where the checkpoint tells it.
+
+    `compress_ratios` covers the main layers, then the draft stages. Each token of `eos_token_ids` ends an answer.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -66,6 +70,7 @@ class ModelConfig:
     yarn: Yarn
     compress_ratios: tuple[int, ...]
     dspark: DSparkConfig | None
+    release: Release | None
 
     @cached_property
     def layer_ratios(self) -> tuple[int, ...]:

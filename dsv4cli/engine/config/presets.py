@@ -4,10 +4,13 @@ Numbers: the releases' `config.json` (Flash revision 60d8d707, Pro b5968e91, Fla
 reads.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Release = Literal["v4", "0731"]
-"""Which prompt encoder a checkpoint was trained with: April's (Flash, Pro), or the one of 0731 and 0813."""
+"""The prompt encoder that a checkpoint was trained with: April 2026 (Flash, Pro), or 0731 and later."""
+RELEASES: tuple[Release, ...] = get_args(Release)
+# where a checkpoint does not tell: the prompt formats differ only in the texts for reasoning efforts
+ASSUMED_RELEASE: Release = "v4"
 
 COMMON: dict[str, Any] = {
     "model_type": "deepseek_v4",

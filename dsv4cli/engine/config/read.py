@@ -16,9 +16,11 @@ from dsv4cli.engine.config.keys import (
     INTEGERS,
     NUMBERS,
     RATIOS,
+    RELEASE_KEY,
     ROPE_FIXED,
 )
 from dsv4cli.engine.config.model_config import DSparkConfig, ModelConfig, Yarn
+from dsv4cli.engine.config.presets import RELEASES, Release
 from dsv4cli.engine.config.storage import check_storage
 from dsv4cli.engine.system.regular_files import is_there, read_bytes
 from dsv4cli.errors import CheckpointError, UnknownKey, UnsupportedCheckpoint
@@ -38,7 +40,9 @@ def read_config(folder: Path, drafter_stored: bool = True) -> ModelConfig:
     path, values = next(files)
     config = parse_config(values, str(path), drafter_stored)
     for other, second in files:
-        check_agreement(official_values(values, str(path), drafter_stored), second, path, other)
+        both = ((values, path), (second, other))
+        first, second = (official_values(one, str(named), drafter_stored) for one, named in both)
+        check_agreement(first, second, path, other)
     return config
 
 
@@ -99,7 +103,7 @@ def _build(values: Mapping[str, Any], where: str) -> ModelConfig:
     nextn = numbers.pop("num_nextn_predict_layers")
     dspark = _dspark(values, where)
     known = {*numbers, *FIXED, *IGNORED, *DSPARK_KEYS, "num_nextn_predict_layers", "eos_token_id", "model_type"}
-    known |= {"compress_ratios", "rope_scaling", "quantization_config", "expert_dtype"}
+    known |= {"compress_ratios", "rope_scaling", "quantization_config", "expert_dtype", RELEASE_KEY}
     unknown = sorted(key for key in values if key not in known)
     if unknown:
         raise UnknownKey(
@@ -112,6 +116,7 @@ def _build(values: Mapping[str, Any], where: str) -> ModelConfig:
         yarn=_yarn(values, where),
         compress_ratios=_ratios(values, where),
         dspark=dspark,
+        release=_release(values, where),
     )
     check_config(config, nextn, where)
     return config
@@ -159,6 +164,19 @@ def _ratios(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
     if strange:
         raise UnsupportedCheckpoint(f"{where}: compress_ratios holds {strange[0]!r}, known values are 0, 4 and 128")
     return tuple(ratios)
+
+
+def _release(values: Mapping[str, Any], where: str) -> Release | None:
+    given = values.get(RELEASE_KEY)
+    for release in RELEASES:
+        if given == release:
+            return release
+    if given is None:
+        return None
+    known = ", ".join(RELEASES)
+    raise CheckpointError(
+        f"{where}: {RELEASE_KEY} is {given!r}, known releases are {known}", "correct the key, or remove it"
+    )
 
 
 def _dspark(values: Mapping[str, Any], where: str) -> DSparkConfig | None:

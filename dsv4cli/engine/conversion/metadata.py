@@ -24,6 +24,7 @@ from dsv4cli.engine.config.keys import (
     INFERENCE_ROPE_KEYS,
     LAYER_TYPES,
     NVFP4_QUANTIZATION,
+    RELEASE_KEY,
     RELEASED,
     SCORE_MLP,
     TRANSFORMERS_KEYS,
@@ -95,6 +96,8 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
     values |= {key: FIXED[key] for key in RELEASED} | _model(config)
     values |= {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
     values |= {"torch_dtype": TORCH_DTYPE[formats.dense], "expert_dtype": STORAGE[formats.experts].expert_dtype}
+    if config.release is not None:
+        values[RELEASE_KEY] = config.release
     if transformers:
         values |= _transformers(config) | {"dtype": values["torch_dtype"]}
     if target == "gguf":
@@ -109,6 +112,7 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
 def _model(config: ModelConfig) -> dict[str, Any]:
     """The official root keys of a model, in the number types of the releases."""
     values = asdict(config)
+    del values["release"]
     yarn, dspark, ends = values.pop("yarn"), values.pop("dspark"), values.pop("eos_token_ids")
     values["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
     for key in ("rope_theta", "compress_rope_theta"):

@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any, Literal
 
@@ -193,7 +193,8 @@ def _bytes(array: Raw) -> NDArray[np.uint8]:
 
 
 def _field_diffs(a: ModelConfig, b: ModelConfig) -> Iterator[FieldDiff]:
-    ours, theirs = asdict(a), asdict(b)
+    # a checkpoint that does not tell its release does not contradict one that does
+    ours, theirs = (asdict(replace(one, release=one.release or other.release)) for one, other in ((a, b), (b, a)))
     yield from (FieldDiff(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name])
 
 

@@ -174,6 +174,7 @@ def _identity(identity: Identity) -> dict[str, Any]:
         "size": identity.size,
         "layout": identity.layout if isinstance(identity, FolderIdentity) else None,
         "release": identity.release,
+        "release_known": config.release is not None,
         "drafter": config.drafter,
         "draft_stages": config.draft_stages,
         "layers": list(config.layer_ratios),

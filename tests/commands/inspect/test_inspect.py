@@ -56,6 +56,21 @@ def test_the_document_of_a_sound_checkpoint():
     assert document["sizes"]["nbytes"] == sum(document["sizes"]["by_family"].values()) == 7348132
 
 
+def test_a_release_that_nothing_tells_is_unknown_and_the_assumed_one_is_named(tmp_path):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.drafter_lost(folder)
+    damage.edit_config(folder, compress_ratios=[0, 0, 4, 128, 4])
+    done = inside("inspect", str(folder))
+    assert "\nrelease     unknown; prompts are written as for April 2026 (v4)\n" in done.stdout
+    assert '            to state it, set "dsv4_release" in config.json to "v4" or "0731"\n' in done.stdout
+    identity = json.loads(inside("inspect", str(folder), "--json").stdout)["identity"]
+    assert (identity["release"], identity["release_known"]) == ("v4", False)
+    damage.edit_config(folder, dsv4_release="0731")
+    assert "\nrelease     0731 or later\n" in inside("inspect", str(folder)).stdout
+    identity = json.loads(inside("inspect", str(folder), "--json").stdout)["identity"]
+    assert (identity["release"], identity["release_known"]) == ("0731", True)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -157,7 +157,7 @@ IN_HEADERS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     ),
     "scale_fmt of another format": (swap_scale_format, ("scale_fmt",)),
     "MTP tensors, DSpark configuration": (damage.config_names_other_drafter, ("mtp by its tensors", "dspark by its")),
-    "a drafter that is gone": (damage.drafter_lost, ("none by its tensors", "mtp by its config.json")),
+    "half of the drafter skipped": (without("mtp.0.ffn."), ("mtp.0.ffn.gate.weight", "missing")),
     "block scales of another dtype": (foreign.has_bf16_scales, ("block scales stored as BF16",)),
 }  # fmt: skip
 # seen in values only: how, the tensor, words, whether it is wrong or only suspicious

@@ -288,3 +288,21 @@ def test_scores_are_the_official_ones(dsv4, tmp_path, chunk, scored, monkeypatch
     following = net.tokens[:, chunk : chunk + scored - 1, None]
     known = torch.tensor([one["logprobs"][chunk:] for one in scores])
     assert (known - recorded[:, :-1].gather(-1, following)[..., 0]).abs().mean() <= bound
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{}, {"num_nextn_predict_layers": 0}, {"compress_ratios": [0, 0, 4, 128, 4]}],
+    ids=["unchanged", "no stages", "no ratios"],
+)
+def test_a_checkpoint_without_its_drafter_has_the_numbers_of_its_layers(dsv4, tmp_path, edit):
+    folder = damage.copy_checkpoint(tmp_path)
+    damage.drafter_lost(folder)
+    damage.edit_config(folder, **edit)
+    texts = jsonl(tmp_path / "ids.jsonl", {"ids": [*range(5, 13)]})
+    whole = dsv4("run", "--score", texts, "--model", str(damage.GOLDEN / "tiny-flash"))
+    assert "no drafter" not in whole.err
+    done = dsv4("run", "--score", texts, "--model", str(folder))
+    assert lines(done.out)[0]["logprobs"] == lines(whole.out)[0]["logprobs"]
+    assert "no drafter: no tensor of the checkpoint is named mtp.*" in done.err.splitlines()
+    assert ("does not tell its release" in done.err) is ("compress_ratios" in edit)

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,12 +169,74 @@ def test_draft_stages_where_no_list_counts_them(keys, drafter, stages):
     assert (config.drafter, config.draft_stages) == (drafter, stages)
     # transformers keeps these keys and drops the tensors
     without = parse_config(saved(**keys), "config.json", drafter_stored=False)
-    assert without == config.without_drafter()
     assert without.drafter == "none"
+    # MTP leaves no key of its own behind
+    release = "0731" if DSPARK.items() <= keys.items() else None
+    assert without == replace(config.without_drafter(), release=release)
 
 
-def test_a_list_of_the_draft_stages_stands_whatever_is_stored():
-    assert parse_config(TINY | SAID, "config.json", drafter_stored=False) == MODEL
+@pytest.mark.parametrize("values", [TINY, TINY | SAID], ids=["official", "both"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_nextn_predict_layers": 0},
+        {"compress_ratios": TINY["compress_ratios"][:5]},
+        {"num_nextn_predict_layers": 0, "compress_ratios": TINY["compress_ratios"][:5]},
+    ],
+    ids=["unchanged", "no stages", "no ratios", "neither"],
+)
+def test_there_is_no_drafter_where_none_is_stored_whatever_the_keys_say(values, changes):
+    release = None if "compress_ratios" in changes else "v4"
+    found = parse_config(values | changes, "config.json", drafter_stored=False)
+    assert found == replace(MODEL.without_drafter(), release=release)
+
+
+@pytest.mark.parametrize(
+    ("keys", "stored", "release"),
+    [
+        ({}, True, "v4"),
+        ({}, False, "v4"),
+        (DSPARK | {"compress_ratios": [0, 0, 4, 128, 4, 0, 0, 0]}, True, "0731"),
+        (DSPARK | {"compress_ratios": [0, 0, 4, 128, 4, 0, 0, 0]}, False, "0731"),
+        # the drafter's keys remain when its stages are gone, or the other way round
+        (DSPARK | {"compress_ratios": [0, 0, 4, 128, 4]}, False, "0731"),
+        ({"compress_ratios": [0, 0, 4, 128, 4, 0, 0, 0]}, False, "0731"),
+        ({"compress_ratios": [0, 0, 4, 128, 4, 0, 0, 0], "num_nextn_predict_layers": 3}, True, "v4"),
+        # every release says 1
+        ({"compress_ratios": [0, 0, 4, 128, 4], "num_nextn_predict_layers": 1}, False, None),
+        ({"dsv4_release": "0731"}, True, "0731"),
+        (DSPARK | {"dsv4_release": "v4"}, False, "v4"),
+        ({"dsv4_release": None}, False, "v4"),
+    ],
+)
+def test_the_release_is_what_the_config_says_or_else_its_drafter_tells(keys, stored, release):
+    assert parse_config(TINY | keys, "config.json", drafter_stored=stored).release == release
+
+
+@pytest.mark.parametrize("value", ["0814", 731, ["v4"]])
+def test_an_unknown_release_is_refused(value):
+    with pytest.raises(CheckpointError, match=r"dsv4_release is .* known releases are v4, 0731"):
+        parse_config(TINY | {"dsv4_release": value}, "config.json")
+
+
+def test_transformers_keeps_the_release_of_what_it_saves(tmp_path):
+    from transformers import AutoConfig
+
+    values = TINY | {"num_nextn_predict_layers": 0, "compress_ratios": TINY["compress_ratios"][:5]}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"dsv4_release": "0731"}))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
+    assert read_config(tmp_path / "saved", drafter_stored=False).release == "0731"
+
+
+def test_both_files_of_a_folder_may_describe_a_drafter_that_is_not_stored(tmp_path):
+    ratios = TINY["compress_ratios"]
+    (tmp_path / "inference").mkdir()
+    inference = {"n_layers": 5, "n_mtp_layers": 1, "compress_ratios": ratios}
+    (tmp_path / "inference" / "config.json").write_text(json.dumps(inference))
+    for kept in (ratios, ratios[:5]):
+        (tmp_path / "config.json").write_text(json.dumps(TINY | {"compress_ratios": kept}))
+        assert read_config(tmp_path, drafter_stored=False).drafter == "none"
 
 
 FP8 = {

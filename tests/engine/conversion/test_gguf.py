@@ -74,7 +74,20 @@ def test_mxfp4_is_the_same_codes_in_another_order():
 def test_keys_come_back(preset):
     config = read_config(NANO) if preset == "nano" else parse_config(PRESETS[preset], preset)
     config = config.without_drafter()
-    assert parse_gguf(metadata(config), "file") == config
+    values = metadata(config)
+    assert values["dsv4.release"] == config.release == ("0731" if preset == "flash-0731" else "v4")
+    assert parse_gguf(values, "file") == config
+
+
+@pytest.mark.parametrize(("preset", "release"), [("flash", "v4"), ("flash-0731", "0731")])
+def test_other_converters_tell_the_release_by_the_ratios_of_the_drafter(preset, release):
+    config = parse_config(PRESETS[preset], preset)
+    values = metadata(config.without_drafter())
+    del values["dsv4.release"]
+    assert parse_gguf(values, "file").release is None
+    values["deepseek4.attention.compress_ratios"] = list(config.compress_ratios)
+    assert parse_gguf(values, "file") == config.without_drafter()
+    assert config.release == release
 
 
 def test_all_keys_that_community_files_lack_are_written():

@@ -307,6 +307,9 @@ def test_what_only_one_has_is_listed(tmp_path, variants):
         "compress_ratios": ((0, 0, 4, 128, 4, 0), (0, 0, 4, 128, 4)),
         "rope_theta": (10000.0, 20000.0),
     }
+    damage.edit_config(folder, dsv4_release="0731")
+    released = compared(variants["official"], recognise(folder))
+    assert [(field.a, field.b) for field in released.fields if field.name == "release"] == [("v4", "0731")]
     mirrored = compared(recognise(folder), variants["official"])
     assert (mirrored.only_a, mirrored.only_b) == ((), found.only_a)
 
