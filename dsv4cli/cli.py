@@ -8,13 +8,14 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-import typer.core
 
 from dsv4cli import __version__
+from dsv4cli.command import Application, CommandGroup
 from dsv4cli.commands.chat import chat
 from dsv4cli.commands.compiling import compile_ahead
 from dsv4cli.commands.convert import convert
@@ -26,6 +27,7 @@ from dsv4cli.commands.ranks import follow
 from dsv4cli.commands.run import run
 from dsv4cli.commands.serve import serve
 from dsv4cli.commands.trace import trace
+from dsv4cli.environment import Environment
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory, compiler_refusal
 from dsv4cli.harmless import brief_line
 from dsv4cli.options import epilog
@@ -35,12 +37,13 @@ from dsv4cli.output import Colours, Output, ReaderGone
 WRONG_ARGUMENT: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-class _Commands(typer.core.TyperGroup):
+class _Commands(CommandGroup):
     """The commands; what is wrong about their arguments is said on one line."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with _one_line():
-            return super().make_context(*arguments, **options)
+            # completion runs no callback, and needs the environment too
+            return super().make_context(*arguments, **{"obj": _environment()} | options)
 
     def invoke(self, *arguments: Any) -> Any:
         with _one_line():
@@ -57,7 +60,7 @@ def _one_line() -> Iterator[None]:
         raise
 
 
-app = typer.Typer(
+app = Application(
     name="dsv4",
     cls=_Commands,
     help="The command-line toolkit for DeepSeek-V4: one model family, exact and readable.",
@@ -67,9 +70,7 @@ app = typer.Typer(
         "dsv4 inspect flash",
         "dsv4 convert flash OUT --to bf16",
     ),
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(
@@ -97,7 +98,7 @@ app.command(
         "dsv4 convert flash OUT --to bf16 --dry-run",
         "dsv4 convert ~/models/DeepSeek-V4-Flash OUT --to mp --ranks 4",
         "dsv4 convert flash OUT --to official --layers 0-3 --no-mtp",
-        "dsv4 convert flash OUT --to nvfp4 --shard 2/8   (on each of 8 machines)",
+        "dsv4 convert flash OUT --to nvfp4 --shard 2/8",
         "dsv4 convert --finish OUT",
         "dsv4 convert --check OUT --against flash",
     ),
@@ -125,7 +126,7 @@ app.command(
         "dsv4 inspect flash --json",
         "dsv4 inspect flash --values full",
         "dsv4 inspect nvidia/DeepSeek-V4-Flash-NVFP4 --for vllm",
-        "dsv4 inspect random:pro --fit --gpus 8x141GB --context 100000",
+        "dsv4 inspect random:pro --fit --gpus 8x141GB --max-context 100000",
         "dsv4 inspect OUT --diff flash",
         "dsv4 inspect flash --tensor layers.3.attn.wq_a",
     )
@@ -157,12 +158,25 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _start(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
-) -> None:
-    context.obj = _colours()
+) -> None: ...
+
+
+def _environment() -> Environment:
+    state, cache = os.environ.get("XDG_STATE_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    # as huggingface_hub finds it
+    hub = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    hub_cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(hub, "hub")
+    hub_cache = os.path.expandvars(os.path.expanduser(hub_cache))
+    return Environment(
+        colours=_colours(),
+        term=os.environ.get("TERM", "dumb"),
+        state_home=Path(state) if state else None,
+        torchrun="TORCHELASTIC_RUN_ID" in os.environ,
+        hub_cache=Path(hub_cache),
+    )
 
 
 def _colours() -> Colours:

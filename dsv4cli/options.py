@@ -1,13 +1,15 @@
 """Arguments, options and help texts that commands share, each declared once."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter
 from typing import Annotated, Any, Literal
 
 import typer
+
+from dsv4cli.model_names import complete_model
 
 EXIT_CODES = """\b
 Exit codes:
@@ -18,10 +20,14 @@ Exit codes:
 
 MODEL_HELP = (
     "A checkpoint folder; nano or nano-0731, which are built in; flash, pro, flash-0731 or org/name[@revision] in the "
-    "Hugging Face cache; or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files."
+    "Hugging Face cache; or random:PRESET[,KEY=N,...], random weights without files (KEY: layers, experts, seed)."
 )
 
-ModelOpt = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
+ModelOpt = Annotated[
+    str,
+    typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model),
+]
 DeviceOpt = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto uses a GPU if there is one.")]
 BackendOpt = Annotated[
     Literal["auto", "triton", "torch"],
@@ -35,8 +41,6 @@ TpOpt = Annotated[
         help="Processes that share the model, one GPU each; torchrun can start them on other machines too.",
     ),
 ]
-# set in the processes that torchrun starts
-TorchrunOpt = Annotated[str | None, typer.Option(envvar="TORCHELASTIC_RUN_ID", hidden=True)]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
 
 QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors to stderr.")]
@@ -128,7 +132,7 @@ RevisionOpt = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, how it answers and where it computes: what `run` and `chat` both take, in the order of --help."""
+    """Which model, how it answers and where it computes: the options that `run`, `chat`, `serve` and `eval` share."""
 
     model: ModelOpt = "nano"
     think: ThinkOpt = "off"
@@ -149,45 +153,33 @@ class ModelOptions:
     host_memory: HostMemoryOpt = None
 
 
-Command = Callable[..., None]
+Function = Callable[..., None]
 
 
-def takes_model_options(**after: str) -> Callable[[Command], Command]:
-    """Gives a command every option of `ModelOptions`, and its parameter `options` their values.
+def takes_model_options(**other: Any) -> Callable[[Function], Function]:
+    """Return a decorator that gives a command every option of `ModelOptions`, and its parameter `options` their values.
 
-    after: some parameters of the command, and the shared option behind which --help lists each.
+    Args:
+        other: How some of these options are declared for this command, as annotations.
     """
 
-    def expand(command: Command) -> Command:
+    def expand(command: Function) -> Function:
         @wraps(command)
         def expanded(**given: Any) -> None:
-            options = ModelOptions(**{field.name: given.pop(field.name) for field in fields(ModelOptions)})
+            options = ModelOptions(**{one.name: given.pop(one.name) for one in fields(ModelOptions)})
             command(options=options, **given)
 
-        parameters = list(_merged(inspect.signature(command), after))
-        expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
-        expanded.__annotations__ = {one.name: one.annotation for one in parameters}
+        shared = [
+            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=other.get(one.name, one.type))
+            for one in fields(ModelOptions)
+        ]
+        written = inspect.signature(command).parameters.values()
+        own = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in written if one.name != "options"]
+        expanded.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]  # what Typer reads
+        expanded.__annotations__ = {one.name: one.annotation for one in (*shared, *own)}
         return expanded
 
     return expand
-
-
-def _merged(own: inspect.Signature, after: dict[str, str]) -> Iterator[Parameter]:
-    """The parameters of a command, and behind some of them, as far as `after` says, the shared ones."""
-    shared = [
-        Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=field.type)
-        for field in fields(ModelOptions)
-    ]
-    names = [one.name for one in shared]
-    listed = 0
-    for parameter in own.parameters.values():
-        if parameter.name in after:
-            end = names.index(after[parameter.name]) + 1
-            yield from shared[listed:end]
-            listed = end
-        if parameter.name != "options":
-            yield parameter
-    yield from shared[listed:]
 
 
 def epilog(*examples: str) -> str:

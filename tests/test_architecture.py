@@ -21,9 +21,13 @@ MAY_IMPORT = {
     "root": {"api"},
     "api": {"engine", "errors"},
     "__main__": {"cli"},
-    "cli": {"root", "commands", "options", "output", "errors", "harmless"},
-    "commands": {"root", "options", "output", "errors", "harmless", "engine"},
-    "options": {"root", "output", "errors"},
+    "cli": {"root", "commands", "command", "environment", "options", "output", "errors", "harmless"},
+    "commands": {"root", "command", "environment", "model_names", "options", "output", "errors", "harmless", "engine"},
+    "options": {"root", "output", "errors", "model_names"},
+    "command": {"help_page", "model_names"},
+    "environment": {"output"},
+    "help_page": set(),
+    "model_names": {"engine"},
     "output": {"root", "options", "errors", "harmless"},
     "engine": {"root", "kernels", "errors", "harmless"},
     "kernels": {"errors"},
@@ -294,7 +298,7 @@ def loaded_by(*arguments: str, **environment: str) -> set[str]:
     return {line.rpartition("|")[2].strip().split(".")[0] for line in lines if line.startswith("import time:")}
 
 
-@pytest.mark.parametrize("words", ["dsv4 ", "dsv4 run --"], ids=["command", "option"])
+@pytest.mark.parametrize("words", ["dsv4 ", "dsv4 run --", "dsv4 run -m "], ids=["command", "option", "model"])
 def test_completion_loads_nothing_slow(words):
     request = {"_DSV4_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     assert loaded_by("-m", "dsv4cli", **request) & SLOW == set()

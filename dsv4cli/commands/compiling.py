@@ -99,7 +99,7 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
     from dsv4cli.engine.compiling.ahead import compile_all, prepare
     from dsv4cli.engine.compiling.pool import Counts
 
-    out = Output(context.obj)
+    out = Output(context.obj.colours)
     prepare()
     hashing.join()  # who forks has one thread
     given = sys.stdin.read()

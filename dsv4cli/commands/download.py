@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4cli.harmless import brief_line, shell_word
-from dsv4cli.options import JsonOpt, LayersOpt, NoMtpOpt, RevisionOpt
+from dsv4cli.model_names import complete_repository
+from dsv4cli.options import JsonOpt, LayersOpt, NoMtpOpt, QuietOpt, RevisionOpt
 from dsv4cli.output import UNIT_NOTE, Output, counted, duration_text, size_text
 
 if TYPE_CHECKING:
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 SCHEMA = "dsv4.download/1"
 RepositoryArg = Annotated[
-    str, typer.Argument(metavar="MODEL", help="flash, pro, flash-0731 or org/name[@revision] on the Hugging Face hub.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        autocompletion=complete_repository,
+        help="flash, pro, flash-0731 or org/name[@revision] on the Hugging Face hub.",
+    ),
 ]
 OnlyOpt = Annotated[
     str | None,
@@ -48,6 +54,7 @@ def download(
     max_workers: WorkersOpt = 8,
     dry_run: DryRunOpt = False,
     as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
 ) -> None:
     """Download a model, or a part of it, and verify every byte.
 
@@ -68,7 +75,7 @@ def download(
     """
     from dsv4cli.engine.hub import job, retry
 
-    out, started = Output(context.obj, as_json), time.monotonic()
+    out, started = Output(context.obj.colours, as_json, quiet), time.monotonic()
     policy = retry.RetryPolicy(report=retry.Notices(out.status))
     plan = job.plan(model, revision, _selection(layers, no_mtp, only), local_dir, policy)
     if plan.listing.cached:

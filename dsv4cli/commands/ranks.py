@@ -106,7 +106,7 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
     with joined(torch.device(device), RendezvousAddress(port, rank, size)) as (world, own):
         given = world.broadcast_object(None)
         assert given is not None
-        follow_leader(Job(out=Output(context.obj), device_name=str(own), world=world, **given), world)
+        follow_leader(Job(out=Output(context.obj.colours), device_name=str(own), world=world, **given), world)
 
 
 def follow_leader(job: Job, world: "World") -> None:

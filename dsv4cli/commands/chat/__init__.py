@@ -23,13 +23,17 @@ from dsv4cli.commands.chat.turn import Chat, Interrupts
 from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.terminal import keys_wait
+from dsv4cli.environment import Environment
 from dsv4cli.errors import UsageError
-from dsv4cli.options import ModelOptions, SystemOpt, TorchrunOpt, takes_model_options
+from dsv4cli.options import ModelOptions, QuietOpt, SystemOpt, takes_model_options
 from dsv4cli.output import Output
 
 QuestionArg = Annotated[
     str | None,
-    typer.Argument(help="A question to ask first. On a terminal the conversation goes on after it, elsewhere it ends."),
+    typer.Argument(
+        metavar="QUESTION",
+        help="A question to ask first. On a terminal the conversation goes on after it, elsewhere it ends.",
+    ),
 ]
 UrlOpt = Annotated[
     str | None,
@@ -79,11 +83,9 @@ NoHistoryOpt = Annotated[bool, typer.Option("--no-history", help="Keep no histor
 ChatTpOpt = Annotated[
     int | None, typer.Option("--tp", min=1, help="Processes of this machine that share the model, one GPU each.")
 ]
-StateHomeOpt = Annotated[Path | None, typer.Option(envvar="XDG_STATE_HOME", hidden=True)]
-TermOpt = Annotated[str, typer.Option(envvar="TERM", hidden=True)]
 
 
-@takes_model_options(system="model", think_budget="think", tp="backend", torchrun="host_memory")
+@takes_model_options()
 def chat(
     context: typer.Context,
     options: ModelOptions,
@@ -105,9 +107,7 @@ def chat(
     no_markdown: NoMarkdownOpt = False,
     no_history: NoHistoryOpt = False,
     tp: ChatTpOpt = None,
-    torchrun: TorchrunOpt = None,
-    state_home: StateHomeOpt = None,
-    term: TermOpt = "dumb",
+    quiet: QuietOpt = False,
 ) -> None:
     """Conversation with the model, as long as you like.
 
@@ -115,8 +115,11 @@ def chat(
     answer, twice it quits. Piped lines are questions; the exit code is that of the last error. Later,
     --continue continues the session.
     """
-    out, state = Output(context.obj), state_folder(state_home)
-    _check(options.device, torchrun, question)
+    environment: Environment = context.obj
+    # on a terminal what slash commands say is an answer, which --quiet does not silence
+    out = Output(environment.colours, quiet=quiet and not _on_terminal())
+    loading, state = Output(environment.colours, quiet=quiet), state_folder(environment.state_home)
+    _check(options.device, environment.torchrun, question)
     choices = SessionChoices(options.model, options.think, options.temperature, options.top_p, url)
     given = given_choices(context, choices)
     if "model" in given and url is None:
@@ -125,25 +128,29 @@ def chat(
     models: Models | ServerModels
     if begun.choices.url is None:
         check_no_key(api_key_file)
-        models = _local(out, begun, "model" in given, options, tp or 1)
+        models = _local(loading, begun, "model" in given, options, tp or 1)
     else:
         check_options(context)
         asked = OnCommandLine("model" in given, "url" in given)
-        models = ServerModels(out, begun.choices.url, read_key(api_key_file), _led(options, begun), asked)
-    display = Display(check_budget(think_budget), show_thinking, not no_markdown, term, question)
+        models = ServerModels(loading, begun.choices.url, read_key(api_key_file), _led(options, begun), asked)
+    display = Display(check_budget(think_budget), show_thinking, not no_markdown, environment.term, question)
     calls = _calls(tool_exec, tool_timeout, yes, max_rounds)
     _start(out, models, begun, display, calls, _history(state, no_history))
+
+
+def _on_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _history(state: Path, none: bool) -> Path | None:
     return None if none else state / "history"
 
 
-def _check(device: str, torchrun: str | None, question: str | None) -> None:
+def _check(device: str, torchrun: bool, question: str | None) -> None:
     from dsv4cli.engine.settings import check_device
 
     check_device(device)
-    if torchrun is not None:
+    if torchrun:
         raise UsageError("chat starts its ranks itself, on one machine", "leave out torchrun and give --tp")
     if question is not None and not question.strip():
         raise UsageError("the question is empty", 'ask something: dsv4 chat "What is 17 + 25?"')
@@ -199,7 +206,7 @@ def _start(
     history: Path | None,
 ) -> None:
     """Loads the model, or finds its server, and leads the conversation."""
-    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    terminal = _on_terminal()
     with models:
         with keys_wait():
             conversation = models.open()

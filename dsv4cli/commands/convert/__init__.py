@@ -13,7 +13,8 @@ import typer
 from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, notes, time_text, verdict
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
-from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt
+from dsv4cli.model_names import complete_model
+from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt, QuietOpt
 from dsv4cli.output import Output, counted, duration_text, size_text
 
 if TYPE_CHECKING:
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from dsv4cli.engine.conversion.write import FileDone
 
 SCHEMA = "dsv4.convert/1"
-# tensors that are rounded, which a person reads at once
-SHOWN = 8
+SHOWN = 8  # rounded tensors that are listed: what a person reads at once
 SOURCE_HELP = "The checkpoint: a folder in any of the layouts, or flash, pro, org/name in the Hugging Face cache."
-SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP)]
+SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP, autocompletion=complete_model)]
 OutputArg = Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write: new, empty or unfinished.")]
 ToOpt = Annotated[
     Literal["official", "bf16", "fp8", "base", "nvfp4", "mp", "transformers", "gguf", "compressed-tensors"] | None,
@@ -41,7 +41,7 @@ AttentionOpt = Annotated[
     typer.Option(help="Store attention and the other matrices outside the routed experts in this format instead."),
 ]
 SizeOpt = Annotated[str, typer.Option(metavar="SIZE", help="Largest output file; a tensor is never cut.")]
-WorkersOpt = Annotated[int | None, typer.Option(min=1, help="Threads; as many as there are cores, up to 16.")]
+WorkersOpt = Annotated[int | None, typer.Option("--max-workers", min=1, help="Threads; one per core, at most 16.")]
 VerifyOpt = Annotated[
     Literal["sample", "full", "off"],
     typer.Option("--verify", help="Compare the output with the source: a sixteenth of each large tensor, or all."),
@@ -56,7 +56,8 @@ CheckOpt = Annotated[
     typer.Option("--check", metavar="DST", help="Compare a finished output with its hashes; write nothing."),
 ]
 AgainstOpt = Annotated[
-    str | None, typer.Option(metavar="SRC", help="With --finish or --check: compare the values with this source too.")
+    str | None,
+    typer.Option(metavar="SRC", autocompletion=complete_model, help="For --finish and --check: compare with SRC too."),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object per file and a summary, line by line.")]
 
@@ -81,6 +82,7 @@ def convert(
     look: CheckOpt = None,
     against: AgainstOpt = None,
     as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
 ) -> None:
     """Convert a checkpoint to another layout, and prove that the values are the same.
 
@@ -99,7 +101,7 @@ def convert(
     Memory stays at a few tensors per thread, whatever the size. Files appear under their names when they are complete,
     index and configuration last. Interrupted, the same command continues. The source is never written to.
     """
-    out = Output(context.obj, as_json)
+    out = Output(context.obj.colours, as_json, quiet)
     if finish is not None or look is not None:
         given = [source, output, to, ranks, layers, experts, attention, shard, no_mtp or None, dry_run or None]
         join(out, finish, look, ComparisonOptions(against, check, workers), given)

@@ -21,7 +21,8 @@ from dsv4cli.commands.eval.report import report
 from dsv4cli.commands.job import Job, open_job, report_lookalikes
 from dsv4cli.commands.run.ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
-from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, TorchrunOpt, TpOpt, takes_model_options
+from dsv4cli.model_names import complete_model
+from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, TpOpt, takes_model_options
 from dsv4cli.output import Output, counted
 
 FileArg = Annotated[
@@ -35,7 +36,9 @@ FileArg = Annotated[
 AgainstOpt = Annotated[
     str | None,
     typer.Option(
-        metavar="OTHER", help="Another model, or its file of results: which answers differ, by chance or not?"
+        metavar="OTHER",
+        autocompletion=complete_model,
+        help="Another model, or its file of results: which answers differ, by chance or not?",
     ),
 ]
 OutOpt = Annotated[
@@ -55,7 +58,7 @@ ChoicesOpt = Annotated[
 ]
 
 
-@takes_model_options(file="model", choices="think", tp="backend")
+@takes_model_options()
 def evaluate(
     context: typer.Context,
     options: ModelOptions,
@@ -65,7 +68,6 @@ def evaluate(
     limit: LimitOpt = None,
     choices: ChoicesOpt = None,
     tp: TpOpt = None,
-    torchrun: TorchrunOpt = None,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
@@ -79,13 +81,13 @@ def evaluate(
 
     check_device(options.device)
     options = replace(options, seed=options.seed or 0)  # so that the same command draws the same answers
-    job = open_job(Output(context.obj, as_json, quiet), options)
+    job = open_job(Output(context.obj.colours, as_json, quiet), options)
     by_answer = (options.think != "off") if choices is None else choices == "answer"
     given = EvalOptions(file, limit, by_answer, out)
     if against is None or is_results(Path(against)):
-        found = _one(job, given, against, tp, torchrun is not None)
+        found = _one(job, given, against, tp, context.obj.torchrun)
     else:
-        found = _both(job, replace(options, model=against), given, tp, torchrun is not None)
+        found = _both(job, replace(options, model=against), given, tp, context.obj.torchrun)
     # None in a rank of torchrun's that follows
     if found is not None and report(job, *found) == "worse":
         raise typer.Exit(3)

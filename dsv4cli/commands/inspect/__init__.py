@@ -14,7 +14,8 @@ from dsv4cli.commands.inspect.tensor import show_layer, show_tensor, show_tree
 from dsv4cli.commands.inspect.values import show_values
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
-from dsv4cli.options import JsonOpt
+from dsv4cli.model_names import complete_model
+from dsv4cli.options import JsonOpt, QuietOpt
 from dsv4cli.output import Output
 
 if TYPE_CHECKING:
@@ -23,16 +24,18 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.consumers.judge import Consumer
     from dsv4cli.engine.inspection.report import Inspection
 
-# tokens of a sequence that --fit is asked for, unless --context says otherwise
+# tokens of a sequence that --fit is asked for, unless --max-context says otherwise
 FIT_CONTEXT = 8192
 
 InspectedArg = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
+        autocompletion=complete_model,
         help="A checkpoint folder, one .safetensors file or a GGUF model; flash, pro, flash-0731 or "
         "org/name[@revision], in the Hugging Face cache, else read from the hub by its headers alone (hf://org/name: "
-        "not the cache's folder of that name); or random:PRESET[,layers=N][,experts=N][,seed=N], which needs no files.",
+        "not the cache's folder of that name); or random:PRESET[,KEY=N,...], random weights without "
+        "files (KEY: layers, experts, seed).",
     ),
 ]
 ValuesOpt = Annotated[
@@ -49,7 +52,12 @@ LayerOpt = Annotated[str | None, typer.Option(metavar="N", help="Show the tensor
 TreeOpt = Annotated[bool, typer.Option("--tree", help="Show the whole model as a tree, equal layers folded.")]
 ForOpt = Annotated[
     Literal["vllm", "sglang", "transformers", "official", "llama.cpp", "ds4", "dsv4"] | None,
-    typer.Option("--for", help="Would this program load it? Its verdict is then the answer."),
+    typer.Option(
+        "--for",
+        metavar="PROGRAM",
+        help="Would this program load it? Its verdict is then the answer. PROGRAM is one of vllm, "
+        "sglang, transformers, official, llama.cpp, ds4 and dsv4.",
+    ),
 ]
 FitOpt = Annotated[bool, typer.Option("--fit", help="Does it run here, or on --gpus? With bytes and a command.")]
 GpusOpt = Annotated[
@@ -60,12 +68,21 @@ RamOpt = Annotated[
     typer.Option(metavar="SIZE", help="For --fit: the RAM, as in 192GB; with --gpus the RAM of their machine."),
 ]
 ContextOpt = Annotated[
-    int | None, typer.Option("--context", min=1, help=f"For --fit: tokens of a sequence. If absent, {FIT_CONTEXT}.")
+    int | None,
+    typer.Option(
+        "--max-context",
+        min=1,
+        help=f"For --fit: tokens of a sequence. If absent, {FIT_CONTEXT}.",
+    ),
 ]
 BatchOpt = Annotated[int | None, typer.Option(min=1, help="For --fit: sequences at once. If absent, 1.")]
 DiffOpt = Annotated[
     str | None,
-    typer.Option(metavar="OTHER", help="Are both the same model? Compares values; --layer or --tensor choose a part."),
+    typer.Option(
+        metavar="OTHER",
+        autocompletion=complete_model,
+        help="Are both the same model? Compares values; --layer or --tensor choose a part.",
+    ),
 ]
 
 
@@ -98,6 +115,7 @@ def inspect(
     batch: BatchOpt = None,
     diff: DiffOpt = None,
     as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
 ) -> None:
     """Show what a model is, whether it would load, how large it is.
 
@@ -110,8 +128,8 @@ def inspect(
     from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
 
     if not fit:
-        _check_unasked({"--gpus": gpus, "--ram": ram, "--context": tokens, "--batch": batch})
-    out = Output(context.obj, as_json)
+        _check_unasked({"--gpus": gpus, "--ram": ram, "--max-context": tokens, "--batch": batch})
+    out = Output(context.obj.colours, as_json, quiet)
     source = resolve_inspectable(model, out.status)
     if isinstance(source, RemoteSource):
         out.status(f"reading the headers of {source.repository} over the network")

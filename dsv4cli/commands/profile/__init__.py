@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsv4cli.command import Application
 from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.commands.profile.report import show_changes, show_kernels, show_step
 from dsv4cli.commands.profile.warm import warm
 from dsv4cli.errors import UnsoundResult
-from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelOpt, epilog
+from dsv4cli.model_names import complete_model
+from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelArg, QuietOpt, epilog
 from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
@@ -19,11 +21,11 @@ if TYPE_CHECKING:
     from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.weights.reserve import Workload
 
-ShapesOpt = Annotated[
+ShapesArg = Annotated[
     str,
-    typer.Option(
-        "--model",
-        "-m",
+    typer.Argument(
+        metavar="MODEL",
+        autocompletion=complete_model,
         help="The model whose shapes to use: flash, pro, flash-0731, tiny (no files needed), or any other.",
     ),
 ]
@@ -71,11 +73,9 @@ TraceOpt = Annotated[
     Path | None, typer.Option(metavar="FILE.json", help="Write one step as a trace for Perfetto or chrome://tracing.")
 ]
 
-profile = typer.Typer(
+profile = Application(
     help="Measure the model's operations and steps on this machine.",
     epilog=epilog("dsv4 profile kernels --model flash", "dsv4 profile step", "dsv4 profile warm --model flash"),
-    no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 
@@ -90,7 +90,7 @@ profile = typer.Typer(
 )
 def kernels(
     context: typer.Context,
-    model: ShapesOpt = "nano",
+    model: ShapesArg = "nano",
     tokens: CasesOpt = "1,16",
     length: ContextOpt = 4096,
     tp: RanksOpt = 1,
@@ -100,6 +100,7 @@ def kernels(
     device: DeviceOpt = "auto",
     backend: BackendOpt = "auto",
     as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
 ) -> None:
     """Time every operation at a model's shapes, one by one.
 
@@ -116,7 +117,7 @@ def kernels(
     from dsv4cli.engine.runtime.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
-    out, counts, torch_device = Output(context.obj, as_json), read_tokens(tokens), resolve_device(device)
+    out, counts, torch_device = Output(context.obj.colours, as_json, quiet), read_tokens(tokens), resolve_device(device)
     chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "kernels")
     if plot is not None:
         check_plot(plot)
@@ -132,12 +133,7 @@ def kernels(
     if plot is not None:
         draw_roofline(document, plot)
     _report(out, document, old)
-    wrong = [line for line in document["results"] if line["wrong"]]
-    if wrong:
-        raise UnsoundResult(
-            f"{wrong[0]['name']} with {wrong[0]['tokens']} tokens: {wrong[0]['wrong']}",
-            "compare with --backend torch or another --device",
-        )
+    _raise_if_wrong(document)
 
 
 @profile.command(
@@ -152,7 +148,7 @@ def kernels(
 )
 def step(
     context: typer.Context,
-    model: ModelOpt = "nano",
+    model: ModelArg = "nano",
     tokens: StepTokensOpt = 1,
     before: BeforeOpt = None,
     batch: BatchOpt = 1,
@@ -163,6 +159,7 @@ def step(
     device: DeviceOpt = "auto",
     backend: BackendOpt = "auto",
     as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
 ) -> None:
     """Time a whole step of a model, prefill or decode, and each part of it.
 
@@ -181,7 +178,8 @@ def step(
     from dsv4cli.engine.settings import parse_drafting
     from dsv4cli.engine.system.device import resolve_device
 
-    out, source, torch_device = Output(context.obj, as_json), resolve_model(model), resolve_device(device)
+    out = Output(context.obj.colours, as_json, quiet)
+    source, torch_device = resolve_model(model), resolve_device(device)
     chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "step")
     if trace is not None:
         check_writable("--trace", trace)
@@ -190,11 +188,10 @@ def step(
     check_drafter(source, drafting)
     drafts = choose_drafts(source.identity.config, load, drafting, accept)
     ceilings = measure_ceilings(torch_device)
-    transformer = _load(out, source, torch_device, 0 if drafts is None else drafts.drafts, load.workload)
+    transformer = _load(out, source, torch_device, drafts.drafts if drafts else 0, load.workload)
     found = profile_step(transformer, load, torch_device, chosen, trace)
-    drafted = None
-    if drafts is not None:
-        drafted = profile_drafts(transformer, load, drafts, source.sampling, torch_device, chosen)
+    options = (source.sampling, torch_device, chosen)
+    drafted = None if drafts is None else profile_drafts(transformer, load, drafts, *options)
     document = step_document(model, chosen, torch_device, load, ceilings, found, drafted)
     _report(out, document, old)
     if trace is not None:
@@ -214,6 +211,15 @@ def _baseline(path: Path | None, kind: str) -> dict[str, Any] | None:
     from dsv4cli.engine.profiling.compare import read_baseline
 
     return None if path is None else read_baseline(path, kind)
+
+
+def _raise_if_wrong(document: dict[str, Any]) -> None:
+    wrong = next((line for line in document["results"] if line["wrong"]), None)
+    if wrong is not None:
+        raise UnsoundResult(
+            f"{wrong['name']} with {wrong['tokens']} tokens: {wrong['wrong']}",
+            "compare with --backend torch or another --device",
+        )
 
 
 def _again(document: dict[str, Any], old: dict[str, Any] | None, as_json: bool) -> list[dict[str, Any]]:

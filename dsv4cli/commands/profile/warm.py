@@ -7,7 +7,8 @@ import typer
 
 from dsv4cli.commands.compiling import compiled_sentence
 from dsv4cli.errors import Dsv4Error, UsageError
-from dsv4cli.options import DraftOpt, ExactOpt, JsonOpt
+from dsv4cli.model_names import complete_model
+from dsv4cli.options import DraftOpt, ExactOpt, JsonOpt, QuietOpt
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
@@ -16,16 +17,18 @@ if TYPE_CHECKING:
 
 # of what failed
 MOST_SHOWN = 5
-ShapesOpt = Annotated[
+ShapesArg = Annotated[
     str,
-    typer.Option(
-        "--model", "-m", help="The model: flash, pro, flash-0731, tiny (no files needed), or any other that run takes."
+    typer.Argument(
+        metavar="MODEL",
+        autocompletion=complete_model,
+        help="The model: flash, pro, flash-0731, tiny (no files needed), or any other that run accepts.",
     ),
 ]
 RanksOpt = Annotated[int, typer.Option("--tp", min=1, help="Processes that will share the model, one GPU each.")]
 LengthOpt = Annotated[
     int | None,
-    typer.Option("--context", min=2, help="The most tokens of a prompt and its answer. If absent, 131072."),
+    typer.Option("--max-context", min=2, help="The most tokens of a prompt and its answer. If absent, 131072."),
 ]
 SequencesOpt = Annotated[int, typer.Option("--batch", min=1, max=64, help="Prompts that are answered at once.")]
 ServeOpt = Annotated[
@@ -39,7 +42,7 @@ CardOpt = Annotated[
 
 def warm(
     context: typer.Context,
-    model: ShapesOpt = "nano",
+    model: ShapesArg = "nano",
     tp: RanksOpt = 1,
     length: LengthOpt = None,
     batch: SequencesOpt = 1,
@@ -48,6 +51,7 @@ def warm(
     exact: ExactOpt = False,
     card: CardOpt = None,
     as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
 ) -> None:
     """Compile the kernels of a model ahead.
 
@@ -55,7 +59,7 @@ def warm(
     missing there while they load. Neither weights nor a GPU are needed: with --card the cache can be made where a
     container is built, by the same versions of Triton and dsv4.
     """
-    out = Output(context.obj, as_json)
+    out = Output(context.obj.colours, as_json, quiet)
     if serve and batch > 1:
         raise UsageError("--serve and --batch cannot be combined", "leave out --batch: serve answers up to 64 at once")
     from dsv4cli.engine.compiling.ahead import Compilation, found_memory

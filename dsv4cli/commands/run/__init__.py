@@ -14,11 +14,12 @@ from dsv4cli.commands.run.modes import Samples, answer_one, answer_samples, show
 from dsv4cli.commands.run.prompt import conversation
 from dsv4cli.commands.run.ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
-from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, TorchrunOpt, TpOpt, takes_model_options
+from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, TpOpt, takes_model_options
 from dsv4cli.output import Output
 
 PromptArg = Annotated[
-    str | None, typer.Argument(help="What to ask. Text piped in is added below it; - means that text alone.")
+    str | None,
+    typer.Argument(metavar="PROMPT", help="What to ask. Text piped in is added below it; - means that text alone."),
 ]
 MessagesOpt = Annotated[
     Path | None,
@@ -59,7 +60,7 @@ ShowPromptOpt = Annotated[
 ]
 
 
-@takes_model_options(file="model", samples="seed", logprobs="special_tokens", tp="backend", only_show="host_memory")
+@takes_model_options()
 def run(
     context: typer.Context,
     options: ModelOptions,
@@ -74,7 +75,6 @@ def run(
     samples: SamplesOpt = 1,
     logprobs: LogprobsOpt = 0,
     tp: TpOpt = None,
-    torchrun: TorchrunOpt = None,
     only_show: ShowPromptOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -84,11 +84,12 @@ def run(
     The answer goes to stdout; reasoning, progress and timing go to stderr. Without --model it asks nano, a small
     DeepSeek-V4 that is built in.
     """
-    compiler = None if only_show or torchrun is not None else early_compiler(options)
-    job = replace(open_job(Output(context.obj, as_json, quiet), options, logprobs), compiler=compiler)
+    torchrun: bool = context.obj.torchrun
+    compiler = None if only_show or torchrun else early_compiler(options)
+    job = replace(open_job(Output(context.obj.colours, as_json, quiet), options, logprobs), compiler=compiler)
     given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out)
     _check(given, options.device, only_show, as_json, logprobs)
-    ranks = (None, False) if only_show else (tp, torchrun is not None)
+    ranks = (None, False) if only_show else (tp, torchrun)
     in_ranks(_without_drafts(job) if score else job, *ranks, lambda: _work(job, given, only_show))
 
 

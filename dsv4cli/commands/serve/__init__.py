@@ -11,7 +11,7 @@ from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import open_job
 from dsv4cli.commands.serve.running import Address, Policy, serve_model
 from dsv4cli.errors import UsageError
-from dsv4cli.options import ModelOptions, QuietOpt, TorchrunOpt, takes_model_options
+from dsv4cli.options import ModelArg, ModelOptions, QuietOpt, takes_model_options
 from dsv4cli.output import Output
 
 ServeTpOpt = Annotated[
@@ -57,7 +57,7 @@ ReasoningFieldOpt = Annotated[
 LogPromptsOpt = Annotated[bool, typer.Option("--log-prompts", help="Show each prompt on stderr.")]
 
 
-@takes_model_options(host="model", port="model", alias="model", tp="backend", api_key_file="host_memory")
+@takes_model_options(model=ModelArg)
 def serve(
     context: typer.Context,
     options: ModelOptions,
@@ -65,7 +65,6 @@ def serve(
     port: PortOpt = 8000,
     alias: AliasOpt = None,
     tp: ServeTpOpt = None,
-    torchrun: TorchrunOpt = None,
     api_key_file: ApiKeyFileOpt = None,
     max_queue: MaxQueueOpt = 256,
     step_ms: StepMsOpt = None,
@@ -80,9 +79,9 @@ def serve(
     Options of answers hold where a request does not say otherwise. stdout has the server's address once it is ready.
     Ctrl-C lets running answers finish, twice it ends at once.
     """
-    start, out = perf_counter(), Output(context.obj, quiet=quiet)
+    start, out = perf_counter(), Output(context.obj.colours, quiet=quiet)
     names = tuple(alias or ())
-    _check(options.device, torchrun, host, names)
+    _check(options.device, context.obj.torchrun, host, names)
     compiler = early_compiler(options)
     from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
     from dsv4cli.engine.server.warm import Sharing
@@ -99,13 +98,13 @@ def serve(
     raise typer.Exit(code)
 
 
-def _check(device: str, torchrun: str | None, host: str, names: tuple[str, ...]) -> None:
+def _check(device: str, torchrun: bool, host: str, names: tuple[str, ...]) -> None:
     from dsv4cli.engine.settings import check_device, require
 
     check_device(device)
     require(bool(host), "--host", "empty", "use 127.0.0.1, 0.0.0.0 or an address of this machine")
     require(all(map(str.strip, names)), "--alias", "empty", "give a name, or leave it out")
-    if torchrun is not None:
+    if torchrun:
         raise UsageError("serve starts its ranks itself, on one machine", "leave out torchrun and give --tp")
     try:
         import prometheus_client  # noqa: F401

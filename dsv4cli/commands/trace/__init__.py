@@ -1,21 +1,18 @@
 """`dsv4 trace`: where two computations of the same tokens part."""
 
-import typer
-
+from dsv4cli.command import Application
 from dsv4cli.commands.trace.bisect import bisect
 from dsv4cli.commands.trace.compare import compare
 from dsv4cli.commands.trace.record import record
 from dsv4cli.options import epilog
 
-trace = typer.Typer(
+trace = Application(
     help="Record what each block computes; find where two sides part.",
     epilog=epilog(
         "dsv4 trace record flash --out A",
         "dsv4 trace compare A B",
         "dsv4 trace bisect flash --backend torch",
     ),
-    no_args_is_help=True,
-    rich_markup_mode=None,
 )
 trace.command(
     epilog=epilog(
@@ -35,7 +32,7 @@ trace.command(
     epilog=epilog(
         "dsv4 trace bisect flash --backend torch",
         "dsv4 trace bisect flash --against OUT",
-        "dsv4 trace bisect nano --chunk 1",
+        "dsv4 trace bisect nano --prefill-chunk 1",
         "dsv4 trace bisect nano --drafts",
         "dsv4 trace bisect nano --slots",
     ),

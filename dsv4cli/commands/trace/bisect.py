@@ -5,29 +5,51 @@ from typing import Annotated, Literal
 
 import typer
 
+from dsv4cli.command import OTHER_SIDE
 from dsv4cli.commands.trace.compare import PlotOpt, StagesOpt, checked
-from dsv4cli.commands.trace.record import ModelArg
 from dsv4cli.commands.trace.report import show_comparison
 from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, parts_of
 from dsv4cli.commands.trace.sides import DRAFTS, SideOptions, Sides, kept
 from dsv4cli.commands.trace.texts import IdsOpt, PromptOpt, PromptsOpt, StepsOpt, TextOptions
 from dsv4cli.errors import UsageError
-from dsv4cli.options import JsonOpt, QuietOpt
+from dsv4cli.model_names import complete_model
+from dsv4cli.options import JsonOpt, ModelArg, QuietOpt
 from dsv4cli.output import Output
 
 AgainstOpt = Annotated[
-    str | None, typer.Option(metavar="OTHER", help="Another model, or a recording, also a folder of ATOM's .pt files.")
+    str | None,
+    typer.Option(
+        metavar="OTHER",
+        autocompletion=complete_model,
+        help="Another model, or a recording, also a folder of ATOM's .pt files.",
+        rich_help_panel=OTHER_SIDE,
+    ),
 ]
-BackendSideOpt = Annotated[Literal["triton", "torch"] | None, typer.Option("--backend", help="Other kernels.")]
+BackendSideOpt = Annotated[
+    Literal["triton", "torch"] | None, typer.Option("--backend", help="Other kernels.", rich_help_panel=OTHER_SIDE)
+]
 NumericsOpt = Annotated[
-    Literal["plain"] | None, typer.Option(help="plain computes in fp32, without the official rounding.")
+    Literal["plain"] | None,
+    typer.Option(help="plain computes in fp32, without the official rounding.", rich_help_panel=OTHER_SIDE),
 ]
-DeviceSideOpt = Annotated[str | None, typer.Option("--device", help="Another device.")]
-TpSideOpt = Annotated[int | None, typer.Option("--tp", min=2, help="Several ranks.")]
-ChunkSideOpt = Annotated[int | None, typer.Option("--chunk", min=1, help="Fewer prompt tokens in a step; 1 decodes.")]
-DraftsOpt = Annotated[bool, typer.Option("--drafts", help=f"Steps that verify {DRAFTS} drafts.")]
+DeviceSideOpt = Annotated[str | None, typer.Option("--device", help="Another device.", rich_help_panel=OTHER_SIDE)]
+TpSideOpt = Annotated[int | None, typer.Option("--tp", min=2, help="Several ranks.", rich_help_panel=OTHER_SIDE)]
+ChunkSideOpt = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill-chunk", min=1, help="Fewer prompt tokens in a step; 1 decodes.", rich_help_panel=OTHER_SIDE
+    ),
+]
+DraftsOpt = Annotated[
+    bool, typer.Option("--drafts", help=f"Steps that verify {DRAFTS} drafts.", rich_help_panel=OTHER_SIDE)
+]
 SlotsOpt = Annotated[
-    bool, typer.Option("--slots", help="The same text in a slot that another one has used, and beside three others.")
+    bool,
+    typer.Option(
+        "--slots",
+        help="The same text in a slot that another one has used, and beside three others.",
+        rich_help_panel=OTHER_SIDE,
+    ),
 ]
 KeepOpt = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the recordings in this new or empty folder.")]
 
@@ -64,7 +86,7 @@ def bisect(
     change = SideOptions(against, backend, numerics, device, tp, chunk, drafts)
     _check(change, slots=slots)
     out, given, parts = (
-        Output(context.obj, as_json, quiet),
+        Output(context.obj.colours, as_json, quiet),
         TextOptions(prompt, ids, prompts, steps),
         parts_of(layers, what),
     )
@@ -87,5 +109,5 @@ def _check(change: SideOptions, *, slots: bool) -> None:
     if slots == (change != SideOptions()):
         raise UsageError(
             "--slots goes alone" if slots else "nothing says what is different on the other side",
-            "give --slots, or some of --against, --backend, --numerics, --device, --tp, --chunk and --drafts",
+            "give --slots, or some of --against, --backend, --numerics, --device, --tp, --prefill-chunk and --drafts",
         )

@@ -10,7 +10,7 @@ import typer
 from dsv4cli.commands.trace.report import show_comparison
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
-from dsv4cli.options import JsonOpt
+from dsv4cli.options import JsonOpt, QuietOpt
 from dsv4cli.output import Output
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def compare(
     stages: StagesOpt = False,
     plot: PlotOpt = None,
     as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
 ) -> None:
     """Compare two recordings stage by stage.
 
@@ -46,7 +47,7 @@ def compare(
     from dsv4cli.engine.tracing.opened import open_recording
     from dsv4cli.engine.tracing.report import compared
 
-    out = Output(context.obj, as_json)
+    out = Output(context.obj.colours, as_json, quiet)
     with checked(plot) as draw:
         left = open_recording(one)
         right = open_recording(other, left.manifest)

@@ -28,7 +28,6 @@ from dsv4cli.commands.trace.texts import (
     recorded_alone,
 )
 from dsv4cli.options import (
-    MODEL_HELP,
     BackendOpt,
     DeviceOpt,
     DtypeOpt,
@@ -36,6 +35,7 @@ from dsv4cli.options import (
     GpuMemoryOpt,
     HostMemoryOpt,
     JsonOpt,
+    ModelArg,
     ModelOptions,
     QuietOpt,
     TpOpt,
@@ -45,12 +45,11 @@ from dsv4cli.output import Output, counted, size_text
 if TYPE_CHECKING:
     from dsv4cli.engine.tracing.manifest import Text
 
-ModelArg = Annotated[str, typer.Argument(help=MODEL_HELP)]
 FolderOpt = Annotated[
     Path, typer.Option("--out", metavar="DIR", help="Where the recording goes: a new or empty folder.")
 ]
 LikeOpt = Annotated[Path | None, typer.Option(metavar="DIR", help="The tokens of another recording.")]
-ChunkOpt = Annotated[int, typer.Option("--chunk", min=1, help="The most prompt tokens in one step.")]
+ChunkOpt = Annotated[int, typer.Option("--prefill-chunk", min=1, help="The most prompt tokens in one step.")]
 NoNoiseOpt = Annotated[
     bool, typer.Option("--no-noise", help="Do not measure what rounding makes of each stage, by a second pass.")
 ]
@@ -91,7 +90,7 @@ def record(
     given, parts = TextOptions(prompt, ids, prompts, steps), parts_of(layers, what)
     if like is not None:
         recorded_alone(given, "--like")
-    job = open_job(Output(context.obj, as_json, quiet), options)
+    job = open_job(Output(context.obj.colours, as_json, quiet), options)
     texts = read_texts(job, given) if like is None else _texts_of(job, like)
     _record(job, texts, folder, parts, tp, noise=not no_noise)
 

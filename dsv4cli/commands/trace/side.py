@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LayersOpt = Annotated[str | None, typer.Option(metavar="A-B", help="Only these layers, as in 0-3.")]
 WhatOpt = Annotated[
     str | None,
-    typer.Option(metavar="GROUPS", help="Only these stages, some of block,attn,index,router,ffn,logits."),
+    typer.Option(metavar="GROUPS", help="Only these stages: block, attn, index, router, ffn, logits, with commas."),
 ]
 
 

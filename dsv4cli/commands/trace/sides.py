@@ -45,7 +45,7 @@ class SideOptions:
         """As options."""
         given = {
             "--backend": self.backend, "--numerics": self.numerics, "--device": self.device, "--tp": self.tp,
-            "--chunk": self.chunk,
+            "--prefill-chunk": self.chunk,
         }  # fmt: skip
         words = [f"{name} {value}" for name, value in given.items() if value is not None]
         return " ".join([*words, "--drafts"] if self.drafts else words)

@@ -232,7 +232,9 @@ def test_options_that_make_no_sense(small, tmp_path, options, words):
     assert files(tmp_path) == {}
 
 
-@pytest.mark.parametrize("option", ["--experts int4", "--attention fp4", "--verify some", "--ranks 0", "--workers 0"])
+@pytest.mark.parametrize(
+    "option", ["--experts int4", "--attention fp4", "--verify some", "--ranks 0", "--max-workers 0"]
+)
 def test_values_that_an_option_does_not_have(small, tmp_path, option):
     name, value = option.split()
     code, out, err = run("convert", small, tmp_path / "out", *BF16, name, value)

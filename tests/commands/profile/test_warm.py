@@ -51,13 +51,13 @@ def test_it_says_what_was_compiled(dsv4, says, tmp_path):
 
 def test_options_become_what_is_compiled(dsv4, says, tmp_path):
     says({})
-    assert dsv4(*WARM, "--tp", "2", "--context", "900", "--batch", "16", "--draft", "2", "--exact").code == 0
+    assert dsv4(*WARM, "--tp", "2", "--max-context", "900", "--batch", "16", "--draft", "2", "--exact").code == 0
     demand, card = pickle.loads(bytes.fromhex((tmp_path / "given").read_text()))
     assert (demand.ranks, demand.sequences, demand.longest, demand.drafts) == (2, 16, (900,), 2)
     assert (demand.exact, demand.length, len(demand.samplings), card) == (True, None, 3, CARDS["h200"])
 
 
-@pytest.mark.parametrize("options", [(), ("--context", "900", "--draft", "2")])
+@pytest.mark.parametrize("options", [(), ("--max-context", "900", "--draft", "2")])
 def test_a_server_then_looks_for_nothing(options, dsv4, says, tmp_path, monkeypatch):
     """What `serve` demands with the same options is what was compiled, so its mark is there."""
     says({})

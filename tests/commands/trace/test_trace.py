@@ -66,7 +66,9 @@ def test_a_recording_says_what_it_is_of(recorded):
 def test_the_same_again_is_explained(recorded, program, tmp_path):
     folder, _ = recorded
     again = tmp_path / "B"
-    done = program("trace", "record", NET, "--like", str(folder), "--no-noise", "--chunk", "2", "--out", str(again))
+    done = program(
+        "trace", "record", NET, "--like", str(folder), "--no-noise", "--prefill-chunk", "2", "--out", str(again)
+    )
     assert (done.code, done.out.startswith(f"{again}: 13 tokens, ")) == (0, True)
     done = program("trace", "compare", str(folder), str(again))
     assert (done.code, done.err) == (0, "")
@@ -104,11 +106,11 @@ def test_a_mistake_is_named(program, monkeypatch, recorded, tmp_path):
 
 def test_bisect_names_it_in_one_command(program, monkeypatch):
     MUTATIONS["overlap dropped at chunk borders"].put_in(monkeypatch)
-    done = program("trace", "bisect", NET, "--ids", IDS, "--chunk", "6", "--what", "attn", "--json")
+    done = program("trace", "bisect", NET, "--ids", IDS, "--prefill-chunk", "6", "--what", "attn", "--json")
     [found] = json.loads(done.out)["comparisons"]
     assert (done.code, done.err) == (3, "")
     assert {"streams", "ffn.streams"} < {stage["stage"] for stage in found["stages"]}
-    assert (found["one"], found["other"]) == (NET, f"{NET} --chunk 6")
+    assert (found["one"], found["other"]) == (NET, f"{NET} --prefill-chunk 6")
     assert found["first"]["where"] == "layer 2, attention, compressed entries"
 
 
@@ -149,7 +151,7 @@ def test_ranks_record_their_parts(program, tmp_path):
 
 
 def test_what_layers_give_that_are_not_fed_is_not_judged(program):
-    done = program("trace", "bisect", NET, "--ids", IDS, "--chunk", "2", "--layers", "1-1", "--json")
+    done = program("trace", "bisect", NET, "--ids", IDS, "--prefill-chunk", "2", "--layers", "1-1", "--json")
     [found] = json.loads(done.out)["comparisons"]
     places = [(stage["layer"], stage["stage"]) for stage in found["stages"]]
     assert ((1, "streams") in places, (2, "streams") in places) == (False, True)
@@ -193,10 +195,10 @@ def test_prompts_of_a_file(program, tmp_path):
         (("bisect", NET, "--against", "other", "--prompt", "Hi"), "--prompt and --against other cannot be combined"),
         (("compare", "none", "none"), "none holds no whole recording"),
         (("bisect", NET), "nothing says what is different on the other side"),
-        (("bisect", NET, "--slots", "--chunk", "1"), "--slots goes alone"),
+        (("bisect", NET, "--slots", "--prefill-chunk", "1"), "--slots goes alone"),
         (("bisect", NET, "--against", "random:tiny,layers=2"), "are models of other shapes: 3 layers of"),
-        (("bisect", NET, "--chunk", "1", "--plot", "parts.gif"), "--plot parts.gif ends with neither"),
-        (("bisect", NET, "--chunk", "1", "--keep", "full"), "full is not empty"),
+        (("bisect", NET, "--prefill-chunk", "1", "--plot", "parts.gif"), "--plot parts.gif ends with neither"),
+        (("bisect", NET, "--prefill-chunk", "1", "--keep", "full"), "full is not empty"),
     ],
 )
 def test_refusals(program, tmp_path, monkeypatch, arguments, complaint):

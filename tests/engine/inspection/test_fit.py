@@ -396,7 +396,7 @@ def test_the_first_layers_that_fit():
 
 @pytest.mark.parametrize(("context", "batch"), [(0, 1), (1048577, 1), (100, 0), (100, 65)])
 def test_a_load_that_the_engine_does_not_take(context, batch):
-    with pytest.raises(UsageError, match=r"--context|--batch"):
+    with pytest.raises(UsageError, match=r"--max-context|--batch"):
         plan_fit(CONFIG, OFFICIAL, gpus(1), context=context, batch=batch)
 
 
@@ -423,14 +423,14 @@ def test_advice_where_only_several_gpus_hold_it():
 def test_advice_where_nothing_holds_it_says_what_would():
     host, more, fewer = steps_of(gpus(6, 6))
     assert host.why == "2 GPUs run it where 3.8 GB of host memory are free, for experts beyond theirs"
-    assert host.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 4GB"
-    assert more.command == "dsv4 inspect 'my model' --fit --context 8192 --gpus 4x6GB"
+    assert host.command == "dsv4 inspect 'my model' --fit --max-context 8192 --ram 4GB"
+    assert more.command == "dsv4 inspect 'my model' --fit --max-context 8192 --gpus 4x6GB"
     assert re.fullmatch(r"dsv4 convert 'my model' OUT --to official --layers 0-\d --no-mtp", fewer.command)
     # what it asks for runs it
     assert steps_of(with_ram(gpus(6, 6), 3.8))[0].command.startswith(f"{RUN} --tp 2")
     assert steps_of(gpus(6, 6, 6, 6))[0].command.startswith(f"{RUN} --tp 4")
     ram, _ = steps_of(with_ram(gpus(), 8))
-    assert ram.command == "dsv4 inspect 'my model' --fit --context 8192 --ram 9GB"
+    assert ram.command == "dsv4 inspect 'my model' --fit --max-context 8192 --ram 9GB"
     (last,) = steps_of(with_ram(gpus(), 5.2))[1:]
     assert last.why == "its first layer fits the RAM, for tests"
 
@@ -458,7 +458,7 @@ def test_the_machine_that_is_advised_runs_it(gpus, ram, context, batch):
     for words in commands:
         given = dict(zip(words[4::2], words[5::2], strict=True))
         machine = parse_machine(given.get("--gpus", "1GB"), given.get("--ram"))
-        load = {"context": int(given["--context"]), "batch": int(given.get("--batch", 1))}
+        load = {"context": int(given["--max-context"]), "batch": int(given.get("--batch", 1))}
         assert load == {"context": context, "batch": batch}
         assert plan_fit(config, OFFICIAL, machine, **load).best is not None, words
 
@@ -673,7 +673,7 @@ def test_the_document(capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--gpus", "24 GB"), ("--ram", "24 GB"), ("--context", "100"), ("--batch", "2")]
+    ("option", "value"), [("--gpus", "24 GB"), ("--ram", "24 GB"), ("--max-context", "100"), ("--batch", "2")]
 )
 def test_what_is_asked_without_fit_is_an_error(monkeypatch, capsys, option, value):
     done = Program(monkeypatch, capsys)("inspect", TINY_FLASH, option, value)

@@ -101,7 +101,7 @@ def _tenths(nbytes: int) -> str:
 
 def _ask(fit: Fit, name: str, gpus: list[str], ram: int, why: str) -> Advice:
     """The same question about another machine."""
-    words = ["dsv4", "inspect", shell_word(name), "--fit", "--context", str(fit.context)]
+    words = ["dsv4", "inspect", shell_word(name), "--fit", "--max-context", str(fit.context)]
     if fit.batch > 1:
         words += ["--batch", str(fit.batch)]
     if gpus:

@@ -68,7 +68,7 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
     nothing is known.
     """
     longest = config.max_position_embeddings
-    require(1 <= context <= longest, "--context", f"{context:,}", f"use a number from 1 to {longest:,}")
+    require(1 <= context <= longest, "--max-context", f"{context:,}", f"use a number from 1 to {longest:,}")
     require(1 <= batch <= MAX_SLOTS, "--batch", batch, f"use a number from 1 to {MAX_SLOTS}, more wait for their turn")
     if not machine.gpus and machine.cpu is None:
         raise UnsupportedHardware(
