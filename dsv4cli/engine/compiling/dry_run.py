@@ -11,10 +11,10 @@ from dsv4cli.engine.compiling.no_data import CUDA, NoData
 from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.drawing import Drawing
-from dsv4cli.engine.runtime.graphs import SIZES
 from dsv4cli.engine.runtime.orders import Orders
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES
 from dsv4cli.engine.settings import Limits
 from dsv4cli.kernels.card import Card, described
 from dsv4cli.kernels.dispatch import use
@@ -47,7 +47,7 @@ class DryRun:
 
     def tasks(self) -> list[Task]:
         """Everything that the demand may ask of the engine."""
-        return [*prompts(self._demand), *decoding(self._demand, SIZES)]
+        return [*prompts(self._demand), *decoding(self._demand, DECODE_BATCHES)]
 
     def launches(self, task: Task) -> list[Launch]:
         """What the task launches that none before it has."""

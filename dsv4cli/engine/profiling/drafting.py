@@ -18,10 +18,10 @@ from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
 from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawing import sampled
-from dsv4cli.engine.runtime.gate import size_of
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampler import check_finite
+from dsv4cli.engine.runtime.step_sizes import batch_size
 from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.device import step_memory
@@ -145,7 +145,7 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
 
 
 def _check_room(config: ModelConfig, load: StepShape, drafts: int) -> None:
-    sequences, rows = size_of(load.batch), drafts + 1
+    sequences, rows = batch_size(load.batch), drafts + 1
     if sequences * rows > MAX_SLOTS:
         fewer, batch = MAX_SLOTS // sequences - 1, 1 << (MAX_SLOTS // rows).bit_length() - 1
         counted = "" if sequences == load.batch else f" ({load.batch} sequences take the room of {sequences})"

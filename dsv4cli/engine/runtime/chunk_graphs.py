@@ -19,25 +19,16 @@ from dsv4cli.engine.model.transformer import HiddenStates
 from dsv4cli.engine.runtime.cache import Sequence
 from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.step_sizes import PREFILL_ROWS, ROWS_PER_SEQUENCE, rows_needed
 from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels.card import is_there
 
-# the rows of a step in each, whole tiles of linears; the host launches larger ones as fast as a GPU computes them
-TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-# of a step for each of several sequences, at least. With room for more sequences a step would send a single prompt
-# through other kernels: compressor and indexer choose theirs by tokens a sequence
-ROWS_EACH = 18
 # how often a step runs before it is timed
 WARM = 1
 
 Output = tuple[HiddenStates, Batch]
 # sequences and their next tokens
 Work = Items[tuple[Sequence, list[int]]]
-
-
-def room_of(counts: Items[int]) -> int:
-    """The tokens of a step that has room for so many tokens of each of some sequences."""
-    return counts[0] if len(counts) == 1 else max(sum(counts), ROWS_EACH * len(counts))
 
 
 class ChunkGraphs:
@@ -54,7 +45,7 @@ class ChunkGraphs:
 
     def hold(self, work: Work) -> bool:
         """Whether one of these has room for the next tokens of sequences."""
-        room = room_of([len(ids) for _, ids in work])
+        room = rows_needed([len(ids) for _, ids in work])
         return len(work) <= most_sequences(self._graphs) and room <= max(self._sizes(), default=0)
 
     def run(self, work: Work, on_preparing: Callable[[], None]) -> Output:
@@ -63,7 +54,7 @@ class ChunkGraphs:
         NotEnoughMemory."""
         for sequence, ids in work:
             self._graphs.cache.reserve(sequence, len(ids))
-        size = TOKENS[bisect_left(TOKENS, room_of([len(ids) for _, ids in work]))]
+        size = PREFILL_ROWS[bisect_left(PREFILL_ROWS, rows_needed([len(ids) for _, ids in work]))]
         if not self._holds(size):
             on_preparing()
             self._capture(size)
@@ -82,7 +73,7 @@ class ChunkGraphs:
 
     def _sizes(self) -> list[int]:
         """Those that a sequence may have as many tokens as."""
-        return [size for size in TOKENS if size <= self._graphs.columns * BLOCK_TOKENS]
+        return [size for size in PREFILL_ROWS if size <= self._graphs.columns * BLOCK_TOKENS]
 
     def _capture(self, size: int) -> None:
         self._chunks[size] = chunks = CapturedChunks(self._graphs, size)
@@ -104,7 +95,7 @@ class CapturedChunks:
 
     def __init__(self, graphs: GraphRunner, rows: int) -> None:
         self._rows, self._columns, self._padding = rows, graphs.columns, graphs.padding
-        self._most = max(min(rows // ROWS_EACH, most_sequences(graphs)), 1)
+        self._most = max(min(rows // ROWS_PER_SEQUENCE, most_sequences(graphs)), 1)
         cache, model, sequences = graphs.cache, graphs.model, self._most + 1
         self._numbers = upload(self._listed([(graphs.padding, [0])]), cache.device)
         ids, few, blocks = self._numbers.split([rows, 4 * sequences, sequences * self._columns])

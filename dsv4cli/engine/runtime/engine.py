@@ -15,7 +15,8 @@ from dsv4cli.engine.runtime.draft_steps import Ran
 from dsv4cli.engine.runtime.drawing import Drawing
 from dsv4cli.engine.runtime.limits import check_room, end_of
 from dsv4cli.engine.runtime.orders import Followers, Orders, described
-from dsv4cli.engine.runtime.pace import Pace
+from dsv4cli.engine.runtime.pacing.pacer import Pacer
+from dsv4cli.engine.runtime.pacing.policy import PacingPolicy
 from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
 from dsv4cli.engine.runtime.runner import Runner
@@ -57,7 +58,8 @@ class Engine:
         self._plan = DraftPlan(self.runner.drafts.drafter, drafting, rows) if self.runner.drafts else None
         self._drawing = Drawing(self.runner, self._orders)
         seconds, most = self.runner.chunk_seconds, min(capacity.slots, MAX_SLOTS) - 1
-        self._pace = None if step_ms is None else Pace(step_ms / 1e3, seconds, shared, most)
+        policy = None if step_ms is None else PacingPolicy(step_ms / 1e3)
+        self._pacer = None if policy is None else Pacer(policy, seconds, shared, most)
         self._count = 0
 
     @classmethod
@@ -157,8 +159,8 @@ class Engine:
             self._plan.take(ran.ready, tokens, drafts)
             if ran.ready and not self.runner.preparing.happened:  # else nothing has waited for the device
                 self._plan.time(ran.chunks, count, self._drawing.watch.seconds())
-        if self._pace is not None:
-            self._pace.note(pick, ran.chunks, self.runner.preparing.happened)
+        if self._pacer is not None:
+            self._pacer.note(pick, ran.chunks, self.runner.preparing.happened)
         return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
 
     def prepare(self) -> bool:
@@ -177,9 +179,9 @@ class Engine:
 
     def _pick(self) -> Pick | None:
         """Whose step is next; one that runs already is of those that decode."""
-        if self._pace is None:
+        if self._pacer is None:
             return None
-        return Pick() if self.runner.ahead.launched else self._pace.pick(self.runner.scheduler.active)
+        return Pick() if self.runner.ahead.launched else self._pacer.choose(self.runner.scheduler.active)
 
     def _queue(self, request: Request) -> None:
         request.number, request.usual_chunk = self._count, self.model.prefill_chunk

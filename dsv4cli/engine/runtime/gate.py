@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
+from dsv4cli.engine.runtime.step_sizes import batch_size
 
 # the chances that drafters report, in so many bins, each with so many drafts that bear the report out to begin with
 BINS, BELIEF = 10, 2.0
@@ -34,7 +35,7 @@ class Costs:
 
     def note(self, sequences: int, amount: int, seconds: float) -> None:
         """Takes in a step."""
-        key = size_of(sequences), amount
+        key = batch_size(sequences), amount
         if key not in self.begun:
             self.begun.add(key)
             return
@@ -43,7 +44,7 @@ class Costs:
 
     def guess(self, sequences: int, amount: int) -> float | None:
         """What a step takes; of one that was not timed less than it can take, so that it is tried; None for none."""
-        size = size_of(sequences)
+        size = batch_size(sequences)
         known = {own: value for (other, own), value in self.seconds.items() if other == size}
         if not known:
             return None
@@ -121,7 +122,7 @@ class Gate:
 
     def _room(self, sequences: int) -> int:
         """The drafts of each of so many sequences that a step has room for."""
-        return max(self._rows // size_of(sequences) - 1, 0)
+        return max(self._rows // batch_size(sequences) - 1, 0)
 
     def _steady(self, sequences: int, count: int) -> float:
         """Tokens a second of steps that all make and verify so many drafts."""
@@ -146,11 +147,6 @@ class OpenGate(Gate):
     def count(self, sequences: int) -> int:
         """As many as there may be."""
         return min(self._most, self._room(sequences))
-
-
-def size_of(sequences: int) -> int:
-    """So many sequences as a captured step has them: the next power of two."""
-    return 1 << max(sequences - 1, 0).bit_length()
 
 
 def _bin(chance: float) -> int:

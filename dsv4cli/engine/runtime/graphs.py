@@ -13,18 +13,16 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS, ROLLBACK
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.cache import Cache, Sequence
 from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES, DECODE_TOKENS, batch_size
 from dsv4cli.kernels.card import is_there
 from dsv4cli.kernels.workspace import Workspace
 
 T = TypeVar("T")
-# sequences, and the tokens of each: its newest and drafts
-SIZES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
-ROWS = (1, 2, 3, 4, 6, ROLLBACK)
 # how often a step runs before it is captured: compiles kernels, and finds the memory that they share
 WARM = 2
 # to capture begins with a wait for the whole device, which CUDA refuses while another thread captures
@@ -77,11 +75,11 @@ class GraphRunner:
         more, of which those behind its tokens mean nothing. on_preparing is called where a step has to be prepared
         first. Raises NotEnoughMemory.
         """
-        rows = next(rows for rows in ROWS if rows >= max(len(ids) for _, ids in work))
+        rows = next(rows for rows in DECODE_TOKENS if rows >= max(len(ids) for _, ids in work))
         for sequence, _ in work:
             self.cache.reserve(sequence, rows)
             self.cache.touch(sequence, rows)
-        key = _size_of(len(work)), rows
+        key = batch_size(len(work)), rows
         if not self._holds(key):
             on_preparing()
             self._steps[key] = self._prepared(*key)
@@ -90,14 +88,14 @@ class GraphRunner:
 
     def prepare(self, most: int) -> bool:
         """Captures a step of one token of each of up to `most` sequences, if one is missing; whether one was."""
-        missing = [size for size in SIZES if size <= _size_of(most) and not self._holds((size, 1))]
+        missing = [size for size in DECODE_BATCHES if size <= batch_size(most) and not self._holds((size, 1))]
         if missing:
             self._steps[missing[0], 1] = self._prepared(missing[0], 1)
         return bool(missing)
 
     def prepared(self, sequences: int) -> bool:
         """Whether the step of one token of each of so many sequences is."""
-        return self._blocks == self.cache.blocks and (_size_of(sequences), 1) in self._steps
+        return self._blocks == self.cache.blocks and (batch_size(sequences), 1) in self._steps
 
     def batch(self, numbers: Numbers) -> Batch:
         """The batch of a step of as many tokens of each sequence, as large for every context."""
@@ -160,10 +158,6 @@ class GraphRunner:
 
         step.run = run
         return step
-
-
-def _size_of(sequences: int) -> int:
-    return next(size for size in SIZES if size >= sequences)
 
 
 def columns_of(tokens: int) -> int:

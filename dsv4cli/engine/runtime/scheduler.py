@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK
 from dsv4cli.engine.runtime.cache import Cache, blocks_of
-from dsv4cli.engine.runtime.chunk_graphs import room_of
 from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.step_sizes import rows_needed
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Scheduler:
     def _joins(self, request: Request, count: int, chunks: list[Chunk], most: int) -> bool:
         """Whether so many tokens of a prompt go beside these chunks: where there is room for all of them, and nothing
         of these is kept that the prompt begins with, for then it is found in the next step."""
-        if room_of([*(chunk.tokens for chunk in chunks), count]) > most:
+        if rows_needed([*(chunk.tokens for chunk in chunks), count]) > most:
             return False
         return self._prefixes is None or not any(
             self._prefixes.gives(chunk.request, chunk.end, request) for chunk in chunks

@@ -9,7 +9,7 @@ from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.graphs import SIZES
+from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.reserve import Workload
 
@@ -31,13 +31,13 @@ def test_a_prompt_of_known_length_has_its_chunks():
 
 
 def test_what_follows_has_as_many_drafts_as_there_may_be():
-    steps = list(decoding(demand([5], max_tokens=3), SIZES))
+    steps = list(decoding(demand([5], max_tokens=3), DECODE_BATCHES))
     assert steps == [Step(((1, 1),), GREEDY, 8, verified, 3) for verified in range(4)]
-    assert list(decoding(demand([5], drafts=0, max_tokens=3), SIZES)) == [Step(((1, 1),), GREEDY, 8)]
+    assert list(decoding(demand([5], drafts=0, max_tokens=3), DECODE_BATCHES)) == [Step(((1, 1),), GREEDY, 8)]
 
 
 def test_several_sequences_are_captured_as_the_next_power_of_two_with_fewer_drafts():
-    steps = list(decoding(demand([5] * 20), SIZES))
+    steps = list(decoding(demand([5] * 20), DECODE_BATCHES))
     most = {len(step.chunks): step.drafts for step in steps}
     assert most == {1: 3, 2: 3, 4: 3, 8: 3, 16: 3, 32: 1}
 
@@ -53,7 +53,7 @@ def test_many_conversations_are_captured_together():
     config, numerics = parse_config(PRESETS["flash"], "flash"), Numerics.reference()
     same = demand_of(config, Formats(), numerics, Limits(), [GREEDY], Drafting(None), None, sequences=64)
     assert same == one
-    assert max(len(step.chunks) for step in decoding(one, SIZES)) == 64
+    assert max(len(step.chunks) for step in decoding(one, DECODE_BATCHES)) == 64
 
 
 def test_what_draws_and_what_computes_are_not_multiplied():
@@ -62,7 +62,7 @@ def test_what_draws_and_what_computes_are_not_multiplied():
     samplings = [Sampling(), GREEDY, warm, Sampling(1.0, 0.5)]
     one = demand_of(config, Formats(), numerics, Limits(), samplings, Drafting(None), None, sequences=64)
     assert len(one.samplings) == 3  # of two that draw alike one
-    steps = list(decoding(one, SIZES))
+    steps = list(decoding(one, DECODE_BATCHES))
     far = {(len(step.chunks), step.longest) for step in steps if step.sampling == one.samplings[0]}
     near = {(len(step.chunks), step.sampling) for step in steps if step.longest == one.longest[0]}
     assert (len(far), len(near)) == (7 * len(one.longest), 7 * 3)
@@ -86,7 +86,7 @@ def test_scores_draw_nothing():
     one = demand([7], drawn=False)
     assert (one.longest, one.drafts, one.config.drafter) == ((), 0, "none")
     assert list(prompts(one)) == [Step(((7, 0),), GREEDY, None)]
-    assert not list(decoding(one, SIZES))
+    assert not list(decoding(one, DECODE_BATCHES))
 
 
 def test_steps_far_behind_are_captured_for_as_many_tokens():

@@ -7,14 +7,15 @@ import pytest
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime import capacity, pace, prefix_cache, runner
+from dsv4cli.engine.runtime import capacity, prefix_cache, runner
 from dsv4cli.engine.runtime.cache import FEWEST_BLOCKS
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
-from dsv4cli.engine.runtime.ways import Mixed
+from dsv4cli.engine.runtime.pacing import pacer
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import NotEnoughMemory, UsageError
+from tests.engine.runtime.test_bursts import largest_riding
 from tests.engine.runtime.test_reuse import alone, answers, asked, check_empty
 from tests.engine.runtime.test_speculation_ranks import Meeting, same
 from tests.support.small_model import model
@@ -214,12 +215,12 @@ def test_followers_do_the_same(drafting, few_blocks, monkeypatch):
     few_blocks(14)
     capacity = Capacity(4, 700, cache_memory=memory(14, 6), host_memory=6 * 10**5)
     one = Engine(model_of("mtp"), capacity, "cpu", meeting, Drafting(drafting), step_ms=30)
-    one._pace._most = None  # as on a GPU
-    monkeypatch.setattr(pace, "Apart", Mixed)
-    one._pace._sequences = 5  # all that run, and a prompt
+    one._pacer._shared_rows = None  # as on a GPU
+    monkeypatch.setattr(pacer.Pacer, "_best", largest_riding)
+    one._pacer._sequences = 5  # all that run, and a prompt
     play, other, picks = Play(one, 5), Follower(model_of("mtp"), "cpu"), []
     clock = iter(range(10**6))
-    monkeypatch.setattr(pace, "perf_counter", lambda: next(clock) * 0.01)
+    monkeypatch.setattr(pacer, "perf_counter", lambda: next(clock) * 0.01)
     for _ in range(40):
         play.move()
         one._orders.tell()  # what it would tell with the next step

@@ -13,12 +13,13 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.chunk_graphs import ROWS_EACH, TOKENS, CapturedChunks
+from dsv4cli.engine.runtime.chunk_graphs import CapturedChunks
 from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import Extent
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.runtime.step_sizes import PREFILL_ROWS, ROWS_PER_SEQUENCE
 from dsv4cli.engine.settings import Limits, Sampling
 from tests.engine.runtime.test_speculation_state import state_of
 from tests.support.cache_state import same
@@ -69,7 +70,7 @@ def test_a_chunk_and_its_state_are_those_of_a_computed_step(steps, drafts):
     assert all(map(same, state, expected_state))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", PREFILL_ROWS)
 def test_the_room_for_others_changes_no_kernel_of_one_prompt(tokens):
     """As compressor and indexer choose them."""
     pytest.importorskip("triton")
@@ -82,7 +83,7 @@ def test_the_room_for_others_changes_no_kernel_of_one_prompt(tokens):
         tiles = [entry_tiles(8, width, rows, groups[4]) for width in (128, 512)]
         return tiles, rows >= groups[128] * MANY // 2, rows >= OF_A_SEQUENCE * sequences
 
-    assert chosen(min(max(tokens // ROWS_EACH, 1), MAX_SLOTS - 1) + 1) == chosen(2)
+    assert chosen(min(max(tokens // ROWS_PER_SEQUENCE, 1), MAX_SLOTS - 1) + 1) == chosen(2)
 
 
 def read_together(steps: list[list[int]], chunks: bool, drafts: bool):
@@ -174,11 +175,11 @@ def test_what_a_graph_reads_is_held(monkeypatch):
     assert not any(storage.expired() for own in given for storage in own)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", PREFILL_ROWS)
 def test_a_step_has_room_for_the_groups_of_any_chunks(tokens):
     """So that one graph holds all of them, and no more than the worst need."""
     config, draw = model_of("mtp").config, Random(tokens)
-    sequences = max(tokens // ROWS_EACH, 1) + 1
+    sequences = max(tokens // ROWS_PER_SEQUENCE, 1) + 1
     room = Extent.around(config, tokens, sequences, BLOCK_TOKENS).groups
     worst = {
         ratio: Extent.of(config, [1] * (sequences - 1) + [tokens + 1 - sequences], BLOCK_TOKENS).groups[ratio]
@@ -199,7 +200,7 @@ def test_steps_are_captured_while_there_is_time(monkeypatch):
     count = 0
     while one.prepare():
         count += 1
-    sizes = [size for size in TOKENS if size <= 384]  # the blocks of the longest sequence
+    sizes = [size for size in PREFILL_ROWS if size <= 384]  # the blocks of the longest sequence
     assert count == 3 + len(sizes)  # 1, 2 and 4 sequences
     assert list(one.chunk_seconds) == sizes
     assert [len(ids) for _, ids in ran] == [size for size in sizes for _ in range(2)]

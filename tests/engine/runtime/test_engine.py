@@ -10,10 +10,10 @@ from dsv4cli.engine.runtime import drawing, runner, scheduler, score
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.graphs import SIZES
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.small_model import by_number, drawn, engine, model, prompts, requests
@@ -96,7 +96,7 @@ def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longe
     assert ids_of(steps) == {number: [step.id for step in steps] for number, steps in enumerate(expected)}
     assert max(asked) == min(slots, len(texts))
     # a step of each size is prepared once
-    sizes = {next(size for size in SIZES if size >= count) for count in asked}
+    sizes = {next(size for size in DECODE_BATCHES if size >= count) for count in asked}
     assert waited == [True, False] * len(sizes)
     assert 0 < sum(step.prepared for _, step in steps) < len(steps)
     cache = one.runner.cache

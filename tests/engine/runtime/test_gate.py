@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.runtime.gate import PROBE, Costs, Gate, size_of
+from dsv4cli.engine.runtime.gate import PROBE, Costs, Gate
+from dsv4cli.engine.runtime.step_sizes import batch_size
 
 # milliseconds of a step by its rows, and of making drafts: what the drafter takes in of each step, and each draft
 ROWS = {1: 5.0, 2: 6.1, 4: 8.1, 8: 11.5, 16: 17.0, 32: 27.0, 64: 45.0}
@@ -49,7 +50,7 @@ class Simulation:
         number, gate, count = len(self.verified), self.gate, self.sequences
         drafts, following = gate.drafts(count, self._chances), gate.count(count)
         assert count * (1 + drafts) <= MAX_SLOTS
-        assert size_of(count) * (1 + following) <= MAX_SLOTS
+        assert batch_size(count) * (1 + following) <= MAX_SLOTS
         drafts = min(drafts, max(map(len, self._chances)))
         for chances in self._chances:
             own = min(drafts, len(chances))
@@ -157,7 +158,7 @@ def test_what_a_drafter_says_is_calibrated(most, says, truth):
 def test_no_more_rows_than_graphs_hold(sequences):
     """As captured steps have them, with times and without; what fits is used."""
     one = Simulation(Gate(7), GOOD, sequences, rows=lambda rows: 5.0).run(12)
-    assert max(one.made) == min(7, MAX_SLOTS // size_of(sequences) - 1)
+    assert max(one.made) == min(7, MAX_SLOTS // batch_size(sequences) - 1)
     # more sequences than there were drafts for
     assert one.gate.drafts(64, [[0.9] * 7] * 64) == one.gate.count(64) == 0
 

@@ -275,7 +275,7 @@ def test_a_step_that_runs_already_is_of_those_that_decode(captured):
     assert one.runner.ahead.launched == captured
     one.add(comes)
     one.step()
-    assert one._pace._read == ([] if captured else [50])
+    assert one._pacer._chunk_rows == (0 if captured else 50)
 
 
 def test_steps_run_ahead_in_a_cache_full_of_states(monkeypatch):

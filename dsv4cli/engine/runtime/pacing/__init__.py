@@ -1,0 +1,1 @@
+"""Scheduling policy: how much prefill a step does next to requests that decode."""

@@ -1,0 +1,33 @@
+"""Sizes of steps: the batches and chunks that CUDA graphs are captured for, and what fits into one. No torch."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from dsv4cli.engine.config.capacity import MAX_SLOTS, ROLLBACK
+
+# batch sizes of captured decode steps, and tokens per sequence: the newest token and its drafts
+DECODE_BATCHES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
+DECODE_TOKENS = (1, 2, 3, 4, 6, ROLLBACK)
+# rows of a captured prefill step: whole tiles of linears. Larger steps are launched kernel by kernel, as fast as a GPU
+# computes them
+PREFILL_ROWS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
+# rows of prefill steps that the scheduling policy chooses from
+CHUNK_ROWS = (*PREFILL_ROWS, 3072, 4096)
+# the fewest rows of a captured prefill step per sequence. With more sequences the kernels for compressor and indexer,
+# which are chosen by rows per sequence, would differ from those of a single prompt
+ROWS_PER_SEQUENCE = 18
+
+
+def rows_needed(counts: Sequence[int]) -> int:
+    """Return the rows of a step that holds these numbers of tokens, one per sequence."""
+    return counts[0] if len(counts) == 1 else max(sum(counts), ROWS_PER_SEQUENCE * len(counts))
+
+
+def chunk_rows(rows: int) -> int:
+    """Return the smallest of CHUNK_ROWS that holds this many rows, or the largest."""
+    return CHUNK_ROWS[min(bisect_left(CHUNK_ROWS, rows), len(CHUNK_ROWS) - 1)]
+
+
+def batch_size(sequences: int) -> int:
+    """Return the batch size of the captured decode step for this many sequences: the next power of two."""
+    return 1 << max(sequences - 1, 0).bit_length()
