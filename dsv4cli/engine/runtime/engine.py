@@ -41,9 +41,8 @@ class Engine:
         drafting: Drafting = Drafting(),  # noqa: B008 - frozen
         step_ms: float | None = None,
     ) -> None:
-        """drafting: how many drafts of the model's drafter a step verifies; where it has none, none. step_ms: how much
-        time there may be between two tokens of a request on the average while prompts are read, None for as much as
-        these take. Raises NotEnoughMemory."""
+        """drafting: how many drafts of the model's drafter a step verifies; where it has none, none. step_ms: the target
+        for the mean inter-token latency while prompts are prefilled, None for no target. Raises NotEnoughMemory."""
         self.model = model
         self.followers = followers
         drafts = drafting.most != 0 and model.config.drafter != "none"
@@ -58,8 +57,7 @@ class Engine:
         self._plan = DraftPlan(self.runner.drafts.drafter, drafting, rows) if self.runner.drafts else None
         self._drawing = Drawing(self.runner, self._orders)
         seconds, most = self.runner.chunk_seconds, min(capacity.slots, MAX_SLOTS) - 1
-        policy = None if step_ms is None else PacingPolicy(step_ms / 1e3)
-        self._pacer = None if policy is None else Pacer(policy, seconds, shared, most)
+        self._pacer = None if step_ms is None else Pacer(PacingPolicy(step_ms / 1e3), seconds, shared, most)
         self._count = 0
 
     @classmethod
