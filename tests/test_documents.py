@@ -152,12 +152,12 @@ def test_links_and_paths_of_contributing_lead_somewhere():
 
 
 def test_the_walk_from_a_command_to_logits_is_short():
-    """Five files, under 700 lines, each of which imports the next."""
+    """Five files, under 800 lines with an argument a line in docstrings, each of which imports the next."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     files = re.findall(r"^\d\. `(\S+\.py)`", text.partition("### From a command")[2].partition("###")[0], re.MULTILINE)
     sources = [(ROOT / "dsv4cli" / file).read_text(encoding="utf-8") for file in files]
     assert len(files) == 5
-    assert sum(len(source.splitlines()) for source in sources) < 700
+    assert sum(len(source.splitlines()) for source in sources) < 800
     for source, following in zip(sources, files[1:], strict=False):
         assert f"from dsv4cli.{following.removesuffix('.py').replace('/', '.')} import" in source
 

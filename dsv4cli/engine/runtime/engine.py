@@ -41,8 +41,12 @@ class Engine:
         drafting: Drafting = Drafting(),  # noqa: B008 - frozen
         step_ms: float | None = None,
     ) -> None:
-        """drafting: how many drafts of the model's drafter a step verifies; where it has none, none. step_ms: the target
-        for the mean inter-token latency while prompts are prefilled, None for no target. Raises NotEnoughMemory."""
+        """Args:
+        drafting: how many drafts of the model's drafter a step verifies, if it has one.
+        step_ms: the target for the mean inter-token latency while prompts are prefilled; None for no target.
+
+        Raises NotEnoughMemory.
+        """
         self.model = model
         self.followers = followers
         drafts = drafting.most != 0 and model.config.drafter != "none"
@@ -71,9 +75,8 @@ class Engine:
     ) -> "Engine":
         """An engine for these requests, which are added. Raises UsageError as `add`, before memory is taken; of several
         it names the prompt or the text by its number."""
-        if len(requests) > 1:
-            for number, one in enumerate(requests):
-                one.name = f"{'text' if one.scored else 'prompt'} {number}"
+        for number, one in enumerate(requests if len(requests) > 1 else ()):
+            one.name = f"{'text' if one.scored else 'prompt'} {number}"
         for one in requests:
             one.end = end_of(one, model.config)
         longest = None if any(one.scored for one in requests) else max((one.end for one in requests), default=1)
