@@ -3,10 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dsv4cli.version import __version__
+
 if TYPE_CHECKING:
     from dsv4cli.api import Model, Reply, Score
 
-__version__ = "0.2.0"
 __all__ = ["Model", "Reply", "Score", "__version__"]
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dsv4cli import __version__
 from dsv4cli.command import Application, CommandGroup
 from dsv4cli.commands.chat import chat
 from dsv4cli.commands.compiling import compile_ahead
@@ -32,6 +31,7 @@ from dsv4cli.errors import Dsv4Error, NotEnoughMemory, compiler_refusal
 from dsv4cli.harmless import brief_line
 from dsv4cli.options import epilog
 from dsv4cli.output import Colours, Output, ReaderGone
+from dsv4cli.version import __version__
 
 # Typer's UsageError, which it does not export
 WRONG_ARGUMENT: type[Exception] = typer.BadParameter.__bases__[0]

@@ -18,20 +18,31 @@ PACKAGE = ROOT / "dsv4cli"
 
 # layer → the layers that it may import, itself aside; "root" is dsv4cli/__init__.py
 MAY_IMPORT = {
-    "root": {"api"},
+    "root": {"api", "version"},
     "api": {"engine", "errors"},
     "__main__": {"cli"},
-    "cli": {"root", "commands", "command", "environment", "options", "output", "errors", "harmless"},
-    "commands": {"root", "command", "environment", "model_names", "options", "output", "errors", "harmless", "engine"},
-    "options": {"root", "output", "errors", "model_names"},
+    "cli": {"version", "commands", "command", "environment", "options", "output", "errors", "harmless"},
+    "commands": {
+        "version",
+        "command",
+        "environment",
+        "model_names",
+        "options",
+        "output",
+        "errors",
+        "harmless",
+        "engine",
+    },
+    "options": {"output", "errors", "model_names"},
     "command": {"help_page", "model_names"},
     "environment": {"output"},
     "help_page": set(),
     "model_names": {"engine"},
-    "output": {"root", "options", "errors", "harmless"},
-    "engine": {"root", "kernels", "errors", "harmless"},
+    "output": {"options", "errors", "harmless"},
+    "engine": {"version", "kernels", "errors", "harmless"},
     "kernels": {"errors"},
     "errors": set(),
+    "version": set(),
     "harmless": set(),
 }
 # the packages of the engine, each of which imports from those before it only

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsv4cli import __version__
 from dsv4cli.engine.checkpoint.coverage import check_coverage
 from dsv4cli.engine.checkpoint.files import check_unchanged
 from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming
@@ -33,6 +32,7 @@ from dsv4cli.engine.conversion.target import Target
 from dsv4cli.engine.system.regular_files import Stamp
 from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
 from dsv4cli.harmless import shell_word
+from dsv4cli.version import __version__
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HFValidationError
 
-from dsv4cli import __version__
 from dsv4cli.engine.hub.retry import DownloadStopped, Retrier, RetryPolicy, explain
 from dsv4cli.errors import HubError, UsageError
+from dsv4cli.version import __version__
 
 # who asks, as the hub counts it
 LIBRARY: dict[str, Any] = {"library_name": "dsv4", "library_version": __version__}

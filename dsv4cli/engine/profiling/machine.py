@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-import dsv4cli
+from dsv4cli.version import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
-CHECKOUT = Path(dsv4cli.__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[3]
 SECONDS = 10
 
 
@@ -31,7 +31,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _processor(),
         "threads": torch.get_num_threads(),
-        "dsv4": dsv4cli.__version__,
+        "dsv4": __version__,
         "commit": _commit(),
     }
 

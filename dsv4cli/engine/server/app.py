@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from dsv4cli import __version__
 from dsv4cli.engine.server.chat_completions import chat_completions
 from dsv4cli.engine.server.completions import completions
 from dsv4cli.engine.server.guard import Guard
@@ -29,6 +28,7 @@ from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import ClientGone
 from dsv4cli.engine.server.tokens_api import detokenize, tokenize, tokenizer_info
 from dsv4cli.errors import Dsv4Error
+from dsv4cli.version import __version__
 
 STARTED = int(time())
 

@@ -10,7 +10,6 @@ from uuid import uuid4
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from dsv4cli import __version__
 from dsv4cli.engine.chat.answer_stream import Delta
 from dsv4cli.engine.runtime.request import Token
 from dsv4cli.engine.server.async_engine import EngineCall
@@ -20,6 +19,7 @@ from dsv4cli.engine.server.incoming import asked_of, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import Silence, answered
+from dsv4cli.version import __version__
 
 
 async def chat_completions(http: HttpRequest) -> Response:

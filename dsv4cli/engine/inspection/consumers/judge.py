@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dsv4cli import __version__
 from dsv4cli.engine.checkpoint.remedies import download_again
 from dsv4cli.engine.inspection.consumers import common, gguf, hf, scripts, sglang, vllm
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnknownKey
 from dsv4cli.harmless import shell_word
+from dsv4cli.version import __version__
 
 SCHEMA = "dsv4.verdict/1"
 Consumer = Literal["vllm", "sglang", "transformers", "official", "llama.cpp", "ds4", "dsv4"]
