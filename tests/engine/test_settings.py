@@ -85,6 +85,8 @@ def test_a_device_that_is_called_so_nowhere(name):
         ("{}", Sampling(1.0, 1.0)),
         ('{"do_sample": true, "temperature": 0.6, "top_p": 0.95}', Sampling(0.6, 0.95)),
         ('{"do_sample": false, "temperature": 0.6}', Sampling(0.0, 1.0)),
+        ('{"do_sample": null, "temperature": null, "top_p": null}', Sampling(1.0, 1.0)),
+        ('{"temperature": null, "top_p": 0.95}', Sampling(1.0, 0.95)),
     ],
 )
 def test_what_a_model_asks_for(tmp_path, text, sampling):
@@ -101,11 +103,12 @@ def test_what_a_model_asks_for(tmp_path, text, sampling):
         '{"temperature": -1}',
         '{"temperature": "warm"}',
         '{"top_p": [1]}',
+        '{"temperature": true}',
         "\udcff",
         "[" * 100_000,
         '{"temperature": 1' + "0" * 400 + "}",
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_generation_config_that_cannot_be_used(tmp_path, text):
     (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))

@@ -4,6 +4,7 @@ FOREIGN lists them with words that the refusal must contain, for every command t
 """
 
 import json
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import replace
@@ -118,6 +119,43 @@ def is_gguf(folder: Path) -> None:
     (folder / "llama-Q4_K_M.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
 
 
+def has_f32_scales(folder: Path) -> None:
+    """FP4 experts whose scales were widened from e8m0."""
+
+    def widen(name: str, stored: Stored) -> dict[str, Stored]:
+        odd = stored.dtype == "F8_E8M0" and ".ffn.experts." in name
+        return {name: Stored("F32", stored.shape, bytes(4 * len(stored.data))) if odd else stored}
+
+    rewrite(folder, widen)
+
+
+def is_mlx(folder: Path) -> None:
+    """As mlx-lm writes it: stacked experts, codes in words of 32 bits, scales and biases of groups."""
+
+    def export(name: str, stored: Stored) -> dict[str, Stored]:
+        if not name.endswith("ffn.experts.0.w1.weight"):
+            return {name: stored}
+        stem = name.replace("experts.0.w1.weight", "switch_mlp.gate_proj.")
+        words = Stored("U32", [stored.shape[0], stored.shape[1] // 4], stored.data)
+        group = Stored("BF16", [stored.shape[0], 1], bytes(2 * stored.shape[0]))
+        return {stem + "weight": words, stem + "scales": group, stem + "biases": group}
+
+    rewrite(folder, export)
+
+
+def says_mlx(folder: Path) -> None:
+    quantization = {"group_size": 64, "bits": 4, "mode": "affine"}
+    edit_config(folder, quantization=quantization, quantization_config=quantization)
+
+
+def is_gptq(folder: Path) -> None:
+    rewrite(folder, lambda name, stored: {re.sub(r"w1\.(weight|scale)$", r"w1.q\1", name): stored})
+
+
+def says_awq(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True})
+
+
 # known layouts of which something is not there
 INCOMPLETE: dict[Damage, tuple[str, ...]] = {
     has_transformers_names: ("model.embed_tokens.weight is missing",),
@@ -136,4 +174,9 @@ FOREIGN: dict[Damage, tuple[str, ...]] = {
     is_compressed_tensors: ("compressed-tensors export in another format", "weight_shape"),
     says_compressed_tensors: ("compressed-tensors export in another format", "'pack-quantized'"),
     is_gguf: ("GGUF", ".gguf"),
+    has_f32_scales: ("experts weights are I8 with block scales stored as F32", "F8_E8M0"),
+    is_mlx: ("an MLX export", "switch_mlp.gate_proj"),
+    says_mlx: ("an MLX export", "quantization.bits 4"),
+    is_gptq: ("a GPTQ or AWQ export", "w1.qweight"),
+    says_awq: ("an AWQ export", "quant_method 'awq'"),
 }

@@ -2,11 +2,12 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsv4cli.engine.checkpoint.foreign import Foreign, refusal
+from dsv4cli.engine.checkpoint.foreign import RESCALE, Foreign, refusal
 from dsv4cli.engine.checkpoint.headers import Checkpoint
-from dsv4cli.engine.config.formats import STORAGE, FormatName
+from dsv4cli.engine.config.formats import CODE_DTYPES, E8M0_DTYPES, STORAGE, FormatName
 from dsv4cli.engine.config.storage import Formats
 
 # patterns of the weights that tell a storage format, one for each field of Formats
@@ -39,31 +40,65 @@ def stored_formats(checkpoint: Checkpoint) -> Formats:
 def _format(checkpoint: Checkpoint, field: str, weights: list[str]) -> FormatName:
     """The storage format of most of these weights: by their dtype and, where several have it, that of their scales."""
     dtype = Counter(checkpoint.tensors[name].dtype for name in weights).most_common(1)[0][0]
-    if dtype == "U8" and _has_e8m0(checkpoint, weights):
-        dtype = "I8"
     allowed = ALLOWED_FORMATS.get(field, MATRIX_FORMATS)
-    forms = [form for form in allowed if STORAGE[form].dtype == ("I8" if dtype == "F4" else dtype)]
+    scale = _scale_dtype(checkpoint, weights, ("scale", "weight_scale") if dtype in CODE_DTYPES else ("scale",))
+    if dtype in CODE_DTYPES:
+        # without scales the dtype of the codes tells: I8 in the releases, U8 in ModelOpt's exports
+        is_nvfp4 = scale == "F8_E4M3" if scale else dtype == STORAGE["nvfp4"].dtype
+        forms: list[FormatName] = [form for form in allowed if form == ("nvfp4" if is_nvfp4 else "fp4")]
+    else:
+        forms = [form for form in allowed if STORAGE[form].dtype == dtype]
     if not forms:
         known = ", ".join(STORAGE[form].words for form in allowed)
         what = f"a checkpoint whose {field} weights are stored as {dtype}"
         raise refusal(checkpoint.folder, Foreign(what), f"known are {known}")
-    if len(forms) == 1:
+    if not scale:
         return forms[0]
-    scales = (checkpoint.tensors.get(name.removesuffix("weight") + "scale") for name in weights)
-    census = Counter(info.dtype for info in scales if info is not None)
-    if not census:
-        return forms[0]
-    scale = census.most_common(1)[0][0]
-    fitting = [form for form in forms if STORAGE[form].scale("scale").dtype == scale]
+    known_scales = {form: STORAGE[form].scales[0].dtype for form in forms if STORAGE[form].scales}
+    found = "F8_E8M0" if scale in E8M0_DTYPES else scale
+    fitting = [form for form in forms if known_scales.get(form, found) == found]
     if not fitting:
         what = f"a checkpoint whose {field} weights are {dtype} with block scales stored as {scale}"
-        known = " or ".join(STORAGE[form].scale("scale").dtype for form in forms)
-        raise refusal(checkpoint.folder, Foreign(what), f"known are {known}")
+        known = " or ".join(dict.fromkeys(known_scales.values()))
+        raise refusal(checkpoint.folder, Foreign(what, RESCALE), f"known are {known}")
     return fitting[0]
 
 
-def _has_e8m0(checkpoint: Checkpoint, weights: list[str]) -> bool:
-    """Whether most packed weights of compressed-tensors have e8m0 scales, which makes them FP4."""
-    scales = (checkpoint.tensors.get(name.removesuffix("packed") + "scale") for name in weights)
-    census = Counter(info.dtype for info in scales if info is not None)
-    return bool(census) and census.most_common(1)[0][0] in ("U8", "F8_E8M0")
+def _scale_dtype(checkpoint: Checkpoint, weights: list[str], roles: tuple[str, ...]) -> str:
+    """Return the dtype of most scales with these roles, '' where these weights have none."""
+    census = Counter[str]()
+    for weight in weights:
+        matrix = weight.removesuffix("_packed").removesuffix(".weight")
+        infos = (checkpoint.tensors.get(f"{matrix}.{last}") for last in roles)
+        census.update(info.dtype for info in infos if info is not None)
+    return census.most_common(1)[0][0] if census else ""
+
+
+def dtype_aliases(checkpoint: Checkpoint, formats: Formats) -> dict[str, str]:
+    """Return the dtype of each tensor that may hold codes or e8m0 scales under another dtype than usual, by name."""
+    usual, drafter = STORAGE[formats.experts].dtype, STORAGE[formats.drafter].dtype
+    found = {name: info.dtype for name, info in checkpoint.tensors.items() if info.dtype in CODE_DTYPES}
+
+    def is_unusual(name: str, dtype: str) -> bool:
+        if "/" in name:
+            return dtype != "F4"  # in the files of the official convert.py
+        if name.endswith(("_packed", ".weight_scale")):
+            return False  # U8 in those of compressed-tensors
+        return dtype != (drafter if name.startswith("mtp.") else usual)
+
+    return {name: dtype for name, dtype in found.items() if is_unusual(name, dtype)}
+
+
+def alias_notes(aliases: Mapping[str, str], formats: Formats) -> Iterator[str]:
+    """Yield a sentence for each dtype that stands for another with the same bytes. aliases: as `dtype_aliases`."""
+    codes, scales = Counter[tuple[FormatName, str]](), Counter[str]()
+    for name, dtype in aliases.items():
+        if name.endswith(".scale"):
+            scales[dtype] += 1
+        elif ".experts." in name and name.endswith(".weight"):
+            codes[formats.drafter if name.startswith("mtp.") else formats.experts, dtype] += 1
+    for (form, dtype), count in codes.items():
+        usual = STORAGE[form].dtype
+        yield f"the {form} codes of {count:,} matrices are stored as {dtype}, which has the same bytes as {usual}"
+    for dtype, count in scales.items():
+        yield f"{count:,} e8m0 scales are stored as {dtype}, which has the same bytes as F8_E8M0"

@@ -8,6 +8,7 @@ from dsv4cli.harmless import shell_word
 
 OFFICIAL = "use the official checkpoint: `dsv4 download flash`"
 CONVERT = "convert it back with `dsv4 convert {folder} OUT --to official`"
+RESCALE = "if every scale is a power of two, write it as F8_E8M0 (its exponent plus 127, in a byte); or " + OFFICIAL
 OTHER_MODELS = {
     "deepseek_v41": "DeepSeek-V4.1, another architecture",
     "deepseek_v32": "DeepSeek-V3.2",
@@ -24,6 +25,17 @@ class Foreign:
     remedy: str = OFFICIAL
 
 
+MLX = Foreign("an MLX export", "run it with mlx-lm, or " + OFFICIAL)
+# quantization_config.quant_method of tools whose formats are not known here
+QUANTIZERS = {
+    "quark": Foreign("a Quark export"),
+    "gptq": Foreign("a GPTQ export"),
+    "awq": Foreign("an AWQ export"),
+    "auto-round": Foreign("an AutoRound export"),
+    "bitsandbytes": Foreign("a bitsandbytes export"),
+    "hqq": Foreign("an HQQ export"),
+    "torchao": Foreign("a torchao export"),
+}
 GGUF = Foreign("a GGUF model", "see who loads it with `dsv4 inspect {folder} --for llama.cpp`, or " + CONVERT)
 # what only the weights of a foreign model or of another tool have, by a pattern of tensor names; the first match counts
 FOREIGN_TENSORS = {
@@ -31,6 +43,10 @@ FOREIGN_TENSORS = {
     r"(^|\.)engram|\.bias_vl$": Foreign("a DeepSeek-V4.1 or vision model", "run it with vLLM or SGLang"),
     r"\.weight_(shape|zero_point|g_idx)$": Foreign("a compressed-tensors export in another format than NVFP4 or MXFP4"),
     r"^model\d+-mp(0|\d{5,})/": Foreign("a checkpoint cut by the official convert.py for an impossible number of GPUs"),
+    r"\.(qweight|qzeros)$": Foreign("a GPTQ or AWQ export"),
+    r"\.weight\.(absmax|quant_map|quant_state\.\w+)$": QUANTIZERS["bitsandbytes"],
+    # GPTQ has .scales too
+    r"\.switch_mlp\.|\.(scales|biases)$": MLX,
     r"\.weight_scale_inv$": Foreign("a checkpoint of another quantisation tool"),
 }
 

@@ -1,6 +1,8 @@
 """How a checkpoint asks to be sampled: its generation_config.json; no torch."""
 
 import json
+import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,30 @@ from dsv4cli.errors import CheckpointError, UsageError
 
 
 def own_sampling(folder: Path) -> Sampling:
-    """The sampling that a checkpoint asks for in its generation_config.json; at temperature 1 where it has none.
+    """Return the sampling that a checkpoint's generation_config.json asks for; temperature 1 where it has none.
 
-    Raises CheckpointError for a file that holds something else.
+    A key that is null counts as absent, as in transformers.
+
+    Raises:
+        CheckpointError: the file holds something else.
     """
     path = folder / "generation_config.json"
     if not path.exists():
         return Sampling()
     try:
-        values: dict[str, Any] = json.loads(read_bytes(path).decode())
-        temperature, top_p = float(values.get("temperature", 1.0)), float(values.get("top_p", 1.0))
-        return Sampling(temperature if values.get("do_sample", True) else 0.0, top_p)
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, UsageError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}", "fetch it again, or remove it") from None
+        values = json.loads(read_bytes(path).decode())
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        given: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+        temperature, top_p = _number(given, "temperature"), _number(given, "top_p")
+        return Sampling(temperature if given.get("do_sample", True) else 0.0, top_p)
+    except (OSError, ValueError, OverflowError, RecursionError, UsageError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}", "correct it, fetch it again, or remove it") from None
+
+
+def _number(given: Mapping[str, Any], key: str) -> float:
+    """Return a number of the file, 1 where it is absent."""
+    value = given.get(key, 1.0)
+    if type(value) not in (int, float):
+        raise ValueError(f"{key} is {reprlib.repr(value)}, expected a number")
+    return float(value)

@@ -8,14 +8,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.checkpoint.census import stored_formats
-from dsv4cli.engine.checkpoint.foreign import CONVERT, FOREIGN_TENSORS, GGUF, OTHER_MODELS, Foreign, refusal
+from dsv4cli.engine.checkpoint.census import alias_notes, dtype_aliases, stored_formats
+from dsv4cli.engine.checkpoint.foreign import (
+    CONVERT,
+    FOREIGN_TENSORS,
+    GGUF,
+    MLX,
+    OTHER_MODELS,
+    QUANTIZERS,
+    Foreign,
+    refusal,
+)
 from dsv4cli.engine.checkpoint.headers import UNFINISHED, Checkpoint, open_checkpoint, scan_checkpoint
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
 from dsv4cli.engine.checkpoint.naming import (
     SAVED_SIGN,
     CompressedNaming,
     MpNaming,
+    NamedTensors,
     Naming,
     OfficialNaming,
     SavedNaming,
@@ -91,6 +101,12 @@ class FolderIdentity(Identity):
         return self.specs if self.naming == OfficialNaming() else stored_table(self.naming, self.specs.values())
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Sentences on dtypes that stand for others with the same bytes, in files with official names."""
+        naming = self.naming
+        return tuple(alias_notes(naming.aliases, self.formats)) if isinstance(naming, OfficialNaming) else ()
+
+    @property
     def layout(self) -> str:
         """The layout in a word: official, bf16, fp8, nvfp4, base, transformers, compressed-tensors, mp4, or mixed."""
         if isinstance(self.naming, MpNaming):
@@ -135,11 +151,12 @@ def identity_of(checkpoint: Checkpoint, config: ModelConfig, given: Mapping[str,
     raises of the two."""
     _check_drafter(checkpoint, config)
     formats, naming = stored_formats(checkpoint), _naming(checkpoint, config)
+    naming = replace(naming, aliases=dtype_aliases(checkpoint, formats))
     notes = (*contradictions(given, formats), *drafter_notes(checkpoint, given))
     return FolderIdentity(_size(config), config, formats, checkpoint, naming, notes)
 
 
-def _naming(checkpoint: Checkpoint, config: ModelConfig) -> Naming:
+def _naming(checkpoint: Checkpoint, config: ModelConfig) -> NamedTensors:
     cut = re.match(r"model\d+-mp([1-9]\d{0,3})/", next(iter(checkpoint.tensors), ""), re.ASCII)
     if cut:
         return MpNaming(int(cut[1]), config.n_routed_experts)
@@ -188,10 +205,18 @@ def _refuse_foreign(folder: Path) -> None:
         what = OTHER_MODELS.get(kind, "another model") if isinstance(kind, str) else "another model"
         remedy = "run it with vLLM or SGLang, or name a DeepSeek-V4 checkpoint"
         raise refusal(folder, Foreign(what, remedy), f"model_type {kind!r}")
+    _refuse_quantizer(folder, values)
+
+
+def _refuse_quantizer(folder: Path, values: Mapping[str, Any]) -> None:
+    """Refuses exports of quantization tools by the root config.json."""
+    own = values.get("quantization")
+    if isinstance(own, Mapping) and "bits" in own:
+        raise refusal(folder, MLX, f"quantization.bits {own['bits']!r}"[:80])
     quantization = _quantization(values)
     for key, value in quantization.items():
-        if value == "quark":
-            raise refusal(folder, Foreign("a Quark export"), f"quantization_config.{key} {value!r}")
+        if isinstance(value, str) and value in QUANTIZERS:
+            raise refusal(folder, QUANTIZERS[value], f"quantization_config.{key} {value!r}")
     given = quantization.get("format")
     if quantization.get("quant_method") == "compressed-tensors" and given not in COMPRESSED_FORMATS:
         sign = f"quantization_config.format {given!r}"[:80]

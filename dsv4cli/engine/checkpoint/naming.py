@@ -5,13 +5,15 @@ stacked experts), compressed-tensors 0.20 (nvfp4/base.py, mxfp4/base.py); no tor
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Protocol
 
+from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import TensorSpec
-from dsv4cli.engine.config.formats import STORAGE, Role
+from dsv4cli.engine.config.formats import CODE_DTYPES, E8M0_DTYPES, STORAGE, Role
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.errors import UsageError
 
@@ -106,10 +108,42 @@ class Naming(Protocol):
 
 
 @dataclass(frozen=True)
-class OfficialNaming:
-    """The names of the official repositories: the table's own."""
+class NamedTensors(ABC):
+    """A naming of safetensors files, which may call the bytes of codes and scales by another dtype than usual.
+
+    Attributes:
+        aliases: dtype in the header of each such tensor, by its stored name.
+    """
+
+    aliases: Mapping[str, str] = field(default_factory=dict, hash=False, kw_only=True)
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+        """Every stored tensor that holds the tensor or a part of it, with the dtype that its header has."""
+        usual = self.usual_locations(spec)
+        return tuple(map(self._as_stored, usual)) if self.aliases else usual
+
+    @abstractmethod
+    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+        """The same with the dtypes that files with these names usually have."""
+
+    def _as_stored(self, usual: Location) -> Location:
+        dtype = self.aliases.get(usual.name, usual.dtype)
+        if {dtype, usual.dtype} <= {*E8M0_DTYPES}:
+            return replace(usual, dtype=dtype)
+        if dtype == usual.dtype or not {dtype, usual.dtype} <= {*CODE_DTYPES}:
+            return usual
+        # in values that the header counts
+        *rows, columns = usual.shape
+        columns, begin = columns * DTYPE_BITS[usual.dtype], usual.begin * DTYPE_BITS[usual.dtype]
+        bits = DTYPE_BITS[dtype]
+        return replace(usual, dtype=dtype, shape=(*rows, columns // bits), begin=begin // bits)
+
+
+@dataclass(frozen=True)
+class OfficialNaming(NamedTensors):
+    """The names of the official repositories: the table's own."""
+
+    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The tensor itself."""
         return (Location(spec.name, spec.dtype, spec.shape),)
 
@@ -125,7 +159,7 @@ COMPRESSED_NAMES: Mapping[Role, str] = {
 
 
 @dataclass(frozen=True)
-class CompressedNaming:
+class CompressedNaming(NamedTensors):
     """compressed-tensors' names of packed matrices (nvfp4-pack-quantized, mxfp4-pack-quantized), the scale of a whole
     tensor as a divisor; official names for all else.
 
@@ -135,7 +169,7 @@ class CompressedNaming:
     whole: tuple[int, ...]
     e8m0: str
 
-    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The tensor itself."""
         if spec.form is None or STORAGE[spec.form].codes == 1:
             return (Location(spec.name, spec.dtype, spec.shape),)
@@ -147,12 +181,12 @@ class CompressedNaming:
 
 
 @dataclass(frozen=True)
-class TransformersNaming:
+class TransformersNaming(NamedTensors):
     """The parameters of transformers' DeepseekV4ForCausalLM; `mtp.*`, which it does not have, under official names."""
 
     config: ModelConfig
 
-    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The parameter, or this expert's part of the stacked one: gate_up_proj [E, 2I, D], down_proj [E, D, I]."""
         if spec.name.startswith("mtp."):
             return (Location(spec.name, spec.dtype, spec.shape),)
@@ -173,13 +207,13 @@ class TransformersNaming:
 class SavedNaming(TransformersNaming):
     """What transformers' save_pretrained writes unless save_original_format=False: experts one by one."""
 
-    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """The tensor itself, under a name between the official one and that of the parameter."""
         return (Location(_renamed(spec.name, SAVED_NAMES), spec.dtype, spec.shape),)
 
 
 @dataclass(frozen=True)
-class MpNaming:
+class MpNaming(NamedTensors):
     """The files of the official convert.py for `ranks` processes: keys are `model{rank}-mp{ranks}/<official name>`.
 
     Routed experts go whole to one rank, by ranges; the dimensions of MP_CUTS are cut; all else is on every rank.
@@ -188,7 +222,7 @@ class MpNaming:
     ranks: int
     experts: int
 
-    def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """One part for each rank, the one rank of an expert, or a copy on each. Raises UsageError where it does not
         divide."""
         dtype, shape = spec.dtype, spec.shape

@@ -73,6 +73,9 @@ STORAGE: Mapping[FormatName, StorageFormat] = {
     "bf16": StorageFormat("bf16", "BF16", "bf16"),
     "f32": StorageFormat("fp32", "F32", "f32"),
 }  # fmt: skip
+# dtypes in headers that hold the same bytes: two e2m1 codes (F4 counts codes instead of bytes), an e8m0 scale
+CODE_DTYPES = ("I8", "U8", "F4")
+E8M0_DTYPES = ("F8_E8M0", "U8")
 EXPERT_DTYPES = tuple(dict.fromkeys(storage.expert_dtype for storage in STORAGE.values()))
 
 

@@ -10,6 +10,7 @@ from dsv4cli.engine.checkpoint.gguf.files import is_gguf
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
+from dsv4cli.engine.checkpoint.naming import OfficialNaming
 from dsv4cli.engine.checkpoint.sizes import Sizes, measure
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.storage import Formats
@@ -50,7 +51,8 @@ class Inspection:
     @property
     def notes(self) -> tuple[str, ...]:
         """What does not keep dsv4 from loading it and may mislead another program."""
-        return self.identity.contradictions if isinstance(self.identity, FolderIdentity) else ()
+        identity = self.identity
+        return (*identity.contradictions, *identity.aliases) if isinstance(identity, FolderIdentity) else ()
 
 
 def inspect_model(source: Inspectable) -> Inspection:
@@ -82,8 +84,9 @@ def inspect_model(source: Inspectable) -> Inspection:
     if not isinstance(found, FolderIdentity):
         return Inspection(source, found, measure(found.config, expected_tensors(found.config, found.formats).values()))
     specs = found.specs
-    # the types of GGUF are not those in which the table sees them
-    sizes = measure(found.config, (found.stored_table if isinstance(found, GgufIdentity) else specs).values())
+    # the types of GGUF are not those in which the table sees them, and codes may have another dtype
+    as_stored = isinstance(found, GgufIdentity) or isinstance(found.naming, OfficialNaming)
+    sizes = measure(found.config, (found.stored_table if as_stored else specs).values())
     try:
         coverage = check_coverage(found.checkpoint, found.stored_table)
     except UsageError as error:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
+from dsv4cli.engine.checkpoint.headers import DTYPE_BITS, Checkpoint, TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.matrix import MatrixReader, stored_matrices
 from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.checkpoint.remedies import look
+from dsv4cli.engine.checkpoint.sizes import stored_bytes
 from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFinding, judge
@@ -156,11 +157,11 @@ def _extent(info: TensorInfo, location: Location, spec: TensorSpec) -> tuple[int
             info.end,
             f"part {location.cut.part + 1} of {location.cut.parts} along dimension {location.cut.dim}",
         )
-    if info.shape == spec.shape or info.dtype == "F4":
+    nbytes = stored_bytes(spec)
+    if info.nbytes == nbytes:
         return info.begin, info.end, ""
-    step = info.nbytes // int(np.prod(info.shape, dtype=np.int64))
-    begin = info.begin + location.begin * step
-    return begin, begin + int(np.prod(spec.shape, dtype=np.int64)) * step, f"inside {list(info.shape)}"
+    begin = info.begin + location.begin * DTYPE_BITS[location.dtype] // 8
+    return begin, begin + nbytes, f"inside {list(info.shape)}"
 
 
 def _look(matrix: MatrixReader, experts: int, progress: Progress) -> MatrixValues:

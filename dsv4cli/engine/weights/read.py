@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4cli.engine.checkpoint.files import Files
-from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
+from dsv4cli.engine.checkpoint.headers import DTYPE_BITS, Checkpoint, TensorInfo
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.naming import Location, Naming, OfficialNaming
 from dsv4cli.engine.checkpoint.sharding import part_shape
@@ -201,12 +201,12 @@ def _pieces(checkpoint: Checkpoint, naming: Naming, spec: TensorSpec, world: Wor
         info, cut = _info(checkpoint, location), location.cut
         held = _box(spec, cut.dim, cut.part, cut.parts) if cut else _box(spec, None, 0, 1)
         wanted = own & held
-        width, stride, size = len(wanted.columns), len(held.columns), TORCH_DTYPES[spec.dtype].itemsize
+        width, stride = len(wanted.columns), len(held.columns)
         if not wanted.rows or not width:
             continue
         at_once = PIECE // width
         assert at_once, spec.name
-        begin = location.begin * size + wanted.columns.start - held.columns.start
+        begin = location.begin * DTYPE_BITS[location.dtype] // 8 + wanted.columns.start - held.columns.start
         for row in wanted.rows[::at_once]:
             yield TensorRows(
                 spec=spec,

@@ -24,6 +24,8 @@ def damage(consequence: str) -> Rule:
             yield Finding("no", and_more([f"{name}, which the index names, is not there" for name in missing]))
         elif checkpoint.damage:
             yield Finding("no", f"{and_more(checkpoint.damage)}; {consequence}")
+        for sentence in checkpoint.identity.aliases:
+            yield Finding("not known", f"{sentence}; whether other programs read it has not been tried")
         if checkpoint.drafter_damage and not missing:
             yield Finding("note", f"the drafter is damaged: {and_more(checkpoint.drafter_damage)}")
         if checkpoint.downcast:
