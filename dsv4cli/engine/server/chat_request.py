@@ -1,5 +1,6 @@
 """The body of /v1/chat/completions, checked: its conversation as a prompt, and what is wanted of the answers."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from dsv4cli.errors import UsageError
 MOST_LOGPROBS = 20
 # the roles of those who tell the model how to answer
 INSTRUCTING = ("system", "developer")
+# Claude Code begins its system text with this line, which has another nonce in each request: the prefix cache would
+# never hit (anthropics/claude-code#68900)
+BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)+\s*")
 # what says nothing about the answer
 IDLE = (
     "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -85,7 +89,8 @@ def _placed(messages: list[Message]) -> list[Message]:
     system, and a developer's words go with the reasoning that they led to."""
     places = [i for i, message in enumerate(messages) if message["role"] not in INSTRUCTING]
     first = min(places, default=len(messages) - 1)
-    said = [text for message in messages[:first] if (text := text_of(message.get("content")))]
+    texts = [BILLING_LINE.sub("", text_of(message.get("content"))) for message in messages[:first]]
+    said = [text for text in texts if text]
     system = [{"role": "system", "content": "\n\n".join(said)}] if first else []
     rest = ({**one, "role": "user"} if one["role"] in INSTRUCTING else one for one in messages[first:])
     return [*system, *rest]

@@ -148,6 +148,36 @@ def test_a_system_prompt(nano, system):
     assert block["text"] == "The capital of Italy is Rome. over"
 
 
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize("rest", ["\n\nBe kind: yes=no;\n\nRule 2.", "You are kind.", ""])
+def test_claude_codes_billing_line_is_no_part_of_the_prompt(nano, rest):
+    def prompt(system):
+        return nano.post("/v1/messages/count_tokens", asking(SUM, system=system))[1]["input_tokens"]
+
+    blocks = [{"type": "text", "text": text} for text in (BILLING.format("36ee5"), rest.strip())]
+    assert prompt(BILLING.format("0aaa9") + rest) == prompt(rest.strip())
+    assert prompt(blocks) == prompt(rest.strip())
+
+
+def test_a_billing_line_elsewhere_is_text(nano):
+    """Only the client's own first line is left out."""
+    body = asking(SUM, system=f"Explain this:\n{BILLING.format(1)}")
+    shorter = asking(SUM, system="Explain this:")
+    counts = [nano.post("/v1/messages/count_tokens", one)[1]["input_tokens"] for one in (body, shorter)]
+    assert counts[0] > counts[1] + 10
+
+
+def test_requests_that_differ_in_the_billing_line_share_their_prefix(nano):
+    rules = " ".join(f"Rule {number}: name the source." for number in range(40))
+    usages = []
+    for nonce in ("36ee5", "0aaa9"):
+        system = [{"type": "text", "text": text} for text in (BILLING.format(nonce), rules)]
+        usages.append(answered(nano, SUM, system=system, max_tokens=1)["usage"])
+    assert usages[1]["cache_read_input_tokens"] > 0.9 * usages[0]["input_tokens"]
+
+
 @pytest.mark.slow
 def test_why_an_answer_has_ended(nano):
     stopped = answered(nano, SUM, stop_sequences=["xyz", " = 4"])
