@@ -1,6 +1,7 @@
 """Which tokens of an answer follow a grammar: by llguidance, which the extra dsv4[grammar] installs; no torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -8,14 +9,26 @@ from typing import Any
 
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.reply_grammar import AnswerForm, ToolChoice, json_grammar, parameter_schemas, reply_grammar
+from dsv4cli.engine.text.schema_checks import parts_of
 from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema
 from dsv4cli.engine.text.tokenizer import Tokenizer, check_unicode
 from dsv4cli.errors import UsageError
 
-# where a schema holds others: by name, in a list, or one
-_NAMED = ("properties", "patternProperties")
-_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties")
+# messages of llguidance about its own options and parts, and what they mean to a client
+_REWORDED = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"oneOf constraints are not supported\..*", "oneOf is not supported in a Lark grammar, use anyOf"),
+        (r"Resource '(?:json-schema:///)?(.*?)' is not present.*", r"\1 is not in the schema, and nothing is fetched"),
+        (r"lookarounds not supported yet; \w+ in regex", r"\\b and other look-around are not supported in regex"),
+        (
+            r"circular references with sibling keys are not supported: .*",
+            "allOf refers to what it is part of",
+        ),
+        (r"(; following special tokens are available:).*", ""),
+        (r"Expected f64 for", "Expected a number for"),
+    )
+)
 
 
 class Grammars:
@@ -171,7 +184,7 @@ def _place(schema: Schema, path: str, definitions: Schema, refused: Callable[[Sc
 
     path: where this one stands. definitions: what schemas refer to. refused: the reason, "" for none.
     """
-    for place, part in _parts(schema):
+    for place, part in parts_of(schema):
         within = path.startswith(str(part.get("$ref")))  # it refers to what it stands in
         if not within and refused({**part, **definitions}):
             return _place(part, path + place, definitions, refused)
@@ -183,19 +196,10 @@ def _place(schema: Schema, path: str, definitions: Schema, refused: Callable[[Sc
     return path, refused({**schema, **definitions})
 
 
-def _parts(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas that a schema is made of, each with its place."""
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
-            held = [(f"/{key}/{name}", part) for name, part in value.items()]
-        elif key in _LISTED and isinstance(value, list):
-            held = [(f"/{key}/{number}", part) for number, part in enumerate(value)]
-        else:
-            held = [(f"/{key}", value)] if key in _SINGLE else []
-        yield from ((place, part) for place, part in held if isinstance(part, dict))
-
-
 def _line(reason: str) -> str:
-    """The line of a reason that says it: of several the first, or the one behind the text that it shows."""
+    """Return the line of llguidance's reason that says it, without advice that only its own callers can follow."""
     _, shown, error = reason.partition("\nerror: ")
-    return (error if shown else reason).partition("\n")[0]
+    line = (error if shown else reason).partition("\n")[0]
+    for pattern, words in _REWORDED:
+        line = pattern.sub(words, line)
+    return line

@@ -1,7 +1,9 @@
 """What an answer may be, as a grammar in Lark's notation as llguidance reads it: a form of answer, calls of tools."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ from dsv4cli.engine.text.prompt_text import (
     PARAMETER_OPEN,
     to_json,
 )
+from dsv4cli.engine.text.schema_checks import check_schema
 from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema, resolved, with_places
 from dsv4cli.engine.text.tokens import DSML
 from dsv4cli.errors import UsageError
@@ -121,17 +124,29 @@ def parameter_schemas(function: Mapping[str, Any]) -> dict[str, Schema]:
 
 def _named(name: str, form: AnswerForm) -> dict[str, Any]:
     if form.kind == "json":
-        return {"name": name, "json_schema": _guided(_schema_of(form.value, "the schema"), lenient=False)}
+        schema = _schema_of(form.value, "the schema")
+        check_schema(schema, "the schema", lenient=False)
+        return {"name": name, "json_schema": _guided(schema, lenient=False)}
     if form.kind == "regex":
         # in Lark's notation a slash ends a regex, if no backslash is before it
         text = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], form.value, flags=re.DOTALL)
         return {"name": name, "lark_grammar": f"start: /{text}/"}
+    for schema in _schemas_in(form.value):
+        check_schema(schema, "the schema in the grammar", lenient=True)
     return {"name": name, "lark_grammar": form.value}
+
+
+def _schemas_in(lark: str) -> Iterator[Schema]:
+    """Yield the JSON schemas in a grammar in Lark's notation."""
+    for found in re.finditer(r"%json\s*(?={)", lark):
+        with suppress(ValueError):  # llguidance says what is wrong
+            yield json.JSONDecoder().raw_decode(lark, found.end())[0]
 
 
 def _guided(schema: Schema, lenient: bool) -> Schema:
     """A schema with what llguidance is to do with it."""
-    return {**schema, "x-guidance": {"lenient": lenient, "whitespace_pattern": WHITESPACE}}
+    options = {"lenient": lenient, "whitespace_pattern": WHITESPACE, "coerce_one_of": True}  # which was checked
+    return {**schema, "x-guidance": options}
 
 
 def _schema_of(value: object, what: str) -> Schema:
@@ -191,6 +206,7 @@ def _add_any(rules: _Rules) -> str:
 
 
 def _add_parameter(rules: _Rules, rule: str, what: str, name: str, schema: Schema) -> str:
+    check_schema(schema, f"the schema of {what}", lenient=True)
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
     forms = _forms(schema, definitions)
     if forms.texts is None and forms.json is None:
@@ -208,8 +224,8 @@ def _add_forms(rules: _Rules, forms: _Forms, definitions: Schema) -> list[str]:
         found.append(f"{_literal(TYPE.format('true'))} {text} {closed}")
     if forms.json is not None:
         # a tool checks what a grammar cannot
-        json = to_json(_guided({**forms.json, **definitions}, lenient=True))
-        found.append(f"{_literal(TYPE.format('false'))} %json {json} {_literal('</')} {closed}")
+        schema = to_json(_guided({**forms.json, **definitions}, lenient=True))
+        found.append(f"{_literal(TYPE.format('false'))} %json {schema} {_literal('</')} {closed}")
     return found
 
 

@@ -24,7 +24,7 @@ def resolved(schema: Schema, definitions: Schema) -> Schema:
     seen: set[str] = set()
     while isinstance(reference := schema.get("$ref"), str) and reference not in seen:
         seen.add(reference)
-        found = _at(definitions, reference.removeprefix("#/"))
+        found = at_pointer(definitions, reference)
         if not isinstance(found, Mapping):
             break
         schema = found
@@ -47,9 +47,15 @@ def _reference(value: Any) -> Any:
     return f"#/$defs/{WHOLE}{value[1:]}"
 
 
-def _at(value: Any, pointer: str) -> Any:
-    """What stands at a JSON pointer, None for nothing."""
-    for part in pointer.split("/"):
+def reference_of(schema: Schema) -> str | None:
+    """Return the JSON pointer that a schema refers to, such as `#/$defs/x`, None without one."""
+    reference = schema.get("$ref")
+    return reference if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")) else None
+
+
+def at_pointer(value: Any, reference: str) -> Any:
+    """Return what a reference such as `#/$defs/x` points to in a schema, None if nothing is there."""
+    for part in reference.removeprefix("#").split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, list):
             value = {str(number): item for number, item in enumerate(value)}

@@ -278,6 +278,12 @@ LOOKING = {"type": "string", "pattern": "(?=x)a"}
         ({"enum": ["\ud800"]}, "the grammar is not valid Unicode at character"),
         ({"$defs": 5, "items": {"$ref": "#/$defs/x"}}, "at #/items: Pointer '/$defs/x' does not exist"),
         ({"$ref": "#"}, "the grammar allows no answer"),
+        ({"properties": {"a": {"const": 2**70}}}, "at #/properties/a: const has the number 1180591620717411303424"),
+        ({"oneOf": [{"const": 1}, {"minimum": 1}]}, "at #: alternatives 0 and 1 of oneOf can both match"),
+        ({"items": {"$ref": "https://a.example/b"}},
+         "at #/items: https://a.example/b is not in the schema, and nothing is fetched"),
+        ({"type": "string", "pattern": r"\bfoo"}, r"at #: \b and other look-around are not supported in regex /\bfoo/"),
+        ({"minimum": "1"}, "Expected a number for 'minimum', got \"1\""),
     ],
 )  # fmt: skip
 def test_a_schema_that_cannot_be_names_the_place(schema, message, small):
@@ -296,6 +302,12 @@ def test_a_schema_that_cannot_be_names_the_place(schema, message, small):
         (AnswerForm("regex", ""), "the grammar allows no answer"),
         (AnswerForm("lark", "start: foo"), 'the grammar cannot be read: at 1(8): unknown name: "foo"'),
         (AnswerForm("lark", 'begin: "a"'), "the grammar cannot be read: no start rule found"),
+        (AnswerForm("lark", "start: <|x|>"), 'the grammar cannot be read: at 1(8): unknown special token: "<|x|>"'),
+        (
+            AnswerForm("lark", 'start: %json {"items": {"const": -9223372036854775808}}'),  # it would end the process
+            "the schema in the grammar at #/items: const has the number -9223372036854775808",
+        ),
+        (AnswerForm("lark", 'start: %json {"oneOf": [{}, {}]}'), "oneOf is not supported in a Lark grammar, use anyOf"),
     ],
 )
 def test_a_grammar_that_cannot_be(form, message, small):
@@ -303,9 +315,37 @@ def test_a_grammar_that_cannot_be(form, message, small):
         small.reply(thinking=False, form=form)
 
 
+LINE = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 2, "maxItems": 2}
+POINT = {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 500}, {"$ref": "#/$defs/L"}]}
+
+
+def test_alternatives_that_exclude_each_other_are_held(small):
+    schema = {"type": "object", "properties": {"p": POINT}, "required": ["p"], "$defs": {"L": LINE}}
+    for text, holds in (('{"p": 17}', True), ('{"p": [1, 2]}', True), ('{"p": 501}', False), ('{"p": [1]}', False)):
+        ids = BYTES.encode(text)
+        assert (followed(small.reply(thinking=False, form=AnswerForm("json", schema)), ids) == len(ids)) == holds
+
+
+def test_a_tool_takes_any_alternative(small):
+    """The tool checks whether several match."""
+    given = tool("f", {"a": {"type": "array", "items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, ["a"])
+    ids = BYTES.encode("".join(calls(("f", {"a": [2, 2.5]}))))
+    assert followed(small.reply(thinking=False, tools=[given], choice=REQUIRED), ids) == len(ids)
+
+
 @pytest.mark.parametrize(
     ("given", "choice", "message"),
     [
+        (
+            [tool("f", {"a": {"enum": [2**70]}})],
+            REQUIRED,
+            "f's a at #: enum has the number 1180591620717",
+        ),
+        (
+            [tool("f", {"a": {"$ref": "#"}}, ["a"])],
+            REQUIRED,
+            "f's a at #/$defs/the-whole requires itself",
+        ),
         ([tool("f", {"a": {"items": {"type": "intege"}}})], REQUIRED, "f's a at #/items: Invalid type: intege"),
         (
             [tool("f", {"a": {"not": {}, "type": "null"}, "b": {"type": "intege"}})],
