@@ -1,5 +1,6 @@
 """One answer as it arrives: tokens to text, stop strings, reasoning apart from content; no torch."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,12 +47,21 @@ class Answer:
         self._lookalikes: list[int] = []  # where it has text that looks like a special token: lookalikes.py
         self._marks: list[tuple[int, int]] = []  # where it has those of `MARKS`, as far as they were not sent
         self._sent = 0  # characters of it that went into the stream
+        self._starts: list[int] = []  # how many characters it had before each token
         self._reply = ParsedReply("")
 
     @property
     def drawn(self) -> int:
         """How many tokens it has so far."""
         return len(self.tokens)
+
+    @property
+    def shown(self) -> int:
+        """How many tokens are certain to be part of the text: those that begin before a stop string, which the last of
+        them may contain the beginning of."""
+        if self.finish and self.stopped_by is None:
+            return self.drawn
+        return bisect_left(self._starts, self._sent)
 
     @property
     def prepared(self) -> bool:
@@ -65,6 +75,7 @@ class Answer:
     def read(self, token: "Token") -> list[tuple[Kind, str]]:
         """As `push`, with the marks of lookalikes.py in the text."""
         self.tokens.append(token)
+        self._starts.append(len(self._text))
         ended = token.finish == "stop"
         special = self.tokenizer.special.get(token.id)
         # one that is no part of the format has no text

@@ -67,7 +67,7 @@ class ChatReply:
             for choice, (deltas, taken) in pushed(updates, self.choices, self.call).items():
                 # clients that read reasoning in one place and content in another take one kind a chunk
                 parts = [self._delta(choice, [*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
-                if not parts and self.asked.logprobs:
+                if not parts and taken and self.asked.logprobs:
                     parts = [{}]
                 for nth, part in enumerate(parts):
                     yield silence.ended_by(self._chunk(choice, part, None, taken if nth == 0 else []))

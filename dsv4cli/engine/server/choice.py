@@ -59,13 +59,16 @@ class Choice:
         return message | {"tool_calls": message["tool_calls"][: self._most_calls]}
 
     def push(self, given: Iterable[Token], call: EngineCall) -> tuple[list[Delta], list[Token]]:
-        """What tokens add, and those of them that belong to the answer; one that ends with a stop text ends its
-        request too."""
-        deltas, taken = list[Delta](), list[Token]()
+        """Add tokens. A stop text ends the request, too.
+
+        Returns:
+            What the tokens add to the answer, and the tokens that have become certain to be part of its text.
+        """
+        answer, deltas = self._stream.answer, list[Delta]()
+        drawn, shown = answer.drawn, answer.shown
         for token in given:
             if self.ended:
                 break
-            taken.append(token)
             self.reasoning_tokens += self._thinks
             self._thinks = self._thinks and token.id != self._think_end
             deltas += self._stream.push(token)
@@ -73,8 +76,8 @@ class Choice:
             deltas = [delta for delta in deltas if delta.index < self._most_calls]
         if self.ended:
             call.finish(self.request)
-        self._metrics.count_generated(len(taken))
-        return deltas, taken
+        self._metrics.count_generated(answer.drawn - drawn)
+        return deltas, answer.tokens[shown : answer.shown]
 
 
 def choices_of(plan: AnswerPlan, requests: list[Request], service: Service) -> dict[Request, Choice]:
@@ -85,7 +88,7 @@ def choices_of(plan: AnswerPlan, requests: list[Request], service: Service) -> d
 def pushed(
     updates: list[Update], choices: dict[Request, Choice], call: EngineCall
 ) -> dict[Choice, tuple[list[Delta], list[Token]]]:
-    """What updates add to each answer that they are of."""
+    """Add updates to the answers that they belong to. Return what `Choice.push` returns for each of these."""
     tokens_of: dict[Choice, list[Token]] = {}
     for update in updates:
         tokens_of.setdefault(choices[update.request], []).extend(update.tokens)

@@ -41,15 +41,14 @@ class CompletionChoice:
         return "length" if self.answer.finish is None else self.answer.finish.replace("tool_calls", "stop")
 
     def push(self, tokens: Iterable[Token]) -> tuple[str, list[Token]]:
-        """The text that tokens make certain, and those of them that are part of it."""
-        added, taken = "", []
+        """Add tokens. Return the text that became certain, and the tokens that are certain to be part of the text."""
+        added, shown = "", self.answer.shown
         for token in tokens:
             if not self.ended:
                 added += "".join(text for _, text in self.answer.push(token))
-                taken.append(token)
                 self.ended = self.answer.finish is not None
         self.text += added
-        return added, taken
+        return added, self.answer.tokens[shown : self.answer.shown]
 
     def take_scores(self, rows: RowScores) -> None:
         """The next rows of the prompt; the last one's alternatives are of what follows it."""

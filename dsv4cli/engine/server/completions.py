@@ -99,8 +99,10 @@ class CompletionReply:
                 yield IDLE
             for update in updates:
                 choice = self._drawn[update.request]
+                if choice.ended:
+                    continue  # this step ran before its request was cancelled
                 added, taken = self._take(update)
-                if added or taken:
+                if added or taken or choice.ended:
                     yield self._chunk(self._piece(choice, added, taken, choice.finish if choice.ended else None))
 
     def _take(self, update: Update) -> tuple[str, list[Token]]:
@@ -116,10 +118,11 @@ class CompletionReply:
         return added, taken
 
     def _push(self, choice: CompletionChoice, given: list[Token]) -> tuple[str, list[Token]]:
-        """Add tokens to a text. Return the text that became certain and the tokens that are part of it."""
+        """Add tokens to a text, as `CompletionChoice.push` does."""
+        drawn = choice.drawn
         added, taken = choice.push(given)
         self._taken[choice] += taken
-        self.service.metrics.count_generated(len(taken))
+        self.service.metrics.count_generated(choice.drawn - drawn)
         return added, taken
 
     def _take_likeliest(self) -> None:

@@ -109,9 +109,9 @@ class Fields:
         return value
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A string or a list of strings, none of them empty."""
+        """A string or a list of strings, none of them empty; an empty string is an empty list."""
         value = self.value(name)
-        given = [] if value is None else [value] if isinstance(value, str) else value
+        given = [] if value in (None, "") else [value] if isinstance(value, str) else value
         if not isinstance(given, list) or not all(isinstance(one, str) and one for one in given) or len(given) > most:
             raise self.wrong(name, f"expected a text or a list of up to {most} texts, none of them empty", value)
         return tuple(given)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.text.inputs import parse_json
+from dsv4cli.engine.text.inputs import BYTE_ORDER_MARK, parse_json
 from dsv4cli.errors import UsageError
 
 # bytes: a million tokens of text are 4 to 6 MB
@@ -28,7 +28,7 @@ def service_of(http: Request) -> Service:
 
 async def asked_of(http: Request, read: Callable[[dict[str, Any], Service], T]) -> T:
     """What `read` makes of the JSON object in a body. Raises `Refusal` for what is none, too large or too slow."""
-    if http.headers.get("content-encoding", "identity") != "identity":
+    if http.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
         raise Refusal(415, "the body is compressed: send it as it is")
     try:
         async with asyncio.timeout(READ_SECONDS):
@@ -44,7 +44,7 @@ async def asked_of(http: Request, read: Callable[[dict[str, Any], Service], T]) 
 def _object(content: bytes) -> dict[str, Any]:
     """The JSON object in a body. Raises `Refusal`."""
     try:
-        value = parse_json(content.decode(), "")
+        value = parse_json(content.decode().removeprefix(BYTE_ORDER_MARK), "")
     except UnicodeDecodeError as error:
         raise Refusal(400, f"the body is not UTF-8 at byte {error.start:,}") from None
     except UsageError as error:

@@ -11,7 +11,7 @@ from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, wit
 from dsv4cli.errors import UsageError
 
 T = TypeVar("T")
-_BOM = "\ufeff"
+BYTE_ORDER_MARK = "\ufeff"
 STDIN = Path("-")
 _LINES = "write one JSON object on each line"
 
@@ -58,7 +58,7 @@ def decoded(content: bytes, name: str) -> str:
     """Bytes of UTF-8 as text, without the mark that Windows' editors begin it with; name: where they come from. Raises
     UsageError for another encoding."""
     try:
-        return content.decode("utf-8").removeprefix(_BOM)
+        return content.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         where = f"byte {content[error.start]:#04x} at offset {error.start}"
         raise UsageError(f"{name} is not UTF-8: {where}", "convert it to UTF-8") from None

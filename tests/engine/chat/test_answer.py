@@ -50,6 +50,31 @@ def test_what_comes_in_pieces_is_what_is_recorded(text, thinking, reasoning, con
 
 
 @pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("abcabd", ("abd",), 3),
+        ("a€b", ("€",), 1),  # none of the three bytes that it is made of
+        ("a€b", ("b",), 4),
+        ("ab", ("a",), 0),
+        ("ab", ("abc",), 3),  # with the end token
+        ("ab", (), 3),
+    ],
+)
+def test_the_tokens_of_the_text_before_a_stop_string(text, stops, shown):
+    answer, _ = answer_to(text, stops=stops)
+    assert answer.shown == shown
+
+
+def test_a_token_is_shown_with_its_text():
+    """What may be the beginning of a stop string, and a character that is not whole, are held back."""
+    answer, shown = Answer(BYTES, False, ("bcd",)), []
+    for token in BYTES.encode("abce€"):
+        answer.push(Token(token, 0.0, [], None))
+        shown.append(answer.shown)
+    assert shown == [1, 1, 1, 4, 4, 4, 7]
+
+
+@pytest.mark.parametrize(
     ("text", "stops", "content"),
     [
         ("abcabd", ("abd",), "abc"),

@@ -276,6 +276,16 @@ def test_a_body_has_a_limit(nano):
     assert nano.post("/v1/chat/completions", b"{}", **{"content-encoding": "gzip"})[0] == 415
 
 
+@pytest.mark.parametrize("encoding", ["", "identity", "Identity", " IDENTITY "])
+def test_a_body_that_is_not_compressed(nano, encoding):
+    status, document = nano.post("/tokenize", b'{"prompt": "a"}', **{"content-encoding": encoding})
+    assert (status, document["count"]) == (200, 1)
+
+
+def test_a_body_may_begin_with_a_byte_order_mark(nano):
+    assert nano.post("/tokenize", b'\xef\xbb\xbf{"prompt": "a"}')[1] == nano.post("/tokenize", {"prompt": "a"})[1]
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -187,6 +187,25 @@ def test_a_stop_text_is_not_part_of_the_answer(nano, stream):
     assert found == ("17 + 25", "stop")
 
 
+def test_an_empty_stop_text_is_none(nano):
+    assert nano.chat(SUM, stop="")["choices"][0]["message"]["content"] == ANSWER
+
+
+@pytest.mark.parametrize("stop", ["17", "= 42."])
+def test_log_probabilities_are_of_the_text_before_a_stop_text(nano, stop):
+    """Of a token that the text ends within, too: it is the last."""
+    body = asking(SUM, stop=stop, logprobs=True)
+    choice = nano.post("/v1/chat/completions", body)[1]["choices"][0]
+    text, content = choice["message"]["content"], choice["logprobs"]["content"]
+    listed = [one["token"] for one in content]
+    assert text == ANSWER.partition(stop)[0]
+    assert "".join(listed).startswith(text)
+    assert len("".join(listed[:-1])) < len(text) or not listed
+    events = nano.stream("/v1/chat/completions", body)
+    parts = [data["choices"][0]["logprobs"] for _, data in events[:-1]]
+    assert [one for part in parts for one in part["content"]] == content
+
+
 def test_a_limit_cuts_the_answer(nano):
     choice = nano.chat(SUM, max_tokens=9, max_completion_tokens=3)["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("17 +", "length")

@@ -70,6 +70,20 @@ def test_a_stream_joins_to_the_document(nano, fields):
             assert [one for piece in pieces for one in piece["logprobs"][name]] == values
 
 
+@pytest.mark.parametrize(("stop", "echo"), [("17", False), (" + 25 =", True)])
+def test_log_probabilities_are_of_the_text_before_a_stop_text(nano, stop, echo):
+    """Of a token that the text ends within, too: it is the last."""
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "logprobs": 1, "stop": stop, "echo": echo}
+    choice = nano.post("/v1/completions", body)[1]["choices"][0]
+    text, listed = choice["text"], choice["logprobs"]["tokens"]
+    assert text == PROMPT * echo + ANSWER.partition(stop)[0]
+    assert "".join(listed).startswith(text)
+    assert len("".join(listed[:-1])) < len(text) or not listed
+    pieces = [data["choices"][0] for _, data in nano.stream("/v1/completions", body)[:-1]]
+    assert [token for piece in pieces for token in piece["logprobs"]["tokens"]] == listed
+    assert ["".join(piece["text"] for piece in pieces), pieces[-1]["finish_reason"]] == [text, "stop"]
+
+
 def test_what_was_held_of_each_prompt_is_counted(nano):
     prompts = [f"{PROMPT} {word}" for word in ("four", "five")]
     document = [completed(nano, prompt=prompts, max_tokens=1, n=2) for _ in range(2)][-1]
