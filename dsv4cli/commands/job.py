@@ -162,13 +162,15 @@ class Job:
                 load=load,
             )
         seconds, offload = perf_counter() - start, offload_of(model)
-        size = sum(parameter.nbytes for parameter in model.parameters()) + (offload.nbytes if offload else 0)
-        loaded = f"{self.source.name} on {device}: {size_text(size)} in {seconds:.1f} s"
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        # without experts in host memory, more bytes than stored are dequantized weights
+        wide = f" ({size_text(held)} as fp32)" if offload is None and held > model.stored_bytes else ""
+        loaded = f"{self.source.name} on {device}: {size_text(model.stored_bytes)}{wide} in {seconds:.1f} s"
         if isinstance(self.source, RandomSource):
             self.out.status(loaded)
             self.out.status("its weights are random: the text means nothing")
         else:
-            self.out.status(f"{loaded}, {size / seconds / 1e9:.2f} GB/s")
+            self.out.status(f"{loaded}, {model.stored_bytes / seconds / 1e9:.2f} GB/s")
         if offload is not None:
             self.out.status(division_sentence(offload))
         report_no_drafter(self.out, self.source.identity.config, model, self.drafting)

@@ -144,6 +144,8 @@ def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
             f"{where} are {division.rows} of each layer's {division.experts} experts at a time; {division.offloaded} "
             f"stay in host memory, with the embedding {size_text(best.host * best.ranks)} in all."
         )
+    if placement.dequantized:
+        yield f"{where} the weights are dequantized to fp32 when they are loaded, for speed."
     if fit.drafter == "none":
         yield "The model has no drafter: no drafts."
     elif placement.drafter:

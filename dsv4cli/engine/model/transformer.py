@@ -36,6 +36,7 @@ class Transformer(nn.Module):
     norm: RMSNorm
     mtp: nn.ModuleList
     prefill_chunk = USUAL_CHUNK  # tokens of a prompt in a step where a request does not say; loading finds how many
+    stored_bytes = 0  # of this rank's weights in the checkpoint; set by loading
 
     def __init__(self, config: ModelConfig, numerics: Numerics, world: World = SINGLE) -> None:
         super().__init__()

@@ -14,8 +14,9 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
-from dsv4cli.engine.system.device import free_memory
-from dsv4cli.engine.weights.fill import Progress, Supply, fill, local_slice, made
+from dsv4cli.engine.system.device import free_memory, step_threads
+from dsv4cli.engine.weights.dequantize import dequantize_weights
+from dsv4cli.engine.weights.fill import Progress, Supply, fill, local_slice, made, total_bytes
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
 from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits, Placement, decide
 from dsv4cli.engine.weights.random_weights import random_tensors
@@ -39,7 +40,8 @@ def load_model(
 ) -> Transformer:
     """The model of a source on a device. progress is called as weights arrive, with bytes done and in all. load: what
     will be asked of it, for which a GPU leaves room. Where that has no room for all weights, routed experts stay in
-    host memory. The drafter is loaded, and chunks of prompts are as large, as `decide` says.
+    host memory. On a CPU the weights become fp32 where memory allows. `decide` says so, and whether the drafter is
+    loaded and how large chunks of prompts are.
 
     Raises UsageError where `drafting` asks for a number of drafts and there is no drafter, UnsupportedCheckpoint for
     what the engine does not run, CheckpointError for a checkpoint that does not match the table tensor by tensor,
@@ -71,7 +73,7 @@ def build_random(
     limits: MemoryLimits | None = None,
 ) -> Transformer:
     """A model of random weights in the given formats; with `bf16` or `f32` throughout, one that can be trained."""
-    target = _Target(torch.device(device), world, limits or MemoryLimits(), progress)
+    target = _Target(torch.device(device), world, limits or MemoryLimits(), progress, as_stored=True)
     return _build(config, numerics, formats, seed, target)
 
 
@@ -98,13 +100,16 @@ class _Target:
     progress: Progress | None
     drafting: Drafting = AUTO_DRAFTING
     load: Workload = Workload()  # noqa: RUF009 - frozen
+    as_stored: bool = False
 
     def room(self) -> FreeMemory:
         """What there is, as the ranks find it together: the same on each, so that all decide the same."""
         on_gpu = self.device.type == "cuda"
         found = [free_memory(self.device) if on_gpu else None, free_memory(torch.device("cpu"))]
         gpu, host = self.world.least(found)
-        return FreeMemory(gpu, host, self.world.ranks_here, self.limits)
+        # Triton's interpreter, which tests use on a CPU, reads storage formats
+        as_stored = self.as_stored or chosen() == "triton"
+        return FreeMemory(gpu, host, self.world.ranks_here, self.limits, as_stored)
 
 
 def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> Transformer:
@@ -150,9 +155,12 @@ def _filled(
     target: _Target,
 ) -> Transformer:
     model, device, world = Transformer(config, numerics, target.world), target.device, target.world
-    model.prefill_chunk = placement.chunk
+    model.prefill_chunk, model.stored_bytes = placement.chunk, total_bytes(specs, world)
     if placement.division is None:
         fill(model, specs, supply, device=device, world=world, progress=target.progress)
+        if placement.dequantized:
+            with step_threads(0, model.stored_bytes):
+                dequantize_weights(model)
         return model.eval()
     plan = plan_of(specs.values(), placement.division, world.size)
     offload = ExpertOffload(plan, device)

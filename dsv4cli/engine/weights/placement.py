@@ -17,6 +17,9 @@ from dsv4cli.errors import NotEnoughMemory
 DRAFTER_CHUNK = 1024
 # of free host memory so many eighths may be pinned for experts
 HOST_EIGHTHS = 7
+# on a CPU weights are dequantized at load if they then take at most 1 / DEQUANTIZED_PART of the free memory: steps of
+# small models become faster, and other programs keep their memory
+DEQUANTIZED_PART = 4
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,15 @@ class FreeMemory:
     """The memory that each rank finds, in bytes.
 
     gpu: free on its GPU once CUDA is there; None: the model lies in host memory. host: free on its machine, None where
-    the system does not tell. ranks_here: how many ranks share that.
+    the system does not tell. ranks_here: how many ranks share that. as_stored: the weights keep their storage format
+    on a CPU too.
     """
 
     gpu: int | None
     host: int | None
     ranks_here: int = 1
     limits: MemoryLimits = MemoryLimits()
+    as_stored: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -104,13 +109,14 @@ class Division:
 class Placement:
     """Where one rank's weights lie. drafter: whether one is loaded. division: None where all experts lie on the device;
     else the embedding lies in host memory too. device, host: bytes of weights there. chunk: how many tokens of a prompt
-    a step may have."""
+    a step may have. dequantized: whether all weights are fp32 once they are loaded."""
 
     drafter: bool
     division: Division | None
     device: int
     host: int = 0
     chunk: int = USUAL_CHUNK
+    dequantized: bool = False
 
 
 def decide(
@@ -139,7 +145,22 @@ def decide(
             f"the weights on the GPU take {found.device / 1e9:.4g} GB, and {room.gpu / 1e9:.4g} GB of it are free",
             "lower --gpu-memory, or leave it out",
         )
-    return found
+    return _dequantized(found, sizes, room, beside)
+
+
+def _dequantized(found: Placement, sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement:
+    """The placement with fp32 weights, on a CPU whose memory has room for them; drafter and chunk stay the same.
+
+    Without --host-memory that is DEQUANTIZED_PART of the free memory, with it all of what it allows.
+    """
+    if room.each is None or not room.on_cpu or room.as_stored:
+        return found
+    most = room.each
+    if room.limits.host is None:
+        one = next(one for one in beside if one.chunk == found.chunk)
+        most = min(room.each // DEQUANTIZED_PART, room.each - one.total)
+    size = sizes.dequantized - (0 if found.drafter else sizes.dequantized_drafter)
+    return replace(found, dequantized=True, device=size) if size <= most else found
 
 
 def _with_drafter(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve], without: Placement) -> Placement:

@@ -12,6 +12,7 @@ from dsv4cli.engine.checkpoint.sharding import part_shape
 # shape and dtype (as a safetensors header names it) of each matrix and scale of an expert
 Form = dict[str, tuple[tuple[int, ...], str]]
 EMBEDDING = "embed.weight"
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class RankSizes:
 
     total: all tensors. drafter: those of the drafter. layers: how many have `experts` routed experts of `expert` bytes
     each that may lie in host memory. chosen: how many of them a token takes. embedding: of the table, which may too.
+    dequantized, dequantized_drafter: total and drafter with every weight in fp32; scales and tables as stored.
     """
 
     total: int
@@ -29,6 +31,8 @@ class RankSizes:
     expert: int
     chosen: int
     embedding: int = 0
+    dequantized: int = 0
+    dequantized_drafter: int = 0
 
     @property
     def main(self) -> int:
@@ -50,11 +54,16 @@ def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
     # experts are many and alike
     kinds = Counter((spec.dtype, spec.shape, spec.shard, is_drafter(spec)) for spec in table)
     examples = {(spec.dtype, spec.shape, spec.shard): spec for spec in table}
-    total = drafter = 0
+    total = drafter = dequantized = dequantized_drafter = 0
     for (dtype, shape, shard, drafts), count in kinds.items():
-        nbytes = count * prod(part_shape(examples[dtype, shape, shard], ranks)) * DTYPE_BITS[dtype] // 8
+        example = examples[dtype, shape, shard]
+        values = count * prod(part_shape(example, ranks))
+        nbytes = values * DTYPE_BITS[dtype] // 8
+        wide = values * FP32_BYTES * example.count // prod(shape) if example.count else nbytes
         total += nbytes
         drafter += nbytes * drafts
+        dequantized += wide
+        dequantized_drafter += wide * drafts
     layers, form = expert_layers((spec for spec in table if not is_drafter(spec)), ranks)
     return RankSizes(
         total=total,
@@ -64,6 +73,8 @@ def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
         expert=sum(prod(shape) * DTYPE_BITS[dtype] // 8 for shape, dtype in form.values()),
         chosen=chosen,
         embedding=sum(prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8 for spec in table if spec.name == EMBEDDING),
+        dequantized=dequantized,
+        dequantized_drafter=dequantized_drafter,
     )
 
 

@@ -51,7 +51,8 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
 
     weight: e4m3 [..., N, K] with scale e8m0 or fp32 [..., ceil(N/128), ceil(K/128)]; int8 [..., N, K/2] (FP4: two e2m1
     codes a byte, low nibble = even column) with scale e8m0 [..., N, K/32]; uint8 [..., N, K/2] (NVFP4: the same codes)
-    with scale e4m3 [..., N, K/16], its scale_2 left out; or bf16 / fp32 [..., N, K] without scale.
+    with scale e4m3 [..., N, K/16], its scale_2 left out; bf16 [..., N, K] without scale; or fp32 [..., N, K], which is
+    returned as it is: a scale beside it is already in its values.
     Returns fp32 [..., N, K]; every value of a quantised weight is exact in bf16, but with fp32 scales.
     """
     return ref.dequantise(weight, scale)

@@ -78,7 +78,7 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    if scale is None:
+    if scale is None or weight.dtype == torch.float32:
         return weight.float()
     if weight.dtype in (torch.int8, torch.uint8):
         values = unpack_e2m1(weight)

@@ -665,6 +665,7 @@ def test_the_document(capsys):
         "device": first["weights"],
         "host": 0,
         "chunk": 8192,
+        "dequantized": False,
     }
     assert first["needed"] == first["weights"] + first["cache"] + first["workspace"] + first["reserve"]
     assert first["fits"] is True

@@ -16,6 +16,7 @@ from dsv4cli.engine.tracing.short_sums import ShortSums, short_sums_between
 from dsv4cli.engine.tracing.walk import Walk
 from dsv4cli.kernels import card
 from dsv4cli.kernels.block_scale.ref import dequantise
+from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import SHORT_SUM
 from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.rows import ROWS_ALIKE
@@ -49,7 +50,9 @@ def tensor_cores(monkeypatch):
     right = gemm.linear
 
     def linear(x, weight, scale, scale_2=None):
-        if weight.dtype != torch.float8_e4m3fn or len(x) <= ROWS_ALIKE:
+        # whether the weight was stored as FP8, dequantized or not: its scales are of 128 columns
+        fp8 = scale is not None and scale.shape[-1] == -(-x.shape[1] // FP8_BLOCK)
+        if not fp8 or len(x) <= ROWS_ALIKE:
             return right(x, weight, scale, scale_2)
         return short_product(x.float(), dequantise(weight, scale).float()).to(x.dtype)
 

@@ -21,7 +21,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.runtime.cache import Cache
 from dsv4cli.engine.runtime.prepare import make_batch
-from dsv4cli.engine.weights import read
+from dsv4cli.engine.weights import placement, read
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.read import stored
@@ -41,6 +41,12 @@ LAYOUTS = {
     "transformers": (BF16, TransformersNaming(NANO_CONFIG)),
     "saved": (BF16, SavedNaming(NANO_CONFIG)),
 }
+
+
+@pytest.fixture
+def as_stored(monkeypatch):
+    """Weights stay in their storage formats on a CPU too."""
+    monkeypatch.setattr(placement, "DEQUANTIZED_PART", 2**60)
 
 
 def load(folder: Path) -> Transformer:
@@ -161,7 +167,7 @@ def test_a_scale_of_nvfp4_that_is_negative_or_no_number_is_refused(tmp_path, byt
         load(folder)
 
 
-def test_fp32_scales_of_any_mantissa(tmp_path):
+def test_fp32_scales_of_any_mantissa(tmp_path, as_stored):
     folder, name = write_variant(tmp_path, BASE), "layers.3.attn.wq_a"
     with_scales(folder, [f"{name}.scale"], [0.3, 0.7])
     module = load(folder).get_submodule(name)

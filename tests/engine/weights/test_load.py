@@ -265,7 +265,8 @@ def test_progress_grows_from_nothing_to_all():
     seen = []
     source = FolderSource("tiny-flash", FOLDER / "tiny-flash")
     model = load_model(source, Numerics.reference(), progress=lambda *now: seen.append((*now, get_ident())))
-    size = sum(parameter.nbytes for parameter in model.parameters())
+    size = model.stored_bytes
+    assert size == source.identity.checkpoint.nbytes
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == ((0, size, get_ident()), (size, size, get_ident()))
     assert {who for _, _, who in seen} == {get_ident()}

@@ -17,7 +17,7 @@ from dsv4cli.engine.runtime.graphs import GraphRunner
 from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.pinned import host_block
-from dsv4cli.engine.weights import load
+from dsv4cli.engine.weights import load, placement
 from dsv4cli.engine.weights.fill import total_bytes
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import expert_bytes, offload_of
@@ -32,6 +32,12 @@ NAMES = (TINY, BUILT_IN)
 EXPERTS, PER_TOKEN = 8, 2  # of both models
 NOTHING = (Reserve(4096, 0, 0),)  # beside weights
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def as_stored(monkeypatch):
+    """Weights stay in their storage formats on a CPU too."""
+    monkeypatch.setattr(placement, "DEQUANTIZED_PART", 2**60)
 
 
 def loaded(name, device="cpu", rows=None):
@@ -121,7 +127,7 @@ def test_a_gpu_that_is_too_small_divides_the_experts_by_itself(monkeypatch):
     assert offload_of(loaded(TINY, "cuda")).plan.division.rows == 5
 
 
-def test_every_tensor_has_its_place():
+def test_every_tensor_has_its_place(as_stored):
     every_expert, model = loaded(TINY), loaded(TINY, rows=5)
     whole = dict(every_expert.named_parameters())
     assert (
@@ -149,7 +155,7 @@ def test_every_tensor_has_its_place():
     assert dict(model.named_parameters()).keys() == others
 
 
-def test_a_drafter_that_is_asked_for_lies_on_the_device_beside_some_experts():
+def test_a_drafter_that_is_asked_for_lies_on_the_device_beside_some_experts(as_stored):
     drafting, rows = Drafting(2), PER_TOKEN
     every, source = loaded(BUILT_IN), resolve_model(BUILT_IN)
     drafter = sum(parameter.nbytes for parameter in every.mtp.parameters())

@@ -138,18 +138,20 @@ class SharedModel:
         other, sizes = copy(self), self.sizes(1)
         kept = self.config.layer_ratios[:layers] + self.config.compress_ratios[self.config.num_hidden_layers :]
         other.config = replace(self.config, num_hidden_layers=layers, compress_ratios=kept)
-        left_out = sum(nbytes for layer, nbytes in self._by_layer.items() if layer >= layers)
-        other._sizes = {1: replace(sizes, total=sizes.total - left_out, layers=layers)}
+        left_out = [one for layer, one in self._by_layer.items() if layer >= layers]
+        total = sizes.total - sum(one.total for one in left_out)
+        dequantized = sizes.dequantized - sum(one.dequantized for one in left_out)
+        other._sizes = {1: replace(sizes, total=total, dequantized=dequantized, layers=layers)}
         return other
 
     @cached_property
-    def _by_layer(self) -> Mapping[int, int]:
-        """Bytes of each main layer."""
+    def _by_layer(self) -> Mapping[int, RankSizes]:
+        """The sizes of each main layer."""
         parts: dict[int, list[TensorSpec]] = {}
         for spec in self._table:
             if spec.name.startswith("layers."):
                 parts.setdefault(int(spec.name.split(".", 2)[1]), []).append(spec)
-        return {layer: weigh(specs, 1).nbytes for layer, specs in parts.items()}
+        return {layer: measure(specs, self.config.num_experts_per_tok, 1) for layer, specs in parts.items()}
 
     def _placement(self, ranks: int, free: int, beside: Sequence[Reserve], on_gpu: bool) -> Placement | None:
         if on_gpu:
