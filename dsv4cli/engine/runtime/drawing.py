@@ -38,8 +38,9 @@ class Drawing:
         else:
             self.watch.start()
         ran = self._runner.run(pick)
-        found, drafts = self._draw(ran, count, ahead and self._runner.ahead.follows(ran))
-        self._runner.finish(ran, [[token.id for token in own] for own in found])
+        with self._runner.threads(len(ran.ready)):
+            found, drafts = self._draw(ran, count, ahead and self._runner.ahead.follows(ran))
+            self._runner.finish(ran, [[token.id for token in own] for own in found])
         return ran, found, drafts
 
     def _draw(self, ran: Ran, count: int, ahead: bool) -> tuple[list[list[Token]], list[list[float]]]:

@@ -1,7 +1,7 @@
 """Steps of a model: what every rank does alike with the requests that the leader adds and ends."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -158,9 +158,13 @@ class Runner:
 
     @contextmanager
     def _computing(self, tokens: int) -> Iterator[None]:
-        threads = step_threads(tokens, self._weights)
-        with torch.inference_mode(), step_memory(self.cache.device), threads, self.preparing, self._workspace.current():
+        memory, threads = step_memory(self.cache.device), self.threads(tokens)
+        with torch.inference_mode(), memory, threads, self.preparing, self._workspace.current():
             yield
+
+    def threads(self, tokens: int) -> AbstractContextManager[None]:
+        """As many threads of a CPU as work on so many tokens needs."""
+        return step_threads(tokens, self._weights)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

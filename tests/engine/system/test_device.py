@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime import drawing, runner
 from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.settings import Limits, Sampling
@@ -41,3 +42,13 @@ def test_a_small_model_computes_a_few_tokens_with_one_thread(two_threads, monkey
     with pytest.raises(KeyboardInterrupt):
         one.run()
     assert (seen, torch.get_num_threads()) == ([1], 2)
+
+
+def test_a_small_model_draws_with_one_thread(two_threads, monkeypatch):
+    seen = []
+    drawn = drawing.drawn_later
+    monkeypatch.setattr(drawing, "drawn_later", lambda *given: seen.append(torch.get_num_threads()) or drawn(*given))
+    engine = Engine.of(model(), [Request([1], Sampling(0.0), Limits(max_tokens=2))], "cpu")
+    while engine.busy:
+        engine.step()
+    assert (seen, torch.get_num_threads()) == ([1, 1], 2)
