@@ -78,7 +78,9 @@ def asked_of(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
 
 
 def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
-    """What decides the answers beside the model and the questions."""
+    """Return what decides the results, apart from the model and the questions."""
+    from dsv4cli.engine.evaluation.judge import RULES
+
     sampling, limits = job.sampling, job.limits
     return {
         "think": job.think,
@@ -93,6 +95,7 @@ def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
         "dtype": job.dtype,
         "exact": job.exact,
         "backend": job.kernels,
+        "rules": RULES,
     }
 
 

@@ -1,25 +1,52 @@
-r"""What an answer says: the number, the choice or the formula in a text that explains it too; no torch.
+r"""Find what an answer says: the number, the choice or the formula in a text that also explains it; no torch.
 
-The final part of a text is the content of its last `\boxed{…}`, else what stands behind its last `####`, else behind
-the last "answer is" or "answer:" up to the end of the line; of an equation its right side.
+The final part of a text is the content of its last `\boxed{…}`, else what follows the last `####`, else what follows
+the last "answer is", "answer:", "correct option:" or "答案：" in its line, or in the next line if it is a heading.
 """
 
 import re
+import unicodedata
 import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 
-# digits of a number; longer ones are none
-MOST_DIGITS = 60
-_NUMBER = re.compile(r"(?:(?<![\w)\]}.])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w)\]}.])-?\.\d+")
-_FRACTION = re.compile(r"(-?)(?:\\frac\{(-?\d+)\}\{(\d+)\}|(\d+)/(\d+))")
-_ANSWER = re.compile(r"\banswer(?:\s+is\b|[ \t*_]*[:=])[ \t*_:]*(?P<rest>[^\n]*)", re.IGNORECASE)
+from dsv4cli.engine.evaluation.formula import same_formula
+from dsv4cli.engine.evaluation.number_text import number_alone, number_of, numbers_in
+
+__all__ = ["boxed", "choice_in", "compiled", "final_part", "number_in", "number_of", "same_formula"]
+
+_BOX = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\(?:boxed|fbox)\s*(?P<bare>[^\s{}$]+)|\\.|[{}]", re.DOTALL)
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(?P<rest>[^\n]*)")
+# what follows `####` in an answer; a heading has words or the number of a section
+_VALUE = re.compile(r"[\s*_`$€£¥\\-]*(?:[\d.]|\\[dt]?frac|[A-Z]\W*$)(?!\d*[.):]\s+\*{0,2}[A-Za-z])")
+_SUBJECT = r"(?:\banswers?\b|\b(?:correct|right|best|final)\s+(?:option|choice)\b|答案|正确(?:的)?选项)"
+_VERB = r"(?:(?:is|was|(?:would|should|must|will)\s+be|equals)\b|应?该?[是为為]|[:=])"
+_ANSWER = re.compile(rf"{_SUBJECT}[ \t*_]*{_VERB}", re.IGNORECASE)
+_HEADING = re.compile(
+    r"^[ \t#*_]*(?:(?:the|my|final|correct)[ \t]+)*(?:answer|最终答案|答案)[ \t*_]*$", re.IGNORECASE | re.MULTILINE
+)
+_DENIED = re.compile(r"(?:not|never|neither|incorrect|wrong|不)(?![a-z])", re.IGNORECASE)
 _EDGES = " \t\r\n.,:;*_`'\"$()[]"
-# of formulas: what says nothing about the value
-_SILENT = re.compile(r"\\left|\\right|\\[!,;: ]|\\?\$|\^\{?\\circ\}?|\\?%|(?<!\d)\s+|\s+(?!\d)")
-_WRAPPED = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
-_SHORT_FRACTION = re.compile(r"\\frac(?:\{(\w)\}|(\w))(?:\{(\w)\}|(\w))")
-_NAMED = re.compile(r"[a-zA-Z]=(?=.)")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
+# where a sentence ends, and where an answer ends in its sentence
+_SENTENCE = re.compile(r"\.(?=\s|$)|[;!?。；！？\n]")
+_ASIDE = re.compile(r"[,，、](?!\d)|\(|（|\b(?:which|because|since|as|so|and)\b", re.IGNORECASE)
+_STARTS = re.compile(
+    r"(?:\W*\b(?:therefore|thus|exactly|about|approximately|just|simply|equal to)\b)*[\s*_`$€£¥:(\\-]*"
+    r"(?:[\d.]|[dt]?frac\b|[A-Za-z]\w{0,2}\s*=)",
+    re.IGNORECASE,
+)
+_BOLD = re.compile(r"\*\*([^*]+)\*\*")
+_STATED = re.compile(r"\b(?:is|was|are|equals|to)\b|[:=是为]", re.IGNORECASE)
+# of choices
+_LINE = re.compile(r"(?:(?i:option|choice|选项)\s*)?\(?([A-Z])(?:\)?[.):](?P<text>.*)|\)?)$")
+_HEDGE = re.compile(r"[\s*)]*(?:or|and|[/,、&]|和|或)\s*(?:option\s+)?[(*]*([A-Z])(?!\w|\s+[a-z])")
+_WORD = re.compile(r"\s+(?!(?:because|since|as|is|due|for|and|or)\b)[a-z']")
+_CHOSEN = re.compile(
+    r"(?:\b(?:pick|choose|select|go with|prefer)\s+(?:option\s+|choice\s+|answer\s+)?|(?<![不别])选择? ?:? ?)"
+    r"[(*]*(?P<first>[A-Z])(?!\w*[a-z])|(?:\b[Oo]ption\s+|\b[Cc]hoice\s+|^|[.\n] ?)[(*]*(?P<second>[A-Z])[)*]*"
+    r"\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
+)
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -30,106 +57,143 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}`, braces inside it matched; None without one that is closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 1, start + len("\\boxed{")
-    for at in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if depth == 0:
-            return text[begin:at].strip()
-    return None
+    r"""Return the content of the last `\boxed{…}` that is closed and not empty; `\fbox{…}` and `\boxed 5` count too."""
+    content = None
+    begins: list[int | None] = []  # of the open groups: where the content of a box begins, None for other groups
+    for found in _BOX.finditer(text):
+        if found["box"] or found[0] == "{":
+            begins.append(found.end() if found["box"] else None)
+            continue
+        begin = begins.pop() if found[0] == "}" and begins else None
+        inside = text[begin : found.start()] if begin is not None else (found["bare"] or "").rstrip(".,")
+        content = inside.strip() or content
+    return content
 
 
 def final_part(text: str) -> str | None:
-    """The part of a text that its writer marks as the answer, None where nothing is marked."""
+    """Return the part of a text that its writer marks as the answer, None where nothing is marked."""
     found = boxed(text)
     if found is not None:
         return found
-    _, mark, behind = text.rpartition("####")
-    if mark and behind.strip():
-        return behind.strip().splitlines()[0]
-    marked = [one["rest"].strip() for one in _ANSWER.finditer(text)]
-    return next((one for one in reversed(marked) if one), None)
+    hashes = [one["rest"].strip() for one in _HASHES.finditer(text)]
+    value = next((one for one in reversed(hashes) if _VALUE.match(one)), None)
+    return _marked(text) if value is None else value
+
+
+def _marked(text: str) -> str | None:
+    """Return what follows the last phrase such as "the answer is" that does not say what the answer is not."""
+    text = _full_width(text)
+    for end in sorted((one.end() for mark in (_ANSWER, _HEADING) for one in mark.finditer(text)), reverse=True):
+        part = _next_line(text, end)
+        if part and not _DENIED.match(part.lstrip(_EDGES)):
+            return part
+    return None
+
+
+def _next_line(text: str, begin: int) -> str:
+    """Return the rest of a line, or the next line where the rest is empty; rules such as `-----` are empty too."""
+    while begin < len(text):
+        end = text.find("\n", begin)
+        line = text[begin : end if end >= 0 else len(text)].strip()
+        if line.strip(_EDGES + "=-"):
+            return line.lstrip("*_: \t")
+        begin = end + 1 if end >= 0 else len(text)
+    return ""
+
+
+def _full_width(text: str) -> str:
+    """Return a text with ASCII in the place of full-width letters, digits and signs."""
+    return re.sub("[！-～]", lambda found: unicodedata.normalize("NFKC", found[0]), text)
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number that a text gives as its answer: of its final part the first one, else the last one of the text."""
+    """Return the number that a text gives as its answer: that of its final part, else the last one of the text."""
     part = final_part(text)
-    found = None if part is None else number_of(part.rpartition("=")[2])
+    found = None if part is None else _stated(part)
     if found is not None:
         return found
-    numbers = _numbers(text)
+    numbers = numbers_in(text)
     return numbers[-1] if numbers else None
 
 
-def number_of(text: str) -> Fraction | None:
-    r"""The value of a text that is a number or has one: `$1,234.50`, `3/4`, `\frac{3}{4}`, the 18 of `18 apples`."""
-    plain = _plain(text)
-    whole = _FRACTION.fullmatch(plain)
-    if whole is not None and len(plain) <= MOST_DIGITS:
-        sign, above, below, left, right = whole.groups()
-        bottom = int(below or right)
-        return Fraction(int(above or left), bottom) * (-1 if sign else 1) if bottom else None
-    numbers = _numbers(text)
-    return numbers[0] if numbers else None
+def _stated(part: str) -> Fraction | None:
+    """Return the number that a final part states: that of its first sentence with a number."""
+    whole = number_alone(part)
+    if whole is not None:
+        return whole
+    sentence = next((one for one in _SENTENCE.split(part) if numbers_in(one)), "")
+    if _STARTS.match(sentence):
+        begin = _right_side(_ASIDE.split(sentence)[0])
+        return _right_side(sentence) if begin is None else begin
+    bold = [numbers for one in _BOLD.findall(sentence) if (numbers := numbers_in(one))]
+    if bold:
+        return bold[-1][0]
+    pieces = [numbers for one in _STATED.split(sentence) if (numbers := numbers_in(one))]
+    return pieces[-1][0] if pieces else None
 
 
-def _numbers(text: str) -> list[Fraction]:
-    found = (one[0].replace(",", "").replace("$", "") for one in _NUMBER.finditer(_signs(text)))
-    return [Fraction(one) for one in found if len(one) <= MOST_DIGITS]
-
-
-def _signs(text: str) -> str:
-    """With the minus of ASCII, and without the marks that LaTeX sets between thousands."""
-    return re.sub(r"\{,\}|\\,|\\!", "", text.replace("\N{MINUS SIGN}", "-").replace("-$", "$-"))
+def _right_side(equation: str) -> Fraction | None:
+    """Return the number of an equation: the last side that is one, else the first number of the last side."""
+    sides = re.split(r"=|≈|\\approx(?![a-z])", equation)
+    whole = [number for side in sides if (number := number_alone(side.strip(" $"))) is not None]
+    numbers = [found[0] for side in sides if (found := numbers_in(side))]
+    numbers = whole or numbers
+    return numbers[-1] if numbers else None
 
 
 def choice_in(text: str, choices: Sequence[str]) -> int | None:
-    """Which choice a text names: its final part, else the whole text, is the choice, or begins with its letter."""
+    """Return the index of the choice that a text names; None if it names none or several.
+
+    In this order: its final part; its last line, or its first, if that is a choice or begins with its letter; a phrase
+    such as "I choose B", "option B is correct" or "故选B".
+    """
     part = final_part(text)
     if part is not None:
-        named = _named(part, choices, r"\b")
+        named = _named(part, choices)
         if named is not None:
             return named
-    return _named(text, choices, r"(?=[.):]|$)")
+    named = _line(_full_width(text), choices)
+    if named is not None:
+        return named
+    chosen = [one["first"] or one["second"] for one in _CHOSEN.finditer(_full_width(text))]
+    return choices.index(chosen[-1]) if chosen and chosen[-1] in choices else None
 
 
-def _named(text: str, choices: Sequence[str], end: str) -> int | None:
-    bare = _WRAPPED.sub(r"\1", text).strip(_EDGES)
-    for number, choice in enumerate(choices):
-        if bare.casefold() == choice.strip(_EDGES).casefold():
-            return number
-    letter = re.match(rf"([A-Z]){end}", bare)
-    return choices.index(letter[1]) if letter and letter[1] in choices else None
+def _named(text: str, choices: Sequence[str]) -> int | None:
+    """Return the choice that a final part is, or whose letter it begins with, or whose letter is the only one in it."""
+    whole = _whole(text, choices)
+    if whole is not None:
+        return whole
+    bare = re.sub(r"^(?:option|choice|选项)\s*", "", _bare(text), flags=re.IGNORECASE).lstrip(_EDGES)
+    letters = [
+        one
+        for one in re.finditer(r"(?<![A-Za-z])[A-Z](?![A-Za-z'])", bare)
+        if one[0] in choices and not _WORD.match(bare, one.end())
+    ]
+    if not letters or _HEDGE.match(bare, letters[0].end()):
+        return None
+    only = {one[0] for one in letters}
+    return choices.index(letters[0][0]) if letters[0].start() == 0 or len(only) == 1 else None
 
 
-def same_formula(one: str, other: str) -> bool:
-    r"""Whether two short formulas are written alike, but for marks that say nothing of the value; numbers by value.
-
-    `\dfrac12` is `\frac{1}{2}`, `x = 5` is `5`, `90^\circ` is `90`; `1+x` is not `x+1`.
-    """
-    first, second = _normal(one), _normal(other)
-    if first == second:
-        return True
-    values = [_whole_number(text) for text in (first, second)]
-    return values[0] is not None and values[0] == values[1]
-
-
-def _plain(text: str) -> str:
-    """Without what says nothing about the value, fractions in one spelling."""
-    plain = _SILENT.sub("", _WRAPPED.sub(r"\1", _signs(text))).rstrip(".")
-    plain = plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return _SHORT_FRACTION.sub(lambda found: f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}", plain)
-
-
-def _normal(text: str) -> str:
-    plain = _plain(text)
-    return _NAMED.sub("", plain, count=1) if _NAMED.match(plain) else plain
-
-
-def _whole_number(text: str) -> Fraction | None:
-    if _FRACTION.fullmatch(text) or _NUMBER.fullmatch(text):
-        return number_of(text)
+def _line(text: str, choices: Sequence[str]) -> int | None:
+    """Return the choice that the last or the first line of a text is; None where lines list several choices."""
+    whole = _whole(text, choices)
+    lines = [_bare(one) for one in text.splitlines() if one.strip(_EDGES)]
+    if whole is not None or not lines:
+        return whole
+    found = [_LINE.match(one) for one in lines]
+    labels = {one[1] for one in found if one and one[1] in choices}
+    for one in (found[-1], found[0]):
+        if one and one[1] in choices and (one["text"] is None or len(labels) == 1):
+            return choices.index(one[1])
     return None
+
+
+def _whole(text: str, choices: Sequence[str]) -> int | None:
+    bare = _bare(text).casefold()
+    return next((number for number, one in enumerate(choices) if bare == one.strip(_EDGES).casefold()), None)
+
+
+def _bare(text: str) -> str:
+    return _WRAPPED.sub(r"\1", text).strip(_EDGES)

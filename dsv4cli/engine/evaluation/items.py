@@ -9,7 +9,8 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from dsv4cli.engine.evaluation.extract import compiled, number_of
+from dsv4cli.engine.evaluation.extract import compiled
+from dsv4cli.engine.evaluation.number_text import number_of
 from dsv4cli.engine.text.inputs import BadLine, asked_in, parse_lines
 from dsv4cli.engine.text.prompt import Message
 from dsv4cli.errors import UsageError

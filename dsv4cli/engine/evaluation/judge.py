@@ -13,6 +13,8 @@ from dsv4cli.engine.evaluation.items import EvalItem
 
 # wrong, cut: an answer that was cut off at its limit of tokens is neither right nor wrong
 Ruling = Literal["correct", "wrong", "cut", "unjudged"]
+# version of the rules by which answers are judged: results judged by different rules are not comparable
+RULES = 2
 # of a pattern on one answer, in seconds; patterns can take longer than the universe
 PATTERN_SECONDS = 1.0
 TOO_LONG = f"the pattern took longer than {PATTERN_SECONDS:g} s and was given up"

@@ -41,7 +41,8 @@ def test_the_number_of_an_answer(text, number):
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("18", 18), ("1,000", 1000), ("3/4", Fraction(3, 4)), ("1 3/4", 1), ("none", None)]
+    ("text", "number"),
+    [("18", 18), ("1,000", 1000), ("3/4", Fraction(3, 4)), ("1 3/4", Fraction(7, 4)), ("none", None)],
 )
 def test_the_number_that_is_expected(text, number):
     assert number_of(text) == number
