@@ -1,7 +1,8 @@
 """The door for Python: `from dsv4cli import Model`. Thin over the engine; `docs/python.md` shows it."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from types import TracebackType
 from typing import Any, Literal, TypedDict, Unpack, get_args
@@ -9,15 +10,18 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 import torch
 
 from dsv4cli.engine.chat.answer import Answer, Pieces
-from dsv4cli.engine.chat.conversation import Conversation
-from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
+from dsv4cli.engine.chat.conversation import conversation_capacity
+from dsv4cli.engine.chat.dialogue import open_dialogue
+from dsv4cli.engine.chat.shared_engine import SharedConversation, SharedEngine
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.compiling.ahead import Compilation, found_memory
 from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.demand import demand_of
+from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.backend import Backend, resolve_backend, use
-from dsv4cli.engine.runtime.limits import workload_of
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.limits import context_of, workload_of
 from dsv4cli.engine.runtime.score import Score, score
 from dsv4cli.engine.settings import Drafting, Limits, Sampling, check_device, parse_drafting, require
 from dsv4cli.engine.system.device import resolve_device
@@ -25,6 +29,7 @@ from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, wit
 from dsv4cli.engine.text.reply import name_calls
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.placement import MemoryLimits
+from dsv4cli.engine.weights.reserve import Workload
 from dsv4cli.errors import UsageError
 
 __all__ = ["Model", "Reply", "Score"]
@@ -56,17 +61,18 @@ class Reply(Iterator[str]):
         """index: which message of the conversation it becomes."""
         self._steps, self._index = steps, index
         self._answer: Answer | None = None
-        self._text = self._texts()
 
     def __next__(self) -> str:
-        return next(self._text)
-
-    def _texts(self) -> Iterator[str]:
         for answer, pieces in self._steps:
             self._answer = answer
             text = "".join(piece for kind, piece in pieces if kind == "content")
             if text:
-                yield text
+                return text
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the answer where it is. Deleting the reply does the same."""
+        self._steps.close()
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"] | None:
@@ -84,7 +90,7 @@ class Reply(Iterator[str]):
 
 
 class Model:
-    """A model in memory, ready to be asked. Not for several threads at once."""
+    """A model in memory, ready to be asked, from several threads too."""
 
     def __init__(
         self,
@@ -97,41 +103,57 @@ class Model:
         max_context: int | None = None,
         gpu_memory: int | None = None,
         draft: Literal["auto", "off"] | int = "auto",
+        parallel: int = 1,
     ) -> None:
-        """model: what `--model` takes, a folder, `flash`, `org/name`, `nano`, `random:tiny`; a repository must be in
-        the cache. The rest as the options of the same names, gpu_memory in bytes. Raises a Dsv4Error."""
+        """Load a model.
+
+        Args:
+            model: What `--model` accepts: a folder, `flash`, `org/name`, `nano`, `random:tiny`. A repository must be in
+                the Hugging Face cache.
+            gpu_memory: The most GPU memory for weights, in bytes.
+            parallel: How many calls are answered at once, in one batch; further calls wait. 1 to 64.
+            device, dtype, exact, backend, max_context, draft: As the options of `dsv4 run` with these names.
+
+        Raises:
+            Dsv4Error: If the model cannot be found or loaded.
+        """
         check_device(device)
         require(dtype in get_args(Dtype), "dtype", dtype, f"use one of {', '.join(get_args(Dtype))}")
         require(backend in get_args(Backend), "backend", backend, f"use one of {', '.join(get_args(Backend))}")
         require(gpu_memory is None or gpu_memory > 0, "gpu_memory", gpu_memory, "give more than 0 bytes")
+        require(1 <= parallel <= MAX_SLOTS, "parallel", parallel, f"use a number from 1 to {MAX_SLOTS}")
         drafting = parse_drafting(str(draft))
         self._source, self._device = resolve_model(model), resolve_device(device)
         self._kernels, self._max_context = resolve_backend(backend, self._device), max_context
         numerics = Numerics.reference(exact) if dtype == "auto" else Numerics.plain(getattr(torch, dtype), exact)
         self._dialogue = cache(lambda think: open_dialogue(self._source, think))
-        dialogue: Dialogue = self._dialogue("off")
-        limits = Limits(max_context=max_context)
-        memory = MemoryLimits(gpu=gpu_memory)
-        with use(self._kernels), self._compiled(numerics, limits, drafting, memory):
+        self._dialogue("off")  # a model without a tokenizer is refused before its weights are read
+        limits, config = Limits(max_context=max_context), self._source.identity.config
+        memory, load = MemoryLimits(gpu=gpu_memory), replace(workload_of(config, limits, None), batch=parallel)
+        with use(self._kernels), self._compiled(numerics, limits, drafting, memory, load):
             loaded = load_model(
-                self._source, numerics, device=self._device, limits=memory, drafting=drafting,
-                load=workload_of(self._source.identity.config, limits, None),
-            )  # fmt: skip
-        with use(self._kernels):
-            self._conversation: Conversation | None = Conversation(
-                loaded, dialogue, limits, self._device, drafting=drafting
+                self._source, numerics, device=self._device, limits=memory, drafting=drafting, load=load
             )
+        capacity = conversation_capacity(context_of(config, limits), parallel)
+        with use(self._kernels):
+            self._shared: SharedEngine | None = SharedEngine(Engine(loaded, capacity, self._device, drafting=drafting))
 
     @contextmanager
-    def _compiled(self, numerics: Numerics, limits: Limits, drafting: Drafting, memory: MemoryLimits) -> Iterator[None]:
-        """Compiles the kernels of a conversation on a GPU meanwhile, and waits for those that are missing then."""
+    def _compiled(
+        self, numerics: Numerics, limits: Limits, drafting: Drafting, memory: MemoryLimits, load: Workload
+    ) -> Iterator[None]:
+        """Compile the kernels of conversations on a GPU meanwhile, and wait for those that are missing then."""
         if self._kernels != "triton":
             yield
             return
         identity = self._source.identity
         samplings = [self._source.sampling, Sampling(0.0), Sampling(1.0, 0.5)]
         free = found_memory(self._device, memory)
-        demand = demand_of(identity.config, identity.formats, numerics, limits, samplings, drafting, None, memory=free)
+        demand = demand_of(
+            identity.config, identity.formats, numerics, limits, samplings, drafting, None, sequences=load.batch,
+            memory=free,
+        )  # fmt: skip
+        demand = replace(demand, load=load)
         with Compilation(demand, card_of(self._device), torch.cuda.current_device()) as ahead:
             yield
             ahead.wait(lambda counts: None)
@@ -155,37 +177,38 @@ class Model:
         max_tokens: int = 4096,
         stop: str | Sequence[str] = (),
     ) -> Reply:
-        """The answer as it comes; an earlier one that has not ended ends. A text is one message of the user.
+        """Return the answer as it comes. A text is one message of the user.
 
-        A turn reads only what the last one has not read. Raises UsageError for what no conversation is, and for one
-        that fills the context.
+        A turn prefills only what an earlier one has not. Several answers may run at once, also in one thread; see
+        `parallel`. An answer of which no more is wanted holds its place until `Reply.close`.
+
+        Raises:
+            UsageError: If the messages are not a conversation, or fill the context.
         """
-        conversation = self._open()
+        shared = self._open()
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(map(dict, messages))
         checked = check_messages(given)
         if tools is not None:
             checked = with_tools(checked, check_tools(list(map(dict, tools))))
-        conversation.dialogue = self._dialogue(think)
-        conversation.limits = Limits(
-            max_tokens, self._max_context, stops=(stop,) if isinstance(stop, str) else tuple(stop)
-        )
+        limits = Limits(max_tokens, self._max_context, stops=(stop,) if isinstance(stop, str) else tuple(stop))
+        conversation = SharedConversation(shared, self._dialogue(think), limits, self._device)
         steps = conversation.reply(checked, self._source.sampling.chosen(temperature, top_p, seed))
         return Reply(self._computed(steps), len(given))
 
     def score(self, text: str | Sequence[int], *, logprobs: int = 0) -> Score:
         """How likely the model finds a text, or token ids: `ids`, `logprobs` of each token given those before (None for
         the first), `perplexity`, and in `top` the `logprobs` likeliest next tokens after each."""
-        conversation = self._open()
-        ids = conversation.dialogue.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        shared = self._open()
+        ids = self._dialogue("off").tokenizer.encode(text) if isinstance(text, str) else list(text)
         limits = Limits(max_context=self._max_context, logprobs=logprobs)
-        with use(self._kernels):
-            return next(score(conversation.model, [ids], limits, self._device))
+        with shared.alone(), self._here():
+            return next(score(shared.model, [ids], limits, self._device))
 
     def close(self) -> None:
         """Gives back the memory; harmless the second time."""
-        conversation, self._conversation = self._conversation, None
-        if conversation is not None:
-            conversation.forget()
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.close()
 
     def __enter__(self) -> "Model":
         return self
@@ -195,16 +218,23 @@ class Model:
     ) -> None:
         self.close()
 
-    def _open(self) -> Conversation:
-        if self._conversation is None:
+    def _open(self) -> SharedEngine:
+        if self._shared is None:
             raise UsageError("this model has been closed", "make another Model")
-        return self._conversation
+        return self._shared
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """Compute in this thread with this model's backend and device, which are the thread's own."""
+        with use(self._kernels), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            yield
 
     def _computed(self, reply: Generator[tuple[Answer, Pieces], None, None]) -> Generator[tuple[Answer, Pieces]]:
-        """Its steps, each with this model's backend, whatever the caller computes between them."""
-        while True:
-            with use(self._kernels):
-                step = next(reply, None)
-            if step is None:
-                return
-            yield step
+        """Yield a reply's steps, each computed with this model's backend, whatever the caller computes between them."""
+        with closing(reply):
+            while True:
+                with self._here():
+                    step = next(reply, None)
+                if step is None:
+                    return
+                yield step

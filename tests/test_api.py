@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 
 import dsv4cli
 from dsv4cli import Model
-from dsv4cli.errors import ModelNotFound, UnsupportedHardware, UsageError
+from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.errors import ModelNotFound, NotEnoughMemory, UnsupportedHardware, UsageError
 from tests.support.golden_data import remember_weights
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 HI = [{"role": "user", "content": "What is 17 + 25?"}]
+TINY = "random:tiny,layers=1"
+ANSWER = "17 + 25 = 42."
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}}
 WEATHER = {"name": "get_weather", "description": "Get the weather in a city.", "parameters": CITY}
 
@@ -101,11 +105,107 @@ def test_limits(nano):
     assert nano.chat(HI, stop="= 4", temperature=0)["content"] == "17 + 25 "
 
 
-def test_a_reply_that_another_ends(nano):
+def test_a_reply_goes_on_after_another(nano):
     first = nano.stream(HI, temperature=0)
-    next(first)
-    assert nano.chat(HI, temperature=0)["content"] == "17 + 25 = 42."
-    assert list(first) == []
+    begun = next(first)
+    assert nano.chat(HI, temperature=0)["content"] == ANSWER
+    assert begun + "".join(first) == ANSWER
+    assert (first.finish_reason, first.message["content"]) == ("stop", ANSWER)
+
+
+@pytest.fixture
+def tiny():
+    with Model(TINY, device="cpu", parallel=2) as model:
+        yield model
+
+
+def test_a_reply_that_is_closed_or_deleted_gives_up_its_place(tiny, steps):
+    closed, deleted = tiny.stream(HI, seed=1), tiny.stream(HI, seed=2)
+    next(closed)
+    closed.close()
+    assert (list(closed), closed.finish_reason) == ([], None)
+    next(deleted)
+    del deleted
+    steps.clear()
+    tiny.chat(HI, seed=3, max_tokens=3)
+    assert {len(step) for step in steps} == {1}
+    assert not tiny._open().engine.busy
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The results of each step of any engine from now on."""
+    found, step = [], Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: found.append(step(engine)) or found[-1])
+    return found
+
+
+def in_threads(*calls):
+    """What each call returns, or the error that it raises, with all of them begun before any has ended."""
+    begin, found = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def run(number, call):
+        begin.wait(60)
+        try:
+            found[number] = call()
+        except Exception as error:  # noqa: BLE001 - what it raises is the answer
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_each_of_several_threads_gets_what_it_gets_alone(parallel, steps):
+    with Model(TINY, device="cpu", parallel=parallel) as model:
+        chats = [lambda seed=seed: model.chat(HI, seed=seed, max_tokens=5)["content"] for seed in range(3)]
+        alone = [*(chat() for chat in chats), model.score("text").ids]
+        steps.clear()
+        assert in_threads(*chats, lambda: model.score("text").ids) == alone
+    assert len({*alone[:3]}) == 3
+    assert max(len(step) for step in steps) <= parallel
+
+
+def test_replies_share_steps_or_wait(tiny, steps):
+    replies = [tiny.stream(HI, seed=seed, max_tokens=5) for seed in range(3)]
+    for reply in replies[:2]:
+        next(reply)
+    steps.clear()
+    assert all("".join(reply) for reply in reversed(replies))
+    # two at once, and the third when there is a place
+    assert len(steps[0]) == 2
+    assert len(steps[-1]) == 1
+    assert len({reply.message["content"] for reply in replies}) == 3
+
+
+def test_a_step_that_fails_ends_the_calls_that_wait_and_no_later_one(tiny, monkeypatch):
+    waiting = [tiny.stream(HI, seed=seed) for seed in range(3)]
+    for one in waiting[:2]:
+        next(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", lambda _: (_ for _ in ()).throw(NotEnoughMemory("no memory", "take less")))
+        found = in_threads(*(lambda one=one: list(one) for one in waiting))
+    assert [type(error) for error in found] == [NotEnoughMemory] * 3
+    assert tiny.chat(HI, seed=1, max_tokens=3)["role"] == "assistant"
+
+
+def test_a_model_that_is_closed_ends_replies():
+    model = Model(TINY, device="cpu")
+    reply = model.stream(HI, seed=1)
+    next(reply)
+    model.close()
+    with pytest.raises(UsageError, match="closed"):
+        list(reply)
+
+
+@pytest.mark.parametrize("parallel", [0, 65])
+def test_a_number_of_calls_that_cannot_be(parallel):
+    with pytest.raises(UsageError, match="parallel cannot be"):
+        Model("random:tiny,layers=1", parallel=parallel)
 
 
 def test_a_score(nano):

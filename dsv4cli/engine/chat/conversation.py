@@ -18,7 +18,7 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.limits import context_of, max_new_tokens
 from dsv4cli.engine.runtime.orders import Followers
 from dsv4cli.engine.runtime.preparing import OnPreparing
-from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message, think_options
@@ -29,6 +29,11 @@ SNAPSHOTS = 16
 GO_ON = "dsv4 chat --continue goes on after the last finished turn"
 
 Reply = Generator[tuple[Answer, Pieces], None, None]
+
+
+def conversation_capacity(context: int, conversations: int = 1) -> Capacity:
+    """Return what an engine holds for conversations of up to `context` tokens, so many of them at once."""
+    return Capacity(conversations, longest=min(FEWEST_TOKENS, context), snapshots=SNAPSHOTS)
 
 
 class ContextFull(UsageError):
@@ -59,15 +64,20 @@ class Conversation:
         device: torch.device | str,
         followers: Followers | None = None,
         drafting: Drafting = NO_DRAFTS,
+        engine: Engine | None = None,
     ) -> None:
-        """followers: the other ranks that compute the model."""
+        """Make a conversation.
+
+        Args:
+            followers: The other ranks that compute the model.
+            engine: The engine that runs its turns; if None, one of its own for this device, followers and drafting.
+        """
         self.model = model
         self.dialogue = dialogue
         self.limits = limits
         self.prompt_tokens = self.reused = self.prefilled = 0
         self.lookalikes: list[str] = []
-        capacity = Capacity(longest=min(FEWEST_TOKENS, self.context), snapshots=SNAPSHOTS)
-        self.engine = Engine(model, capacity, device, followers, drafting)
+        self.engine = engine or Engine(model, conversation_capacity(self.context), device, followers, drafting)
         self._drafts_before: DraftReport | None = None
         self._reply: Reply | None = None
         self._request: Request | None = None
@@ -187,7 +197,18 @@ class Conversation:
         if running is not None:
             running.close()
         if self._request is not None:  # an interruption may have kept the reply from ending it
-            self.engine.cancel(self._request)
+            self._cancel(self._request)
+
+    def _add(self, request: Request) -> None:
+        self.engine.add(request)
+
+    def _next_tokens(self, request: Request) -> list[Token]:
+        """Run a step and return what it drew, nothing for a step of the prompt."""
+        [result] = self.engine.step()
+        return result.tokens
+
+    def _cancel(self, request: Request) -> None:
+        self.engine.cancel(request)
 
     @contextmanager
     def _advice(self) -> Iterator[None]:
@@ -208,33 +229,33 @@ class Conversation:
         answer = Answer(self.dialogue.tokenizer, self.dialogue.thinks(ids), self.limits.stops)
         self._request = request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
         with self._advice():
-            self.engine.add(request)
+            self._add(request)
         self.reused = request.done
         try:
             yield answer, []
             yield from self._steps(request, answer, thinking)
         except GeneratorExit:
-            self.engine.cancel(request)
+            self._cancel(request)
             raise
 
     def _steps(self, request: Request, answer: Answer, thinking: Thinking) -> Reply:
         while not self._stopping:
             reading = self.unread > 0
             with self._advice():
-                [result] = self.engine.step()
+                drawn = self._next_tokens(request)
             self.prefilled = min(request.done, self.prompt_tokens) - self.reused
             if reading:
                 yield answer, []
-            for token in result.tokens:
+            for token in drawn:
                 if self._stopping:
                     break
                 if token.id == thinking.think_end:  # the thinking has seen all tokens of the step
                     answer.closed = thinking.closed
                 yield answer, answer.push(token)
                 if answer.finish:
-                    self.engine.cancel(request)
+                    self._cancel(request)
                     return
-        self.engine.cancel(request)
+        self._cancel(request)
         yield answer, answer.cut()
 
     def _boundaries(self, ids: list[int]) -> tuple[int, ...]:
