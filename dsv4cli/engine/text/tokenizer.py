@@ -1,6 +1,7 @@
 """Text to token ids and back, at once or one id at a time."""
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dsv4cli.engine.system.regular_files import is_there, read_bytes
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.pieces import any_of, boundary_of, boundary_of_bytes, pieces
 from dsv4cli.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +30,13 @@ def _byte_characters() -> list[str]:
 
 BYTE_CHARACTERS = _byte_characters()
 _BYTE_OF = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
+
+
+class TooManyTokens(UsageError):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the text has more than {most:,} tokens", "shorten it")
 
 
 class Tokenizer:
@@ -81,41 +90,84 @@ class Tokenizer:
         """The tokenizer.json that `from_file` reads as this vocabulary."""
         return self._backend.to_str(pretty=True)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`, special tokens where their text stands; UsageError if it is not valid Unicode."""
-        check_unicode(text, "the text")
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Return the ids of a text, special tokens where their text stands.
+
+        Other threads of Python run meanwhile.
+
+        Args:
+            most: Encode no more tokens than this.
+
+        Raises:
+            UsageError: The text is not valid Unicode.
+            TooManyTokens: It has more than `most` tokens.
+        """
+        self._check_size(text, most)
+        ids: list[int] = []
+        for piece in pieces(text, self._boundary):
+            ids += _encoded(self._backend, piece)
+            _check_count(ids, most)
+        return ids
 
     def encode_plain(self, text: str) -> list[int]:
         """The ids of `text`, without special tokens; UsageError if it is not valid Unicode."""
         return self.encode_parts([tokens.Given(text)])[0]
 
-    def encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[str]]:
-        """The ids of the parts' text, special tokens where their text stands but not in what is `Given`, and the texts
-        there that look like one; UsageError if it is not valid Unicode."""
-        ids = self.encode("".join(parts))
-        pieces = [piece for part in parts for piece in self._pieces(part)]
-        if [id for id in ids if id in self.special] == [id for _, id in pieces if id is not None]:
-            return ids, []
-        ids = []
-        for is_text, run in groupby(pieces, key=lambda piece: piece[1] is None):
+    def encode_parts(self, parts: Sequence[str], most: int | None = None) -> tuple[list[int], list[str]]:
+        """Return the ids of the parts' text, special tokens where their text stands but not in what is `Given`, and the
+        texts there that look like one. Raises as `encode`."""
+        if not any(map(_is_given, parts)):
+            return self.encode("".join(parts), most), []
+        self._check_size("".join(parts), most)
+        ids: list[int] = []
+        lookalikes: dict[str, None] = {}
+        runs = groupby((run for part in parts for run in self._runs(part)), key=lambda run: run[1] is None)
+        for is_text, run in runs:
             texts, special = zip(*run, strict=True)
-            ids += self._plain.encode("".join(texts)).ids if is_text else special
-        given = (self._backend.encode(part, add_special_tokens=False).ids for part in parts if _is_given(part))
-        return ids, list(dict.fromkeys(self.special[id] for found in given for id in found if id in self.special))
+            if not is_text:
+                ids += special
+                continue
+            for piece in pieces("".join(texts), self._boundary):
+                ids += _encoded(self._plain, piece)
+                _check_count(ids, most)
+                lookalikes |= dict.fromkeys(self._special_text.findall(piece))
+        return ids, list(lookalikes)
 
-    def _pieces(self, part: str) -> Iterator[tuple[str, int | None]]:
+    def _runs(self, part: str) -> Iterator[tuple[str, int | None]]:
         """The part cut at its special tokens, each with its id, None for text."""
-        if _is_given(part):
-            yield part, None
-            return
-        encoding, start = self._backend.encode(part, add_special_tokens=False), 0
-        for id, (first, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if id in self.special:
-                yield part[start:first], None
-                yield part[first:end], id
-                start = end
+        start = 0
+        for found in () if _is_given(part) else self._special_text.finditer(part):
+            yield part[start : found.start()], None
+            yield found[0], self.token_id(found[0])
+            start = found.end()
         yield part[start:], None
+
+    def _check_size(self, text: str, most: int | None) -> None:
+        """Raise UsageError for invalid Unicode, and TooManyTokens where not even the longest tokens make it fit."""
+        check_unicode(text, "the text")
+        if most is not None and len(text) > most and len(text.encode()) > most * self.longest:
+            raise TooManyTokens(most)
+
+    @cached_property
+    def longest(self) -> int:
+        """The bytes of the longest token."""
+        return max(self._longest_ordinary, *(len(text.encode()) for text in self.special.values()))
+
+    @cached_property
+    def _longest_ordinary(self) -> int:
+        """The same without special tokens; the vocabulary spells each byte as one character."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=False).keys() - self.special.values()))
+
+    @cached_property
+    def _boundary(self) -> "re.Pattern[str] | None":
+        """Where a text may be cut into pieces."""
+        special = self.special.values()
+        return boundary_of_bytes(special) if self._longest_ordinary == 1 else boundary_of(self._backend, special)
+
+    @cached_property
+    def _special_text(self) -> "re.Pattern[str]":
+        """Finds the special tokens' texts."""
+        return re.compile(any_of([token.content for token in self._backend.get_added_tokens_decoder().values()]))
 
     @cached_property
     def special(self) -> dict[int, str]:
@@ -179,6 +231,18 @@ def check_unicode(text: str, what: str) -> None:
     except UnicodeEncodeError as error:
         where = f"character {error.start + 1} (U+{ord(text[error.start]):04X})"
         raise UsageError(f"{what} is not valid Unicode at {where}", "save it as UTF-8") from error
+
+
+def _encoded(backend: "tokenizers.Tokenizer", piece: str) -> list[int]:
+    """Encode one text; a batch of one, unlike `encode`, releases Python's lock."""
+    [encoding] = backend.encode_batch_fast([piece], add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def _check_count(ids: list[int], most: int | None) -> None:
+    if most is not None and len(ids) > most:
+        raise TooManyTokens(most)
 
 
 def _is_given(part: str) -> bool:
