@@ -37,11 +37,11 @@ class Dialogue:
     effort: str | None
     special_tokens: bool = False
 
-    def prompt(self, messages: Sequence[Message]) -> Prompt:
-        """The prompt of a checked conversation."""
+    def prompt(self, messages: Sequence[Message], most: int | None = None) -> Prompt:
+        """Return the prompt of a checked conversation. Raises TooManyTokens where it has more than `most` tokens."""
         parts = encode_messages(list(messages), release=self.release, thinking=self.thinking, effort=self.effort)
         text = "".join(parts)
-        ids, lookalikes = self.tokenizer.encode_parts([text] if self.special_tokens else parts)
+        ids, lookalikes = self.tokenizer.encode_parts([text] if self.special_tokens else parts, most)
         return Prompt(text, ids, lookalikes)
 
     def thinks(self, ids: Sequence[int]) -> bool:

@@ -106,14 +106,14 @@ def _prompts(fields: Fields, service: Service) -> list[list[int]]:
 
 def _ids(given: object, where: str, service: Service) -> list[int]:
     if isinstance(given, str):
-        ids = service.dialogue.tokenizer.encode(given)
+        ids = service.encode(given)
     elif isinstance(given, list) and all(type(one) is int for one in given):
         ids = check_ids(given, where, service)
     else:
         raise bad_field(where, "expected a text or a list of token ids")
     if not ids:
         raise bad_field(where, "it is empty: give at least one token")
-    service.say_prompt(given if isinstance(given, str) else str(given))
+    service.say_prompt(given)
     return ids
 
 

@@ -16,13 +16,14 @@ from dsv4cli.engine.server.completion_request import CompletionRequest, read_com
 from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.incoming import asked_of, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
+from dsv4cli.engine.server.plan import MOST_CHOICES
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import Silence, answered
 
 
 async def completions(http: HttpRequest) -> Response:
     """POST /v1/completions."""
-    service, asked = service_of(http), await asked_of(http, read_completion)
+    service, asked = service_of(http), await asked_of(http, read_completion, MOST_CHOICES)
     scoring, drawing = asked.scoring(), await asked.drawing(service)
     call = service.engine.call([*scoring, *(one for own in drawing for one in own)])
     reply = CompletionReply(service, asked, call, scoring, drawing)
@@ -93,17 +94,19 @@ class CompletionReply:
         for choice in self.choices if self.asked.echo else ():
             finish = choice.finish if choice.ended else None
             yield self._chunk(self._piece(choice, self._prompt(choice), [], finish))
+        silence = Silence()
         while self.call.open:
             updates = await self.call.updates()
-            if not updates:
-                yield IDLE
+            if not updates or silence.long:
+                yield silence.ended_by(IDLE)
             for update in updates:
                 choice = self._drawn[update.request]
                 if choice.ended:
                     continue  # this step ran before its request was cancelled
                 added, taken = self._take(update)
                 if added or taken or choice.ended:
-                    yield self._chunk(self._piece(choice, added, taken, choice.finish if choice.ended else None))
+                    piece = self._piece(choice, added, taken, choice.finish if choice.ended else None)
+                    yield silence.ended_by(self._chunk(piece))
 
     def _take(self, update: Update) -> tuple[str, list[Token]]:
         """What an update adds to a text; a stop text ends the request too."""

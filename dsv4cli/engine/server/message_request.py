@@ -1,6 +1,7 @@
 """The body of Anthropic's /v1/messages, checked: its blocks as messages of the prompt format."""
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from dsv4cli.engine.server.chat_request import checked_tools, prompt_ids
@@ -18,9 +19,6 @@ IDLE = (
     "model", "metadata", "service_tier", "cache_control", "container", "context_management", "diagnostics",
     "inference_geo", "speed", "user_profile_id", "workspace_id",
 )  # fmt: skip
-
-# what an assistant's message has; of several in a row, which are one, it is put together
-SPOKEN = ("reasoning_content", "content", "tool_calls")
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,20 @@ def _prompt(fields: Fields, shape: Shape, effort: Effort, service: Service) -> l
         raise bad_field("messages", "expected a list of messages")
     messages = _system(fields.value("system"))
     for nth, one in enumerate(given):
-        for message in _messages(one, f"messages[{nth}]"):
-            if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
-                message |= {name: messages[-1][name] + message[name] for name in SPOKEN}
-                messages.pop()
-            messages.append(message)
-    return prompt_ids(messages, shape, effort, service)
+        messages += _messages(one, f"messages[{nth}]")
+    turns = groupby(messages, key=lambda message: message["role"] == "assistant")
+    merged = [one for answers, run in turns for one in ([_joined([*run])] if answers else run)]
+    return prompt_ids(merged, shape, effort, service)
+
+
+def _joined(answers: list[Message]) -> Message:
+    """Return the assistant's messages in a row as one."""
+    return {
+        "role": "assistant",
+        "content": "".join(one["content"] for one in answers),
+        "reasoning_content": "".join(one["reasoning_content"] for one in answers),
+        "tool_calls": [call for one in answers for call in one["tool_calls"]],
+    }
 
 
 def _tools(fields: Fields) -> list[Tool]:

@@ -129,6 +129,4 @@ def prompt_of(dialogue: Dialogue, messages: list[Message], service: Service) -> 
         begun = text_of(last.get("content")) or last.get("reasoning_content") or last.get("tool_calls")
         asked = bool(before) and before[-1]["role"] in ("user", "tool")
         messages = before if asked and not begun else [*before, {**last, "wo_eos": True}]
-    prompt = dialogue.prompt(messages)
-    service.say_prompt(prompt.text)
-    return prompt.ids
+    return service.prompt(dialogue, messages)

@@ -1,6 +1,8 @@
 """What all routes share: the model's prompt format, the usual choices, the engine, the log."""
 
-from collections.abc import Callable, Iterable
+from asyncio import Semaphore
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from secrets import randbelow
@@ -16,10 +18,13 @@ from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.engine.text import tokens
-from dsv4cli.engine.text.prompt import think_options
+from dsv4cli.engine.text.prompt import Message, think_options
+from dsv4cli.engine.text.tokenizer import TooManyTokens
 
 # names of fields that were said to be ignored are kept, so that each is said once
 MOST_NAMES = 200
+# long bodies that are read and encoded at once, so that one that takes seconds does not hold up all others
+MOST_READING = 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Usual:
 @dataclass(frozen=True)
 class Service:
     """names: of the model, the first is that of answers. log: takes a line about the server; log_prompts: whether
-    prompts may be in it."""
+    prompts may be in it. reading: Admits the long bodies that are read and encoded at once."""
 
     dialogue: Dialogue
     names: tuple[str, ...]
@@ -46,6 +51,7 @@ class Service:
     metrics: Metrics
     log: Callable[[str], None]
     log_prompts: bool = False
+    reading: Semaphore = field(default_factory=lambda: Semaphore(MOST_READING))
     _said: set[str] = field(default_factory=set)
 
     @property
@@ -59,16 +65,50 @@ class Service:
         thinking, level = think_options(self.dialogue.release, effort.level)
         return replace(self.dialogue, thinking=thinking, effort=level)
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a text that are counted: a prompt that is only somewhat too long is refused with its
+        length."""
+        return 2 * self.context
+
+    @property
+    def most_prompt_bytes(self) -> int:
+        """The bytes of the longest text that can be a prompt."""
+        return self.context * self.dialogue.tokenizer.longest
+
     def room(self, ids: list[int]) -> int:
         """How many tokens a prompt leaves for an answer. Raises `Refusal` where there is none."""
         if len(ids) >= self.context:
-            raise Refusal(
-                400,
-                f"the prompt has {len(ids):,} tokens, and the context has room for {self.context - 1:,} and an answer: "
-                "leave out earlier messages",
-                code="context_length_exceeded",
-            )
+            raise self.too_long(f"{len(ids):,}")
         return self.context - len(ids)
+
+    def too_long(self, tokens: str) -> Refusal:
+        """Return what is said of a prompt of so many tokens."""
+        return Refusal(
+            400,
+            f"the prompt has {tokens} tokens, and the context has room for {self.context - 1:,} and an answer: "
+            "leave out earlier messages",
+            code="context_length_exceeded",
+        )
+
+    def prompt(self, dialogue: Dialogue, messages: list[Message]) -> list[int]:
+        """Return the ids of a checked conversation. Raises `Refusal` where they are more than `most_tokens`."""
+        with self._counting():
+            prompt = dialogue.prompt(messages, self.most_tokens)
+        self.say_prompt(prompt.text)
+        return prompt.ids
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a raw text, as `prompt`."""
+        with self._counting():
+            return self.dialogue.tokenizer.encode(text, self.most_tokens)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        try:
+            yield
+        except TooManyTokens:
+            raise self.too_long(f"more than {self.most_tokens:,}") from None
 
     def thinking(self, ids: list[int], room: int, budget: int | None) -> Thinking:
         """What follows the thinking of an answer of at most `room` tokens, and ends it in time."""
@@ -105,7 +145,7 @@ class Service:
                 self._said.add(name)
                 self.log(f"the field {name} is ignored")
 
-    def say_prompt(self, text: str) -> None:
+    def say_prompt(self, prompt: str | list[int]) -> None:
         """Logs a prompt, where that was asked for."""
         if self.log_prompts:
-            self.log(f"prompt: {text}")
+            self.log(f"prompt: {prompt}")

@@ -29,7 +29,7 @@ def _tokenized(body: dict[str, Any], service: Service) -> dict[str, Any]:
     if prompt is None:
         ids = conversation_ids(fields, effort, service)
     else:
-        ids = tokenizer.encode((tokens.BOS if fields.flag("add_special_tokens") else "") + prompt)
+        ids = service.encode((tokens.BOS if fields.flag("add_special_tokens") else "") + prompt)
     fields.ignored(*IDLE_FIELDS)
     service.say_ignored(fields.unknown)
     shown = [tokenizer.decode([id_]) for id_ in ids] if strings else None

@@ -1,6 +1,7 @@
 """Input files of `run`: conversations, prompts and texts to score, checked before a model is loaded; no torch."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dsv4cli.errors import UsageError
 
 T = TypeVar("T")
 BYTE_ORDER_MARK = "\ufeff"
+_SURROGATE_ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 STDIN = Path("-")
 _LINES = "write one JSON object on each line"
 
@@ -197,7 +199,7 @@ def parse_json(text: str, remedy: str) -> object:
         raise UsageError(f"not JSON: {error.msg} ({line}column {error.colno})", remedy) from None
     except (ValueError, RecursionError):  # an integer of thousands of digits, thousands of brackets
         raise UsageError("not JSON that can be read: a number too long, or nested too deeply", remedy) from None
-    if "\\u" in text and any("\ud800" <= character <= "\udfff" for character in json.dumps(value, ensure_ascii=False)):
+    if _SURROGATE_ESCAPE.search(text) and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         raise UsageError(
             "not Unicode: a \\u escape is half of a surrogate pair", "write both halves, or the character itself"
         )

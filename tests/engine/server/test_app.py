@@ -11,6 +11,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from dsv4cli.engine.server import async_engine, metrics
+from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.refusals import Refusal, refusal_of
@@ -264,6 +265,25 @@ def test_who_is_sent_nothing_of_what_comes_is_told_that_it_waits(nano, monkeypat
     monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.001)
     sent = nano.send("POST", path, asking("What is 17 + 25?", max_tokens=60, stream=True) | fields).read()
     assert sent.count(sign) > 2
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_who_waits_for_a_long_prompt_is_told_so(nano, monkeypatch, path):
+    """Each step that reads a part of it is an update without tokens."""
+    updates, steps = async_engine.EngineCall.updates, []
+
+    async def some(call):
+        if len(steps) < 3:
+            steps.append([Update(next(iter(call.open)), 0.0, [])])
+            return steps[-1]
+        while not (found := await updates(call)):
+            pass
+        return found
+
+    monkeypatch.setattr(async_engine.EngineCall, "updates", some)
+    monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.0)
+    sent = nano.send("POST", path, asking("Hi", prompt="Hi", max_tokens=1, stream=True)).read()
+    assert sent.count(b": waiting\n\n") + sent.count(b"event: ping\n") >= 3
 
 
 def test_a_body_has_a_limit(nano):
