@@ -19,11 +19,11 @@ from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.backend import Backend, resolve_backend, use
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.limits import context_of, workload_of
 from dsv4cli.engine.runtime.score import Score, score
 from dsv4cli.engine.settings import Drafting, Limits, Sampling, check_device, parse_drafting, require
+from dsv4cli.engine.system.backend import Backend, resolve_backend, use
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, with_tools
 from dsv4cli.engine.text.reply import name_calls

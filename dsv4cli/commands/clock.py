@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4cli.output import counted, duration_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.runtime.draft_report import DraftReport
+    from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
     from dsv4cli.engine.runtime.engine import Engine
     from dsv4cli.engine.weights.offload import ExpertOffload
 

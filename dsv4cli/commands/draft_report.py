@@ -7,7 +7,7 @@ from dsv4cli.output import Output
 if TYPE_CHECKING:
     from dsv4cli.engine.config.model_config import ModelConfig
     from dsv4cli.engine.model.transformer import Transformer
-    from dsv4cli.engine.runtime.draft_report import DraftReport
+    from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
     from dsv4cli.engine.settings import Drafting
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.parallel.followers import Followers
     from dsv4cli.engine.parallel.world import World
-    from dsv4cli.engine.runtime.backend import Backend
     from dsv4cli.engine.settings import Drafting, Limits, Sampling
+    from dsv4cli.engine.system.backend import Backend
     from dsv4cli.engine.tracing.passes import Plan
     from dsv4cli.engine.weights.placement import MemoryLimits
 
@@ -77,7 +77,7 @@ class Job:
     @cached_property
     def kernels(self) -> 'Literal["triton", "torch"]':
         """The backend that computes there."""
-        from dsv4cli.engine.runtime.backend import resolve_backend
+        from dsv4cli.engine.system.backend import resolve_backend
 
         return resolve_backend(self.backend, self.device)
 
@@ -88,7 +88,7 @@ class Job:
 
         prompts: how many tokens each has, None where that is not known; drawn: whether they are to be answered.
         """
-        from dsv4cli.engine.runtime.backend import use
+        from dsv4cli.engine.system.backend import use
 
         with use(self.kernels), self._compiled(prompts, drawn) as compiled:
             model = self._load(compiled.note, prompts, drawn)

@@ -24,12 +24,12 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.processes import joined
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.profiling.step import fill
-from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.draft_plan import DraftPlan
+from dsv4cli.engine.runtime.drafts.draft_controller import DraftController
+from dsv4cli.engine.runtime.drafts.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.gate import Gate
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.step import Chunk
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
@@ -60,7 +60,7 @@ def say(world: World, *words: object) -> None:
         print(*words, flush=True)
 
 
-class Always(Gate):
+class Always(DraftController):
     """A gate that lets all drafts through."""
 
     def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:

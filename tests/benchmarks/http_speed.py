@@ -20,7 +20,6 @@ from time import perf_counter
 from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.backend import resolve_backend, use
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.server.guard import Guard
@@ -29,6 +28,7 @@ from dsv4cli.engine.server.service import Usual
 from dsv4cli.engine.server.serving import Offer, serving
 from dsv4cli.engine.server.warm import Sharing, ready_engine, spare_what_is_there
 from dsv4cli.engine.settings import Limits, Sampling, parse_drafting
+from dsv4cli.engine.system.backend import resolve_backend, use
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.weights.load import load_model
 

@@ -20,10 +20,10 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.followers import Followers
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import follow
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Limits, Sampling, parse_size
 from dsv4cli.engine.weights.load import load_model
 from tests.benchmarks.decode_speed import ranks, say

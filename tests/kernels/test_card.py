@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4cli.engine.runtime.backend import resolve_backend
+from dsv4cli.engine.system.backend import resolve_backend
 from dsv4cli.errors import UnsupportedHardware
 from dsv4cli.kernels import card
 from tests.support.card import A100, B200, CARDS, H200, RTX3090, RTX4090, RTX5090, Card

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.cache import Cache
 
 
 def state(cache: Cache, sequence: Sequence) -> Iterator[torch.Tensor]:

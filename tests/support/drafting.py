@@ -5,7 +5,7 @@ import torch
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.mtp import MTP
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.state.cache import Cache
 
 
 def mtp_logits(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, Result
 

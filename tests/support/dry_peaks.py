@@ -13,8 +13,8 @@ from dsv4cli.engine.config.presets import PRESETS, shortened
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling
 from dsv4cli.kernels.card import CARDS
 from tests.support import no_compiler as no_compiler

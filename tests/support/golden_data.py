@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels import alike
 from dsv4cli.kernels.block_scale import ref as block_scale_ref

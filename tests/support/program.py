@@ -20,7 +20,7 @@ from dsv4cli import cli
 from dsv4cli.engine import settings
 from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.moe import MoE
-from dsv4cli.engine.runtime import drawing
+from dsv4cli.engine.runtime import leader_step as drawing
 from dsv4cli.engine.text.prompt_text import calls_parts
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from tests.support.shared_models import share_models

@@ -10,9 +10,9 @@ from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.draft import Drafter, Drafts
+from dsv4cli.engine.runtime.drafts.draft_controller import AlwaysDraft, DraftController
+from dsv4cli.engine.runtime.drafts.drafters import Drafter, Drafts
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.gate import Gate, OpenGate
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.weights.load import build_random
 from tests.support.small_model import FP32, NARROW
@@ -43,11 +43,11 @@ def text(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
 
 
-def open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many drafts as there may be in every step, however long it takes."""
 
-    monkeypatch.setattr(Gate, "count", OpenGate.count)
-    monkeypatch.setattr(Gate, "drafts", OpenGate.drafts)
+    monkeypatch.setattr(DraftController, "count", AlwaysDraft.count)
+    monkeypatch.setattr(DraftController, "drafts", AlwaysDraft.drafts)
 
 
 class Knowing:

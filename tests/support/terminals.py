@@ -26,10 +26,9 @@ from dsv4cli.commands.chat import turn
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
-from dsv4cli.engine.runtime import drawing
-from dsv4cli.engine.runtime.draft_steps import Ran
+from dsv4cli.engine.runtime import leader_step as drawing
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.step import Chunk, ComputedStep
 from dsv4cli.engine.weights import load
 from dsv4cli.engine.weights.load import load_model
 from tests.support.program import BYTES, SMALL, no_drafts_by_default
@@ -71,12 +70,12 @@ def speak(patch: pytest.MonkeyPatch, sample: Sampler, reading: float = 0.0) -> N
     """Conversations draw from `sample`, and their model has nothing to do but to take `reading` seconds a token of a
     prompt."""
 
-    def compute(runner: Runner, chunks: list[Chunk]) -> Ran:
+    def compute(runner: Runner, chunks: list[Chunk]) -> ComputedStep:
         time.sleep(reading * sum(chunk.tokens for chunk in chunks if chunk.tokens > 1))
         runner._advance(chunks)
         ready = [chunk for chunk in chunks if chunk.request.caught_up]
         logits = torch.zeros(len(ready), runner.model.config.vocab_size) if ready else None
-        return Ran(chunks, [], ready, HiddenStates(torch.empty(0), None), cast("Batch", None), logits=logits)
+        return ComputedStep(chunks, [], ready, HiddenStates(torch.empty(0), None), cast("Batch", None), logits=logits)
 
     model = _small()
     no_drafts_by_default(patch)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.draft import Drafts, usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import Drafts, usual_drafts
 from dsv4cli.engine.weights.load import load_model
 from tools.nano import acceptance, pool, train_drafter
 from tools.nano.acceptance import drafts_along

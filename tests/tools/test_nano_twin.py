@@ -11,8 +11,8 @@ from dsv4cli.engine.checkpoint.layout import expected_tensors, matrices
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.indexer import top_entries

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import Choose, Drafts, Newest, drafter_of
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.drafts.drafters import Choose, Drafts, Newest, drafter_of
+from dsv4cli.engine.runtime.state.cache import Cache
 
 
 @dataclass(frozen=True)

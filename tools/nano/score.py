@@ -14,7 +14,7 @@ from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import LayerCache
-from dsv4cli.engine.runtime.draft import usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import usual_drafts
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import resolve_device

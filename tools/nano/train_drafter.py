@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dsv4cli.engine.config.read import parse_config
-from dsv4cli.engine.runtime.draft import usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import usual_drafts
 from tools.nano import pool
 from tools.nano.drafter import DrafterTwin
 from tools.nano.drafting import Blocks, DraftLoss, Seen, draft_loss

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import FinishReason, Pieces
     from dsv4cli.engine.chat.thinking import Closed
-    from dsv4cli.engine.runtime.draft_report import DraftReport
+    from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
     from dsv4cli.engine.settings import Limits, Sampling
     from dsv4cli.engine.text.prompt import Message
     from dsv4cli.engine.weights.offload import ExpertOffload

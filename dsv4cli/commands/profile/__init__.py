@@ -114,7 +114,7 @@ def kernels(
     from dsv4cli.engine.profiling.document import kernels_document
     from dsv4cli.engine.profiling.kernels import check_context, profile_kernels, read_shapes, read_tokens, time_again
     from dsv4cli.engine.profiling.plot import check_plot, draw_roofline
-    from dsv4cli.engine.runtime.backend import resolve_backend
+    from dsv4cli.engine.system.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
     out, counts, torch_device = Output(context.obj.colours, as_json, quiet), read_tokens(tokens), resolve_device(device)
@@ -174,8 +174,8 @@ def step(
     from dsv4cli.engine.profiling.drafting import choose_drafts, profile_drafts
     from dsv4cli.engine.profiling.output_file import check_writable
     from dsv4cli.engine.profiling.step import choose_load, profile_step
-    from dsv4cli.engine.runtime.backend import resolve_backend
     from dsv4cli.engine.settings import parse_drafting
+    from dsv4cli.engine.system.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
     out = Output(context.obj.colours, as_json, quiet)

@@ -14,7 +14,7 @@ from dsv4cli.output import counted
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import Answer, Pieces
     from dsv4cli.engine.model.transformer import Transformer
-    from dsv4cli.engine.runtime.preparing import OnPreparing
+    from dsv4cli.engine.runtime.graphs.compile_watch import OnPreparing
     from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.text.prompt import Message
 

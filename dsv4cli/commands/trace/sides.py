@@ -142,8 +142,8 @@ class Sides:
         self, job: Job, model: "Transformer", manifest: "TraceManifest", other: "TraceManifest"
     ) -> "tuple[Recording, Noise]":
         """The first side and what rounding makes of it; other: of the side that it is compared with."""
-        from dsv4cli.engine.runtime.backend import use
         from dsv4cli.engine.settings import NO_DRAFTS
+        from dsv4cli.engine.system.backend import use
         from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
 
         plan = with_fed_twin(self.folder / "one", manifest, None, other)
@@ -163,7 +163,7 @@ class Sides:
         company: "Company | None" = None,
     ) -> "TraceComparison":
         """The other side, fed with the first one's streams; model: where it is loaded."""
-        from dsv4cli.engine.runtime.backend import use
+        from dsv4cli.engine.system.backend import use
         from dsv4cli.engine.tracing.passes import Pass, Plan
         from dsv4cli.engine.tracing.report import compared
 

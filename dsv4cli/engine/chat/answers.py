@@ -8,8 +8,8 @@ from dsv4cli.engine.chat.answer import Answer, Pieces
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.graphs.compile_watch import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.orders import Followers
-from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting
 
@@ -28,7 +28,7 @@ def generate_answers(
     """After each step of a prompt and each drawn token: the request's number, its answer so far and what the token
     added. An answer whose `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
 
-    on_preparing: as `Preparing` has it. followers: the other ranks that compute the model. on_end: called after
+    on_preparing: as `CompileWatch` has it. followers: the other ranks that compute the model. on_end: called after
     the last answer, with the engine that knows what drafts came to.
     """
     with Engine.of(model, list(requests), device, followers, drafting) as engine:

@@ -12,13 +12,13 @@ from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.chat.dropping import messages_to_drop
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS, Capacity
-from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.graphs.compile_watch import OnPreparing
 from dsv4cli.engine.runtime.limits import context_of, max_new_tokens
 from dsv4cli.engine.runtime.orders import Followers
-from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.runtime.state.capacity import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message, think_options

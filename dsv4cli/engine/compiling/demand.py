@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from dsv4cli.engine.config.capacity import MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS
-from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import most_drafts, usual_drafts
 from dsv4cli.engine.runtime.limits import context_of, workload_of
-from dsv4cli.engine.runtime.sampler import kind_of
+from dsv4cli.engine.runtime.sampling.sampler import kind_of
+from dsv4cli.engine.runtime.state.capacity import FEWEST_TOKENS
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.weights.placement import FreeMemory
 from dsv4cli.engine.weights.reserve import CHUNKS, FAR, Workload

@@ -9,11 +9,11 @@ from dsv4cli.engine.compiling.dry_model import dry_model, placed
 from dsv4cli.engine.compiling.launches import Launch, driven_by, recording
 from dsv4cli.engine.compiling.no_data import CUDA, NoData
 from dsv4cli.engine.config.capacity import ROLLBACK
-from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.drawing import Drawing
+from dsv4cli.engine.runtime.leader_step import LeaderStep
 from dsv4cli.engine.runtime.orders import Orders
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES
 from dsv4cli.engine.settings import Limits
 from dsv4cli.kernels.card import Card, described
@@ -85,7 +85,7 @@ class DryRun:
         if step.longest is None:
             runner.run()
         else:
-            Drawing(runner, Orders(None)).step(step.count, ahead=False)
+            LeaderStep(runner, Orders(None)).step(step.count, ahead=False)
         return frozenset(recorder.seen)
 
     def _request(self, runner: Runner, tokens: int, place: int, step: Step) -> Request:

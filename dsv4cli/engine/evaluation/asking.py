@@ -11,12 +11,12 @@ from dsv4cli.engine.evaluation.items import EvalItem
 from dsv4cli.engine.evaluation.judge import judge
 from dsv4cli.engine.evaluation.outcome import Outcome
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.graphs.compile_watch import OnPreparing
 from dsv4cli.engine.runtime.limits import check_text, end_of, max_new_tokens
 from dsv4cli.engine.runtime.orders import Followers
-from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Alternatives, Request, Result, Token
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import EFFORTS, think_options

@@ -1,6 +1,6 @@
 """One step's tokens, flat: which sequence and position each has, and where everything it reads and writes lies.
 
-What depends only on the batch is computed once a step (runtime/prepare.py); layers index with it.
+What depends only on the batch is computed once a step (runtime/batch_builder.py); layers index with it.
 """
 
 from dataclasses import dataclass

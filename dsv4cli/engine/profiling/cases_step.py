@@ -9,7 +9,7 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.profiling.bounds import EXACT, FP32, NOISE, ROTATIONS
 from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
-from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.batch_builder import Extent, Numbers, batch_of
 from dsv4cli.kernels import sampling
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.sampling import ref as sampling_ref

@@ -14,15 +14,15 @@ from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.step import FEWEST, LESS, MOST, SECONDS, WARM, StepShape, fill
-from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
-from dsv4cli.engine.runtime.draft_steps import Ran
-from dsv4cli.engine.runtime.drawing import sampled
+from dsv4cli.engine.runtime.drafts.drafters import most_drafts, usual_drafts
+from dsv4cli.engine.runtime.drafts.stopwatch import Stopwatch
+from dsv4cli.engine.runtime.leader_step import sampled
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.sampler import check_finite
+from dsv4cli.engine.runtime.sampling.sampler import check_finite
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.step import ComputedStep
 from dsv4cli.engine.runtime.step_sizes import batch_size
-from dsv4cli.engine.runtime.stopwatch import Stopwatch
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.device import step_memory
 from dsv4cli.errors import UsageError
@@ -225,7 +225,7 @@ class _Steps:
         computed = rows if ran.step is None else ran.step.rows
         return VerifiedRows(rows, computed, seconds, sampling, self._launches(self._run))
 
-    def _verify(self, rows: int) -> tuple[Ran, torch.Tensor]:
+    def _verify(self, rows: int) -> tuple[ComputedStep, torch.Tensor]:
         """The step and what it draws, int64 [R]."""
         for request, further in self._work:
             request.drafts = further[: rows - 1]
@@ -237,7 +237,7 @@ class _Steps:
         self._watch.mark()
         return ran, tokens
 
-    def _run(self) -> Ran:
+    def _run(self) -> ComputedStep:
         """The model's part."""
         ran = self._runner.run()
         for chunk in ran.chunks:
@@ -246,7 +246,7 @@ class _Steps:
             chunk.request.done = chunk.first
         return ran
 
-    def _draft(self, ran: Ran, tokens: torch.Tensor) -> torch.Tensor:
+    def _draft(self, ran: ComputedStep, tokens: torch.Tensor) -> torch.Tensor:
         """The drafts and their chances, as `speculate` gives them."""
         made = self._runner.speculate(ran, tokens, [len(chunk.drafts) for chunk in ran.ready], self._drafts)
         self._watch.mark()

@@ -13,8 +13,8 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.engine.weights.random_weights import random_tensors
 

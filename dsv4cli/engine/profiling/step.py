@@ -16,11 +16,12 @@ from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.ranges import BATCH, HEAD, OTHER, Ranges, expected_counts
-from dsv4cli.engine.runtime.backend import captures
-from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.graphs import GraphRunner
-from dsv4cli.engine.runtime.prepare import make_batch
-from dsv4cli.engine.runtime.sampler import check_finite
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
+from dsv4cli.engine.runtime.sampling.sampler import check_finite
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.cache import Cache
+from dsv4cli.engine.system.backend import captures
 from dsv4cli.engine.system.device import step_memory
 from dsv4cli.engine.weights.reserve import Workload
 from dsv4cli.errors import UnsoundResult, UsageError

@@ -8,19 +8,18 @@ import torch
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import lost_others
-from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.draft_plan import DraftPlan
-from dsv4cli.engine.runtime.draft_report import DraftReport
-from dsv4cli.engine.runtime.draft_steps import Ran
-from dsv4cli.engine.runtime.drawing import Drawing
+from dsv4cli.engine.runtime.drafts.draft_plan import DraftPlan
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
+from dsv4cli.engine.runtime.graphs.compile_watch import OnPreparing
+from dsv4cli.engine.runtime.leader_step import LeaderStep
 from dsv4cli.engine.runtime.limits import check_room, end_of
 from dsv4cli.engine.runtime.orders import Followers, Orders, described
 from dsv4cli.engine.runtime.pacing.pacer import Pacer
 from dsv4cli.engine.runtime.pacing.policy import PacingPolicy
-from dsv4cli.engine.runtime.preparing import OnPreparing
 from dsv4cli.engine.runtime.request import Request, Result, Token
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.step import ComputedStep, StepChoice
 from dsv4cli.engine.runtime.usage import Usage, usage_of
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.kernels.rows import ROWS_EXACT
@@ -59,7 +58,7 @@ class Engine:
         self._orders = Orders(followers)
         self._orders.add("begin", **asdict(capacity))
         self._plan = DraftPlan(self.runner.drafts.drafter, drafting, rows) if self.runner.drafts else None
-        self._drawing = Drawing(self.runner, self._orders)
+        self._drawing = LeaderStep(self.runner, self._orders)
         seconds, most = self.runner.chunk_seconds, min(capacity.slots, MAX_SLOTS) - 1
         self._pacer = None if step_ms is None else Pacer(PacingPolicy(step_ms / 1e3), seconds, shared, most)
         self._count = 0
@@ -178,11 +177,11 @@ class Engine:
         self.runner.forget()
         self._rest()
 
-    def _pick(self) -> Pick | None:
+    def _pick(self) -> StepChoice | None:
         """Whose step is next; one that runs already is of those that decode."""
         if self._pacer is None:
             return None
-        return Pick() if self.runner.ahead.launched else self._pacer.choose(self.runner.scheduler.active)
+        return StepChoice() if self.runner.ahead.launched else self._pacer.choose(self.runner.scheduler.active)
 
     def _queue(self, request: Request) -> None:
         request.number, request.usual_chunk = self._count, self.model.prefill_chunk
@@ -194,7 +193,7 @@ class Engine:
         if not self.busy:
             self._orders.rest()
 
-    def _results(self, ran: Ran, drawn: dict[Request, list[Token]]) -> list[Result]:
+    def _results(self, ran: ComputedStep, drawn: dict[Request, list[Token]]) -> list[Result]:
         results = []
         for chunk in ran.chunks:
             request, tokens = chunk.request, drawn.get(chunk.request, [])

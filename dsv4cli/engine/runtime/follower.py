@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.orders import Order, prompt_of
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.step import StepChoice
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UnsoundResult
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.runtime.draft_steps import Ran
+    from dsv4cli.engine.runtime.step import ComputedStep
 
 
 def follow(model: Transformer, device: torch.device | str, hear: Callable[[], list[Order] | None]) -> None:
@@ -34,7 +34,7 @@ class Follower:
         self._model, self._device = model, device
         self._runner: Runner | None = None
         self._requests: dict[int, Request] = {}
-        self._ran: Ran | None = None
+        self._ran: ComputedStep | None = None
         self._carry_out: dict[str, Callable[..., None]] = {
             "begin": self._begin,
             "add": self._add,
@@ -99,7 +99,7 @@ class Follower:
         for number, tokens in drafts:
             self._requests[number].drafts = tokens
         with suppress(UnsoundResult):  # the leader says so
-            self._ran = ran = self.runner.run(None if pick is None else Pick(**pick))
+            self._ran = ran = self.runner.run(None if pick is None else StepChoice(**pick))
             ahead = ahead and self.runner.ahead.follows(ran)
             if ahead or self.runner.drafts is not None:
                 drawn = self._drawn(ran)
@@ -108,7 +108,7 @@ class Follower:
             if ahead:
                 self.runner.run_ahead(ran, drawn)
 
-    def _drawn(self, ran: "Ran") -> torch.Tensor:
+    def _drawn(self, ran: "ComputedStep") -> torch.Tensor:
         """What the leader has drawn."""
         rows = sum(1 + len(chunk.drafts) for chunk in ran.ready)
         return self.runner.share(torch.zeros(rows, dtype=torch.int64, device=ran.hidden.streams.device))

@@ -3,13 +3,11 @@
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from dsv4cli.engine.config.capacity import USUAL_CHUNK
+from dsv4cli.engine.runtime.sequence import Sequence
 from dsv4cli.engine.settings import Limits, Sampling
-
-if TYPE_CHECKING:
-    from dsv4cli.engine.runtime.cache import Sequence
 
 # of a token id where they are packed: int32
 ID = "i"
@@ -91,7 +89,7 @@ class Request:
     end: int = 0
     done: int = 0
     cached: int = 0
-    sequence: "Sequence | None" = None
+    sequence: Sequence | None = None
     drafts: list[int] = field(default_factory=list)
     usual_chunk: int = USUAL_CHUNK
     packed: bytearray = field(default_factory=bytearray)

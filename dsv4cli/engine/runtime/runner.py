@@ -9,20 +9,22 @@ import torch
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
-from dsv4cli.engine.runtime.ahead import Ahead
-from dsv4cli.engine.runtime.backend import captures
-from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS, Capacity, prefixes_of
-from dsv4cli.engine.runtime.chunk_graphs import ChunkGraphs
-from dsv4cli.engine.runtime.draft import drafter_of
-from dsv4cli.engine.runtime.draft_steps import DraftSteps, Ran
-from dsv4cli.engine.runtime.graphs import GraphRunner, columns_of
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.drafts.draft_steps import DraftSteps
+from dsv4cli.engine.runtime.drafts.drafters import drafter_of
+from dsv4cli.engine.runtime.graphs.compile_watch import CompileWatch
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner, columns_of
+from dsv4cli.engine.runtime.graphs.prefill_graphs import PrefillGraphs
 from dsv4cli.engine.runtime.limits import context_of
-from dsv4cli.engine.runtime.logprobs import score_rows
-from dsv4cli.engine.runtime.prepare import make_batch
-from dsv4cli.engine.runtime.preparing import Preparing
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.scheduler import Chunk, Pick, Scheduler
+from dsv4cli.engine.runtime.sampling.logprobs import score_rows
+from dsv4cli.engine.runtime.scheduler import Scheduler
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.cache import Cache
+from dsv4cli.engine.runtime.state.capacity import FEWEST_TOKENS, Capacity, prefixes_of
+from dsv4cli.engine.runtime.step import Chunk, ComputedStep, StepChoice
+from dsv4cli.engine.runtime.step_ahead import StepAhead
+from dsv4cli.engine.system.backend import captures
 from dsv4cli.engine.system.device import step_memory, step_threads, upload
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.workspace import Workspace
@@ -45,7 +47,7 @@ class Runner:
         self._slots = max(1, min(capacity.slots, MAX_SLOTS))
         self._spare = 2 * capacity.snapshots + 1  # and the padding of graphs
         graphs = capacity.longest is not None and captures(torch.device(device))
-        self.preparing = Preparing(torch.device(device))
+        self.preparing = CompileWatch(torch.device(device))
         self.cache = Cache(model.config, model.numerics, slots=self._slots + graphs, device=device)
         drafter = drafter_of(model, self.cache) if capacity.drafts else None
         with step_memory(self.cache.device):
@@ -58,8 +60,8 @@ class Runner:
         if graphs and capacity.longest is not None:
             self.graphs = GraphRunner(model, self.cache, capacity.longest, self._workspace)
             self._provide(capacity.longest)
-        self._chunks = ChunkGraphs(self.graphs) if self.graphs is not None and capacity.chunks else None
-        self.ahead = Ahead(self.cache, self.scheduler, self.graphs)
+        self._chunks = PrefillGraphs(self.graphs) if self.graphs is not None and capacity.chunks else None
+        self.ahead = StepAhead(self.cache, self.scheduler, self.graphs)
         self.drafts = None if drafter is None else DraftSteps(drafter, self.graphs, self.cache.device)
 
     @property
@@ -88,7 +90,7 @@ class Runner:
                 request.sequence = None
             return runs
 
-    def run(self, pick: Pick | None = None) -> Ran:
+    def run(self, pick: StepChoice | None = None) -> ComputedStep:
         """The next step, or the one that runs ahead; pick: whose it is, None for all. Its logits may be overwritten by
         the one after it. Raises NotEnoughMemory, and UnsoundResult for scored rows that are not finite."""
         self.preparing.happened = False
@@ -99,8 +101,8 @@ class Runner:
             with self._computing(sum(chunk.tokens for chunk in chunks)):
                 return self._compute(chunks)
 
-    def run_ahead(self, ran: Ran, tokens: torch.Tensor) -> None:
-        """Launches the step after this one, as `Ahead.launch`; pins memory meanwhile. Raises NotEnoughMemory."""
+    def run_ahead(self, ran: ComputedStep, tokens: torch.Tensor) -> None:
+        """Launches the step after this one, as `StepAhead.launch`; pins memory meanwhile. Raises NotEnoughMemory."""
         with self._whole(), self._computing(len(tokens)):
             self.ahead.launch(ran, tokens)
             if self.prefixes is not None:
@@ -114,7 +116,7 @@ class Runner:
             graphs = self.graphs.prepare(self._slots) or (self._chunks is not None and self._chunks.prepare())
             return graphs or (self.prefixes is not None and self.prefixes.prepare())
 
-    def speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor:
+    def speculate(self, ran: ComputedStep, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor:
         """As `DraftSteps.after`. May be called again with other tokens. Raises NotEnoughMemory."""
         assert self.drafts is not None
         with self._whole(), self._computing(len(tokens)):
@@ -124,7 +126,7 @@ class Runner:
         """With several ranks what the leader drew, else the same: int64 [R]."""
         return self.model.world.broadcast_from_leader(tokens)
 
-    def finish(self, ran: Ran, drawn: list[list[int]]) -> None:
+    def finish(self, ran: ComputedStep, drawn: list[list[int]]) -> None:
         """Ends a step: each request that is ready gets its next tokens, at least one, of which all but the last are its
         first drafts; the other drafts never were. Raises NotEnoughMemory."""
         with self._whole(), step_memory(self.cache.device):
@@ -204,7 +206,7 @@ class Runner:
         self.cache.provide(min(self._slots * columns_of(longest) + self._spare, BLOCKS_AT_ONCE))
         self.graphs.lengthen(longest)
 
-    def _compute(self, chunks: list[Chunk]) -> Ran:
+    def _compute(self, chunks: list[Chunk]) -> ComputedStep:
         given = [(chunk.request.sequence, chunk.ids) for chunk in chunks if chunk.request.sequence is not None]
         decodes = all(chunk.end - chunk.first == 1 and not chunk.request.scored for chunk in chunks)
         ran = self._replayed(chunks, given) if self.graphs is not None and decodes else self._computed(chunks, given)
@@ -224,23 +226,23 @@ class Runner:
             self.cache.advance(chunk.request.sequence, chunk.tokens)
             chunk.request.done = chunk.end
 
-    def _replayed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> Ran:
+    def _replayed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> ComputedStep:
         assert self.graphs is not None
         step = self.graphs.filled(work, self.preparing.begin)
         output = step.run()
         bases = list(range(0, len(chunks) * step.rows, step.rows))
-        return self._with_logits(Ran(chunks, bases, _ready(chunks), output.hidden, output.batch, step))
+        return self._with_logits(ComputedStep(chunks, bases, _ready(chunks), output.hidden, output.batch, step))
 
-    def _with_logits(self, ran: Ran) -> Ran:
+    def _with_logits(self, ran: ComputedStep) -> ComputedStep:
         assert ran.step is not None
         [output], rows = ran.step.held, ran.rows()
         if rows == list(range(len(rows))):
             return replace(ran, logits=output.logits[: len(rows)] if rows else None)
         return replace(ran, logits=output.logits[upload(torch.tensor(rows, device="cpu"), self.cache.device)])
 
-    def _computed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> Ran:
+    def _computed(self, chunks: list[Chunk], work: list[tuple[Sequence, list[int]]]) -> ComputedStep:
         hidden, batch = self._modelled(work)
-        ran = Ran(chunks, [chunk.row for chunk in chunks], _ready(chunks), hidden, batch)
+        ran = ComputedStep(chunks, [chunk.row for chunk in chunks], _ready(chunks), hidden, batch)
         rows = upload(torch.tensor(ran.rows(), dtype=torch.int64, device="cpu"), self.cache.device)
         logits = self.model.logits(hidden.streams[rows]) if ran.ready else None
         scored = [chunk for chunk in chunks if chunk.request.scored]

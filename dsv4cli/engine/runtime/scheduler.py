@@ -1,57 +1,19 @@
 """Which tokens go through the model in a step: requests join while there is room, each with its next chunk."""
 
 from collections import deque
-from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK
-from dsv4cli.engine.runtime.cache import Cache, blocks_of
-from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.cache import Cache, blocks_of
+from dsv4cli.engine.runtime.state.prefix_cache import PrefixCache
+from dsv4cli.engine.runtime.step import Chunk, StepChoice
 from dsv4cli.engine.runtime.step_sizes import rows_needed
-
-
-@dataclass(frozen=True)
-class Pick:
-    """Whose step the next one is, where not all requests share it: of those that decode, or, in a step of so many
-    tokens, of the prompts of these requests, by their numbers, the first of which has its part whatever the others
-    have. decoding: those that decode in front of the prompts."""
-
-    requests: Items[int] = ()
-    tokens: int = 0
-    decoding: Items[int] = ()
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One request's part of a step: tokens first .. end - 1 of it and then drafts, in the rows from `row` on."""
-
-    request: Request
-    first: int
-    end: int
-    row: int
-    drafts: list[int]
-
-    @property
-    def tokens(self) -> int:
-        """How many it has, drafts included."""
-        return self.end - self.first + len(self.drafts)
-
-    @property
-    def ids(self) -> list[int]:
-        """All of them."""
-        return self.request.ids[self.first : self.end] + self.drafts
-
-    @property
-    def last_row(self) -> int:
-        """The row of its last token."""
-        return self.row + self.tokens - 1
 
 
 class Scheduler:
     """The requests of one cache, in the order in which they came."""
 
-    def __init__(self, cache: Cache, prefixes: Prefixes | None = None, blocks: int | None = None) -> None:
+    def __init__(self, cache: Cache, prefixes: PrefixCache | None = None, blocks: int | None = None) -> None:
         """blocks: what all sequences together may take at most; without that number they take what they need."""
         self._cache, self._prefixes, self._blocks = cache, prefixes, blocks
         self._waiting: deque[Request] = deque()
@@ -100,7 +62,7 @@ class Scheduler:
         self._waiting.clear()
         self._active.clear()
 
-    def of(self, pick: Pick | None) -> list[Request]:
+    def of(self, pick: StepChoice | None) -> list[Request]:
         """The requests whose step the next one may be, in the order of their chunks."""
         if pick is None:
             return self.active
@@ -109,11 +71,11 @@ class Scheduler:
         active = {request.number: request for request in self._active}
         return [active[number] for number in (*pick.decoding, *pick.requests)]
 
-    def chunks(self, pick: Pick | None = None) -> list[Chunk]:
+    def chunks(self, pick: StepChoice | None = None) -> list[Chunk]:
         """The next step. A chunk ends where the state is to be kept."""
         self._admit()
         chunks: list[Chunk] = []
-        picked = pick or Pick()
+        picked = pick or StepChoice()
         row, most = 0, min(picked.tokens or MAX_STEP_TOKENS, MAX_STEP_TOKENS)
         for place, request in enumerate(self.of(pick)):
             count = min(self._stop(request) - request.done, request.prefill_chunk)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.usage import Usage

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, RowScores, Token
 from dsv4cli.engine.runtime.usage import Usage

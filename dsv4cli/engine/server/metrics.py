@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.runtime.draft_report import DraftReport
+    from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
     from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.runtime.usage import Usage
     from dsv4cli.engine.server.engine_thread import Update

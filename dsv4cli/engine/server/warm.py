@@ -7,12 +7,12 @@ import torch
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.capacity import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.runtime.engine import Engine
+from dsv4cli.engine.runtime.graphs.compile_watch import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.runtime.orders import Followers
-from dsv4cli.engine.runtime.preparing import OnPreparing, do_nothing
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.capacity import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.system.host_memory import host_memory
@@ -51,7 +51,7 @@ def ready_engine(
     drafting: Drafting,
     on_preparing: OnPreparing,
 ) -> Engine:
-    """The engine; on_preparing: as `Preparing` has it, until it is ready. Raises UnsoundResult, NotEnoughMemory."""
+    """The engine; on_preparing: as `CompileWatch` has it, until it is ready. Raises UnsoundResult, NotEnoughMemory."""
     context = context_of(model.config, limits)
     own, host = _memory(share, torch.device(device))
     capacity = Capacity(MAX_SLOTS, min(FEWEST_TOKENS, context), cache_memory=own, host_memory=host)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.orders import Followers
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.tracing.manifest import Text
 

@@ -11,7 +11,7 @@ from dsv4cli.commands.ranks import SHARED
 from dsv4cli.engine.checkpoint.source import RandomSource
 from dsv4cli.engine.config.presets import TINY, shortened
 from dsv4cli.engine.config.read import parse_config
-from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.weights import load

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime import logprobs
+from dsv4cli.engine.runtime.sampling import logprobs
 from dsv4cli.engine.weights import load
 from tests.support import damage
 from tests.support.foreign import FOREIGN, INCOMPLETE, half

@@ -17,7 +17,7 @@ import torch
 from dsv4cli import __main__
 from dsv4cli.commands.reading import Reading
 from dsv4cli.commands.run.show import show_reading
-from dsv4cli.engine.runtime import drawing
+from dsv4cli.engine.runtime import leader_step as drawing
 from tests.support.forked import Forked
 from tests.support.program import BYTES, ROOT, SMALL
 from tests.support.terminals import ESCAPES, Terminal, says, speaking
@@ -29,7 +29,7 @@ import torch
 torch.set_num_threads(1)
 from itertools import cycle
 from dsv4cli import cli
-from dsv4cli.engine.runtime import drawing
+from dsv4cli.engine.runtime import leader_step as drawing
 ids = cycle(byte + 3 for byte in b"words\\n")
 drawing.sample = lambda *_: torch.tensor([next(ids)])
 try:

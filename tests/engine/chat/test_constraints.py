@@ -14,9 +14,9 @@ from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.reply import parse_reply
@@ -26,7 +26,7 @@ from dsv4cli.engine.weights.load import build_random
 from tests.engine.runtime.test_speculation import Script
 from tests.support.program import BYTES
 from tests.support.small_model import FP32
-from tests.support.speculation import CONFIGS, know, mask_of, open_gate
+from tests.support.speculation import CONFIGS, always_draft, know, mask_of
 
 SIZE, MOST, EOS = 512, 120, (BYTES.eos_id,)
 END, START = BYTES.token_id(THINK_END), BYTES.token_id(THINK_START)
@@ -180,7 +180,7 @@ def right_call(name, arguments) -> bool:
 def test_random_weights_write_what_a_grammar_asks_for(temperature, numbers, monkeypatch):
     """Steps as on a GPU, but for the graphs; with right and wrong drafts the same tokens come."""
     monkeypatch.setattr(runner, "captures", lambda device: True)
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     requests = asked(temperature, numbers)
     expected, _ = answers(requests)
     assert all(follows(number, ids) for number, ids in zip(numbers, expected, strict=True))

@@ -16,10 +16,10 @@ from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prefix_cache import shared
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.state.cache import Cache
+from dsv4cli.engine.runtime.state.prefix_cache import shared
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.tokens import THINK_END, USER
 from dsv4cli.engine.weights.load import load_model
@@ -481,7 +481,7 @@ def test_an_answer_that_would_end_inside_its_thinking_goes_on(monkeypatch):
         draws.append(allowed)
         return logits.argmax(-1) * 0 + (eos if allowed and len(draws) > 2 else letter)
 
-    monkeypatch.setattr("dsv4cli.engine.runtime.drawing.sample", sample)
+    monkeypatch.setattr("dsv4cli.engine.runtime.leader_step.sample", sample)
     with new_conversation("high", max_tokens=40) as one:
         answer, _ = drain(one.reply(LONG, SEEDED))
     assert [step.id for step in answer.tokens] == [letter, letter, END, letter, eos]

@@ -12,11 +12,11 @@ from dsv4cli.engine.compiling.ahead import Compilation, found_memory
 from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.backend import use
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import AUTO_DRAFTING, Limits, Sampling
+from dsv4cli.engine.system.backend import use
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.placement import MemoryLimits
 

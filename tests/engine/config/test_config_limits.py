@@ -196,7 +196,7 @@ def test_each_end_token_of_a_list_ends_an_answer(monkeypatch):
     assert config.eos_token_ids == (7, 9)
     model = build_random(config, Numerics.plain(), formats=Formats("f32", "f32", "f32"))
     draws = iter([[3, 3, 3], [7, 3, 3], [9, 3], [1]])
-    monkeypatch.setattr("dsv4cli.engine.runtime.drawing.sample", lambda *_: torch.tensor(next(draws)))
+    monkeypatch.setattr("dsv4cli.engine.runtime.leader_step.sample", lambda *_: torch.tensor(next(draws)))
     asked = [Request([5], Sampling(), Limits(max_tokens=4)) for _ in range(3)]
     ends = {number: (token.id, token.finish) for number, token in drawn(Engine.of(model, asked, "cpu"))}
     assert ends == {0: (7, "stop"), 1: (9, "stop"), 2: (1, "length")}

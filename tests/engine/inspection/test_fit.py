@@ -34,8 +34,8 @@ from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.system import host_memory
 from dsv4cli.engine.weights import fill
 from dsv4cli.engine.weights.load import build_random

@@ -12,8 +12,8 @@ from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import build_random
 from tests.support.drafting import mtp_logits
 from tests.support.golden_data import chunks

@@ -10,9 +10,9 @@ from dsv4cli.engine.model.head import collapse
 from dsv4cli.engine.model.moe import matrices
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.rope import frequencies
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft import DSparkDrafter, Newest
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.drafts.drafters import DSparkDrafter, Newest
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.kernels import experts, hyper_connections, norm, rope
 from dsv4cli.kernels.step_metadata.ref import rotation

@@ -16,8 +16,8 @@ from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.model import attention as engine_attention
 from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime import cache as engine_cache
-from dsv4cli.engine.runtime import prepare
+from dsv4cli.engine.runtime import batch_builder as prepare
+from dsv4cli.engine.runtime.state import cache as engine_cache
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.attention import ref as attention
 from dsv4cli.kernels.block_scale import ref as block_scale

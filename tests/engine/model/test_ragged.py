@@ -10,8 +10,9 @@ from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels import alike

@@ -15,7 +15,7 @@ from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.parallel import processes
 from dsv4cli.engine.parallel.processes import joined, rendezvous_addresses
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.runtime.graphs import GraphRunner
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, RankLost

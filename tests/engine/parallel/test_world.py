@@ -24,8 +24,8 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel import processes
 from dsv4cli.engine.parallel.processes import check_devices, joined
 from dsv4cli.engine.parallel.world import SINGLE, World
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.fill import fill, local_slice, made
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.random_weights import random_tensors

@@ -7,19 +7,20 @@ import pytest
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime import capacity, prefix_cache, runner
-from dsv4cli.engine.runtime.cache import FEWEST_BLOCKS
-from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.pacing import pacer
+from dsv4cli.engine.runtime.state import capacity, prefix_cache
+from dsv4cli.engine.runtime.state.cache import FEWEST_BLOCKS
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.engine.runtime.test_bursts import largest_riding
 from tests.engine.runtime.test_reuse import alone, answers, asked, check_empty
 from tests.engine.runtime.test_speculation_ranks import Meeting, same
 from tests.support.small_model import model
-from tests.support.speculation import model_of, open_gate, text
+from tests.support.speculation import always_draft, model_of, text
 
 SLOW = pytest.mark.slow
 
@@ -193,7 +194,7 @@ def test_at_random(seed, most, captured, few_blocks, monkeypatch):
     """A few hundred moves; steps have a target, so that prompts and answers alternate."""
     monkeypatch.setattr(runner, "captures", lambda device: captured)
     monkeypatch.setattr(prefix_cache, "KEPT_EVERY", 100)
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     few_blocks(14)
     capacity = Capacity(4, 700, cache_memory=memory(14, 6), host_memory=6 * 10**5)
     play = Play(Engine(model_of("mtp"), capacity, "cpu", drafting=Drafting(most), step_ms=30), seed)
@@ -211,7 +212,7 @@ def test_followers_do_the_same(drafting, few_blocks, monkeypatch):
     monkeypatch.setattr(World, "broadcast_from_leader", lambda world, x: meeting.broadcast(x))
     monkeypatch.setattr(runner, "captures", lambda device: True)
     monkeypatch.setattr(prefix_cache, "KEPT_EVERY", 100)
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     few_blocks(14)
     capacity = Capacity(4, 700, cache_memory=memory(14, 6), host_memory=6 * 10**5)
     one = Engine(model_of("mtp"), capacity, "cpu", meeting, Drafting(drafting), step_ms=30)

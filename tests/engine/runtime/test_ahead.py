@@ -6,15 +6,15 @@ import pytest
 
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.runtime.ahead import Ahead
-from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.drawing import Drawing
+from dsv4cli.engine.runtime.drafts.draft_controller import DraftController
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
-from dsv4cli.engine.runtime.gate import Gate
-from dsv4cli.engine.runtime.graphs import GraphRunner
-from dsv4cli.engine.runtime.host_store import HostStore
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
+from dsv4cli.engine.runtime.leader_step import LeaderStep
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.state.host_tier import HostTier
+from dsv4cli.engine.runtime.step_ahead import StepAhead
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_speculation import Divided, Script
 from tests.engine.runtime.test_speculation_ranks import Meeting
@@ -35,20 +35,20 @@ def captured(monkeypatch):
 @pytest.fixture
 def launched(monkeypatch) -> list[int]:
     """How many sequences each step had that was launched ahead."""
-    sizes, launch = [], Ahead.launch
+    sizes, launch = [], StepAhead.launch
 
     def counted(ahead, ran, tokens):
         sizes.append(len(ran.ready))
         launch(ahead, ran, tokens)
 
-    monkeypatch.setattr(Ahead, "launch", counted)
+    monkeypatch.setattr(StepAhead, "launch", counted)
     return sizes
 
 
 @pytest.fixture(params=["off", pytest.param("closed", marks=pytest.mark.slow)])
 def drafting(request, monkeypatch) -> Drafting:
     """No drafter, or one that takes in every step and drafts nothing."""
-    monkeypatch.setattr(Gate, "count", lambda gate, sequences: 0)
+    monkeypatch.setattr(DraftController, "count", lambda gate, sequences: 0)
     return Drafting(0 if request.param == "off" else 3)
 
 
@@ -76,7 +76,7 @@ def played(one: Engine, requests: list[Request], between=lambda step: None) -> l
 
 
 def read_one_by_one(monkeypatch) -> None:
-    monkeypatch.setattr(Ahead, "follows", lambda ahead, ran: False)
+    monkeypatch.setattr(StepAhead, "follows", lambda ahead, ran: False)
 
 
 def test_every_decoding_step_but_the_first_is_launched_ahead(launched, drafting):
@@ -95,7 +95,7 @@ def test_every_decoding_step_but_the_first_is_launched_ahead(launched, drafting)
 def test_host_memory_is_pinned_while_a_step_computes(launched, monkeypatch):
     """Behind what was launched, for then the host has time."""
     seen = []
-    monkeypatch.setattr(HostStore, "pin_next", lambda store: seen.append(len(launched)))
+    monkeypatch.setattr(HostTier, "pin_next", lambda store: seen.append(len(launched)))
     one = engine(cache_memory=10**7, host_memory=10**7)
     one.add(asked(0, 8))
     while one.busy:
@@ -127,8 +127,8 @@ def test_requests_join_end_and_are_cancelled(launched, drafting, monkeypatch):
 
 def test_a_constraint_decides_behind_what_was_drawn(launched, monkeypatch):
     """Tokens that it forces, bans, or takes in place of what was drawn, when the step after it runs already."""
-    back, take_back = [], Ahead.take_back
-    monkeypatch.setattr(Ahead, "take_back", lambda ahead, one: (back.append(ahead.launched), take_back(ahead, one)))
+    back, take_back = [], StepAhead.take_back
+    monkeypatch.setattr(StepAhead, "take_back", lambda ahead, one: (back.append(ahead.launched), take_back(ahead, one)))
     free = played(engine(), [asked(number) for number in range(3)])
     back.clear()
 
@@ -148,7 +148,7 @@ def test_a_constraint_decides_behind_what_was_drawn(launched, monkeypatch):
 def test_a_mask_decides_before_the_next_step_is_launched(launched, monkeypatch):
     """Nothing is taken back: what the step after it begins with was drawn under the mask."""
     back = []
-    monkeypatch.setattr(Drawing, "_take_back", lambda *_: back.append(True))
+    monkeypatch.setattr(LeaderStep, "_take_back", lambda *_: back.append(True))
 
     def answers(*rules) -> list[list[int]]:
         return played(engine(), [asked(number, constraint=rule) for number, rule in enumerate(rules)])

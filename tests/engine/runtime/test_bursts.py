@@ -4,16 +4,16 @@ import pytest
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.runtime import runner, scheduler
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.pacing.pacer import Pacer
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.step import StepChoice
 from dsv4cli.engine.runtime.step_sizes import ROWS_PER_SEQUENCE
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_reuse import asked, check, check_empty
-from tests.support.speculation import model_of, open_gate, text
+from tests.support.speculation import always_draft, model_of, text
 
 SLOW = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def added(one: Runner, *prompts: list[int], **given) -> list[Request]:
 
 def parts(one: Runner, *given) -> list[tuple[int, int, int]]:
     """Of each chunk of a step its request and its tokens."""
-    ran = one.run(Pick(*given))
+    ran = one.run(StepChoice(*given))
     one.finish(ran, [[5]] * len(ran.ready))
     return [(chunk.request.number, chunk.first, chunk.end) for chunk in ran.chunks]
 
@@ -118,7 +118,7 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
     """Beside one that decodes, also where some of them are cancelled."""
     monkeypatch.setattr(runner, "captures", lambda device: captured)
     monkeypatch.setattr(Pacer, "_best", largest_riding)
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     one = Engine(
         model_of("mtp"), Capacity(12, 640, cache_memory=2 * 10**7), "cpu", drafting=Drafting(most), step_ms=1e6
     )

@@ -12,13 +12,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.chunk_graphs import CapturedChunks
-from dsv4cli.engine.runtime.graphs import GraphRunner
-from dsv4cli.engine.runtime.prepare import Extent
+from dsv4cli.engine.runtime.batch_builder import Extent
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
+from dsv4cli.engine.runtime.graphs.prefill_graphs import CapturedPrefill
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.scheduler import Pick
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.step import StepChoice
 from dsv4cli.engine.runtime.step_sizes import PREFILL_ROWS, ROWS_PER_SEQUENCE
 from dsv4cli.engine.settings import Limits, Sampling
 from tests.engine.runtime.test_speculation_state import state_of
@@ -99,7 +99,7 @@ def read_together(steps: list[list[int]], chunks: bool, drafts: bool):
         for request in reading:
             if request.sequence is None:
                 one.add(request)
-        ran = one.run(Pick([request.number for request in reading], 1000))
+        ran = one.run(StepChoice([request.number for request in reading], 1000))
         assert [chunk.tokens for chunk in ran.chunks] == [count for count in counts if count]
         assert (len(ran.hidden.streams) > sum(counts)) == chunks
         found.append(ran.logits.clone())
@@ -134,7 +134,7 @@ def test_padding_asks_for_no_expert_of_its_own(count, monkeypatch):
     monkeypatch.setattr(moe.experts, "mixture", lambda *given: chosen.append(given[3]) or compute(*given))
     one = Runner(model_of("mtp"), Capacity(4, LONGEST, chunks=True), "cpu")
     one.add(Request(text(count + 40, 4), Sampling(0.0), Limits(), number=0, end=LONGEST))
-    one.run(Pick((0,), count))
+    one.run(StepChoice((0,), count))
     for own in chosen[2 * len(chosen) // 3 :]:  # the first two runs time it
         assert len(own) > count
         assert torch.equal(own, own[torch.arange(len(own)) % count])
@@ -194,8 +194,8 @@ def test_a_step_has_room_for_the_groups_of_any_chunks(tokens):
 
 
 def test_steps_are_captured_while_there_is_time(monkeypatch):
-    compute, ran = CapturedChunks.run, []
-    monkeypatch.setattr(CapturedChunks, "run", lambda self, work: ran.extend(work) or compute(self, work))
+    compute, ran = CapturedPrefill.run, []
+    monkeypatch.setattr(CapturedPrefill, "run", lambda self, work: ran.extend(work) or compute(self, work))
     one = Runner(model_of("mtp"), Capacity(3, 250, chunks=True, cache_memory=10**7), "cpu")
     count = 0
     while one.prepare():

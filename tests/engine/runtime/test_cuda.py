@@ -6,8 +6,8 @@ import torch
 from dsv4cli.engine.checkpoint.source import FolderSource, resolve_model
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.kernels.block_scale import dequantise, fp4_round, fp8_round
 from dsv4cli.kernels.dispatch import use

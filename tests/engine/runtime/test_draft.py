@@ -7,7 +7,7 @@ import pytest
 from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.config.presets import FLASH_0731
 from dsv4cli.engine.config.read import parse_config
-from dsv4cli.engine.runtime.draft import most_drafts, usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import most_drafts, usual_drafts
 
 
 @pytest.mark.parametrize(("block", "most"), [(3, 3), (12, ROLLBACK - 1)])

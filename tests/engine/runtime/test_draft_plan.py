@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv4cli.engine.runtime.draft_plan import DraftPlan
+from dsv4cli.engine.runtime.drafts.draft_plan import DraftPlan
 from dsv4cli.engine.settings import Drafting
 
 

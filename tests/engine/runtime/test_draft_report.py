@@ -1,6 +1,6 @@
 """What drafts have come to, counted: a whole engine's, and one turn's."""
 
-from dsv4cli.engine.runtime.draft_report import DraftReport
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 
 
 def test_the_record_has_the_keys_of_the_documents():

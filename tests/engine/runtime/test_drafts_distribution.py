@@ -15,17 +15,17 @@ from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
-from dsv4cli.engine.runtime.draft import Choose, Drafts, Newest
-from dsv4cli.engine.runtime.draft_report import DraftReport
-from dsv4cli.engine.runtime.drawable import BANNED
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
+from dsv4cli.engine.runtime.drafts.drafters import Choose, Drafts, Newest
+from dsv4cli.engine.runtime.drafts.speculate import Verified, speculate
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.sampler import Draws, sample
-from dsv4cli.engine.runtime.speculate import Verified, speculate
+from dsv4cli.engine.runtime.sampling.logit_masks import BANNED
+from dsv4cli.engine.runtime.sampling.sampler import Draws, sample
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import build_random
 from tests.engine.runtime.test_sampler import slow_nucleus
-from tests.support.speculation import open_gate
+from tests.support.speculation import always_draft
 from tests.support.synthetic import DSPARK, SMALL
 
 VOCABULARY, REQUESTS, DRAFTS, FIRST = 24, 100_000, 2, 3
@@ -245,7 +245,7 @@ MANY += [(drafts, sampling, 3) for drafts in (2, 7) for sampling in (Sampling(0.
     ("drafts", "sampling", "batches"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
 )
 def test_a_seed_draws_the_same_with_drafts(monkeypatch, drafts, sampling, batches, drafter):
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     accepted = rejected = 0
     for batch in range(batches):
         seeded = replace(sampling, seed=batch * TOGETHER)

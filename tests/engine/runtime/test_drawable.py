@@ -7,11 +7,11 @@ import torch
 
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.drawable import BANNED, drawable
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.sampling.logit_masks import BANNED, drawable
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.step import Chunk
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import build_random
 from tests.engine.runtime.test_speculation import Divided, Script

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime import drawing, runner, scheduler, score
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime import leader_step as drawing
+from dsv4cli.engine.runtime import runner, scheduler, score
+from dsv4cli.engine.runtime.batch_builder import make_batch
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.state.cache import Cache
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError

@@ -9,9 +9,10 @@ from dsv4cli.commands.job import open_job
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.graphs import GraphRunner
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.rows import planned_rows
 from dsv4cli.options import ModelOptions

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from dsv4cli.engine.config.capacity import MAX_SLOTS
-from dsv4cli.engine.runtime.gate import PROBE, Costs, Gate
+from dsv4cli.engine.runtime.drafts.draft_controller import PROBE, DraftController, StepCosts
 from dsv4cli.engine.runtime.step_sizes import batch_size
 
 # milliseconds of a step by its rows, and of making drafts: what the drafter takes in of each step, and each draft
@@ -32,7 +32,7 @@ class Simulation:
     """Steps of some sequences, whose drafts are right with the chances that `truth` gives for each place, and of which
     the drafter says what `reports` makes of that."""
 
-    gate: Gate
+    gate: DraftController
     truth: Callable[[int], Sequence[float]]
     sequences: int = 1
     reports: Callable[[float], float] = lambda chance: chance
@@ -108,7 +108,7 @@ def fixed(truth: Callable[[int], Sequence[float]], count: int, most: int = 7) ->
 @pytest.mark.parametrize("sequences", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8)), 64])
 @pytest.mark.parametrize("reports", [sure, lambda chance: chance], ids=["sure", "honest"])
 def test_it_closes_where_nothing_is_accepted(most, sequences, reports):
-    one = Simulation(Gate(most), WRONG, sequences, reports).run(500)
+    one = Simulation(DraftController(most), WRONG, sequences, reports).run(500)
     assert one.speed >= 0.97
     # what it makes from then on is to see
     assert sum(one.made[25:]) <= 500 // PROBE + 1
@@ -117,7 +117,7 @@ def test_it_closes_where_nothing_is_accepted(most, sequences, reports):
 @BOTH
 def test_it_opens_again(most):
     """Drafts become right, though the drafter has said that of wrong ones too."""
-    gate = Gate(most)
+    gate = DraftController(most)
     one = Simulation(gate, lambda number: (WRONG if number < 400 else GOOD)(number), reports=sure).run(400)
     assert sum(one.verified[200:]) <= 4
     one.run(200)
@@ -133,7 +133,7 @@ def test_it_opens_again(most):
 @BOTH
 @pytest.mark.parametrize(("truth", "few", "many"), [(PROSE, 2, 3), (GOOD, 4, 7)], ids=["prose", "code"])
 def test_as_many_drafts_as_pay(most, truth, few, many):
-    one = Simulation(Gate(most), truth).run(200)
+    one = Simulation(DraftController(most), truth).run(200)
     one.tokens = one.milliseconds = 0
     one.run(2000)
     best = max(fixed(truth, count) for count in range(most + 1))
@@ -147,7 +147,7 @@ def test_as_many_drafts_as_pay(most, truth, few, many):
 @pytest.mark.parametrize("says", [0.05, pytest.param(0.3, marks=pytest.mark.slow), 0.95])
 @pytest.mark.parametrize("truth", [PROSE, WRONG, GOOD], ids=["prose", "wrong", "code"])
 def test_what_a_drafter_says_is_calibrated(most, says, truth):
-    one = Simulation(Gate(most), truth, reports=lambda chance: says).run(300)
+    one = Simulation(DraftController(most), truth, reports=lambda chance: says).run(300)
     expected = sum(truth(0)[:3]) / 3
     assert one.gate.believed(says) == pytest.approx(expected, abs=0.25)
     one.tokens = one.milliseconds = 0
@@ -157,7 +157,7 @@ def test_what_a_drafter_says_is_calibrated(most, says, truth):
 @pytest.mark.parametrize("sequences", range(1, 65))
 def test_no_more_rows_than_graphs_hold(sequences):
     """As captured steps have them, with times and without; what fits is used."""
-    one = Simulation(Gate(7), GOOD, sequences, rows=lambda rows: 5.0).run(12)
+    one = Simulation(DraftController(7), GOOD, sequences, rows=lambda rows: 5.0).run(12)
     assert max(one.made) == min(7, MAX_SLOTS // batch_size(sequences) - 1)
     # more sequences than there were drafts for
     assert one.gate.drafts(64, [[0.9] * 7] * 64) == one.gate.count(64) == 0
@@ -165,10 +165,10 @@ def test_no_more_rows_than_graphs_hold(sequences):
 
 def test_sequences_that_all_cost_more_than_they_give():
     """32 sequences whose rows each cost as much as a step of one: drafts of nine in ten do not pay, two rows do."""
-    heavy = Simulation(Gate(7), GOOD, 32, rows=lambda rows: 5.0 * rows).run(500)
+    heavy = Simulation(DraftController(7), GOOD, 32, rows=lambda rows: 5.0 * rows).run(500)
     assert sum(heavy.verified[100:]) <= 8
     assert heavy.speed > 0.95
-    light = Simulation(Gate(7), GOOD, 32, rows=lambda rows: 5.0).run(100)
+    light = Simulation(DraftController(7), GOOD, 32, rows=lambda rows: 5.0).run(100)
     assert light.speed > 1.7
 
 
@@ -180,27 +180,31 @@ def test_the_first_time_of_a_step_may_be_off(slow):
     def cold(rows: int) -> float:
         return verifying(rows) * (20 if rows in left and not left.remove(rows) else 1)
 
-    one = Simulation(Gate(7), GOOD, rows=cold).run(200)
+    one = Simulation(DraftController(7), GOOD, rows=cold).run(200)
     one.tokens = one.milliseconds = 0
     assert one.run(500).speed > 0.9 * max(fixed(GOOD, count) for count in range(8))
 
 
 def test_one_step_that_waited_hardly_counts():
-    costs = Costs()
+    costs = StepCosts()
     for seconds in (9.0, 1.0, 100.0):
         costs.note(1, 1, seconds)
     assert costs.guess(1, 1) == pytest.approx(1.1)
 
 
 def test_rows_of_a_step_may_be_fewer():
-    gate = Gate(7, rows=8)
+    gate = DraftController(7, rows=8)
     assert [gate.count(sequences) for sequences in (1, 2, 4, 8, 64)] == [7, 3, 1, 0, 0]
     assert [gate.drafts(sequences, [[1.0] * 7] * sequences) for sequences in (1, 2, 3, 8)] == [7, 3, 1, 0]
 
 
 def test_steps_without_drafts_are_tried_where_one_draft_hardly_pays():
     """Measured on two H200, where a row more costs more than guessed; the drafter trusts itself too much."""
-    verifying, drafting, gate = {1: 3.85, 2: 5.52, 3: 6.1, 4: 6.62}, {0: 0.07, 1: 0.36, 2: 0.62, 3: 0.88}, Gate(3)
+    verifying, drafting, gate = (
+        {1: 3.85, 2: 5.52, 3: 6.1, 4: 6.62},
+        {0: 0.07, 1: 0.36, 2: 0.62, 3: 0.88},
+        DraftController(3),
+    )
     chances, made, seen, random = [], [], set(), Random(1)
     for _ in range(60):
         drafts = gate.drafts(1, [chances])

@@ -9,9 +9,10 @@ import torch
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.graphs import ROWS, GraphRunner
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
+from dsv4cli.engine.runtime.state.cache import Cache
+from dsv4cli.engine.runtime.step_sizes import DECODE_TOKENS
 from dsv4cli.engine.weights.load import load_model
 from tests.support import small_model
 
@@ -228,5 +229,5 @@ def test_rows_that_mean_nothing_ask_for_no_expert_of_their_own(counts, routed, c
 
 def real(chosen, counts):
     """The experts of the tokens of sequences, each of which has as many rows."""
-    rows = next(rows for rows in ROWS if rows >= max(counts))
+    rows = next(rows for rows in DECODE_TOKENS if rows >= max(counts))
     return {*torch.cat([chosen[rows * one :][:count] for one, count in enumerate(counts)]).flatten().tolist()}

@@ -5,9 +5,10 @@ import threading
 import pytest
 import torch
 
-from dsv4cli.engine.runtime import host_store
-from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
-from dsv4cli.engine.runtime.host_store import HostStore
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state import host_tier as host_store
+from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
+from dsv4cli.engine.runtime.state.host_tier import HostTier
 from dsv4cli.engine.system.pinned import Populating
 from tests.support.cache_state import same, state
 from tests.support.speculation import model_of
@@ -60,7 +61,7 @@ def kept(one: Cache, length: int) -> tuple[Snapshot, list[torch.Tensor]]:
 def test_rings_are_copied_piece_by_piece(monkeypatch):
     """A piece is of pages behind each other that were pinned at once."""
     one = cache()
-    store = HostStore(one, 10**7)
+    store = HostTier(one, 10**7)
     size = store._pages.shape[1]
     monkeypatch.setattr(host_store, "PINNED_AT_ONCE", 4 * size + 1)
     flat, first = torch.arange(5 * size + 9) % 251, store._pages.data_ptr()
@@ -79,7 +80,7 @@ def test_rings_are_copied_piece_by_piece(monkeypatch):
 @pytest.mark.parametrize("length", [1, 128, 300])
 def test_all_of_a_state_comes_back(length, place, drafter):
     one = cache(drafter)
-    store = HostStore(one, 10**7)
+    store = HostTier(one, 10**7)
     snapshot, expected = kept(one, length)
     other = one.allocate()
     write(one, other, 200, 7)
@@ -112,7 +113,7 @@ def test_a_slot_remembers_nothing_of_the_one_before():
 def test_a_block_that_was_written_since_is_copied_again():
     """Its page holds what it held before."""
     one = cache()
-    store = HostStore(one, 10**7)
+    store = HostTier(one, 10**7)
     sequence = one.allocate()
     write(one, sequence, 100, 1)
     early, expected = one.snapshot(sequence), held(one, sequence)
@@ -133,7 +134,7 @@ def test_a_block_that_was_written_since_is_copied_again():
 def test_blocks_that_are_known_here_are_not_copied_back():
     """Two sequences that begin with one state share its full blocks until one of them writes."""
     one = cache()
-    store = HostStore(one, 10**7)
+    store = HostTier(one, 10**7)
     snapshot, expected = kept(one, 300)
     stored = store.store(snapshot)
     one.drop(snapshot)
@@ -150,8 +151,8 @@ def test_a_state_that_is_read_back_keeps_its_pages():
     """Where its blocks need room, for which others come to host memory in its place."""
     one = cache(blocks=6)
     snapshot, expected = kept(one, 300)
-    pages = 3 + -(-one.copies.nbytes // HostStore(one, 0)._pages.shape[1])
-    store = HostStore(one, 2 * pages * HostStore(one, 0)._pages.shape[1])
+    pages = 3 + -(-one.copies.nbytes // HostTier(one, 0)._pages.shape[1])
+    store = HostTier(one, 2 * pages * HostTier(one, 0)._pages.shape[1])
     stored = store.store(snapshot)
     one.drop(snapshot)
     others = [kept(one, 300)[0] for _ in range(2)]  # all blocks
@@ -173,7 +174,7 @@ def test_a_state_that_is_read_back_keeps_its_pages():
 def test_memory_is_pinned_before_its_use(monkeypatch):
     """As on a GPU: a state for each sequence ahead, and not before the system has given it."""
     one = cache(blocks=8)
-    store, pinned = HostStore(one, 200 * one.block_bytes), []
+    store, pinned = HostTier(one, 200 * one.block_bytes), []
     size, given = store._pages.shape[1], threading.Event()
     ahead = one.slots * (store._ring_pages + 1)
     monkeypatch.setattr(host_store, "pin", lambda some, remedy: pinned.append(len(some)) or 0)

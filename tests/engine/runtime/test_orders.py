@@ -4,11 +4,11 @@ import json
 
 from dsv4cli.engine.parallel.followers import Followers
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.orders import Orders, described
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Limits, Sampling
 from tests.support.speculation import model_of
 

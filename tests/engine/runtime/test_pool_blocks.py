@@ -6,7 +6,7 @@ import torch
 from dsv4cli.engine.config.presets import FLASH, shortened
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.state.cache import Cache
 from tests.support.cache_state import same
 
 BLOCKS = 6

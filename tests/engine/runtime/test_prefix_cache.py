@@ -8,13 +8,13 @@ from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.config.presets import TINY
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime import prefix_cache
-from dsv4cli.engine.runtime.cache import Cache, Snapshot
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.host_store import HostStore
-from dsv4cli.engine.runtime.prefix_cache import Prefixes
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state import prefix_cache
+from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
+from dsv4cli.engine.runtime.state.capacity import Capacity
+from dsv4cli.engine.runtime.state.host_tier import HostTier
+from dsv4cli.engine.runtime.state.prefix_cache import PrefixCache
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.support.speculation import model_of
 
@@ -25,7 +25,7 @@ def test_as_far_back_as_the_rings_hold(back, found, again):
     """again: of tokens that are held, how many are read once more."""
     back -= again
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
-    prefixes = Prefixes(cache, 16, bool(again))
+    prefixes = PrefixCache(cache, 16, bool(again))
     ids = list(range(30))
     first = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
     prefixes.begin(first)
@@ -55,7 +55,7 @@ def test_a_drafter_that_reads_the_token_behind_a_position_reads_the_last_one_aga
     assert begun.done == 30 - again
 
 
-def keep(prefixes: Prefixes, ids: list[int]) -> Request:
+def keep(prefixes: PrefixCache, ids: list[int]) -> Request:
     """Has a request keep the state of all its tokens, and end."""
     cache = prefixes.cache
     request = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
@@ -67,7 +67,7 @@ def keep(prefixes: Prefixes, ids: list[int]) -> Request:
     return request
 
 
-def lengths_on_device(prefixes: Prefixes) -> list[int]:
+def lengths_on_device(prefixes: PrefixCache) -> list[int]:
     """Of the states there, by length."""
     return [state.length for state in prefixes.states if isinstance(state.held, Snapshot)]
 
@@ -77,8 +77,8 @@ def test_the_one_that_was_used_longest_ago_goes_first(bytes_of_host):
     """And the beginning that others have in common is used with each of them."""
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
     cache.bound(40)
-    host = HostStore(cache, bytes_of_host) if bytes_of_host else None
-    prefixes = Prefixes(cache, 3, host=host)
+    host = HostTier(cache, bytes_of_host) if bytes_of_host else None
+    prefixes = PrefixCache(cache, 3, host=host)
     ids = list(range(400))
     keep(prefixes, ids[:200])
     keep(prefixes, ids[:300])
@@ -95,7 +95,7 @@ def test_a_state_that_is_there_is_not_copied_again():
     """Unless the new one can be used for more: it never was as long as the one that is there."""
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
     cache.bound(40)
-    prefixes = Prefixes(cache, 8)
+    prefixes = PrefixCache(cache, 8)
     ids = list(range(200))
     keep(prefixes, ids)
     [first] = prefixes.states
@@ -118,7 +118,7 @@ def test_a_state_that_is_there_is_not_copied_again():
 
 def test_what_has_found_all_but_its_last_token_is_not_looked_up_again(monkeypatch):
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
-    prefixes = Prefixes(cache, 8)
+    prefixes = PrefixCache(cache, 8)
     ids = list(range(20))
     keep(prefixes, ids)
     request = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
@@ -132,7 +132,7 @@ def test_what_has_found_all_but_its_last_token_is_not_looked_up_again(monkeypatc
 def test_where_blocks_are_needed_the_oldest_that_frees_one_goes():
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
     cache.bound(6)
-    prefixes = Prefixes(cache, 8)
+    prefixes = PrefixCache(cache, 8)
     for number, tokens in enumerate((129, 130, 131)):
         keep(prefixes, [number] * tokens)
     running = cache.allocate()
@@ -145,7 +145,7 @@ def test_tokens_are_compared_and_no_hash_is_trusted(monkeypatch):
     monkeypatch.setattr(prefix_cache, "hash", lambda _: 7, raising=False)
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
     cache.bound(40)
-    prefixes = Prefixes(cache, 8)
+    prefixes = PrefixCache(cache, 8)
     for number in range(3):
         keep(prefixes, [number] * 300)
     for number in range(3):
@@ -156,7 +156,7 @@ def test_tokens_are_compared_and_no_hash_is_trusted(monkeypatch):
 def test_a_stranger_is_not_used_with_a_state():
     """Those of few tokens are all filed at one border."""
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
-    prefixes = Prefixes(cache, 2)
+    prefixes = PrefixCache(cache, 2)
     cache.bound(40)
     for number, tokens in enumerate((20, 50, 60)):
         keep(prefixes, [number] * tokens)
@@ -168,8 +168,8 @@ def test_what_strangers_have_left_costs_a_request_nothing(monkeypatch, bytes_of_
     """A server holds thousands of states; those of few tokens are all of one border."""
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
     cache.bound(400)
-    host = HostStore(cache, bytes_of_host) if bytes_of_host else None
-    prefixes = Prefixes(cache, 100, host=host)
+    host = HostTier(cache, bytes_of_host) if bytes_of_host else None
+    prefixes = PrefixCache(cache, 100, host=host)
     for number in range(300):
         keep(prefixes, [number, *range(20 + number % 60)])
     assert len(prefixes.states) > 150 if host else len(prefixes.states) == 100

@@ -7,7 +7,7 @@ import torch
 
 from dsv4cli.commands import clock
 from dsv4cli.commands.clock import Clock
-from dsv4cli.engine.runtime.preparing import Preparing
+from dsv4cli.engine.runtime.graphs.compile_watch import CompileWatch
 
 triton = pytest.importorskip("triton")
 
@@ -28,7 +28,7 @@ def test_a_kernel_that_is_compiled_is_noticed(runtime):
         return False
 
     runtime.jit_cache_hook = before
-    with Preparing(torch.device("cuda"), waited.append) as preparing:
+    with CompileWatch(torch.device("cuda"), waited.append) as preparing:
         assert (preparing.happened, waited) == (False, [])
         for name in ("a", "b"):
             assert not runtime.jit_cache_hook(repr=name)
@@ -41,7 +41,7 @@ def test_a_kernel_that_is_compiled_is_noticed(runtime):
 def test_kernels_that_the_cache_lacked_are_counted(runtime):
     seen = []
     triton.knobs.compilation.listener = lambda **details: seen.append(details["cache_hit"])
-    with Preparing(torch.device("cuda")) as preparing:
+    with CompileWatch(torch.device("cuda")) as preparing:
         for hit in (True, False, False):
             triton.knobs.compilation.listener(cache_hit=hit, src=None)
     triton.knobs.compilation.listener(cache_hit=False, src=None)  # outside a step it is nobody's
@@ -54,7 +54,7 @@ def test_a_step_hears_of_its_own_thread_only(runtime):
 
     def step(number):
         heard[number] = []
-        with Preparing(torch.device("cuda"), heard[number].append):
+        with CompileWatch(torch.device("cuda"), heard[number].append):
             both.wait(10)
             if number == 0:
                 runtime.jit_cache_hook(repr="a")
@@ -72,7 +72,7 @@ def test_an_error_ends_the_listening(runtime):
     waited = []
 
     def compiles():
-        with Preparing(torch.device("cuda"), waited.append):
+        with CompileWatch(torch.device("cuda"), waited.append):
             runtime.jit_cache_hook(repr="a")
             raise KeyboardInterrupt
 
@@ -84,7 +84,7 @@ def test_an_error_ends_the_listening(runtime):
 
 
 def test_nothing_is_compiled_on_a_cpu(runtime):
-    with Preparing(torch.device("cpu"), pytest.fail) as preparing:
+    with CompileWatch(torch.device("cpu"), pytest.fail) as preparing:
         assert runtime.jit_cache_hook is None
     assert not preparing.happened
 

@@ -11,15 +11,15 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.errors import UnsoundResult
 from tests.support.questions import chosen
-from tests.support.speculation import model_of, open_gate, text
+from tests.support.speculation import always_draft, model_of, text
 
 # around the window, a block of entries and the larger ratio
 SLOW = pytest.mark.slow
@@ -37,7 +37,7 @@ AGAIN = {"mtp": 1, "dspark": 0}
 
 @pytest.fixture(autouse=True)
 def gate(monkeypatch):
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
 
 
 @pytest.fixture(params=[pytest.param(False, marks=SLOW), True], ids=["computed", "captured"])

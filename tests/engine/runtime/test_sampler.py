@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4cli.engine.runtime.sampler import Draws, check_finite, kind_of, sample
+from dsv4cli.engine.runtime.sampling.sampler import Draws, check_finite, kind_of, sample
 from dsv4cli.engine.settings import MIN_TEMPERATURE, Sampling
 from dsv4cli.errors import UnsoundResult
 from dsv4cli.kernels.sampling import draw, greedy, limit_of, noise

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from dsv4cli.engine.runtime import engine as engine_module
-from dsv4cli.engine.runtime import logprobs, runner, score
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime import runner, score
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.sampling import logprobs
 from dsv4cli.engine.runtime.score import Score
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UsageError
 from tests.support.small_model import by_number, drawn, engine, model, prompts

@@ -10,15 +10,15 @@ import torch
 
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.runtime import runner, scheduler
-from dsv4cli.engine.runtime.capacity import Capacity
-from dsv4cli.engine.runtime.draft_steps import DraftSteps
+from dsv4cli.engine.runtime.drafts.draft_steps import DraftSteps
+from dsv4cli.engine.runtime.drafts.speculate import Verified
+from dsv4cli.engine.runtime.drafts.stopwatch import Stopwatch
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
-from dsv4cli.engine.runtime.speculate import Verified
-from dsv4cli.engine.runtime.stopwatch import Stopwatch
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult
-from tests.support.speculation import Mistake, know, mask_of, model_of, open_gate, text
+from tests.support.speculation import Mistake, always_draft, know, mask_of, model_of, text
 
 DRAFTERS = ("mtp", "dspark")
 MOST = {"mtp": 7, "dspark": 5}
@@ -123,7 +123,7 @@ def cases(numbers, *always):
 )
 def test_a_net_with_its_own_drafts_draws_the_same(drafter, sampling, most, captured, monkeypatch):
     """All at once with joins, leaves and prompt chunks between; all drafts are verified."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 90)
     one = engine(drafter, most)
     played = play(one, asked(sampling, prefill_chunk=50))
@@ -162,7 +162,7 @@ def test_as_many_drafts_as_pay(drafter):
 )
 def test_every_kept_prefix_draws_the_same(drafter, sampling, together, captured, monkeypatch):
     """A drafter that is right up to a chosen draft: steps give 1 to 1 + k tokens, no more than an answer has."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     one, requests = engine(drafter, 7, slots=together), asked(sampling, prefill_chunk=60)
     know(one, whole(requests, plain(drafter, sampling)), everywhere())
     played = play(one, requests, together)
@@ -181,7 +181,7 @@ def test_every_kept_prefix_draws_the_same(drafter, sampling, together, captured,
 @pytest.mark.parametrize("most", [pytest.param(2, marks=SLOW), 7])
 def test_right_drafts_are_all_accepted(most, captured, monkeypatch):
     """So the answers take as few steps as they can, and only drafts that can be accepted are made."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     requests, run = asked(GREEDY), runner.Runner.run
 
     def within(self, pick):
@@ -200,7 +200,7 @@ def test_right_drafts_are_all_accepted(most, captured, monkeypatch):
 
 
 def test_log_probabilities_are_those_without_drafts(captured, monkeypatch):
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     expected = play(engine("mtp"), asked(WARM, 4, logprobs=3), 4)
     requests = asked(WARM, 4, logprobs=3)
     one = engine("mtp", 7)
@@ -216,7 +216,7 @@ def test_log_probabilities_are_those_without_drafts(captured, monkeypatch):
 
 def test_answers_end_within_accepted_drafts(captured, monkeypatch):
     """At a stop id, at the limit of an answer, at the end of the context; the drafter sees none of it."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     [prompt] = [text(9, 3)]
     [[*free]] = play(engine("dspark"), [Request(prompt, WARM, Limits(30), stop_ids=())]).ids
     stop = next(token for place, token in enumerate(free) if place > 6 and token not in free[:place])
@@ -297,7 +297,7 @@ def constraints(free: list[int]) -> list[Constraint]:
 @pytest.mark.parametrize(("drafter", "most"), [pytest.param("mtp", 2, marks=SLOW), ("dspark", 5)])
 def test_constraints_act_within_a_step(drafter, most, captured, monkeypatch):
     """What is forced, banned and replaced behind accepted drafts; whichever of these the drafter foresees."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     prompt = text(6, 8)
 
     def requests(free):
@@ -322,7 +322,7 @@ def test_constraints_act_within_a_step(drafter, most, captured, monkeypatch):
 
 @pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=SLOW), WARM])
 def test_a_bias_changes_what_is_drawn_alike(sampling, captured, monkeypatch):
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     prompt = text(6, 8)
     [free] = play(engine("mtp"), [Request(prompt, sampling, Limits(12), stop_ids=())]).ids
     biased = replace(sampling, logit_bias=((free[1], -100.0), (9, 1.5), (77, 1.0)))
@@ -337,7 +337,7 @@ def test_a_bias_changes_what_is_drawn_alike(sampling, captured, monkeypatch):
 
 def test_what_is_drafted_anew_follows_the_tokens_that_came(captured, monkeypatch):
     """A constraint replaces a token: the drafter is asked again, and reads what was taken."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     prompt = text(6, 8)
     [free] = play(engine("mtp"), [Request(prompt, GREEDY, Limits(12), stop_ids=())]).ids
     asked_for = []
@@ -380,7 +380,7 @@ TURNS = ((0, 0), (0, 20), (3, 5), (40, 9), (1, 130), (9, 2), (0, 1), (13, 1))
 )
 def test_a_prefix_cache_keeps_no_draft(drafter, turns, captured, monkeypatch):
     """Turn after turn in one cache, also after some tokens were taken back: as each turn would be answered alone."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     capacity = Capacity(longest=300, snapshots=8)
     one = Engine(model_of(drafter), capacity, "cpu", drafting=Drafting(7))
     ids, texts, held = text(130, 5), [], []
@@ -405,7 +405,7 @@ def test_a_prefix_cache_keeps_no_draft(drafter, turns, captured, monkeypatch):
 
 @pytest.mark.parametrize("drafter", ["mtp", pytest.param("dspark", marks=SLOW)])
 def test_requests_are_cancelled_between_steps(drafter, captured, monkeypatch):
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     one, requests = engine(drafter, 7), asked(WARM)
     know(one, whole(requests, plain(drafter, WARM)), everywhere())
 
@@ -426,7 +426,7 @@ def test_requests_are_cancelled_between_steps(drafter, captured, monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotEnoughMemory("full", "less")], ids=["ctrl-c", "memory"])
 def test_a_step_that_is_broken_off_while_it_drafts(drafter, error, captured, monkeypatch):
     """Requests are gone, and what comes later is as ever."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     one = Engine(model_of(drafter), Capacity(longest=300, snapshots=4), "cpu", drafting=Drafting(5))
     ids = text(140, 6)
     alone = engine(drafter, slots=1)
@@ -456,7 +456,7 @@ def test_a_step_that_is_broken_off_while_it_drafts(drafter, error, captured, mon
 
 
 def test_scored_requests_beside_drafts(captured, monkeypatch):
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     scored = Request(text(90, 1), GREEDY, Limits(prefill_chunk=7), scored=True)
     requests = asked(GREEDY, 4)
 
@@ -497,7 +497,7 @@ def test_the_time_is_asked_for_only_where_the_device_was_waited_for(monkeypatch)
 
 def test_an_answer_that_ends_is_drafted_for_once(monkeypatch):
     """Nothing follows an end token, whatever the drafts behind it were."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     prompt = text(6, 8)
     [free] = play(engine("mtp"), [Request(prompt, GREEDY, Limits(12), stop_ids=())]).ids
     one, calls, own = engine("mtp", 7), [], DraftSteps.after
@@ -526,7 +526,7 @@ def test_two_thousand_tokens(drafter, most, captured, monkeypatch):
 
 
 def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 10)
     one, requests, tokens, run = engine("mtp", 7), asked(GREEDY, 4, prefill_chunk=8), [], runner.Runner.run
 
@@ -544,7 +544,7 @@ def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
 def test_one_token_of_a_prompt_alone_drafts_nothing(drafter, captured, monkeypatch):
     """A conversation keeps the state before its first question, one token after the beginning: a step that decodes, of
     which nobody is ready."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     answers = []
     for most in (0, 3):
         request = Request(text(12, 1), GREEDY, Limits(6), keep=(1, 12), stop_ids=())

@@ -8,13 +8,13 @@ import torch
 from dsv4cli.engine.parallel.followers import Followers
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_speculation import Script, everywhere
-from tests.support.speculation import know, model_of, open_gate, text
+from tests.support.speculation import always_draft, know, model_of, text
 
 WARM = Sampling(0.8, 0.9, 11)
 SLOW = pytest.mark.slow
@@ -64,7 +64,7 @@ def same(one: runner.Runner, other: runner.Runner) -> bool:
 def meeting(monkeypatch):
     found = Meeting()
     monkeypatch.setattr(World, "broadcast_from_leader", lambda world, x: found.broadcast(x))
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     return found
 
 

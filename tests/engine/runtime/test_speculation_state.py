@@ -15,15 +15,15 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.runtime import runner as runners
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime.batch_builder import make_batch
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.prepare import make_batch
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.state.cache import Cache
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.support.drafting import mtp_logits
-from tests.support.speculation import VOCABULARY, know, model_of, open_gate, text
+from tests.support.speculation import VOCABULARY, always_draft, know, model_of, text
 
 DRAFTERS = ("mtp", "dspark")
 # around the window, a block of entries and the larger ratio
@@ -209,7 +209,7 @@ class Recited:
 def test_two_thousand_steps_with_drafts_leave_nothing_behind(drafter, captured, monkeypatch):
     """Requests of random lengths join, end and are cancelled, with drafts of which some are right; their tokens are
     given, so that layers need not compute them."""
-    open_gate(monkeypatch)
+    always_draft(monkeypatch)
     monkeypatch.setattr(Attention, "forward", lambda self, x, batch, cache: x)
     monkeypatch.setattr(MoE, "forward", lambda self, x, batch: x)
     choice, slots = Random(0), 5

@@ -7,9 +7,9 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime import runner
-from dsv4cli.engine.runtime.capacity import Capacity
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.workspace import words

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from dsv4cli.engine.runtime import drawing, runner
-from dsv4cli.engine.runtime.capacity import Capacity
+from dsv4cli.engine.runtime import leader_step as drawing
+from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import ONE_THREAD_BYTES, ONE_THREAD_TOKENS, step_threads
 from tests.support.small_model import model

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.ring_copies import RingCopies
+from dsv4cli.engine.runtime.state.cache import Cache
+from dsv4cli.engine.runtime.state.ring_snapshots import RingSnapshots
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.tracing.walk import Company, Walk
 from dsv4cli.kernels.attention import ref as attention
@@ -212,7 +212,7 @@ MISTAKES: dict[str, Mistake] = {
     # the official code, ATOM's first pull requests: a slot keeps the state of the one before
     "state not reset": Mistake(
         "layer 2, attention, compressed entries",
-        Mutation(RingCopies, "reset", lambda _: lambda self, slot: None),
+        Mutation(RingSnapshots, "reset", lambda _: lambda self, slot: None),
         after_another=True,
     ),
 }

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.feed import RecordedStreams

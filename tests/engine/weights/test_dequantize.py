@@ -11,8 +11,8 @@ from dsv4cli.engine.inspection.fit.machine import Device, Machine
 from dsv4cli.engine.inspection.fit.plan import plan_fit
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.weights import placement
 from dsv4cli.engine.weights.load import load_model

@@ -19,8 +19,8 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights import placement, read
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.engine.weights.load import load_model

@@ -22,8 +22,8 @@ from dsv4cli.engine.model.linear import RMSNorm
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.batch_builder import make_batch
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.weights.fill import fill, local_slice, made
 from dsv4cli.engine.weights.load import build_random, load_model

@@ -11,10 +11,10 @@ from dsv4cli.engine.checkpoint.source import BUILT_IN, resolve_model
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.parallel.world import SINGLE
-from dsv4cli.engine.runtime.cache import Cache
+from dsv4cli.engine.runtime.batch_builder import make_batch
 from dsv4cli.engine.runtime.engine import Engine
-from dsv4cli.engine.runtime.graphs import GraphRunner
-from dsv4cli.engine.runtime.prepare import make_batch
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.pinned import host_block
 from dsv4cli.engine.weights import load, placement

@@ -14,7 +14,7 @@ from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.runtime.pacing.policy import PacingPolicy
 from dsv4cli.engine.runtime.pacing.step_times import StepTimes
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.scheduler import Chunk, Pick
+from dsv4cli.engine.runtime.step import Chunk, StepChoice
 from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, ROWS_PER_SEQUENCE, chunk_rows, rows_needed
 
 
@@ -65,7 +65,7 @@ class Pacer:
         self._debt = 0.0
         self._gaps_since_burst = policy.gaps_per_burst
 
-    def choose(self, active: Sequence[Request]) -> Pick | None:
+    def choose(self, active: Sequence[Request]) -> StepChoice | None:
         """Return which requests share the next step; None for all, where none of them decodes."""
         decoding = [request for request in active if request.decodes]
         waiting = self._ordered([request for request in active if not request.decodes])
@@ -73,7 +73,7 @@ class Pacer:
             self._reset()
             return self._prefill_only(waiting)
         if not waiting or self._chunk_rows or self._debt > 0 or self._ended is None or not self.times.decode_known:
-            return Pick()
+            return StepChoice()
         step = self._best(
             [step for riding in (False, True) for step in self._steps(waiting, decoding, riding)], len(decoding)
         )
@@ -81,9 +81,9 @@ class Pacer:
             self._passes[request] = self._passes.get(request, 0) + 1
         riding = [request.number for request in decoding] if step.riding else []
         most = max(min(step.rows // ROWS_PER_SEQUENCE, self._sequences) - len(riding), 1)
-        return Pick(tuple(request.number for request in waiting[:most]), step.rows, tuple(riding))
+        return StepChoice(tuple(request.number for request in waiting[:most]), step.rows, tuple(riding))
 
-    def note(self, choice: Pick | None, chunks: Sequence[Chunk], prepared: bool) -> None:
+    def note(self, choice: StepChoice | None, chunks: Sequence[Chunk], prepared: bool) -> None:
         """Learn from a step that has ended.
 
         Args:
@@ -164,7 +164,7 @@ class Pacer:
         """Return the seconds that a gap with this step takes longer than one with a decode step alone."""
         return max(step.gap - decode, step.gap / 100)
 
-    def _prefill_only(self, waiting: Sequence[Request]) -> Pick | None:
+    def _prefill_only(self, waiting: Sequence[Request]) -> StepChoice | None:
         """Return which prompts share a step where none decodes: all, or as many as one may hold."""
         left = [len(request.ids) - request.done for request in waiting]
         if self._shared_rows is None:
@@ -174,7 +174,7 @@ class Pacer:
             count = max(fitting, default=1)
         if len(left) <= count:
             return None
-        return Pick(tuple(request.number for request in waiting[:count]), rows_needed(left[:count]))
+        return StepChoice(tuple(request.number for request in waiting[:count]), rows_needed(left[:count]))
 
     def _ordered(self, waiting: Sequence[Request]) -> list[Request]:
         """Return prompts that were passed over too often, then the others, shortest remaining prompt first."""
@@ -189,7 +189,7 @@ class Pacer:
             ),
         )
 
-    def _learn(self, seconds: float, choice: Pick, decoded: int) -> None:
+    def _learn(self, seconds: float, choice: StepChoice, decoded: int) -> None:
         """Learn from a gap between two tokens that ends with this step."""
         self._gaps_since_burst += 1
         decode, goal = self.times.decode(decoded), self.times.goal(decoded)

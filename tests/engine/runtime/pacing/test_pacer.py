@@ -11,7 +11,8 @@ from dsv4cli.engine.runtime.pacing.pacer import Pacer
 from dsv4cli.engine.runtime.pacing.policy import PacingPolicy
 from dsv4cli.engine.runtime.pacing.step_times import StepTimes
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.scheduler import Pick, Scheduler
+from dsv4cli.engine.runtime.scheduler import Scheduler
+from dsv4cli.engine.runtime.step import StepChoice
 from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, PREFILL_ROWS, chunk_rows, rows_needed
 from dsv4cli.engine.settings import Limits, Sampling
 
@@ -60,13 +61,13 @@ class Machine:
         self._random, self._noise = Random(1), noise
         monkeypatch.setattr(pacer, "perf_counter", lambda: self.now)
 
-    def step(self, one: Pacer, active: list[Request], prepared=False) -> Pick | None:
+    def step(self, one: Pacer, active: list[Request], prepared=False) -> StepChoice | None:
         """Run a step and return which requests shared it."""
         pick, scheduler = one.choose(active), Scheduler(None)
         scheduler._active = active
         chunks = scheduler.chunks(pick)
         rows = rows_needed([chunk.tokens for chunk in chunks])
-        seconds = self.decode if pick == Pick() else self.chunk(rows)
+        seconds = self.decode if pick == StepChoice() else self.chunk(rows)
         if pick is not None and pick.requests:
             self.read += [(one.request.number, one.tokens) for one in chunks if one.request.number in pick.requests]
         self.now += seconds * (1 + self._noise * self._random.gauss(0, 1))
@@ -74,7 +75,7 @@ class Machine:
             chunk.request.done = chunk.end
             if chunk.request.caught_up:
                 chunk.request.ids.append(7)
-        if pick == Pick() or (pick and pick.decoding):
+        if pick == StepChoice() or (pick and pick.decoding):
             self.gaps.append(self.now - self._last)
             self._last = self.now
         one.note(pick, chunks, prepared)
@@ -263,14 +264,14 @@ def test_part_of_a_captured_size_takes_as_long_as_all_of_it_and_part_of_another_
 def test_all_share_a_step_while_none_decodes():
     one = Pacer(POLICY)
     assert one.choose([request(1, 300), request(2, 5000)]) is None
-    assert one.choose([request(1, 300, decodes=True)]) == Pick()
+    assert one.choose([request(1, 300, decodes=True)]) == StepChoice()
 
 
 def test_more_prompts_than_a_step_holds_are_divided(monkeypatch):
     """The last one follows at once: its first token comes before the second token of the others."""
     machine, free = Machine(monkeypatch, flat(ONE)), Pacer(POLICY, ONE, sequences=7)
     active = [request(number, 30) for number in range(8)]
-    assert free.choose(active) == Pick(tuple(range(7)), 210)
+    assert free.choose(active) == StepChoice(tuple(range(7)), 210)
     assert free.choose(active[:7]) is None
     free.times.learn_decode(1, 0.006)
     machine.step(free, active)
@@ -280,8 +281,8 @@ def test_more_prompts_than_a_step_holds_are_divided(monkeypatch):
 
 def test_prompts_share_no_larger_step_than_keeps_their_bits():
     one = Pacer(POLICY, shared_rows=64)
-    assert one.choose([request(0, 30), request(1, 20), request(2, 100)]) == Pick((1, 0), 50)
-    assert one.choose([request(0, 300), request(1, 200)]) == Pick((1,), 200)
+    assert one.choose([request(0, 30), request(1, 20), request(2, 100)]) == StepChoice((1, 0), 50)
+    assert one.choose([request(0, 300), request(1, 200)]) == StepChoice((1,), 200)
     assert one.choose([request(0, 300)]) is None
 
 

@@ -8,31 +8,31 @@ from dataclasses import replace
 
 import torch
 
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.draft_steps import Ran
-from dsv4cli.engine.runtime.graphs import GraphRunner
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.scheduler import Chunk, Scheduler
+from dsv4cli.engine.runtime.scheduler import Scheduler
+from dsv4cli.engine.runtime.state.cache import Cache
+from dsv4cli.engine.runtime.step import Chunk, ComputedStep
 
 
-class Ahead:
+class StepAhead:
     """At most one step of a runner; every rank decides alike."""
 
     def __init__(self, cache: Cache, scheduler: Scheduler, graphs: GraphRunner | None) -> None:
         self._cache, self._scheduler, self._graphs = cache, scheduler, graphs
-        self._ran: Ran | None = None
+        self._ran: ComputedStep | None = None
 
     @property
     def launched(self) -> bool:
         """Whether there is one."""
         return self._ran is not None
 
-    def take(self) -> Ran | None:
+    def take(self) -> ComputedStep | None:
         """The step, which is the next one from now on."""
         ran, self._ran = self._ran, None
         return ran
 
-    def follows(self, ran: Ran) -> bool:
+    def follows(self, ran: ComputedStep) -> bool:
         """Whether the step after this one may be launched before this one is read: it decodes the same sequences in a
         step that is captured, at least one of them goes on, and nothing joins, grows or is kept in between."""
         requests = self._scheduler.active
@@ -47,7 +47,7 @@ class Ahead:
             and (self._cache.bounded or self._cache.free_blocks >= len(requests))
         )
 
-    def launch(self, ran: Ran, tokens: torch.Tensor) -> None:
+    def launch(self, ran: ComputedStep, tokens: torch.Tensor) -> None:
         """Launches the step after this one, of the tokens that this one drew: int64 [R], which may be on their way."""
         assert self._graphs is not None
         chunks, work = [], []
@@ -61,7 +61,7 @@ class Ahead:
         for chunk, (sequence, _) in zip(chunks, work, strict=True):
             self._cache.advance(sequence, 1)
             chunk.request.done = chunk.end
-        self._ran = Ran(chunks, [*range(len(chunks))], chunks, output.hidden, output.batch, step)
+        self._ran = ComputedStep(chunks, [*range(len(chunks))], chunks, output.hidden, output.batch, step)
 
     def take_back(self, request: Request) -> None:
         """Takes a request out of the step, if it is in it: it ends, or its next token is another."""

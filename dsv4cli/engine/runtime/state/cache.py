@@ -8,7 +8,7 @@ snapshot also holds is copied before it is written.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -18,26 +18,14 @@ from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.rope import frequencies
 from dsv4cli.engine.model.state import CompressorState, LayerCache, Pool, Ring
-from dsv4cli.engine.runtime.pool_blocks import PoolBlocks
-from dsv4cli.engine.runtime.ring_copies import RingCopies, RingCopy
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.block_pool import BlockPool
+from dsv4cli.engine.runtime.state.ring_snapshots import RingSnapshot, RingSnapshots
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.formats import FP4_BLOCK
 
 # blocks that are made when the first is taken
 FEWEST_BLOCKS = 8
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One sequence: its slot, how many tokens it has, the most it ever had since they were written, its blocks, how
-    often these were changed, and `step_metadata.Chunks.fewest`."""
-
-    slot: int
-    length: int = 0
-    high: int = 0
-    blocks: list[int] = field(default_factory=list)
-    changes: int = 0
-    fewest_columns: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +35,7 @@ class Snapshot:
     length: int
     high: int
     blocks: tuple[int, ...]
-    rings: RingCopy
+    rings: RingSnapshot
 
 
 def gives_nothing() -> bool:
@@ -78,8 +66,8 @@ class Cache:
         self.rollback = rollback
         self.frequencies = {ratio: frequencies(config, ratio).to(self.device) for ratio in (0, 4, 128)}
         self.layers = [self._layer(ratio, numerics, slots) for ratio in config.compress_ratios]
-        self.copies = RingCopies([ring for layer in self.layers for ring in layer.rings()], self.device)
-        self.entries = PoolBlocks([pool for layer in self.layers for pool in layer.pools()], self.device)
+        self.copies = RingSnapshots([ring for layer in self.layers for ring in layer.rings()], self.device)
+        self.entries = BlockPool([pool for layer in self.layers for pool in layer.pools()], self.device)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._shares: list[int] = []  # per block: how many sequences and snapshots hold it
         self._versions: list[int] = []  # per block: how often it was taken or may have been written

@@ -5,18 +5,17 @@ from typing import Literal
 
 import torch
 
-from dsv4cli.engine.runtime.draft_steps import Ran
-from dsv4cli.engine.runtime.drawable import drawable
-from dsv4cli.engine.runtime.logprobs import Drawn, drawn_later, drawn_of
+from dsv4cli.engine.runtime.drafts.stopwatch import Stopwatch
 from dsv4cli.engine.runtime.orders import Orders
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.sampler import Draws, sample
-from dsv4cli.engine.runtime.scheduler import Chunk, Pick
-from dsv4cli.engine.runtime.stopwatch import Stopwatch
+from dsv4cli.engine.runtime.sampling.logit_masks import drawable
+from dsv4cli.engine.runtime.sampling.logprobs import Drawn, drawn_later, drawn_of
+from dsv4cli.engine.runtime.sampling.sampler import Draws, sample
+from dsv4cli.engine.runtime.step import Chunk, ComputedStep, StepChoice
 
 
-class Drawing:
+class LeaderStep:
     """Draws the tokens of a runner's steps and has its drafter follow them. watch: of the last step's two parts."""
 
     def __init__(self, runner: Runner, orders: Orders) -> None:
@@ -25,8 +24,8 @@ class Drawing:
         self._runner, self._orders = runner, orders
 
     def step(
-        self, count: int, ahead: bool, pick: Pick | None = None
-    ) -> tuple[Ran, list[list[Token]], list[list[float]]]:
+        self, count: int, ahead: bool, pick: StepChoice | None = None
+    ) -> tuple[ComputedStep, list[list[Token]], list[list[float]]]:
         """The next step, the tokens of each request that is ready, and `count` drafts behind these, as `speculate` has
         them. Waits for the device once; again where a constraint asks for other tokens than those that were drawn.
         ahead: whether the step after it is launched before that, where it can be. pick: whose step it is.
@@ -43,7 +42,7 @@ class Drawing:
             self._runner.finish(ran, [[token.id for token in own] for own in found])
         return ran, found, drafts
 
-    def _draw(self, ran: Ran, count: int, ahead: bool) -> tuple[list[list[Token]], list[list[float]]]:
+    def _draw(self, ran: ComputedStep, count: int, ahead: bool) -> tuple[list[list[Token]], list[list[float]]]:
         ready = ran.ready
         logits = ran.hidden.streams.new_empty(0, 1, dtype=torch.float32) if ran.logits is None else ran.logits
         tokens = sampled(ran, logits)
@@ -86,10 +85,12 @@ class Drawing:
                 self._runner.ahead.take_back(chunk.request)
                 self._orders.add("take_back", number=chunk.request.number)
 
-    def _speculate(self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor | None:
+    def _speculate(
+        self, ran: ComputedStep, tokens: torch.Tensor, considered: list[int], count: int
+    ) -> torch.Tensor | None:
         return None if self._runner.drafts is None else self._runner.speculate(ran, tokens, considered, count)
 
-    def _speculate_again(self, ran: Ran, found: list[list[Token]], count: int) -> list[list[float]]:
+    def _speculate_again(self, ran: ComputedStep, found: list[list[Token]], count: int) -> list[list[float]]:
         """What is drafted behind tokens that are not those that were drawn."""
         considered = [len(own) - 1 for own in found]
         self._orders.add("speculate", considered=considered, count=count)
@@ -104,7 +105,7 @@ class Drawing:
         return made
 
 
-def sampled(ran: Ran, logits: torch.Tensor) -> torch.Tensor:
+def sampled(ran: ComputedStep, logits: torch.Tensor) -> torch.Tensor:
     """What each row of a step draws as if its drafts were right, fp32 [R, V] -> int64 [R]; that of the newest token is
     what the request's constraint forces, if it does."""
     if not len(logits):

@@ -1,51 +1,17 @@
 """The drafter's part of each step of a runner: as it comes, or captured in a graph behind a step that is."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 
-from dsv4cli.engine.model.batch import Batch
-from dsv4cli.engine.model.transformer import HiddenStates
-from dsv4cli.engine.runtime.draft import Drafter
-from dsv4cli.engine.runtime.graphs import CapturedStep, GraphRunner
-from dsv4cli.engine.runtime.request import Request, RowScores
-from dsv4cli.engine.runtime.sampler import Draws, Kind, kind_of, packed
-from dsv4cli.engine.runtime.scheduler import Chunk
-from dsv4cli.engine.runtime.speculate import Verified, speculate
+from dsv4cli.engine.runtime.drafts.drafters import Drafter
+from dsv4cli.engine.runtime.drafts.speculate import Verified, speculate
+from dsv4cli.engine.runtime.graphs.decode_graphs import CapturedStep, GraphRunner
+from dsv4cli.engine.runtime.sampling.sampler import Draws, Kind, kind_of, packed
+from dsv4cli.engine.runtime.step import Chunk, ComputedStep
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.engine.system.device import upload
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A step that the model has computed.
-
-    bases: the row of each chunk's first token. ready: the chunks whose requests have caught up and get tokens. hidden,
-    batch: what the model gave, and for what. step: the captured step that they came from, if any. logits: fp32 [R, V],
-    of the newest token of each that is ready and of the drafts behind it. scores: of scored rows.
-    """
-
-    chunks: list[Chunk]
-    bases: list[int]
-    ready: list[Chunk]
-    hidden: HiddenStates
-    batch: Batch
-    step: CapturedStep | None = None
-    logits: torch.Tensor | None = None
-    scores: dict[Request, RowScores] = field(default_factory=dict)
-
-    def newest(self) -> list[int]:
-        """The row of the newest token of each that is ready."""
-        pairs = zip(self.chunks, self.bases, strict=True)
-        rows = {id(chunk): base + chunk.end - chunk.first - 1 for chunk, base in pairs}
-        return [rows[id(chunk)] for chunk in self.ready]
-
-    def rows(self) -> list[int]:
-        """The rows of `logits` in the step."""
-        pairs = zip(self.ready, self.newest(), strict=True)
-        return [row + number for chunk, row in pairs for number in range(1 + len(chunk.drafts))]
 
 
 class DraftSteps:
@@ -58,7 +24,12 @@ class DraftSteps:
         self._steps: WeakKeyDictionary[CapturedStep, dict[tuple[int, Kind], CapturedDraft]] = WeakKeyDictionary()
 
     def after(
-        self, ran: Ran, tokens: torch.Tensor, considered: list[int], count: int, on_preparing: Callable[[], None]
+        self,
+        ran: ComputedStep,
+        tokens: torch.Tensor,
+        considered: list[int],
+        count: int,
+        on_preparing: Callable[[], None],
     ) -> torch.Tensor:
         """Takes in a step and drafts `count` tokens for each request that is ready: as `speculate`, in their order.
 
@@ -86,7 +57,7 @@ class DraftSteps:
         verified = Verified(slots, starts, rows, drafted, own)
         return speculate(self.drafter, (ran.hidden, ran.batch), next_ids, verified, draws, count if ready else 0)
 
-    def _next_ids(self, ran: Ran, tokens: torch.Tensor) -> torch.Tensor:
+    def _next_ids(self, ran: ComputedStep, tokens: torch.Tensor) -> torch.Tensor:
         """The token after each row of the step, int64 [T]: of the prompt, or what was drawn."""
         count = len(ran.hidden.streams)
         known, rows = [0] * count, ran.rows()
@@ -98,7 +69,7 @@ class DraftSteps:
 
     def _captured(
         self,
-        ran: Ran,
+        ran: ComputedStep,
         step: CapturedStep,
         next_ids: torch.Tensor,
         considered: list[int],

@@ -13,14 +13,14 @@ from dsv4cli.engine.model.state import Ring
 ALIGNMENT = 16
 
 
-class RingCopy:
+class RingSnapshot:
     """The rings of one slot: uint8 [n], and the part of each kind [rings, capacity, D]."""
 
     def __init__(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
         self.flat, self.parts = flat, parts
 
 
-class RingCopies:
+class RingSnapshots:
     """The rings of one cache and copies of them. nbytes: of one copy."""
 
     def __init__(self, rings: Sequence[Ring], device: torch.device) -> None:
@@ -39,7 +39,7 @@ class RingCopies:
             self._starts.append(self._starts[-1] + -(-memory[:, 0].nbytes // ALIGNMENT) * ALIGNMENT)
         self.nbytes = self._starts[-1]
         self._device = device
-        self._unused: list[RingCopy] = []
+        self._unused: list[RingSnapshot] = []
 
     def reset(self, slot: int) -> None:
         """Forgets what the slot holds."""
@@ -50,11 +50,11 @@ class RingCopies:
         """Has memory for so many copies."""
         self._unused += [self._made() for _ in range(count - len(self._unused))]
 
-    def take(self) -> RingCopy:
+    def take(self) -> RingSnapshot:
         """Memory for a copy, which holds anything."""
         return self._unused.pop() if self._unused else self._made()
 
-    def give_back(self, copy: RingCopy) -> None:
+    def give_back(self, copy: RingSnapshot) -> None:
         """The copy is used no more."""
         self._unused.append(copy)
 
@@ -62,20 +62,20 @@ class RingCopies:
         """Lets go of memory that is not used."""
         self._unused.clear()
 
-    def save(self, slot: int, copy: RingCopy) -> None:
+    def save(self, slot: int, copy: RingSnapshot) -> None:
         """What the slot holds, into the copy."""
         for (memory, _), part in zip(self._kinds, copy.parts, strict=True):
             part.copy_(memory[:, slot])
 
-    def load(self, slot: int, copy: RingCopy) -> None:
+    def load(self, slot: int, copy: RingSnapshot) -> None:
         """What the copy holds, into the slot."""
         for (memory, _), part in zip(self._kinds, copy.parts, strict=True):
             memory[:, slot] = part
 
-    def _made(self) -> RingCopy:
+    def _made(self) -> RingSnapshot:
         flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         parts = []
         for (memory, _), start in zip(self._kinds, self._starts, strict=False):
             one = memory[:, 0]
             parts.append(flat[start : start + one.nbytes].view(memory.dtype).view(one.shape))
-        return RingCopy(flat, parts)
+        return RingSnapshot(flat, parts)

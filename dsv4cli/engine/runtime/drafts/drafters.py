@@ -15,8 +15,8 @@ from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.dspark import DSpark
 from dsv4cli.engine.model.mtp import MTP
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
-from dsv4cli.engine.runtime.cache import Cache
-from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.batch_builder import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.kernels.sampling import chance_of
 
 # draws a token int64 [B] from each row of logits fp32 [B, V]; the number counts the drafts of a step from 0

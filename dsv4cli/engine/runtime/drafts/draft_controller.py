@@ -26,7 +26,7 @@ LEAST_ROW = 0.05
 
 
 @dataclass
-class Costs:
+class StepCosts:
     """Seconds of steps by how many sequences and how much of each: means of those that were timed, but for the first,
     which may have waited for what the others find."""
 
@@ -57,12 +57,12 @@ class Costs:
         return known[nearest] * (FIXED_SHARE + (1 - FIXED_SHARE) * amount / nearest)
 
 
-class Gate:
+class DraftController:
     """Chooses for one engine. most: the most drafts of a sequence in a step. rows: the most of a step with drafts."""
 
     def __init__(self, most: int, rows: int = MAX_SLOTS) -> None:
         self._most, self._rows = most, rows
-        self.verifying, self.drafting = Costs(), Costs()
+        self.verifying, self.drafting = StepCosts(), StepCosts()
         self._accepted = [(number + 0.5) / BINS * BELIEF for number in range(BINS)]
         self._seen = [BELIEF] * BINS
         self._mean = [FIRST_GUESS] * most
@@ -137,7 +137,7 @@ class Gate:
         return tokens / ((self.verifying.guess(sequences, count + 1) or 1e-9) + drafting)
 
 
-class OpenGate(Gate):
+class AlwaysDraft(DraftController):
     """Lets every draft pass for which a step has room, however long it takes: to see what drafts change."""
 
     def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:

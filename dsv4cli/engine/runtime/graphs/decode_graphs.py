@@ -16,8 +16,9 @@ import torch
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
-from dsv4cli.engine.runtime.cache import Cache, Sequence
-from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.batch_builder import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES, DECODE_TOKENS, batch_size
 from dsv4cli.kernels.card import is_there
 from dsv4cli.kernels.workspace import Workspace

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.step import Chunk
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.engine.system.device import upload
 

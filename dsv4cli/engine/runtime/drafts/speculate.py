@@ -10,8 +10,8 @@ import torch
 
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates
-from dsv4cli.engine.runtime.draft import Drafter, Newest
-from dsv4cli.engine.runtime.sampler import Draws, sample
+from dsv4cli.engine.runtime.drafts.drafters import Drafter, Newest
+from dsv4cli.engine.runtime.sampling.sampler import Draws, sample
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates
-from dsv4cli.engine.runtime.cache import Sequence
-from dsv4cli.engine.runtime.graphs import GraphRunner
-from dsv4cli.engine.runtime.prepare import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.batch_builder import Extent, Numbers, batch_of
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
+from dsv4cli.engine.runtime.sequence import Sequence
 from dsv4cli.engine.runtime.step_sizes import PREFILL_ROWS, ROWS_PER_SEQUENCE, rows_needed
 from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels.card import is_there
@@ -31,7 +31,7 @@ Output = tuple[HiddenStates, Batch]
 Work = Items[tuple[Sequence, list[int]]]
 
 
-class ChunkGraphs:
+class PrefillGraphs:
     """Runs chunks of prompts for the cache of other graphs, which says how long sequences may be.
 
     seconds: what a step of each size took when it was captured, by its tokens.
@@ -40,7 +40,7 @@ class ChunkGraphs:
     def __init__(self, graphs: GraphRunner) -> None:
         self.seconds: dict[int, float] = {}
         self._graphs = graphs
-        self._chunks: dict[int, CapturedChunks] = {}
+        self._chunks: dict[int, CapturedPrefill] = {}
         self._made_for = self._key()
 
     def hold(self, work: Work) -> bool:
@@ -76,7 +76,7 @@ class ChunkGraphs:
         return [size for size in PREFILL_ROWS if size <= self._graphs.columns * BLOCK_TOKENS]
 
     def _capture(self, size: int) -> None:
-        self._chunks[size] = chunks = CapturedChunks(self._graphs, size)
+        self._chunks[size] = chunks = CapturedPrefill(self._graphs, size)
         self.seconds[size] = chunks.timed(self._graphs.model.config.vocab_size)
 
     def _holds(self, size: int) -> bool:
@@ -90,7 +90,7 @@ class ChunkGraphs:
         return self._graphs.cache.blocks, self._graphs.columns
 
 
-class CapturedChunks:
+class CapturedPrefill:
     """Steps of up to so many rows, of tokens of some sequences."""
 
     def __init__(self, graphs: GraphRunner, rows: int) -> None:

@@ -14,7 +14,8 @@ from time import sleep
 
 import torch
 
-from dsv4cli.engine.runtime.cache import Cache, Sequence, Snapshot
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
 from dsv4cli.engine.system.device import upload
 from dsv4cli.engine.system.pinned import Populating, host_block, pin, unpin, whole_pages
 from dsv4cli.kernels.card import is_there
@@ -43,7 +44,7 @@ class Stored:
         return self.blocks + self.rings
 
 
-class HostStore:
+class HostTier:
     """Host memory for the states of one cache."""
 
     def __init__(self, cache: Cache, nbytes: int) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
-from dsv4cli.engine.runtime.draft import Drafter
-from dsv4cli.engine.runtime.draft_report import DraftReport
-from dsv4cli.engine.runtime.gate import Gate, OpenGate
+from dsv4cli.engine.runtime.drafts.draft_controller import AlwaysDraft, DraftController
+from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
+from dsv4cli.engine.runtime.drafts.drafters import Drafter
 from dsv4cli.engine.runtime.request import Request, Token
-from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.step import Chunk
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import UnsoundResult
 
@@ -19,7 +19,7 @@ class DraftPlan:
     def __init__(self, drafter: Drafter, drafting: Drafting, rows: int) -> None:
         """drafting: where it has no most, at most the usual ones. rows: the most of a step with drafts."""
         bound = drafter.usual if drafting.most is None else min(drafting.most, drafter.most)
-        self.gate = OpenGate(bound, rows) if drafting.always else Gate(bound, rows)
+        self.gate = AlwaysDraft(bound, rows) if drafting.always else DraftController(bound, rows)
         self.report = DraftReport(drafter.name, per_position=[0] * bound)
         self._chances: dict[Request, list[float]] = {}
 

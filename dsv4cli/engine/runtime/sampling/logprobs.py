@@ -7,8 +7,8 @@ import torch
 
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.runtime.request import Alternatives, Request, RowScores
-from dsv4cli.engine.runtime.sampler import check_finite, not_finite
-from dsv4cli.engine.runtime.scheduler import Chunk
+from dsv4cli.engine.runtime.sampling.sampler import check_finite, not_finite
+from dsv4cli.engine.runtime.step import Chunk
 from dsv4cli.engine.system.device import download
 from dsv4cli.kernels.sampling import logsumexp
 

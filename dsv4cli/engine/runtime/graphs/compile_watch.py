@@ -15,7 +15,7 @@ def do_nothing(preparing: bool) -> None:
     """Reports no preparation."""
 
 
-class Preparing:
+class CompileWatch:
     """Notes whether Triton prepares a kernel inside; on a CPU nothing does. May be entered again and again.
 
     happened: whether anything was prepared since it was last set to False. compiled: how many kernels were compiled so
@@ -36,7 +36,7 @@ class Preparing:
             self._reported = True
             self.on_preparing(True)
 
-    def __enter__(self) -> "Preparing":
+    def __enter__(self) -> "CompileWatch":
         if self._watches:
             _watch_compilers()
         self._outer = _running.set(self)
@@ -52,7 +52,7 @@ class Preparing:
 
 
 # that of this thread's step
-_running: ContextVar[Preparing | None] = ContextVar("preparing", default=None)
+_running: ContextVar[CompileWatch | None] = ContextVar("preparing", default=None)
 
 
 class _Hook:

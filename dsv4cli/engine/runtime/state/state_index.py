@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
-from dsv4cli.engine.runtime.cache import Snapshot
-from dsv4cli.engine.runtime.host_store import Stored
 from dsv4cli.engine.runtime.request import ID_BYTES
+from dsv4cli.engine.runtime.state.cache import Snapshot
+from dsv4cli.engine.runtime.state.host_tier import Stored
 
 # the number of blocks whose tokens a prompt certainly shares with a state that it begins with, and a hash of these
 Border = tuple[int, int]
@@ -36,7 +36,7 @@ class KeptState:
         return self.ids[: ID_BYTES * self.length]
 
 
-class KeptStates:
+class StateIndex:
     """All of one prefix cache, in the order in which they came."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from dsv4cli.engine.model.state import Pool
 
 
-class PoolBlocks:
+class BlockPool:
     """The blocks of some pools, which have none yet. nbytes: of one block of all of them."""
 
     def __init__(self, pools: Sequence[Pool], device: torch.device) -> None:

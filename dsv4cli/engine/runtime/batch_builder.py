@@ -8,7 +8,8 @@ import torch
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
-from dsv4cli.engine.runtime.cache import Cache, Sequence
+from dsv4cli.engine.runtime.sequence import Sequence
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels import step_metadata
 

@@ -8,10 +8,10 @@ longest ago goes first: to host memory, if there is any, and from there for good
 from itertools import chain
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
-from dsv4cli.engine.runtime.cache import Cache, Snapshot
-from dsv4cli.engine.runtime.host_store import HostStore, Stored
-from dsv4cli.engine.runtime.kept_states import KeptState, KeptStates, age_of
 from dsv4cli.engine.runtime.request import ID_BYTES, Request
+from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
+from dsv4cli.engine.runtime.state.host_tier import HostTier, Stored
+from dsv4cli.engine.runtime.state.state_index import KeptState, StateIndex, age_of
 
 # prompts are kept at multiples of so many tokens, for those that begin with the same document
 KEPT_EVERY = 4096
@@ -19,20 +19,20 @@ KEPT_EVERY = 4096
 NOT_WORTH = 2
 
 
-class Prefixes:
+class PrefixCache:
     """The states of one cache: on the device up to `most`, in host memory as many as have room there.
 
     hits: requests that have found something; found: tokens that they need not read.
     """
 
-    def __init__(self, cache: Cache, most: int, reads_next: bool = False, host: HostStore | None = None) -> None:
+    def __init__(self, cache: Cache, most: int, reads_next: bool = False, host: HostTier | None = None) -> None:
         """reads_next: whether the state of a position depends on the token after it, which may be another now."""
         self.cache = cache
         self.hits = self.found = 0
         self._most = most
         self._again = int(reads_next)
         self._host = host
-        self._states = KeptStates()
+        self._states = StateIndex()
         self._count = 0
         cache.give_way = self._give_way
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from dsv4cli.engine.runtime.cache import FEWEST_BLOCKS, Cache
-from dsv4cli.engine.runtime.host_store import HostStore
-from dsv4cli.engine.runtime.prefix_cache import Prefixes
+from dsv4cli.engine.runtime.state.cache import FEWEST_BLOCKS, Cache
+from dsv4cli.engine.runtime.state.host_tier import HostTier
+from dsv4cli.engine.runtime.state.prefix_cache import PrefixCache
 from dsv4cli.errors import NotEnoughMemory
 
 # the fewest tokens of a sequence that graphs are captured for when a request needs longer ones
@@ -36,7 +36,7 @@ class Capacity:
     host_memory: int = 0
 
 
-def prefixes_of(cache: Cache, capacity: Capacity, reads_next: bool) -> Prefixes | None:
+def prefixes_of(cache: Cache, capacity: Capacity, reads_next: bool) -> PrefixCache | None:
     """Bounds the cache, where it is to be, and makes its prefix cache, if any. Raises NotEnoughMemory for a bound that
     leaves no room for anything."""
     most = capacity.snapshots
@@ -52,5 +52,5 @@ def prefixes_of(cache: Cache, capacity: Capacity, reads_next: bool) -> Prefixes 
             )
         cache.bound(blocks)
         cache.copies.provide(most)
-    host = HostStore(cache, capacity.host_memory) if capacity.host_memory else None
-    return Prefixes(cache, most, reads_next, host) if most else None
+    host = HostTier(cache, capacity.host_memory) if capacity.host_memory else None
+    return PrefixCache(cache, most, reads_next, host) if most else None

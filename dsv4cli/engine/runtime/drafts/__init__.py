@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters, how many drafts to verify, and their verification."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: masks, sampling, log-probabilities."""
