@@ -29,8 +29,8 @@ FileArg = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="The questions: our JSON lines, gsm8k, math500, humaneval, mmlu, gpqa or official continuations as they "
-        "were published; nano: 200 that come with the program.",
+        help="The questions: our JSON lines, gsm8k, math500, humaneval, mmlu, mmlu_pro, gpqa or official "
+        "continuations as they were published; nano: 200 that come with the program.",
     ),
 ]
 AgainstOpt = Annotated[

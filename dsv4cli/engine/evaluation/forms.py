@@ -1,9 +1,11 @@
 """Which form has a file of questions? Our own, or one of the public ones that users have; no torch."""
 
 import csv
+import gzip
 import hashlib
 import io
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,20 +13,22 @@ from typing import Any, NamedTuple
 
 from dsv4cli.engine.evaluation.items import EvalItem, EvalSet, choose, digits, numbered, read_own
 from dsv4cli.engine.evaluation.vectors import is_manifest, is_vectors, read_manifest, read_vectors
-from dsv4cli.engine.text.inputs import BadLine, from_prompt, name_of, parse_lines, read_text, refuse
+from dsv4cli.engine.text.inputs import BadLine, decoded, from_prompt, name_of, parse_lines, read_content, refuse
 from dsv4cli.errors import UsageError
 
 BUILT_IN = "nano"
 NANO_FILE = Path(__file__).with_name("nano.jsonl")
-LETTERS = ("A", "B", "C", "D")
+LETTERS = tuple("ABCD")
+# MMLU-Pro has up to ten choices; shorter lists were filled up with this text
+_MORE_LETTERS, _NO_CHOICE = "ABCDEFGHIJ", "N/A"
 _BOX = "\n\nReason step by step, and put the final answer within \\boxed{}."
 # of questions with letters: judged by likelihood, or by an answer that may explain itself
 _ALONE = "Answer with the letter of the right choice alone."
 _REASONED = "Reason step by step. Let the last line be the letter of the right choice, as in: Answer: A"
 _CODE = "Complete this Python function. Answer with the whole function in one block of code.\n\n```python\n{}\n```"
 FORMS = (
-    "lines {prompt or messages, answer, score}, gsm8k, math500 and humaneval as JSON lines, mmlu and gpqa as CSV, the "
-    "official continuations of ds4 as .vec or manifest.tsv"
+    "lines {prompt or messages, answer, score}, gsm8k, math500, humaneval, mmlu and mmlu_pro as JSON lines, mmlu "
+    "and gpqa as CSV, any of them compressed by gzip, the official continuations of ds4 as .vec or manifest.tsv"
 )
 _AS_PUBLISHED = "give the file as it was published"
 _Lines = tuple[list[tuple[int, EvalItem]], list[BadLine]]
@@ -35,7 +39,7 @@ def read_set(name: str, by_answer: bool) -> EvalSet:
     """The items of the set that is built in, or of a file, in whichever form; by_answer: whether choices of public
     files are to be answered in a text. Raises UsageError that names every bad line, or the forms where it has none."""
     path = NANO_FILE if name == BUILT_IN else Path(name)
-    text = read_text(path)
+    text = _text(path)
     called = name if name == BUILT_IN else name_of(path)
     form, read = _form(text, path, _REASONED if by_answer else _ALONE)
     lines, bad = read(text, called)
@@ -54,7 +58,7 @@ def _form(text: str, path: Path, ending: str) -> tuple[str, Callable[[str, str],
     if is_manifest(first):
         return "ds4 continuations", lambda text, name: read_manifest(text, path)
     if first.lstrip().startswith("{"):
-        return _json_form(first, name_of(path))
+        return _json_form(first, name_of(path), ending)
     row = _first_row(text)
     table = next((form for form, signs in _TABLES.items() if signs(row)), None)
     if table is not None:
@@ -75,9 +79,26 @@ def _split(rows: _Table, ending: str) -> _Lines:
     return good, bad
 
 
-def _json_form(first: str, name: str) -> tuple[str, Callable[[str, str], _Lines]]:
+def _text(path: Path) -> str:
+    """Return the text of a file that may be compressed by gzip. Raises UsageError."""
+    content, name = read_content(path), name_of(path)
+    if content.startswith(b"\x1f\x8b"):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UsageError(f"{name} is a damaged gzip file: {error}", "download it again") from None
+    if content.startswith(b"PAR1"):
+        convert = "datasets.load_dataset(NAME, split='test').to_json('questions.jsonl')"
+        raise UsageError(f"{name} is a Parquet file, which eval does not read", f"write JSON lines: {convert}")
+    return decoded(content, name)
+
+
+def _json_form(first: str, name: str, ending: str) -> tuple[str, Callable[[str, str], _Lines]]:
     lines, _ = parse_lines(first, name, lambda value: value)
     keys = set(lines[0][1]) if lines else set()
+    for form, listed in _LETTERED_FORMS.items():
+        if {"question", "answer", listed} <= keys:
+            return form, partial(parse_lines, convert=partial(_lettered, listed=listed, ending=ending))
     for form, (needed, convert) in _JSON_FORMS.items():
         if needed <= keys and (form != "gsm8k" or "####" in str(lines[0][1]["answer"])):
             return form, partial(parse_lines, convert=_with_keys(needed, convert))
@@ -149,7 +170,7 @@ def _columns(text: str, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str
 
 
 class _Lettered(NamedTuple):
-    """A question with four choices, and the letter of the right one."""
+    """A question with its choices, and the letter of the right one."""
 
     question: str
     texts: list[str]
@@ -159,11 +180,40 @@ class _Lettered(NamedTuple):
 
     def item(self, ending: str) -> EvalItem:
         """What is asked. Raises UsageError for a letter that there is not."""
-        if self.letter not in LETTERS:
-            raise UsageError(f"the answer is {self.letter!r}, not a letter from A to D", _AS_PUBLISHED)
-        listed = "\n".join(f"{one}. {text.strip()}" for one, text in zip(LETTERS, self.texts, strict=True))
+        letters = tuple(_MORE_LETTERS[: len(self.texts)])
+        if self.letter not in letters:
+            raise UsageError(f"the answer is {self.letter!r}, not a letter from A to {letters[-1]}", _AS_PUBLISHED)
+        listed = "\n".join(f"{one}. {text.strip()}" for one, text in zip(letters, self.texts, strict=True))
         asked = from_prompt(f"{self.question.strip()}\n\n{listed}\n\n{ending}", None)
-        return choose(EvalItem(self.id, asked, task=self.task), LETTERS, self.letter)
+        return choose(EvalItem(self.id, asked, task=self.task), letters, self.letter)
+
+
+def _lettered(value: dict[str, Any], listed: str, ending: str) -> EvalItem:
+    """Return the item of a line of the hub's mmlu or mmlu_pro. Raises UsageError.
+
+    Args:
+        value: The line: `question`, the choices, and `answer` as a letter or an index.
+        listed: The key of the choices.
+        ending: What follows the choices in the prompt.
+    """
+    question, texts, answer = value.get("question"), value.get(listed), value.get("answer")
+    if not isinstance(question, str) or not question.strip():
+        raise UsageError('"question" is not a text, or is empty', _AS_PUBLISHED)
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise UsageError(f'"{listed}" is not a list of texts', _AS_PUBLISHED)
+    while texts and texts[-1].strip() == _NO_CHOICE:
+        texts = texts[:-1]
+    if not 2 <= len(texts) <= len(_MORE_LETTERS):
+        raise UsageError(f'"{listed}" has {len(texts)} texts, not 2 to {len(_MORE_LETTERS)}', _AS_PUBLISHED)
+    if type(answer) is int and 0 <= answer < len(texts):
+        answer = _MORE_LETTERS[answer]
+    task = value.get("subject") or value.get("category")
+    id_ = str(value.get("question_id", ""))
+    return _Lettered(question, texts, str(answer).strip(), str(task or "mmlu"), id_).item(ending)
+
+
+# by the key of the choices: cais/mmlu and TIGER-Lab/MMLU-Pro, as `datasets` writes them
+_LETTERED_FORMS = {"mmlu": "choices", "mmlu_pro": "options"}
 
 
 def _mmlu_rows(text: str) -> _Table:

@@ -1,5 +1,6 @@
 """Files of questions: our lines, strictly, and the public forms by their content."""
 
+import gzip
 import json
 
 import pytest
@@ -261,3 +262,63 @@ def test_a_manifest_names_prompts_and_continuations(repository):
     path.write_text(head + row + "case_1\tlost.txt\ttests/prompts/more.txt\n", encoding="utf-8")
     with pytest.raises(UsageError, match=r"line 3: there is no lost\.txt"):
         read_set(str(path), by_answer=False)
+
+
+HUB_MMLU = {"question": "Which?", "subject": "anatomy", "choices": ["w", "x", "y", "z"], "answer": 2}
+MMLU_PRO = {
+    "question_id": 70, "question": "Which one?", "options": [f"o{n}" for n in range(10)], "answer": "I",
+    "answer_index": 8, "cot_content": "", "category": "business", "src": "ori_mmlu-business_ethics",
+}  # fmt: skip
+
+
+def test_mmlu_of_the_hub(read):
+    found = read([HUB_MMLU, {**HUB_MMLU, "answer": "A"}])
+    assert (found.form, [one.answer for one in found.items]) == ("mmlu", ["C", "A"])
+    assert (found.items[0].task, found.items[0].choices) == ("anatomy", ("A", "B", "C", "D"))
+    assert "A. w\nB. x\nC. y\nD. z\n\n" in found.items[0].messages[0]["content"]
+
+
+def test_mmlu_pro_of_the_hub(read):
+    short = {**MMLU_PRO, "question_id": 71, "options": ["a", "b", "c", "N/A", "N/A"], "answer": "C"}
+    found = read([MMLU_PRO, short], by_answer=True)
+    assert (found.form, [one.id for one in found.items]) == ("mmlu_pro", ["70", "71"])
+    assert [(one.answer, one.task) for one in found.items] == [("I", "business"), ("C", "business")]
+    assert [one.choices for one in found.items] == [tuple("ABCDEFGHIJ"), tuple("ABC")]
+    assert "J. o9\n\nReason step by step." in found.items[0].messages[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"answer": "K"}, "the answer is 'K', not a letter from A to J"),
+        ({"answer": 10}, "the answer is '10', not a letter from A to J"),
+        ({"answer": None}, "the answer is 'None'"),
+        ({"options": "ab"}, '"options" is not a list of texts'),
+        ({"options": ["a", 1]}, '"options" is not a list of texts'),
+        ({"options": ["a", "N/A"]}, '"options" has 1 texts, not 2 to 10'),
+        ({"question": " "}, '"question" is not a text'),
+    ],
+)
+def test_bad_lines_of_mmlu_pro_are_named(read, change, complaint):
+    with pytest.raises(UsageError, match="line 2: ") as refused:
+        read([MMLU_PRO, MMLU_PRO | {"question_id": 71} | change])
+    assert complaint in refused.value.message
+
+
+def test_files_may_be_compressed(tmp_path):
+    line = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": ""}
+    path = tmp_path / "HumanEval.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(line).encode()))
+    found = read_set(str(path), False)
+    assert (found.form, found.items[0].id, found.items[0].score) == ("humaneval", "HumanEval/0", None)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UsageError, match="is a damaged gzip file"):
+        read_set(str(path), False)
+
+
+def test_parquet_is_named(tmp_path):
+    path = tmp_path / "test-00000-of-00001.parquet"
+    path.write_bytes(b"PAR1\x15\x04\xff")
+    with pytest.raises(UsageError, match="is a Parquet file") as refused:
+        read_set(str(path), False)
+    assert "to_json" in refused.value.remedy
