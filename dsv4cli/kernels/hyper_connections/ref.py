@@ -31,8 +31,9 @@ def connect_pre(streams: torch.Tensor, connection: Connection) -> tuple[torch.Te
     count = streams.shape[1]
     pre, post, comb = project(streams, connection.fn, connection.norm_eps).split((count, count, count * count), -1)
     pre_base, post_base, comb_base = connection.base.split((count, count, count * count))
-    gates = torch.cat((pre * scale[0] + pre_base, post * scale[1] + post_base), -1)
-    pre, post = alike.each(torch.sigmoid, gates).chunk(2, -1)
+    # two sigmoids, as in the official code: how a value rounds depends on which values share a vector with it
+    pre = alike.each(torch.sigmoid, pre * scale[0] + pre_base)
+    post = alike.each(torch.sigmoid, post * scale[1] + post_base)
     comb = sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (count, count)), connection.iterations, eps)
     return collapse(streams, pre + eps), 2 * post, comb
 
