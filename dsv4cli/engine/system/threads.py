@@ -83,8 +83,10 @@ def as_done(jobs: Sequence[Callable[[], T]], workers: int, stop: threading.Event
             if future.exception() is not None:
                 stop.set()
 
-    workers_ends = [begin(work) for _ in range(min(workers, len(jobs)))]
+    workers_ends: list[Future[None]] = []
     try:
+        for _ in range(min(workers, len(jobs))):  # an interrupt may come while they start
+            workers_ends.append(begin(work))
         for _ in jobs:
             yield ended.get().result()
     finally:
