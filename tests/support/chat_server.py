@@ -54,7 +54,8 @@ class ChatServer:
     """Answers are taken from `script`, one a question, the last one again and again. bodies: what was asked, as JSON.
 
     key: what it wants as an API key. counts: it has /tokenize, for which a byte is a token; counted: how often it was
-    asked. ended: the other side has closed a connection in an answer. stopped: nothing is answered any more.
+    asked. answered: an answer was sent to its end. ended: the other side has closed a connection in an answer. stopped:
+    nothing is answered any more.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class ChatServer:
         self.models: list[dict[str, Any]] = [{"id": MODEL, "max_model_len": CONTEXT}]
         self.key = ""
         self.counts, self.counted = True, 0
-        self.ended = threading.Event()
+        self.answered, self.ended = threading.Event(), threading.Event()
         self.stopped = False
         server = self
 
@@ -125,6 +126,7 @@ class ChatServer:
             return
         try:
             self._stream(handler, says)
+            self.answered.set()
         except OSError:
             self.ended.set()
 

@@ -13,12 +13,13 @@ Says = Callable[..., None]
 
 def compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Says:
     """What has the process be a script that says these kernels and counts, waits, says that it is done, unless it ends
-    with another code than 0, and is still there for so many seconds. Triton's cache is in the folder."""
+    with another code than 0, and is still there for so many seconds. It makes the file `done` before it says that it is
+    done. Triton's cache is in the folder."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(folder / "cache"))
 
     def use(*lines: dict[str, object], code: int = 0, seconds: float = 0, ending: float = 0) -> None:
         text = "\n".join(json.dumps(line if "ready" in line else {"counts": line}) for line in lines)
-        done = "" if code else f"echo '{json.dumps({'done': True})}'\n"
+        done = "" if code else f"touch {folder}/done\necho '{json.dumps({'done': True})}'\n"
         waits = f"exec sleep {ending}\n" if ending else ""
         script = folder / "python"
         given = f'#!/bin/sh\necho "$@" > {folder}/arguments\ncat > {folder}/given\n'

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
@@ -22,6 +21,7 @@ from dsv4cli.engine.server.serving import Offer, serving
 from dsv4cli.engine.server.warm import Sharing, ready_engine
 from dsv4cli.engine.settings import AUTO_DRAFTING, Limits, Sampling
 from tests.support.shared_models import shared_model
+from tests.support.waiting import comes as comes
 
 GREEDY = Sampling(0.0)
 SHARE = Sharing(64 << 20, 50.0)
@@ -88,14 +88,6 @@ class Served:
     def held(self) -> Usage:
         """What the engine holds."""
         return asyncio.run_coroutine_threadsafe(self.asked.report(), self.loop).result(60)[0]
-
-
-def comes(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether something holds within a time."""
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
 
 
 def asking(content: str, **fields: Any) -> dict[str, Any]:

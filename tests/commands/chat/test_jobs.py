@@ -1,5 +1,6 @@
 """`dsv4 chat` as a job of a shell, and what is typed before it can be read."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from dsv4cli.commands.terminal import keys_wait, terminal_as_it_was
 from dsv4cli.engine.weights import load as loading
 from tests.support.program import SMALL
 from tests.support.terminals import Terminal, says, speaking
+from tests.support.waiting import comes
 
 CHAT = ("chat", "--model", SMALL, "--no-markdown")
 
@@ -96,6 +98,15 @@ def test_ctrl_z_suspends_an_answer(terminal):
     assert ended(one) == (0, True)
 
 
+def unread(one):
+    """Bytes of the whole lines that the terminal holds for its program."""
+    other = os.open(f"/proc/{one.program}/fd/0", os.O_RDONLY | os.O_NOCTTY)
+    try:
+        return int.from_bytes(fcntl.ioctl(other, termios.FIONREAD, bytes(4)), sys.byteorder)
+    finally:
+        os.close(other)
+
+
 def slowly(seconds):
     """Loading takes so long."""
 
@@ -140,8 +151,8 @@ def test_ctrl_d_that_is_typed_in_an_answer_leaves_after_it(terminal, environment
 def test_the_terminal_is_as_it_was_after_leaving_while_loading(terminal, way, code):
     one = terminal(slowly(30))
     one.until("[loading]")
-    one.type("early")
-    time.sleep(0.3)  # the terminal takes keys up by itself, at a time of its own
+    one.type("early\r")
+    assert comes(lambda: unread(one) == 6)  # the terminal takes keys up by itself, at a time of its own
     one.type("\x03") if way == "key" else os.kill(one.program, signal.SIGTERM)
     assert ended(one) == (code, True)
     assert "early" not in one.shown

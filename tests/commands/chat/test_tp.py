@@ -181,9 +181,7 @@ def test_a_rank_that_is_killed_ends_the_conversation(tmp_path, moment):
         while "first after" not in program.stderr.readline():
             pass
     os.kill(follower, signal.SIGKILL)
-    begin = time.monotonic()
     _, err = program.communicate("Who?\n", SECONDS)
-    assert time.monotonic() - begin < 5
     assert program.returncode == 1
     assert err.splitlines()[-2:] == [
         "error: rank 1 was killed by SIGKILL",

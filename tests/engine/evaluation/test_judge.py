@@ -1,7 +1,6 @@
 """Is an answer right? By each rule, and where an answer has no end."""
 
 import signal
-import time
 
 import pytest
 
@@ -66,9 +65,7 @@ def test_calls_are_values_not_texts():
 def test_a_pattern_that_would_never_end_is_given_up(monkeypatch):
     monkeypatch.setattr(judging, "PATTERN_SECONDS", 0.05)
     before = signal.getsignal(signal.SIGALRM)
-    start = time.monotonic()
     found = judge(EvalItem("1", [], "regex", "(a+)+$"), reply("a" * 60 + "!"))
-    assert time.monotonic() - start < 2
     assert (found.ruling, found.note) == ("wrong", judging.TOO_LONG)
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -311,14 +310,18 @@ def test_older_gpus_are_left_out(bare_machine, capsys):
 
 
 @pytest.mark.parametrize(
-    "script", ["exit 9", "echo No devices were found", "echo 'a, 1, 1, 9.0'; exit 1", "/bin/sleep 9"]
+    "script",
+    [
+        "exit 9",
+        "echo No devices were found",
+        "echo 'a, 1, 1, 9.0'; exit 1",
+        "/bin/sleep 9; echo 'a, 81559, 1000, 9.0'",  # awaited to its end, it would name a GPU
+    ],
 )
 def test_nvidia_smi_that_fails_or_hangs(bare_machine, monkeypatch, script):
     monkeypatch.setattr(machines, "SMI_SECONDS", 0.2)
     smi(bare_machine, script)
-    start = time.monotonic()
     assert this_machine().gpus == ()
-    assert time.monotonic() - start < 5
 
 
 def test_nothing_is_known_of_a_system_without_meminfo(bare_machine, monkeypatch):

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import time
+import selectors
 from contextlib import ExitStack
 
 import pytest
@@ -13,8 +13,30 @@ from tests.engine.server.test_http import REQUEST, SMALL, connected, ends
 from tests.support.serving import asking, comes, served
 
 
+class SimulatedTime(asyncio.SelectorEventLoop):
+    """An event loop whose clock advances only while nothing is ready to run, and then to the next timer."""
+
+    def __init__(self):
+        super().__init__(_NoWait(self))
+        self.now = 0.0
+
+    def time(self):
+        return self.now
+
+
+class _NoWait(selectors.DefaultSelector):
+    def __init__(self, loop):
+        super().__init__()
+        self._of = loop
+
+    def select(self, timeout=None):
+        found = super().select(0)
+        self._of.now += timeout or 0.0
+        return found
+
+
 def gathered(monkeypatch, work, quiet=0.05, longest=10.0):
-    """What was released, in which groups, while `work` adds requests; silent is what it says."""
+    """What was released, in which groups, while `work` adds requests in simulated time; silent is what it says."""
     monkeypatch.setattr(gathering, "QUIET", quiet)
     monkeypatch.setattr(gathering, "LONGEST", longest)
     silent, released = [0], []
@@ -23,7 +45,8 @@ def gathered(monkeypatch, work, quiet=0.05, longest=10.0):
         one = Gathering(lambda: silent[0], released.append)
         await work(one, silent, released)
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=SimulatedTime) as runner:
+        runner.run(run())
     return released
 
 
@@ -94,18 +117,21 @@ def test_who_goes_is_not_held(monkeypatch):
 
 @pytest.mark.parametrize("others", [0, 2])
 def test_clients_that_come_together_are_read_in_one_step(monkeypatch, others):
-    # another connection asks nothing: it is waited for
-    monkeypatch.setattr(gathering, "QUIET", 0.3)
-    monkeypatch.setattr(gathering, "LONGEST", 5.0)
+    # another connection asks nothing: it is waited for, here until the test says that QUIET seconds have passed
+    monkeypatch.setattr(gathering, "QUIET", 3600.0)
+    monkeypatch.setattr(gathering, "LONGEST", 3600.0)
     head = REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     with served(SMALL) as server, ExitStack() as stack:
-        step, read = server.engine.step, []
+        step, read, gathers = server.engine.step, [], server.asked._gathering
         monkeypatch.setattr(server.engine, "step", lambda: read.append(len(done := step())) or done)
         clients = [stack.enter_context(connected(server)) for _ in range(2 + others)]
         assert comes(lambda: len(server.server.server_state.connections) == len(clients))
         for number, client in enumerate(clients[1:]):
             body = json.dumps(asking(f"{number} and on", max_tokens=1)).encode()
             client.sendall(head % len(body) + body)
-            time.sleep(0.05)  # enough for a step
+            assert comes(lambda held=number + 1: len(gathers._held) == held)
+        assert read == []
+        monkeypatch.setattr(gathering, "QUIET", 0.0)
+        server.loop.call_soon_threadsafe(gathers._settle, ())
         assert all(map(ends, clients[1:]))
         assert read == [1 + others]

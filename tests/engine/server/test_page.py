@@ -167,7 +167,7 @@ class TestPage:
             stop()
             assert re.fullmatch(r"(word ?)+", answered(opened))
             assert opened.text("#turns > li:last-child .facts") == "Stopped"
-            assert server.ended.wait(5)
+            assert server.ended.wait(60)
         assert opened.text("#send") == "Send"
 
     @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])

@@ -54,10 +54,8 @@ def start(script, *arguments):
 def test_a_signal_ends_a_process_that_waits_in_c(number):
     with start(STUCK) as program:
         assert program.stdout.readline() == "stuck\n"
-        begin = time.monotonic()
         program.send_signal(number)
         assert program.communicate(timeout=20)[0] == f"leaving {int(number)}\n"
-        assert time.monotonic() - begin < 10
     assert program.returncode == 128 + number
 
 

@@ -4,10 +4,11 @@ import errno
 import os
 import signal
 import threading
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from dsv4cli.engine.weights import read, staging
 from dsv4cli.engine.weights.fill import TORCH_DTYPES, local_slice
 from dsv4cli.engine.weights.read import stored
 from dsv4cli.errors import CheckpointError
+from tests.support.waiting import comes
 
 # dtype, shape, cut: rows, columns and neither of every dtype; sizes that pieces do not divide, and one row
 TABLE = [
@@ -208,29 +210,38 @@ def test_a_short_read_goes_on(folder, way, monkeypatch):
 
 @pytest.mark.parametrize("piece", [2048, read.PIECE], ids=["between pieces", "inside a load"])
 def test_an_interrupt_ends_at_once(folder, way, monkeypatch, piece):
-    def slowly(*arguments):
-        time.sleep(0.1)
+    main, stop, reads = threading.get_ident(), threading.Event(), []
+
+    def interrupted(*arguments):
+        reads.append(arguments)
+        if len(reads) == 1:
+            signal.pthread_kill(main, signal.SIGINT)
+        assert stop.wait(60)  # no read ends before the threads are called off
         return real(*arguments)
 
     real = os.preadv
-    monkeypatch.setattr(files.os, "preadv", slowly)
+    monkeypatch.setattr(files.os, "preadv", interrupted)
     monkeypatch.setattr(read, "PIECE", piece)
-    main = threading.get_ident()
-    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+    monkeypatch.setattr(read, "threading", SimpleNamespace(Event=lambda: stop))
     checkpoint, destinations = open_checkpoint(folder), destinations_of()
-    before, start = threading.active_count(), time.perf_counter()
-    timer.start()
-    # everything would take 10 s, and 4 s as one load
+    before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         list(stored(checkpoint, specs(), SINGLE, 2)(destinations))
-    timer.join()
-    assert time.perf_counter() - start < 2
-    assert threading.active_count() == before
+    assert len(reads) <= 2  # each of two threads ends the read that it is in, and begins no other
+    assert comes(lambda: threading.active_count() == before)
 
 
-def test_staging_is_bounded_and_waits():
+def test_staging_is_bounded_and_waits(monkeypatch):
+    waits, order = threading.Event(), []
+
+    class Free(SimpleQueue):
+        def get(self):
+            if self.empty():
+                waits.set()
+            return super().get()
+
+    monkeypatch.setattr(staging, "SimpleQueue", Free)
     pool = staging.Staging(torch.device("cpu"), 2, 100)
-    order = []
 
     def third() -> None:
         with pool.buffer() as buffer:
@@ -241,7 +252,7 @@ def test_staging_is_bounded_and_waits():
             assert second is not first
             thread = threading.Thread(target=third)
             thread.start()
-            time.sleep(0.1)
+            assert waits.wait(60)
             assert order == []
         thread.join()
         assert order == [second]

@@ -1,0 +1,17 @@
+"""Waiting for an event of another thread or process."""
+
+import time
+from collections.abc import Callable
+
+# a guard against waiting forever, not an expectation: what takes milliseconds alone may take seconds on a busy machine
+GUARD_SECONDS = 60.0
+
+
+def comes(holds: Callable[[], bool], seconds: float = GUARD_SECONDS) -> bool:
+    """Wait until `holds()` is true and return True, or False after the guard time."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.01)
+    return True
