@@ -1,5 +1,7 @@
 """The loop that every caller runs: requests are added, each step gives each of them what it got, until they end."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import TracebackType
 
@@ -22,6 +24,7 @@ from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step import ComputedStep, StepChoice
 from dsv4cli.engine.runtime.usage import Usage, usage_of
 from dsv4cli.engine.settings import Drafting
+from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.rows import ROWS_EXACT
 
 
@@ -108,6 +111,16 @@ class Engine:
         return self.runner.preparing.compiled
 
     @property
+    def preparing(self) -> bool:
+        """Whether the step that runs now compiles kernels or captures graphs. May be asked from any thread."""
+        return self.runner.preparing.under_way
+
+    @property
+    def unpinned(self) -> NotEnoughMemory | None:
+        """Why host memory of the prefix cache is not pinned, None where it is."""
+        return None if self.runner.prefixes is None else self.runner.prefixes.unpinned
+
+    @property
     def room(self) -> int | None:
         """The most tokens of a prompt and its answer that the cache has room for, None where nothing bounds it."""
         return self.runner.scheduler.room
@@ -147,27 +160,24 @@ class Engine:
         # a drafter may have to follow a step once more, which is gone when the next one runs
         ahead = not (count or drafted) and (self._plan is None or not any(one.constraint for one in requests))
         self._orders.add("step", drafts=drafted, count=count, ahead=ahead, pick=None if pick is None else asdict(pick))
-        try:
+        with self._resting_on_error():
             self._orders.tell()
             ran, tokens, drafts = self._drawing.step(count, ahead, pick)
-        except Exception as error:
-            self._orders.lost = lost_others(error)
-            self._orders.rest()
-            raise
-        self._orders.add("finish", drawn=[[token.id for token in own] for own in tokens])
-        if self._plan is not None:
-            self._plan.take(ran.ready, tokens, drafts)
-            if ran.ready and not self.runner.preparing.happened:  # else nothing has waited for the device
-                self._plan.time(ran.chunks, count, self._drawing.watch.seconds())
-        if self._pacer is not None:
-            self._pacer.note(pick, ran.chunks, self.runner.preparing.happened)
-        return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
+            self._orders.add("finish", drawn=[[token.id for token in own] for own in tokens])
+            if self._plan is not None:
+                self._plan.take(ran.ready, tokens, drafts)
+                if ran.ready and not self.runner.preparing.happened:  # else nothing has waited for the device
+                    self._plan.time(ran.chunks, count, self._drawing.watch.seconds())
+            if self._pacer is not None:
+                self._pacer.note(pick, ran.chunks, self.runner.preparing.happened)
+            return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
 
     def prepare(self) -> bool:
         """Makes one thing ready that requests may need; whether any was missing. Raises NotEnoughMemory."""
         self._orders.add("prepare")
-        self._orders.tell()
-        prepared = self.runner.prepare()
+        with self._resting_on_error():
+            self._orders.tell()
+            prepared = self.runner.prepare()
         self._rest()
         return prepared
 
@@ -188,6 +198,16 @@ class Engine:
         self._count += 1
         self._orders.add("add", **described(request))
         self.runner.add(request)
+
+    @contextmanager
+    def _resting_on_error(self) -> Iterator[None]:
+        """Let the followers rest where what runs inside fails: one that ends later must not end this process."""
+        try:
+            yield
+        except Exception as error:
+            self._orders.lost = lost_others(error)
+            self._orders.rest()
+            raise
 
     def _rest(self) -> None:
         if not self.busy:

@@ -10,6 +10,7 @@ from dsv4cli.engine.runtime.state import host_tier as host_store
 from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
 from dsv4cli.engine.runtime.state.host_tier import HostTier
 from dsv4cli.engine.system.pinned import Populating
+from dsv4cli.errors import NotEnoughMemory
 from tests.support.cache_state import same, state
 from tests.support.speculation import model_of
 
@@ -169,6 +170,29 @@ def test_a_state_that_is_read_back_keeps_its_pages():
     sequence = one.allocate()
     store.restore(sequence, stored)
     assert equal(held(one, sequence), expected)
+
+
+def test_states_are_kept_in_memory_that_the_system_does_not_pin(monkeypatch):
+    one = cache(blocks=8)
+    store, tries = HostTier(one, 200 * one.block_bytes), []
+
+    def refuse(some, remedy):
+        tries.append(remedy)
+        raise NotEnoughMemory("the system does not pin", remedy)
+
+    monkeypatch.setattr(host_store, "pin", refuse)
+    monkeypatch.setattr(store, "_pinned", 0)
+    assert store.unpinned is None
+    snapshot, expected = kept(one, 300)
+    stored = store.store(snapshot)
+    one.drop(snapshot)
+    assert store.unpinned is not None
+    assert tries == ["lower --cache-memory"]
+    assert not store.prepare()
+    sequence = one.allocate()
+    store.restore(sequence, stored)
+    assert equal(held(one, sequence), expected)
+    assert len(tries) == 1
 
 
 def test_memory_is_pinned_before_its_use(monkeypatch):

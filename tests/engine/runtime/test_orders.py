@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from dsv4cli.engine.parallel.followers import Followers
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.runtime.engine import Engine
@@ -9,7 +11,8 @@ from dsv4cli.engine.runtime.follower import Follower
 from dsv4cli.engine.runtime.orders import Orders, described
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.state.capacity import Capacity
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.errors import UnsoundResult
 from tests.support.speculation import model_of
 
 
@@ -57,6 +60,25 @@ def test_followers_rest_when_the_last_request_has_ended():
         assert "rest" not in followers.heard
         engine.cancel(requests[1])
         assert followers.heard[-1] == "rest"
+
+
+@pytest.mark.parametrize("part", ["take", "time", "prepare", "keep"])
+def test_followers_rest_where_a_step_fails_after_it_was_computed(monkeypatch, part):
+    """One of them that ends later must not end the process."""
+    followers = Heard()
+
+    def fail(*arguments):
+        raise UnsoundResult("not finite", "")
+
+    with Engine(model_of("mtp"), Capacity(2), "cpu", followers, Drafting(1)) as engine:
+        request = Request([1, 2, 3], Sampling(0.0), Limits(1), stop_ids=())
+        engine.add(request)
+        target = {"take": engine._plan, "time": engine._plan, "prepare": engine.runner, "keep": engine.runner}[part]
+        monkeypatch.setattr(target, "end" if part == "keep" else part, fail)
+        with pytest.raises(UnsoundResult):
+            engine.prepare() if part == "prepare" else engine.step()
+        assert followers.heard[-1] == "rest"
+        monkeypatch.undo()
 
 
 def test_a_follower_has_the_request_that_was_described():

@@ -29,6 +29,11 @@ class CompileWatch:
         self._watches = device.type == "cuda"
         self._reported = False
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a kernel is compiled or a graph captured in the step that runs now."""
+        return self._reported
+
     def begin(self) -> None:
         """It begins, as the caller knows."""
         self.happened = True

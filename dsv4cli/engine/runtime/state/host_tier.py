@@ -18,6 +18,7 @@ from dsv4cli.engine.runtime.sequence import Sequence
 from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
 from dsv4cli.engine.system.device import upload
 from dsv4cli.engine.system.pinned import Populating, host_block, pin, unpin, whole_pages
+from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.card import is_there
 
 # blocks that are gathered on the device at once: 48 MB for Flash
@@ -26,7 +27,7 @@ AT_ONCE = 64
 PINNED_AT_ONCE = 1 << 26
 # seconds after which it is asked again whether the system has given what is to be pinned
 SOON = 1e-3
-REMEDY = "lower --host-memory"
+REMEDY = "lower --cache-memory"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +46,14 @@ class Stored:
 
 
 class HostTier:
-    """Host memory for the states of one cache."""
+    """Host memory for the states of one cache.
+
+    unpinned: Why the system has refused to pin memory, None where it has not. Copies are synchronous and slower then.
+    """
 
     def __init__(self, cache: Cache, nbytes: int) -> None:
         """nbytes: the most that it takes."""
+        self.unpinned: NotEnoughMemory | None = None
         self._cache = cache
         self._block = cache.block_bytes
         size = whole_pages(max(self._block, 1))
@@ -69,15 +74,15 @@ class HostTier:
         return (len(self._pages) - len(self._free)) * self._pages.shape[1]
 
     def prepare(self) -> bool:
-        """Pins memory for the next states, or waits a moment for the system to give it; whether any was missing. Raises
-        NotEnoughMemory."""
+        """Pin memory for the next states, or wait a moment for the system to allocate it. Return whether any was
+        missing."""
         missing = self._missing
         if missing and not self.pin_next():
             sleep(SOON)
         return missing
 
     def pin_next(self) -> bool:
-        """Pins some of what is missing, 2 ms, where the system has given it; whether it has. Raises NotEnoughMemory."""
+        """Pin some of what is missing, in 2 ms, if the system has allocated it. Return whether it has."""
         if not self._missing:
             return False
         self._populate()
@@ -201,8 +206,12 @@ class HostTier:
 
     def _pin(self) -> None:
         some = self._pages[self._pinned :][: self._pinned_pages]
-        self._addresses.append(pin(some, REMEDY))
-        self._pinned += len(some)
+        try:
+            self._addresses.append(pin(some, REMEDY))
+        except NotEnoughMemory as error:
+            self.unpinned, self._pinned = error, len(self._pages)
+        else:
+            self._pinned += len(some)
 
     def _pair(self, block: int, page: int) -> None:
         """They hold the same from now on, until the block is written or one of them is given back."""

@@ -12,6 +12,7 @@ from dsv4cli.engine.runtime.request import ID_BYTES, Request
 from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
 from dsv4cli.engine.runtime.state.host_tier import HostTier, Stored
 from dsv4cli.engine.runtime.state.state_index import KeptState, StateIndex, age_of
+from dsv4cli.errors import NotEnoughMemory
 
 # prompts are kept at multiples of so many tokens, for those that begin with the same document
 KEPT_EVERY = 4096
@@ -53,12 +54,17 @@ class PrefixCache:
         """What states take in host memory."""
         return 0 if self._host is None else self._host.nbytes
 
+    @property
+    def unpinned(self) -> NotEnoughMemory | None:
+        """Why host memory is not pinned, None where it is."""
+        return None if self._host is None else self._host.unpinned
+
     def prepare(self) -> bool:
-        """Makes ready what the next states need; whether anything was missing. Raises NotEnoughMemory."""
+        """Prepare host memory for the next states. Return whether anything was missing."""
         return self._host is not None and self._host.prepare()
 
     def prepare_meanwhile(self) -> None:
-        """Some of that, while the device computes: 2 ms at most. Raises NotEnoughMemory."""
+        """Prepare some of it while the device computes: 2 ms at most."""
         if self._host is not None:
             self._host.pin_next()
 
