@@ -34,9 +34,12 @@ STARTED = int(time())
 
 
 async def health(http: HttpRequest) -> Response:
-    """GET /health."""
-    if service_of(http).engine.failure.done():
+    """GET /health: 503 where the engine has failed, or its step runs for more than `HUNG_SECONDS`."""
+    engine = service_of(http).engine
+    if engine.failure.done():
         raise Refusal(503, "the engine has failed")
+    if engine.hangs is not None:
+        raise Refusal(503, f"the engine hangs: its step has run for {engine.hangs:.0f} s")
     return json_response({"status": "ok"})
 
 

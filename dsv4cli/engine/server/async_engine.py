@@ -17,6 +17,9 @@ from dsv4cli.engine.server.refusals import Refusal, refusal_of
 IDLE_SECONDS = 15
 # how long a step may take before the engine is said not to answer
 REPORT_SECONDS = 30
+# how long a step that compiles nothing may take before the server counts as unhealthy: the longest chunk of a prompt
+# takes minutes where a CPU computes a large model
+HUNG_SECONDS = 600.0
 # tokens, each with its alternatives, that wait for a client which does not read: 5 to 10 MB
 MOST_UNREAD = 1 << 15
 
@@ -83,16 +86,24 @@ class AsyncEngine:
     most tokens of a prompt and its answer that its cache holds, None where nothing bounds it. failure: why the engine
     cannot go on, once that is so."""
 
-    def __init__(self, engine: Engine, most: int, metrics: Metrics, connected: Callable[[], int]) -> None:
-        """connected: how many clients are."""
+    def __init__(
+        self, engine: Engine, most: int, metrics: Metrics, connected: Callable[[], int], log: Callable[[str], None]
+    ) -> None:
+        """connected: Returns how many clients are connected. log: Takes a line about the server."""
         self._loop = asyncio.get_running_loop()
         self.most, self._metrics = most, metrics
         self.room = engine.room
         self._calls: dict[Request, EngineCall] = {}
         self.failure: asyncio.Future[Exception] = self._loop.create_future()
-        self._thread = EngineThread(engine, self._deliver, self._fail)
+        self._thread = EngineThread(engine, self._deliver, self._fail, lambda text: self._say(log, text))
         self._thread.start()
         self._gathering = Gathering(lambda: connected() - len({*self._calls.values()}), self._thread.add)
+
+    @property
+    def hangs(self) -> float | None:
+        """Seconds that the step that runs now has taken, if those are more than `HUNG_SECONDS`."""
+        seconds = self._thread.seconds
+        return seconds if seconds > HUNG_SECONDS else None
 
     async def report(self) -> tuple[Usage, DraftReport | None]:
         """What the engine holds, and what drafts have come to, after the step that runs. Raises `Refusal`."""
@@ -140,6 +151,9 @@ class AsyncEngine:
     def _deliver(self, updates: list[Update]) -> None:
         self._loop.call_soon_threadsafe(self._hand_out, updates)
 
+    def _say(self, log: Callable[[str], None], text: str) -> None:
+        self._loop.call_soon_threadsafe(log, text)
+
     def _fail(self, error: Exception) -> None:
         self._loop.call_soon_threadsafe(self._end_all, error)
 
@@ -150,8 +164,8 @@ class AsyncEngine:
                 continue  # it was cancelled meanwhile
             self._metrics.note(update)
             call.take(update)
-            if update.ended:
-                del self._calls[update.request]
+            # taking it may have broken off the call of a client that does not read
+            if update.ended and self._calls.pop(update.request, None) is not None:
                 self._metrics.end(update.request, "failed" if update.error else "finished")
 
     def _end_all(self, error: Exception) -> None:

@@ -14,7 +14,7 @@ from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, RowScores, Token
 from dsv4cli.engine.runtime.usage import Usage
-from dsv4cli.errors import Dsv4Error, UnsoundResult, UsageError
+from dsv4cli.errors import Dsv4Error, NotEnoughMemory, UnsoundResult, UsageError
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,16 @@ class EngineThread:
     """Runs an engine in a thread of its own, with the backend of the thread that makes it.
 
     deliver: called in that thread with all that a step gave. failed: called there when the engine cannot go on, with
-    the reason, after which nothing is delivered. While nothing is asked it prepares steps, then waits.
+    the reason, after which nothing is delivered. say: called there with a line for the log. While nothing is asked it
+    prepares steps, then waits.
     """
 
-    def __init__(self, engine: Engine, deliver: Deliver, failed: Callable[[Exception], None]) -> None:
-        self._engine, self._deliver, self._failed = engine, deliver, failed
+    def __init__(
+        self, engine: Engine, deliver: Deliver, failed: Callable[[Exception], None], say: Callable[[str], None]
+    ) -> None:
+        self._engine, self._deliver, self._failed, self._say = engine, deliver, failed, say
+        self._prepares, self._pinning_is_told = True, False
+        self._began: float | None = None  # the step that runs, or what is done between steps (perf_counter)
         self._wake = Condition()
         self._orders: deque[Callable[[], None]] = deque()
         self._closed = False
@@ -86,17 +91,43 @@ class EngineThread:
             while self._carry_out_orders():
                 if self._engine.busy:
                     self._attempt(self._step)
-                elif not self._orders and not self._engine.prepare():
+                elif not self._orders and not self._prepare():
                     self._wait()
+                self._tell_pinning()
         except Exception as error:  # noqa: BLE001 - whoever has made the thread says so
             self._failed(error)
 
+    @property
+    def seconds(self) -> float:
+        """How long the step that runs now has taken, 0 where none runs or it compiles kernels. From any thread."""
+        began = self._began
+        return 0.0 if began is None or self._engine.preparing else perf_counter() - began
+
+    def _prepare(self) -> bool:
+        """Prepare one thing that requests may need. Return whether any was missing."""
+        try:
+            return self._prepares and self._engine.prepare()
+        except NotEnoughMemory as error:
+            if self._engine.followers is not None:
+                raise
+            self._prepares = False  # what requests need is prepared when they need it
+            self._say(f"steps are no longer prepared in advance: {error.message}; {error.remedy}")
+            return False
+
+    def _tell_pinning(self) -> None:
+        refused = self._engine.unpinned
+        if refused is not None and not self._pinning_is_told:
+            self._pinning_is_told = True
+            self._say(f"the prefix cache in host memory is slower: {refused.message}; {refused.remedy}")
+
     def _wait(self) -> None:
+        self._began = None
         with self._wake:
             self._wake.wait_for(lambda: self._orders or self._closed)
 
     def _carry_out_orders(self) -> bool:
         """Carries out what has been asked; whether it goes on."""
+        self._began = perf_counter()
         with self._wake:
             orders, self._orders = self._orders, deque()
         for order in orders:

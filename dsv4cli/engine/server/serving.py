@@ -40,7 +40,7 @@ def serving(
     request; bug: the traceback of an error that is ours; ready: called once clients can connect."""
     sys.setswitchinterval(SWITCH_SECONDS)
     metrics = Metrics()
-    asked = AsyncEngine(engine, MAX_SLOTS + offer.max_queue, metrics, lambda: len(server.server_state.connections))
+    asked = AsyncEngine(engine, MAX_SLOTS + offer.max_queue, metrics, lambda: len(server.server_state.connections), log)
     service = Service(offer.dialogue, offer.names, offer.usual, asked, metrics, log, offer.log_prompts)
     server = HttpServer(App(service, offer.guard, lambda: server.crowded, bug), offer.limits, offer.grace, ready)
     return asked, server

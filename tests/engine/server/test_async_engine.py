@@ -1,14 +1,22 @@
-"""What waits for a client that does not read."""
+"""What waits for a client that does not read, an engine that lacks memory for what is optional, and one that hangs."""
 
 import asyncio
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dsv4cli.engine.runtime.request import Request, Token
-from dsv4cli.engine.server.async_engine import MOST_UNREAD, EngineCall
+from dsv4cli.engine.server import async_engine
+from dsv4cli.engine.server.async_engine import MOST_UNREAD, AsyncEngine, EngineCall
 from dsv4cli.engine.server.engine_thread import Update
+from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.errors import NotEnoughMemory
+from tests.support.serving import comes
 
 TOP = [(7, -1.0)] * 20
 
@@ -43,3 +51,112 @@ def test_a_client_that_does_not_read_ends_its_requests():
         assert len(ended) == 2
 
     asyncio.run(run())
+
+
+@contextmanager
+def engine_of(lines, **own):
+    """An engine that computes nothing, as the event loop sees it."""
+    runner = SimpleNamespace(cache=SimpleNamespace(device=torch.device("cpu")))
+    nothing = {"busy": False, "prepare": lambda: False, "preparing": False, "unpinned": None, "add": lambda _: None}
+    nothing |= {"cancel": lambda _: None, "followers": None, "room": None, "runner": runner}
+    engine = SimpleNamespace(**nothing | own)
+    one = AsyncEngine(engine, 9, Metrics(), lambda: 0, lines.append)
+    try:
+        yield one
+    finally:
+        assert one.close(60)
+
+
+def test_a_client_that_does_not_read_strands_nobody():
+    """Its last token is the one that breaks it off, and another client's last is in the same step."""
+
+    async def run():
+        with engine_of([]) as engine:
+            slow, other = (Request([1], Sampling(), Limits()) for _ in range(2))
+            with engine.call([slow]) as slow_call, engine.call([other]) as other_call:
+                tokens = [Token(7, -1.0, [], None)] * MOST_UNREAD
+                engine._hand_out([Update(slow, 1.0, tokens), Update(other, 1.0, tokens[:1])])
+                assert len(await other_call.updates()) == 1
+                last = [Update(one, 2.0, tokens[:1], ended=True) for one in (slow, other)]
+                engine._hand_out(last)
+                assert await other_call.updates() == last[1:]
+                with pytest.raises(Refusal, match="not read in time"):
+                    await slow_call.updates()
+            assert not engine._calls
+
+    asyncio.run(run())
+
+
+def test_a_server_goes_on_where_steps_cannot_be_prepared_in_advance():
+    lines, tries = [], []
+
+    def prepare():
+        tries.append(1)
+        raise NotEnoughMemory("the GPU ran out of memory", "lower --cache-memory")
+
+    async def run():
+        with engine_of(lines, prepare=prepare) as engine:
+            async with asyncio.timeout(60):
+                while not lines:
+                    await asyncio.sleep(0)
+            for _ in range(3):
+                engine._thread._order(list)
+            assert not engine.failure.done()
+        assert len(tries) == 1
+
+    asyncio.run(run())
+    assert lines == ["steps are no longer prepared in advance: the GPU ran out of memory; lower --cache-memory"]
+
+
+def test_several_ranks_end_where_one_cannot_prepare_a_step():
+    """The others may have prepared it."""
+
+    def prepare():
+        raise NotEnoughMemory("the GPU ran out of memory", "lower --cache-memory")
+
+    async def run():
+        with engine_of([], prepare=prepare, followers=object()) as engine:
+            assert isinstance(await engine.failure, NotEnoughMemory)
+
+    asyncio.run(run())
+
+
+def test_that_memory_is_not_pinned_is_said_once():
+    lines = []
+
+    async def run():
+        with engine_of(lines, unpinned=NotEnoughMemory("not pinned", "lower --cache-memory")) as engine:
+            for _ in range(3):
+                engine._thread._order(list)
+            async with asyncio.timeout(60):
+                while not lines:
+                    await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert lines == ["the prefix cache in host memory is slower: not pinned; lower --cache-memory"]
+
+
+def test_health_says_that_a_step_hangs_and_not_that_it_compiles(nano, monkeypatch):
+    step, runs, may_end = nano.engine.step, threading.Event(), threading.Event()
+
+    def slowly():
+        runs.set()
+        may_end.wait(60)
+        return step()
+
+    monkeypatch.setattr(nano.engine, "step", slowly)
+    asked = threading.Thread(target=nano.chat, args=["What is 2 + 3?"])
+    asked.start()
+    assert runs.wait(60)
+    assert nano.get("/health")[0] == 200
+    monkeypatch.setattr(async_engine, "HUNG_SECONDS", 0.0)
+    status, document = nano.get("/health")
+    assert (status, document["error"]["message"]) == (503, "the engine hangs: its step has run for 0 s")
+    preparing = nano.engine.runner.preparing
+    monkeypatch.setattr(preparing, "_reported", True)
+    assert nano.get("/health")[0] == 200
+    monkeypatch.setattr(preparing, "_reported", False)
+    may_end.set()
+    asked.join(60)
+    assert comes(nano.at_rest)
+    assert comes(lambda: nano.get("/health")[0] == 200)  # it waits
