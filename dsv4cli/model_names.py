@@ -17,14 +17,14 @@ IN_CACHE = re.compile(r"models--([^/]+?)--([^/]+)")
 
 def complete_model(ctx: typer.Context, args: list[str], incomplete: str) -> list[str]:
     """Return the models whose names begin with `incomplete`: known names, cached ones, folders, GGUF files."""
-    from dsv4cli.engine.checkpoint.source import ALIASES, IN_PACKAGE
+    from dsv4cli.engine.checkpoint.names import ALIASES, IN_PACKAGE
 
     return _matching(incomplete, [*IN_PACKAGE, *ALIASES, SMALLEST_RANDOM, *_cached(ctx), *_paths(incomplete)])
 
 
 def complete_repository(ctx: typer.Context, args: list[str], incomplete: str) -> list[str]:
     """Return the repositories whose names begin with `incomplete`: aliases and what the Hugging Face cache holds."""
-    from dsv4cli.engine.checkpoint.source import ALIASES
+    from dsv4cli.engine.checkpoint.names import ALIASES
 
     return _matching(incomplete, [*ALIASES, *_cached(ctx)])
 

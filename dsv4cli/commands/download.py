@@ -174,8 +174,10 @@ def _show_end(
 
 def _as_model(plan: "DownloadPlan") -> str:
     """What names the download as MODEL, for a shell."""
+    from dsv4cli.engine.checkpoint.names import folder_word
+
     at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"
-    return shell_word(plan.destination.folder if plan.is_folder else plan.name + at)
+    return folder_word(plan.destination.folder) if plan.is_folder else shell_word(plan.name + at)
 
 
 def _document(

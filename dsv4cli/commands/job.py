@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile
 from dsv4cli.commands.draft_report import report_no_drafter
+from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.commands.offload_report import division_sentence, memory_limits
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output, size_text
@@ -136,7 +137,8 @@ class Job:
         return Numerics.plain(getattr(torch, self.dtype), self.exact)
 
     def _load(self, note: Callable[[], str], prompts: Sequence[int] | None, drawn: bool) -> "Transformer":
-        from dsv4cli.engine.checkpoint.source import BUILT_IN, RandomSource
+        from dsv4cli.engine.checkpoint.names import BUILT_IN
+        from dsv4cli.engine.checkpoint.source import RandomSource
         from dsv4cli.engine.parallel.world import SINGLE
         from dsv4cli.engine.runtime.limits import workload_of
         from dsv4cli.engine.weights.load import load_model
@@ -188,6 +190,7 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
     stop = tuple(options.stop or ())
     limits = Limits(options.max_tokens, options.max_context, options.prefill_chunk, logprobs, stop)
     drafting, source = parse_drafting(options.draft), (find or resolve_model)(options.model)
+    note_hidden_folder(out, options.model)
     check_drafter(source, drafting)
     return Job(
         out=out,

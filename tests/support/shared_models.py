@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4cli.engine.checkpoint.source import IN_PACKAGE, FolderSource, RandomSource, resolve_model
+from dsv4cli.engine.checkpoint.names import IN_PACKAGE
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World

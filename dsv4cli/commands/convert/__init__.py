@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, notes, time_text, verdict
+from dsv4cli.commands.convert.rounding import report_rounding
+from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
 from dsv4cli.model_names import complete_model
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.conversion.write import FileDone
 
 SCHEMA = "dsv4.convert/1"
-SHOWN = 8  # rounded tensors that are listed: what a person reads at once
 SOURCE_HELP = "The checkpoint: a folder in any of the layouts, or flash, pro, org/name in the Hugging Face cache."
 SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP, autocompletion=complete_model)]
 OutputArg = Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write: new, empty or unfinished.")]
@@ -127,6 +127,7 @@ def _begin(
     from dsv4cli.engine.conversion.convert import finished
     from dsv4cli.engine.conversion.options import ConversionOptions, prepare
 
+    note_hidden_folder(out, source)
     conversion, threads, device = prepare(source, output, ConversionOptions(*typed))
     done = finished(conversion)
     if done is not None:
@@ -198,7 +199,7 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
         "bytes_per_second": round(rate) if isfinite(rate) else None,
         "seconds": round(missing / rate, 1) if missing else 0.0,
         "fits": missing <= free,
-        "rounded": _rounding(out, conversion, device, workers),
+        "rounded": report_rounding(out, conversion, device, workers),
         "notes": [*conversion.notes],
     }
     out.document({"schema": SCHEMA, "event": "plan", "source": conversion.source.layout, **facts})
@@ -235,7 +236,7 @@ def _convert(
 
     started, files = time.monotonic(), []
     with _resumable(out), begun(conversion) as journal:
-        rounded = _rounding(out, conversion, device, workers)
+        rounded = report_rounding(out, conversion, device, workers)
         if out.as_json and rounded:
             out.record({"schema": SCHEMA, "event": "rounding", "tensors": rounded})
         with out.progress(f"to {conversion.target.name}") as progress:
@@ -250,22 +251,6 @@ def _convert(
         if conversion.part.count == 1:
             finish_alone(conversion, journal)
     _summary(out, conversion, files, seconds, found)
-
-
-def _rounding(out: Output, conversion: "Conversion", device: Any, workers: int) -> dict[str, float]:
-    """Tells what will be rounded, and by how much: the worst tensors to a person, all of them in the document."""
-    from dsv4cli.engine.conversion.rounding import rounded_matrices
-
-    with out.counting("looking for what will be rounded") as progress:
-        found = rounded_matrices(conversion, device, workers, lambda done, total: progress(done, total, ""))
-    if found:
-        what = f"--to {conversion.target.name} does not have the values of {counted(len(found), 'tensor')}"
-        out.warning(f"{what}; relative errors of the rounding, in a sample:")
-    for name, error in islice(found.items(), SHOWN):
-        out.status(f"  {name}  {error:.2g}")
-    if len(found) > SHOWN:
-        out.status(f"  and {len(found) - SHOWN:,} more, none larger; --json lists them")
-    return found
 
 
 def _file(out: Output, conversion: "Conversion", file: "FileDone", number: int) -> None:

@@ -153,14 +153,18 @@ def verdict(found: "Verification | None") -> str:
 
 
 def next_step(output: Path, to: str, part: int = 1, parts: int = 1) -> str:
-    """What to do with an output."""
+    """Return what to do with an output, as a command."""
+    from dsv4cli.engine.checkpoint.names import folder_word
+
     if parts > 1:
         return f"when all {parts} parts are there: `dsv4 convert --finish {shell_word(output)}`"
-    # what this engine does not run, and who does
+    folder = folder_word(output)
+    # whom the layouts are made for; dsv4 runs all but GGUF
     readers = {"nvfp4": "vllm", "transformers": "transformers", "mp": "official", "gguf": "llama.cpp"}
-    if to in readers:
-        return f"see what loads it with `dsv4 inspect {shell_word(output)} --for {readers[to]}`"
-    return f"look at it with `dsv4 inspect {shell_word(output)}`"
+    if to not in readers:
+        return f"look at it with `dsv4 inspect {folder}`"
+    here = "" if to == "gguf" else f", or run it here: `dsv4 run --model {folder}`"
+    return f"see what loads it with `dsv4 inspect {folder} --for {readers[to]}`{here}"
 
 
 def notes(out: Output, sentences: Iterable[str]) -> None:

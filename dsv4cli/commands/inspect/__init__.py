@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.commands.inspect.consumers import show_verdict
 from dsv4cli.commands.inspect.diff import show_diff
 from dsv4cli.commands.inspect.fit import show_fit
@@ -131,6 +132,7 @@ def inspect(
         _check_unasked({"--gpus": gpus, "--ram": ram, "--max-context": tokens, "--batch": batch})
     out = Output(context.obj.colours, as_json, quiet)
     source = resolve_inspectable(model, out.status)
+    note_hidden_folder(out, model)
     if isinstance(source, RemoteSource):
         out.status(f"reading the headers of {source.repository} over the network")
     result = inspect_model(source)

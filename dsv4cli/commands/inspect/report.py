@@ -2,6 +2,7 @@
 
 import textwrap
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4cli.harmless import brief_line
@@ -90,8 +91,8 @@ def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str
     from dsv4cli.engine.inspection.report import schedule
 
     config, formats = identity.config, identity.formats
-    folder = getattr(result.source, "folder", "")
-    if folder and str(folder) != result.source.name:
+    folder = getattr(result.source, "folder", None)
+    if folder and folder != Path(result.source.name):
         yield "folder", str(folder)
     yield "size", SIZES.get(identity.size, "custom, neither Flash nor Pro")
     yield from _release(identity)

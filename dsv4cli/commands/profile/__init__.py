@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4cli.command import Application
+from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.commands.profile.report import show_changes, show_kernels, show_step
 from dsv4cli.commands.profile.warm import warm
@@ -179,12 +180,12 @@ def step(
     from dsv4cli.engine.system.device import resolve_device
 
     out = Output(context.obj.colours, as_json, quiet)
-    source, torch_device = resolve_model(model), resolve_device(device)
+    source, torch_device, drafting = resolve_model(model), resolve_device(device), parse_drafting(draft)
+    note_hidden_folder(out, model)
     chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "step")
     if trace is not None:
         check_writable("--trace", trace)
     load = choose_load(source.identity.config, tokens, before, batch)
-    drafting = parse_drafting(draft)
     check_drafter(source, drafting)
     drafts = choose_drafts(source.identity.config, load, drafting, accept)
     ceilings = measure_ceilings(torch_device)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsv4cli.engine.checkpoint.names import folder_word
 from dsv4cli.errors import UnsupportedCheckpoint
-from dsv4cli.harmless import shell_word
 
 OFFICIAL = "use the official checkpoint: `dsv4 download flash`"
 CONVERT = "convert it back with `dsv4 convert {folder} OUT --to official`"
@@ -53,5 +53,5 @@ FOREIGN_TENSORS = {
 
 def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
     """The refusal of what a folder holds by its name. sign: what tells it."""
-    remedy = foreign.remedy.format(folder=shell_word(folder))
+    remedy = foreign.remedy.format(folder=folder_word(folder))
     return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from dsv4cli.engine.checkpoint.names import folder_word
 from dsv4cli.harmless import brief_line, shell_word
 
 
@@ -17,4 +18,4 @@ def download_again(folder: Path, name: str) -> str:
 
 def look(folder: Path | str, *options: str) -> str:
     """The command that shows what is wrong with a folder, or with `options`, more of it."""
-    return f"`dsv4 inspect {' '.join([shell_word(Path(folder)), *options])}`"
+    return f"`dsv4 inspect {' '.join([folder_word(Path(folder)), *options])}`"

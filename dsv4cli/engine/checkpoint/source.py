@@ -14,6 +14,7 @@ from dsv4cli.engine.checkpoint.generation_config import own_sampling
 from dsv4cli.engine.checkpoint.gguf.files import SUFFIX
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describe, identify
 from dsv4cli.engine.checkpoint.layouts import recognise_stored
+from dsv4cli.engine.checkpoint.names import ALIASES, IN_PACKAGE, RANDOM, folder_word, hidden_folder
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import PRESETS, shortened
 from dsv4cli.engine.config.read import parse_config
@@ -22,15 +23,7 @@ from dsv4cli.engine.settings import Drafting, Sampling
 from dsv4cli.errors import ModelNotFound, UsageError
 from dsv4cli.harmless import shell_word
 
-ALIASES = {
-    "flash": "deepseek-ai/DeepSeek-V4-Flash",
-    "pro": "deepseek-ai/DeepSeek-V4-Pro",
-    "flash-0731": "deepseek-ai/DeepSeek-V4-Flash-0731",
-}
 REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
-BUILT_IN = "nano"
-# folders of the package; the second is the first with a DSpark drafter
-IN_PACKAGE = (BUILT_IN, "nano-0731")
 RANDOM_OPTIONS = ("layers", "experts", "seed")
 RANDOM_FORM = f"random:PRESET[,layers=N][,experts=N][,seed=N] with PRESET one of {', '.join(PRESETS)}"
 KNOWN = f"{', '.join(IN_PACKAGE)}, {', '.join(ALIASES)}, org/name[@revision], {RANDOM_FORM}"
@@ -94,7 +87,7 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
     Raises UsageError for a name that cannot be a model or a wrong part of `random:…`, ModelNotFound for a folder or a
     repository that is not on this machine.
     """
-    if text.startswith("random:"):
+    if text.startswith(RANDOM):
         return _random(text)
     if text in ALIASES:
         return resolve_repository(text)
@@ -107,7 +100,7 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
     if os.path.isfile(path):
         if path.suffix == SUFFIX:
             return FolderSource(text, path)
-        remedy = f"name the folder of the checkpoint: {shell_word(path.parent)}"
+        remedy = f"name the folder of the checkpoint: {folder_word(path.parent)}"
         raise UsageError(f"{text} is a file; a model is a folder", remedy)
     if REPOSITORY.fullmatch(text):
         return resolve_repository(text)
@@ -126,20 +119,23 @@ def resolve_repository(text: str) -> FolderSource:
 
     repository, _, revision = ALIASES.get(text, text).partition("@")
     try:
-        folder = snapshot_download(repository, revision=revision or None, local_files_only=True)
+        snapshot_folder = snapshot_download(repository, revision=revision or None, local_files_only=True)
     except HFValidationError:
         raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN) from None
     except LocalEntryNotFoundError:
         snapshot = f"{repository} at {revision}" if revision else repository
         other = "" if text in ALIASES else f" and there is no folder {text}"
+        folder = hidden_folder(text)
+        remedy = f", or name the folder here as {folder}" if folder else ""
         raise ModelNotFound(
-            f"{snapshot} is not in the Hugging Face cache{other}", f"fetch it with `dsv4 download {shell_word(text)}`"
+            f"{snapshot} is not in the Hugging Face cache{other}",
+            f"fetch it with `dsv4 download {shell_word(text)}`{remedy}",
         ) from None
-    return FolderSource(text, Path(folder))
+    return FolderSource(text, Path(snapshot_folder))
 
 
 def _random(text: str) -> RandomSource:
-    preset, *parts = text.removeprefix("random:").split(",")
+    preset, *parts = text.removeprefix(RANDOM).split(",")
     if preset not in PRESETS:
         raise UsageError(f"{text}: there is no preset {preset!r}", "use " + RANDOM_FORM)
     numbers: dict[str, int] = {}

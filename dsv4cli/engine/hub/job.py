@@ -13,7 +13,8 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from dsv4cli.engine.checkpoint.headers import INDEX, read_index
-from dsv4cli.engine.checkpoint.source import ALIASES, REPOSITORY
+from dsv4cli.engine.checkpoint.names import ALIASES
+from dsv4cli.engine.checkpoint.source import REPOSITORY
 from dsv4cli.engine.hub.cached import cached_listing
 from dsv4cli.engine.hub.context import DownloadContext
 from dsv4cli.engine.hub.destination import CacheDestination, Destination, FolderDestination, free_bytes

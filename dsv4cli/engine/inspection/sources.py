@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from dsv4cli.engine.checkpoint.headers import Checkpoint, scan_file, whole
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, identify, recognise
+from dsv4cli.engine.checkpoint.names import ALIASES
 from dsv4cli.engine.checkpoint.source import (
-    ALIASES,
     KNOWN,
     REPOSITORY,
     FolderSource,

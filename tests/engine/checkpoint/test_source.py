@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dsv4cli.engine.checkpoint.source import ALIASES, FolderSource, RandomSource, resolve_model
+from dsv4cli.engine.checkpoint.names import ALIASES
+from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.errors import ModelNotFound, UnsupportedCheckpoint, UsageError

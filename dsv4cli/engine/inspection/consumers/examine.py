@@ -6,6 +6,7 @@ from pathlib import Path
 from dsv4cli.engine.checkpoint.foreign import CONVERT
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
+from dsv4cli.engine.checkpoint.names import folder_text
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.inspection.consumers.checkpoint import InspectedCheckpoint, listed, look_at
 from dsv4cli.engine.inspection.consumers.judge import CONSUMERS, Consumer, ConsumerVerdict, refused, verdict
@@ -54,7 +55,7 @@ def subject_of(result: Inspection, folder: Path | None, files: Collection[str] |
         name, _, revision = source.repository.partition("@")
     else:
         assert isinstance(source, FolderSource)
-        name, revision, folder = str(source.folder), "", source.folder
+        name, revision, folder = folder_text(source.folder), "", source.folder
         if isinstance(identity, GgufIdentity):
             # of several files the first is named, and the others are found by its name
             name = str(identity.checkpoint.files[0])
