@@ -51,8 +51,11 @@ class CompressorState:
         return State(self.kv.data, self.score.data, self.entries.data, scale)
 
     def keep(self, state: State) -> None:
-        """Takes the memory after a step."""
+        """Replace the memory by that after a step."""
         self.kv.data, self.score.data, self.entries.data = state.kv, state.score, state.entries
+        if self.scale is not None:
+            assert state.scale is not None
+            self.scale.data = state.scale.view(self.scale.data.dtype)
 
 
 @dataclass
