@@ -124,13 +124,20 @@ class ExpertOffload:
                 yield spec.name, self.host[numbers[module]][part][spec.expert - division.resident]
 
     def finish_loading(self) -> None:
-        """Pins the host memory and fills the slots, once all weights are loaded. Raises NotEnoughMemory."""
+        """Pin the host memory and fill the slots, once all weights are loaded.
+
+        Raises:
+            NotEnoughMemory: the system does not pin a block. Blocks pinned before it are unpinned with this object.
+        """
         division = self.plan.division
         if self._row_of_expert.is_cuda:
             # what loading has left unused: the memory of graphs is not taken from it
             torch.cuda.empty_cache()
+            addresses: list[int] = []
+            weakref.finalize(self, unpin, addresses).atexit = False
             # not before: pinning alone gives memory its pages one after another, reading by several threads at once
-            weakref.finalize(self, unpin, [pin(block, FEWER) for block in self._blocks]).atexit = False
+            for block in self._blocks:
+                addresses.append(pin(block, FEWER))
         for layer, host in enumerate(self.host):
             first = layer * division.rows + division.resident
             for part, stack in self.stacks.items():

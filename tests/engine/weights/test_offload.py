@@ -1,13 +1,16 @@
 """Experts that do not fit on the device: not a bit of a result depends on how many do."""
 
+import gc
 from dataclasses import replace
 from mmap import PAGESIZE
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dsv4cli.engine.checkpoint.layout import expected_tensors
-from dsv4cli.engine.checkpoint.source import BUILT_IN, resolve_model
+from dsv4cli.engine.checkpoint.names import BUILT_IN
+from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.parallel.world import SINGLE
@@ -17,7 +20,7 @@ from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
 from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.pinned import host_block
-from dsv4cli.engine.weights import load, placement
+from dsv4cli.engine.weights import load, offload, placement
 from dsv4cli.engine.weights.fill import total_bytes
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import expert_bytes, offload_of
@@ -208,3 +211,27 @@ def test_host_memory_says_how_much_there_is(monkeypatch):
 def test_memory_that_the_system_does_not_give():
     with pytest.raises(NotEnoughMemory, match="does not give"):
         host_block(2**60, "experts of a layer", "use more GPUs")
+
+
+def test_blocks_that_were_pinned_are_unpinned_where_one_cannot_be(monkeypatch):
+    pinned, unpinned = [], []
+
+    def pin(block, remedy):
+        if len(pinned) == 2:
+            raise NotEnoughMemory("the system does not pin it", remedy)
+        pinned.append(block.data_ptr())
+        return block.data_ptr()
+
+    monkeypatch.setattr(offload, "pin", pin)
+    monkeypatch.setattr(offload, "unpin", unpinned.extend)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    found = offload_of(loaded(BUILT_IN, rows=5))
+    # a device that pins
+    found._row_of_expert = SimpleNamespace(is_cuda=True)
+    with pytest.raises(NotEnoughMemory):
+        found.finish_loading()
+    assert unpinned == []
+    del found
+    gc.collect()
+    assert unpinned == pinned
+    assert len(pinned) == 2
