@@ -80,13 +80,21 @@ class Reply(Iterator[str]):
         return self._answer.finish if self._answer else None
 
     @property
+    def repairs(self) -> list[str]:
+        """What was repaired in the answer's markup or left out of it, in words. Raises UsageError before its end."""
+        return self._ended().message()[1]
+
+    @property
     def message(self) -> Message:
         """The answer, to append to the conversation. Raises UsageError before its end."""
-        if self._answer is None or self._answer.finish is None:
-            raise UsageError("the answer has not ended", "iterate to its end first, or use Model.chat")
-        message = self._answer.message()[0]
+        message = self._ended().message()[0]
         name_calls(message, self._index)
         return message
+
+    def _ended(self) -> Answer:
+        if self._answer is None or self._answer.finish is None:
+            raise UsageError("the answer has not ended", "iterate to its end first, or use Model.chat")
+        return self._answer
 
 
 class Model:

@@ -51,7 +51,7 @@ def test_a_reply_in_pieces(nano):
     assert reply.message == nano.chat("What is 17 + 25?", temperature=0)
     said = {"role": "assistant", "content": "".join(pieces)}
     assert reply.message == {**said, "reasoning_content": "", "tool_calls": []}
-    assert reply.finish_reason == "stop"
+    assert (reply.finish_reason, reply.repairs) == ("stop", [])
 
 
 def test_thinking_and_tools(nano):

@@ -24,6 +24,10 @@ class PartialAnswer(Protocol):
         """How many tokens it has so far."""
 
     @property
+    def thoughts(self) -> int:
+        """How many of them are reasoning."""
+
+    @property
     def prepared(self) -> bool:
         """Whether the step of the newest token has prepared kernels."""
 

@@ -142,7 +142,7 @@ def _math_begun(line: str) -> str:
 class Renderer:
     """One answer on its way to the user. Thinking is a line with dots, or in full on request.
 
-    tokens: each piece is one; a server's may be several.
+    tokens: the number of an answer's tokens is known while it comes.
     """
 
     out: Output
@@ -159,10 +159,16 @@ class Renderer:
     _characters: int = 0
     _lines: int = 0  # of it that are shown
 
-    def push(self, kind: str, text: str) -> None:
-        """A piece of reasoning or content; the text of calls is shown when they are complete, by the turn."""
+    def push(self, kind: str, text: str, thoughts: int = 0) -> None:
+        """A piece of reasoning or content; the text of calls is shown when they are complete, by the turn.
+
+        Args:
+            kind: "reasoning", "content" or "calls".
+            text: the piece.
+            thoughts: how many tokens the reasoning has with it.
+        """
         if kind == "reasoning":
-            self._think(text)
+            self._think(text, thoughts)
             return
         self._end_thinking()
         if kind == "content":
@@ -230,15 +236,15 @@ class Renderer:
         self.out.rendered([""] * empty + lines)
         self._empty, self._apart = 0, False
 
-    def _think(self, text: str) -> None:
+    def _think(self, text: str, thoughts: int) -> None:
         if self._thought_since is None:
             self._thought_since = perf_counter()
             self.out.reasoning("thinking" if not self.thinking else "")
-        self._thoughts += 1
+        dots, self._thoughts = self._thoughts // TOKENS_A_DOT, thoughts
         if self.thinking:
             self.out.reasoning(text)
-        elif self._thoughts % TOKENS_A_DOT == 0 and self._thoughts <= TOKENS_A_DOT * MOST_DOTS:
-            self.out.reasoning(".")
+        else:
+            self.out.reasoning("." * (min(thoughts // TOKENS_A_DOT, MOST_DOTS) - min(dots, MOST_DOTS)))
 
     def _end_thinking(self) -> None:
         if self._thought_since is None:

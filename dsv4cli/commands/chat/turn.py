@@ -204,7 +204,7 @@ class Chat:
                     while clock.tokens < answer.drawn:  # a server counts them at the end
                         clock.tick(answer.prepared)
                     for kind, text in pieces:
-                        renderer.push(kind, text)
+                        renderer.push(kind, text, answer.thoughts)
         except KeyboardInterrupt:
             return None
         except AnswerLost as error:

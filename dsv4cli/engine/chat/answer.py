@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from dsv4cli.engine.chat.thinking import Closed
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.lookalikes import lookalikes, marked, unmarked
-from dsv4cli.engine.text.prompt import Message
+from dsv4cli.engine.text.prompt import Message, Tool
 from dsv4cli.engine.text.repair import repair_reply
 from dsv4cli.engine.text.reply import Kind, MalformedReply, ParsedReply, ReplyStream, parse_reply, split_reply
 from dsv4cli.engine.text.tokenizer import StreamDecoder, Tokenizer
+from dsv4cli.engine.text.wrapped_arguments import declared_by, required_by, unwrapped
 
 if TYPE_CHECKING:
     from dsv4cli.engine.runtime.request import Token
@@ -28,17 +29,20 @@ class Answer:
     """Takes the tokens of one sequence; `push` returns the text that has become certain, by kind.
 
     finish is set with the last step, `complaint` too where the end token came and the strict parser refused the text.
+    tools: what the prompt has offered, in OpenAI's shape. thoughts: how many tokens are reasoning.
     closed: why the thinking was ended from outside, by whoever did. stopped_by: the stop text that has ended it.
     """
 
     tokenizer: Tokenizer
     thinking: bool
     stops: Sequence[str] = ()
+    tools: Sequence[Tool] = ()
     tokens: list["Token"] = field(default_factory=list)
     finish: FinishReason | None = None
     complaint: str = ""
     closed: Closed = ""
     stopped_by: str | None = None
+    thoughts: int = 0
 
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
@@ -87,6 +91,7 @@ class Answer:
         certain = len(self._text) if self.finish else len(self._text) - self._held_back()
         pieces = self._stream.push(self._marked(self._sent, certain))
         self._sent = certain
+        self.thoughts += self.in_reasoning
         if self.finish:
             self._reply = self._parse() if ended else split_reply(self._whole, thinking=self.thinking)
             pieces += self._stream.flush()
@@ -106,11 +111,19 @@ class Answer:
         self._reply = split_reply(self._whole, thinking=self.thinking)
         return pieces
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning."""
+        return self._stream.in_reasoning
+
     def message(self) -> tuple[Message, list[str]]:
-        """An answer that has ended or was cut as a message, and what had to be repaired for that, in words."""
+        """An answer that has ended or was cut as a message, and what was repaired or left out for that, in words."""
         ended = bool(self.tokens) and self.tokens[-1].finish == "stop"
-        reply, repairs = repair_reply(self._whole + (tokens.EOS if ended else ""), thinking=self.thinking)
-        return reply.changed(unmarked).as_message(), [unmarked(words) for words in repairs]
+        text = self._whole + (tokens.EOS if ended else "")
+        reply, repairs = repair_reply(text, thinking=self.thinking, required=required_by(self.tools))
+        message, declared = reply.changed(unmarked).as_message(), declared_by(self.tools)
+        message["tool_calls"] = [unwrapped(call, declared) for call in message["tool_calls"]]
+        return message, [unmarked(words) for words in repairs]
 
     @property
     def _whole(self) -> str:

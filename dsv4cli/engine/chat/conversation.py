@@ -8,6 +8,7 @@ from types import TracebackType
 import torch
 
 from dsv4cli.engine.chat.answer import Answer, Pieces
+from dsv4cli.engine.chat.answer_stream import AnswerStream, Delta
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.chat.dropping import messages_to_drop
 from dsv4cli.engine.chat.thinking import Thinking
@@ -21,7 +22,7 @@ from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.runtime.state.capacity import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.text import tokens
-from dsv4cli.engine.text.prompt import Message, think_options
+from dsv4cli.engine.text.prompt import Message, think_options, without_tools
 from dsv4cli.engine.weights.offload import ExpertOffload, offload_of
 from dsv4cli.errors import NotEnoughMemory, RankLost, UsageError
 
@@ -179,7 +180,10 @@ class Conversation:
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0
         self._drafts_before = self.engine.draft_report()
         self._stopping = False
-        self._reply = self._turn(ids, sampling, thinking)
+        answer = Answer(
+            self.dialogue.tokenizer, self.dialogue.thinks(ids), self.limits.stops, without_tools(messages)[1]
+        )
+        self._reply = self._turn(ids, sampling, thinking, AnswerStream(answer))
         return self._reply
 
     def stop(self) -> None:
@@ -225,20 +229,20 @@ class Conversation:
         assert end is not None
         return Thinking(self.dialogue.thinks(ids), room, budget, end, self.dialogue.config.eos_token_ids)
 
-    def _turn(self, ids: list[int], sampling: Sampling, thinking: Thinking) -> Reply:
-        answer = Answer(self.dialogue.tokenizer, self.dialogue.thinks(ids), self.limits.stops)
+    def _turn(self, ids: list[int], sampling: Sampling, thinking: Thinking, stream: AnswerStream) -> Reply:
         self._request = request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
         with self._advice():
             self._add(request)
         self.reused = request.done
         try:
-            yield answer, []
-            yield from self._steps(request, answer, thinking)
+            yield stream.answer, []
+            yield from self._steps(request, stream, thinking)
         except GeneratorExit:
             self._cancel(request)
             raise
 
-    def _steps(self, request: Request, answer: Answer, thinking: Thinking) -> Reply:
+    def _steps(self, request: Request, stream: AnswerStream, thinking: Thinking) -> Reply:
+        answer = stream.answer
         while not self._stopping:
             reading = self.unread > 0
             with self._advice():
@@ -251,15 +255,19 @@ class Conversation:
                     break
                 if token.id == thinking.think_end:  # the thinking has seen all tokens of the step
                     answer.closed = thinking.closed
-                yield answer, answer.push(token)
+                yield answer, _pieces(stream.push(token))
                 if answer.finish:
                     self._cancel(request)
                     return
         self._cancel(request)
-        yield answer, answer.cut()
+        yield answer, _pieces(stream.cut())
 
     def _boundaries(self, ids: list[int]) -> tuple[int, ...]:
         """Where to keep the state: before the last question, which another may replace, and at the end."""
         user = self.dialogue.tokenizer.token_id(tokens.USER)
         question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
         return (question, len(ids))
+
+
+def _pieces(deltas: Sequence[Delta]) -> Pieces:
+    return [(delta.kind, delta.text or delta.name) for delta in deltas]

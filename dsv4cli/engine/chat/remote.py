@@ -41,10 +41,14 @@ class RemoteSampling(Sampling):
 
 @dataclass
 class RemoteAnswer:
-    """An answer as its events come. drawn: its tokens, once the server has counted them, and its pieces until then."""
+    """An answer as its events come. drawn: its tokens, once the server has counted them, and its pieces until then.
+
+    thoughts: how many pieces have reasoning.
+    """
 
     finish: FinishReason | None = None
     drawn: int = 0
+    thoughts: int = 0
     prompt_tokens: int = 0
     cached: int = 0
     closed: Closed = ""
@@ -66,6 +70,7 @@ class RemoteAnswer:
             called = "".join(self._call(one) for one in delta.get("tool_calls") or ())
             pieces = [("reasoning", reasoning), ("content", content), ("calls", called)]
             self.drawn += bool(reasoning or content or called)
+            self.thoughts += bool(reasoning)
             finish = choice.get("finish_reason")
             if finish is not None:
                 self.finish = finish if finish in ("length", "tool_calls") else "stop"

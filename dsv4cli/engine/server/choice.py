@@ -21,9 +21,10 @@ class Choice:
         self.index, self.request = index, request
         self._metrics = service.metrics
         self._thinks = service.thinks(plan.ids)
-        answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops)
-        self._stream = AnswerStream(answer, plan.shape.tools, calls=plan.shape.choice.kind != "none")
+        answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops, plan.shape.tools)
+        self._stream = AnswerStream(answer, calls=plan.shape.choice.kind != "none")
         self._most_calls = None if plan.shape.choice.parallel else 1
+        self._say_repaired = service.say_repaired
         self.reasoning_tokens = 0
         self._think_end = service.dialogue.tokenizer.token_id(tokens.THINK_END)
 
@@ -76,6 +77,8 @@ class Choice:
             deltas = [delta for delta in deltas if delta.index < self._most_calls]
         if self.ended:
             call.finish(self.request)
+            if drawn < answer.drawn:
+                self._say_repaired(self._stream.repairs)
         self._metrics.count_generated(answer.drawn - drawn)
         return deltas, answer.tokens[shown : answer.shown]
 

@@ -1,7 +1,7 @@
 """What all routes share: the model's prompt format, the usual choices, the engine, the log."""
 
 from asyncio import Semaphore
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -144,6 +144,12 @@ class Service:
             if name not in self._said and len(self._said) < MOST_NAMES:
                 self._said.add(name)
                 self.log(f"the field {name} is ignored")
+
+    def say_repaired(self, words: Sequence[str]) -> None:
+        """Log that an answer was damaged; what was repaired or left out only where texts may be logged."""
+        if words:
+            shown = f": {'; '.join(words)}" if self.log_prompts else ""
+            self.log(f"the markup of an answer was damaged, and repaired or left out{shown}")
 
     def say_prompt(self, prompt: str | list[int]) -> None:
         """Logs a prompt, where that was asked for."""

@@ -1,25 +1,28 @@
 """Tool calls as they come: names and arguments of what is well formed, as soon as it is certain.
 
 What is given is how the calls of `repair_reply` begin, whatever follows. Where the markup is not as the model was
-taught to write it, nothing more is given until the end, which has the rest.
+taught to write it, nothing more is given until the end, which has the rest. A call's closing brace comes with the tag
+behind the call: what stands between may be one more argument.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dsv4cli.engine.text.call_reader import is_json
 from dsv4cli.engine.text.lookalikes import unmarked
 from dsv4cli.engine.text.plain_text import open_tail
 from dsv4cli.engine.text.prompt_text import to_json
-from dsv4cli.engine.text.repair import is_json
 from dsv4cli.engine.text.reply import ToolCall
 from dsv4cli.engine.text.tokens import DSML
 from dsv4cli.engine.text.wrapped_arguments import Declared, may_wrap
 
 # the model misspells the first tag at times
 _OPEN = re.compile(rf"\n\n<{DSML}(?:tool_calls|toolcalls|tool)>")
-_INVOKE = re.compile(rf'\n?<{DSML}invoke name="([^"<>]+)">')
-_PARAMETER = re.compile(rf'\n{{0,2}}<{DSML}parameter name="([^"<>]+)" string="(true|false)">')
+_STRAY = re.compile(rf"\s*</{DSML}[a-z_]*>")
+_CLOSE = re.compile(rf"\n{{0,2}}</{DSML}tool_calls>")
+_INVOKE = re.compile(rf'\n?<{DSML}invoke name="([^"<>\n]+)">')
+_PARAMETER = re.compile(rf'\n{{0,2}}<{DSML}parameter name="([^"<>\n]+)" string="(true|false)">')
 _INVOKE_CLOSE = re.compile(rf"\n{{0,2}}</{DSML}invoke>")
 _PARAMETER_CLOSE = f"</{DSML}parameter>"
 # how what ends a value begins; the official parser lets a line end behind the `<`
@@ -56,6 +59,7 @@ class CallStream:
         self._begun: list[_Begun] = []
         self._keys: list[str] = []  # of the parameters of the last call
         self._is_text = False
+        self._brace = ""  # what ends the arguments of the last call, which was closed
         # reads what is held as far as it goes: whether it may go on. None: nothing more is certain
         self._read: Callable[[], bool] | None = self._opening
         self._deltas: list[CallDelta] = []
@@ -100,24 +104,37 @@ class CallStream:
         return tag + end
 
     def _opening(self) -> bool:
+        """Before a block; closing tags without a call are nothing."""
         tag = self._tag()
-        if tag is not None:
+        if tag is None:
+            return False
+        if not _STRAY.fullmatch(tag):
             self._read = self._between if _OPEN.fullmatch(tag) else None
-        return tag is not None
+        return True
 
     def _between(self) -> bool:
-        """Before a call."""
+        """Before a call, or the end of the block."""
         tag = self._tag()
         if tag is None:
             return False
         named = _INVOKE.fullmatch(tag)
-        if named is None or DSML in named[1]:
+        if _CLOSE.fullmatch(tag):
+            self._close_call()
+            self._read = None if self._begun else self._opening
+        elif named is None or DSML in named[1]:
             self._read = None
-            return False
-        self._begin(named[1])
-        self._keys = []
-        self._read = self._inside
+        else:
+            self._close_call()
+            self._begin(named[1])
+            self._keys = []
+            self._read = self._inside
         return True
+
+    def _close_call(self) -> None:
+        """The call before, if there is one, has all its arguments."""
+        if self._brace:
+            self._give(self._brace)
+        self._brace = ""
 
     def _inside(self) -> bool:
         """Within a call, before a parameter."""
@@ -126,7 +143,7 @@ class CallStream:
             return False
         named = _PARAMETER.fullmatch(tag)
         if _INVOKE_CLOSE.fullmatch(tag):
-            self._give("}" if self._keys else "{}")
+            self._brace = "}" if self._keys else "{}"
             self._read = self._between
         elif named is None or not self._may_follow(named[1]):
             self._read = None

@@ -31,6 +31,11 @@ class PlainText:
         given, self._held = "".join(held[:certain]), "".join(held[certain:])
         return given
 
+    @property
+    def open(self) -> bool:
+        """Whether the end of the text may begin a special token."""
+        return bool(self._held)
+
     def flush(self) -> str:
         """The rest, now that nothing follows."""
         given, self._held = self._held, ""
@@ -42,6 +47,37 @@ class PlainText:
         if token is not None:
             self.removed.append(token)
             del held[-len(token) :]
+
+
+class PlainPart:
+    """Reasoning or content without special tokens. Spaces at its end are held back: before markup they are dropped."""
+
+    def __init__(self) -> None:
+        self._plain, self._spaces = PlainText(), ""
+
+    @property
+    def removed(self) -> list[str]:
+        """The special tokens that were left out so far."""
+        return self._plain.removed
+
+    def push(self, text: str) -> str:
+        """Return the text that is certain now."""
+        text = self._spaces + self._plain.push(text)
+        certain = text.rstrip()
+        self._spaces = text[len(certain) :]
+        return certain
+
+    def settle(self) -> str:
+        """Return the spaces that are certain because calls follow as they should."""
+        if self._plain.open:
+            return ""
+        spaces, self._spaces = self._spaces, ""
+        return spaces
+
+    def flush(self) -> str:
+        """Return the rest, now that nothing follows."""
+        text, self._spaces = self._spaces + self._plain.flush(), ""
+        return text
 
 
 def _end(held: list[str]) -> str:

@@ -78,7 +78,7 @@ def parse_reply(text: str, *, thinking: bool) -> ParsedReply:
     content, mark = reader.until(CALLS_OPEN, tokens.EOS)
     calls = _read_calls(reader) if mark == CALLS_OPEN else []
     if reader.rest and not (mark == CALLS_OPEN and reader.rest == tokens.EOS):
-        raise MalformedReply(f"text follows the end of the reply: {_excerpt(reader.rest)}")
+        raise MalformedReply(f"text follows the end of the reply: {excerpt(reader.rest)}")
     for part, name in ((reasoning, "reasoning"), (content, "content")):
         for token in _FORBIDDEN:
             if token in part:
@@ -107,6 +107,11 @@ class ReplyStream:
         self._kind: Kind = "reasoning" if thinking else "content"
         self._thinking = thinking
         self._held = ""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether `</think>` has not come yet."""
+        return self._thinking
 
     def push(self, text: str) -> list[tuple[Kind, str]]:
         """The pieces that `text` makes certain, in order and none empty."""
@@ -175,7 +180,7 @@ def _read_calls(reader: _Reader) -> list[ToolCall]:
     while reader.rest:
         between, mark = reader.until(INVOKE_OPEN, CALLS_CLOSE)
         if between != ">\n":
-            raise MalformedReply(f"a tag of the tool calls does not end its line: {_excerpt(between)}")
+            raise MalformedReply(f"a tag of the tool calls does not end its line: {excerpt(between)}")
         if mark == CALLS_CLOSE:
             break
         calls.append(_read_invoke(reader))
@@ -186,7 +191,7 @@ def _read_invoke(reader: _Reader) -> ToolCall:
     head, mark = reader.until(PARAMETER_OPEN, INVOKE_CLOSE)
     named = _NAME.match(head)
     if named is None:
-        raise MalformedReply(f"a tool call has no name: {_excerpt(head)}")
+        raise MalformedReply(f"a tool call has no name: {excerpt(head)}")
     name = named[1]
     arguments: dict[str, str] = {}
     while mark == PARAMETER_OPEN:
@@ -196,7 +201,7 @@ def _read_invoke(reader: _Reader) -> ToolCall:
         arguments[key] = value
         between, mark = reader.until(PARAMETER_OPEN, INVOKE_CLOSE)
         if between != ">\n":
-            raise MalformedReply(f"a parameter of {name} does not end its line: {_excerpt(between)}")
+            raise MalformedReply(f"a parameter of {name} does not end its line: {excerpt(between)}")
     text = ", ".join(f"{to_json(key)}: {value}" for key, value in arguments.items())
     return {"type": "function", "function": {"name": name, "arguments": f"{{{text}}}"}}
 
@@ -206,10 +211,11 @@ def _read_parameter(reader: _Reader, call: str) -> tuple[str, str]:
     text, _ = reader.until(PARAMETER_CLOSE)
     parts = _PARAMETER.match(text)
     if parts is None:
-        raise MalformedReply(f"a parameter of {call} is not a name, its type and a closed value: {_excerpt(text)}")
+        raise MalformedReply(f"a parameter of {call} is not a name, its type and a closed value: {excerpt(text)}")
     key, is_text, value = parts.groups()
     return key, to_json(value) if is_text == "true" else value
 
 
-def _excerpt(text: str) -> str:
+def excerpt(text: str) -> str:
+    """Return the beginning of a text, quoted, for an error."""
     return to_json(text if len(text) <= 60 else text[:60] + "...")

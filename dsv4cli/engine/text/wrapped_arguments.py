@@ -18,6 +18,13 @@ def declared_by(tools: Sequence[Mapping[str, Any]]) -> Declared:
     return {name: frozenset(properties) for name, properties in held.items() if isinstance(properties, Mapping)}
 
 
+def required_by(tools: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
+    """Return the required parameters of each function that tools (in OpenAI's shape) declare."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    required = {name: schema.get("required") if isinstance(schema, Mapping) else () for name, schema in schemas.items()}
+    return {name: frozenset(names if isinstance(names, Sequence) else ()) for name, names in required.items()}
+
+
 def may_wrap(declared: Declared, function: str, parameter: str) -> bool:
     """Whether a parameter may hold the arguments of a function, for it has none of that name."""
     return parameter in WRAPPERS and parameter not in declared.get(function, {parameter})

@@ -14,6 +14,7 @@ from dsv4cli.engine.checkpoint import source
 from dsv4cli.engine.checkpoint.source import RandomSource
 from dsv4cli.engine.config.presets import TINY, shortened
 from dsv4cli.engine.config.read import parse_config
+from dsv4cli.engine.text.tokens import DSML
 from tests.support.drafts import ManyTokens
 from tests.support.program import SMALL, Program, calls_block
 from tests.support.terminals import says, speak
@@ -251,6 +252,15 @@ def test_thinking_is_one_line_and_kept(chat):
     assert done.err.endswith("some thoughts\n")
     shown = chat("why?", answers=answers, options=("--think", "high", "--show-thinking"))
     assert "some thoughts\n(thought: 13 tokens, " in shown.err
+
+
+@pytest.mark.parametrize("call", ["", f'<{DSML}invoke name="f">\na = 1\n</{DSML}invoke>\n'])
+def test_the_text_around_markup_without_a_call_is_shown_and_kept(chat, call):
+    answer = f"Let me look.\n\n<{DSML}tool_calls>\n{call}</{DSML}tool_calls>\n\nIt has 3 lines."
+    done = chat("how long?", "/json", answers=(answer,))
+    assert done.out.startswith("Let me look.\n\nIt has 3 lines.\n{")
+    assert '"content": "Let me look.\\n\\nIt has 3 lines."' in done.out
+    assert "left out" in done.err
 
 
 def test_ctrl_c_before_there_is_a_reply_counts(chat, dsv4):

@@ -30,7 +30,9 @@ def arguments(call):
 def streamed(ids, *, thinking=False, last="stop", **given) -> tuple[AnswerStream, list[list[Delta]]]:
     """The stream of an answer of these tokens, and what each has added; last: why it ends, None if it is cut."""
     ids = [*ids, BYTES.eos_id] if last == "stop" else ids
-    stream, added = AnswerStream(Answer(BYTES, thinking, given.pop("stops", ())), TOOLS, **given), []
+    added = []
+    answer = Answer(BYTES, thinking, given.pop("stops", ()), given.pop("tools", TOOLS))
+    stream = AnswerStream(answer, **given)
     for number, id in enumerate(ids, 1):
         added.append(stream.push(Token(id, -0.5, [], last if number == len(ids) else None)))
         if stream.answer.finish:
@@ -128,9 +130,9 @@ def test_nothing_is_whole_that_was_cut_off():
         (LAST.replace(' string="true"', "").replace(' string="false"', ""), False, "", "", ["h"]),
         (LAST.replace("｜DSML｜parameter>", "｜DSML｜param>", 1), False, "", "", ["h"]),
         (LAST.replace(">1<", ">NaN<"), False, "", "", ["h"]),
-        (LAST.replace('"q"', '"p"'), False, "", "", ["h"]),  # twice
-        (LAST.replace('"p"', f'"p{DSML}"'), False, "", "", ["h"]),
-        (LAST.replace('"p"', f'"p{DSML}"') + " and more", False, "", "", ["h"]),
+        (LAST.replace('"q"', '"p"'), False, "", "", []),  # twice: which value is meant?
+        (LAST.replace('"p"', f'"p{DSML}"'), False, "", "", []),
+        (LAST.replace('"p"', f'"p{DSML}"') + " and more", False, " and more", "", []),
         (LAST.replace('"h"', f'"h{DSML}"'), False, "", "", []),
         (LAST.replace('"h"', '"h "x""'), False, "", "", ['h "x"']),
         (LAST.replace("</</", "</<\n/"), False, "", "", ["h"]),
@@ -142,7 +144,7 @@ def test_nothing_is_whole_that_was_cut_off():
             ["f", "g", "h"],
         ),
         (LAST.replace(">1<", f">{'[' * 2000}<"), False, "", "", ["h"]),
-        (f"so{CALLS_OPEN}>\nsee below", False, "so", "", []),
+        (f"so{CALLS_OPEN}>\nsee below", False, "so\nsee below", "", []),
         (f"{LAST} and more", False, "", "", ["h"]),
     ],
 )
@@ -269,4 +271,5 @@ def test_whatever_a_model_writes(seed, count):
         stream, _ = checked(BYTES.encode(text), thinking=thinking, last=last)
         message = stream.message()
         for token in SPECIAL:
-            assert token not in message["content"] + message["reasoning_content"], text
+            assert token not in message["content"], text
+            assert token not in message["reasoning_content"], text

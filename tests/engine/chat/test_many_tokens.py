@@ -63,7 +63,7 @@ def test_a_stop_inside_a_step_keeps_what_was_shown(monkeypatch):
                     one.stop()
             assert (answer.finish, [token.id for token in answer.tokens]) == (None, ids[:shown])
             said = "".join(piece for _, piece in pieces)
-            assert answer.record()["content"] == said
+            assert answer.message()[0]["content"] == said
             assert "".join(piece for _, piece in text).startswith(said.rstrip("\ufffd"))
         assert turn(one, SECOND)[0] == second
 

@@ -100,15 +100,20 @@ def test_calls_of_several_answers_have_ids_of_their_own(nano):
         assert len({*ids}) == len(ids) == 2
 
 
-def called(nano, choice, *arguments):
-    """What a client gets of calls with these arguments: as deltas, and in the document."""
+def said(nano, text, choice):
+    """What a client gets of an answer with this text: the deltas, and the choice."""
     service = nano.server.config.app.service
-    calls = [{"type": "function", "function": {"name": "get_weather", "arguments": one}} for one in arguments]
-    ids = service.dialogue.tokenizer.encode(calls_block(calls) + EOS)
+    ids = service.dialogue.tokenizer.encode(text + EOS)
     plan = AnswerPlan([0], Sampling(0.0), Limits(), Shape(None, choice, TOOLS))
     answer = Choice(0, Request([0], plan.sampling, plan.limits), plan, service)
     given = [Token(one, 0.0, [], "stop" if one == ids[-1] else None) for one in ids]
-    deltas, _ = answer.push(given, nano.asked.call([]))
+    return answer.push(given, nano.asked.call([]))[0], answer
+
+
+def called(nano, choice, *arguments):
+    """What a client gets of calls with these arguments: as deltas, and in the document."""
+    calls = [{"type": "function", "function": {"name": "get_weather", "arguments": one}} for one in arguments]
+    deltas, answer = said(nano, calls_block(calls), choice)
     streamed = ["".join(delta.text for delta in own) for _, own in groupby(deltas, key=lambda delta: delta.index)]
     assert answer.finish == "tool_calls"
     return streamed, [call["function"]["arguments"] for call in answer.message["tool_calls"]]
@@ -117,6 +122,22 @@ def called(nano, choice, *arguments):
 def test_arguments_in_a_wrapper_of_the_models_own_making_are_taken_out(nano):
     paris = '{"city": "Paris"}'
     assert called(nano, ToolChoice(), f'{{"arguments": {paris}}}') == ([paris], [paris])
+
+
+def test_a_damaged_call_is_left_out_and_the_log_says_so(nano):
+    block = calls_block([{"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}])
+    before = len(nano.lines)
+    for text, content in (
+        (block.replace(' name="city"', ""), ""),
+        (block.partition("<｜DSML｜invoke")[0] + "Hm.", "Hm."),
+    ):
+        deltas, answer = said(nano, text, ToolChoice())
+        assert "".join(delta.text for delta in deltas if delta.kind == "content") == answer.message["content"]
+        assert (answer.message["content"].strip(), answer.message["tool_calls"]) == (content, [])
+        assert answer.finish == "stop"
+    assert [line for line in nano.lines[before:] if "markup" in line] == [
+        "the markup of an answer was damaged, and repaired or left out"
+    ] * 2
 
 
 def test_where_one_call_is_wanted_the_first_is_given(nano):

@@ -27,7 +27,6 @@ def without(text, part):
     return text.replace(part, "", 1)
 
 
-# the strict parser, which takes markup inside values and names as the official one does, refuses it
 UNENDED = without(BLOCK, CALLS_END)
 
 
@@ -78,26 +77,30 @@ def test_thinking(text, content, reasoning, calls, words):
         (BLOCK.replace(f"3</{DSML}parameter>", "3"), [FIRST, SECOND], ["the parameter n was not closed"]),
         (without(BLOCK, ' string="false"'), [FIRST, SECOND], ["the parameter n did not say whether it is text"]),
         (without(BLOCK, ' name="g"'), [FIRST], ["a tool call without a name was left out"]),
-        (without(BLOCK, ' name="n"'), [call("f", {"a": "x\ny"}), SECOND], ["a parameter without a name was left out"]),
+        (
+            without(BLOCK, ' name="n"'),
+            [],
+            ["the call of f has a parameter without a name", "the call of g follows what"],
+        ),
         (without(BLOCK, f"{CALLS_OPEN}>"), [FIRST, SECOND], ["the tool calls were not well formed"]),
         (
             BLOCK.replace('"n"', '"a"'),
-            [call("f", {"a": "x\ny"}), SECOND],
-            ["the call of f had the parameter a twice: "],
+            [],
+            ["the call of f has the parameter a twice", "the call of g follows what"],
         ),
         (f"\n\n<{DSML}tool_calls>", [], ["markup of tool calls without a call was left out"]),
         (f" {DSML} ", [], ["markup of tool calls without a call was left out"]),
         (
             UNENDED.replace("x\ny", f"x\ny\n</{DSML}param>z"),
-            [FIRST, SECOND],
-            ["markup inside the parameter a and what"],
+            [],
+            ["the call of f has text that belongs to no parameter", "the call of g follows what"],
         ),
-        (UNENDED.replace(">3<", f">3{DSML}<"), [FIRST, SECOND], ["markup inside the parameter n and what"]),
+        (UNENDED.replace(">3<", f">3{DSML}<"), [FIRST, SECOND], ["markup inside the parameter n was left out"]),
         (UNENDED.replace('"g"', f'"g{DSML}"'), [FIRST], ["a tool call without a name was left out"]),
         (
             UNENDED.replace('"n"', f'"n{DSML}"'),
-            [call("f", {"a": "x\ny"}), SECOND],
-            ["a parameter without a name was left out"],
+            [],
+            ["the call of f has a parameter without a name", "the call of g follows what"],
         ),
     ],
 )
