@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.chat.layout import CJK, Run
+from dsv4cli.commands.chat.math_text import may_become_formula, readable_math
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ MATH = re.compile(
     r"|\$\$.+?\$\$|\$(?=[^\s$])(?:\\.|[^$\n\\])*?(?<=[^\s\\])\$(?![\d$])",
     re.DOTALL,
 )
-MATH_BEGINS = re.compile(r"\\[(\[]|\\begin\{|\$(?=\S)")
+MATH_BEGINS = re.compile(r"\\[(\[]|\\begin\{")
 ADDRESS_IN_ANGLES = re.compile(r"<[A-Za-z][A-Za-z0-9+.-]{1,31}:[^<>\s]*>|<[\w.+-]+@[\w.-]+>")
 IMAGE = re.compile(r"!\[[^\[\]\n]*\]\([^()\n]*\)")
 LINKED = re.compile(
@@ -71,7 +72,7 @@ def inline(text: str, style: str = "") -> Inline:
     notes: dict[str, Any] = {"open": [], "weak": [], "kept": []}
     tokens = _parser().parseInline(text, notes)[0].children or []
     pairs = _agreed_pairs(text, tokens)
-    # unclosed math matters only to marks that stand behind it
+    # what begins a formula no more, or a tag, matters only to marks that stand behind it
     marks = [*notes["kept"], *(pair.opened for pair in pairs.values())]
     weak = [at for at in notes["weak"] if any(mark > at for mark in marks)]
     return Inline(_runs(tokens, pairs, style), min([*notes["open"], *weak], default=len(text)))
@@ -181,18 +182,18 @@ def _parser() -> "MarkdownIt":
 
 
 def _as_written(state: "StateInline", silent: bool) -> bool:
-    """Math, addresses in angles and images; and what a backslash keeps from being a mark."""
+    """Take math, addresses in angles and images, and what a backslash keeps from being a mark."""
     text, at = state.src, state.pos
     for pattern in (MATH, ADDRESS_IN_ANGLES, IMAGE):
         found = pattern.match(text, at, state.posMax)
         if found:
-            state.pending += found[0]
+            state.pending += readable_math(found[0]) if pattern is MATH else found[0]
             state.pos = found.end()
             return True
     if text[at] != "\\":
         return False
     if MATH_BEGINS.match(text, at):
-        state.env["weak"].append(at)
+        state.env["open"].append(at)
     escaped = text[at + 1 : at + 2]
     pair = bool(escaped) and escaped.isascii() and not escaped.isalnum() and not escaped.isspace()
     hidden = pair and escaped in "*_" and _is_escaped_word(text, at)
@@ -269,7 +270,8 @@ def _link(state: "StateInline", silent: bool) -> bool:
 def _note_open(state: "StateInline", silent: bool) -> bool:
     """Notes what is text so far and may become a mark; no rule, so it takes nothing."""
     text, at = state.src, state.pos
-    if text[at] == "[" and LINK_BEGINS.match(text, at):
+    formula = text.startswith("$$", at) or (text[at] == "$" and may_become_formula(text[at + 1 :]))
+    if formula or (text[at] == "[" and LINK_BEGINS.match(text, at)):
         state.env["open"].append(at)
     elif text[at] == "$" or (text[at] == "<" and re.match(r"[A-Za-z/!?]", text[at + 1 : at + 2])):
         state.env["weak"].append(at)

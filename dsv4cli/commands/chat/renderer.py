@@ -9,6 +9,7 @@ from dsv4cli.commands.chat.code import Code
 from dsv4cli.commands.chat.inline import SPAN_OF_CODE
 from dsv4cli.commands.chat.layout import CJK, DIM, Run, as_written, painted
 from dsv4cli.commands.chat.markdown import markdown_lines
+from dsv4cli.commands.chat.math_text import readable_line
 from dsv4cli.harmless import harmless
 from dsv4cli.output import Output, counted, duration_text, stdout_columns
 
@@ -19,7 +20,7 @@ FENCE = re.compile(r"((?: *(?:[-*+]|\d{1,9}[.)]) +)?)( *)(`{3,}(?=[^`]*$)|~{3,})
 HEADING = re.compile(r"#{1,6}\s")
 # below a paragraph they would make a heading of it, which may be shown by then
 RULE = re.compile(r" {0,3}(-{2,}|=+)\s*$")
-# displayed math: lines of it are shown as they are, to its end or to an empty line
+# displayed math, to its end or to an empty line: each of its lines is shown by itself
 MATH = {"\\[": "\\]", "$$": "$$"}
 MATH_LINE = re.compile(r"\s*(\\\[|\$\$|\\begin\{)")
 ENVIRONMENT = re.compile(r"\\begin\{([^{}]+)\}")
@@ -202,7 +203,9 @@ class Renderer:
 
     def _other_out(self, block: MarkdownBlock) -> None:
         if block.kind == "math":
-            self._out([painted(line) for line in as_written(block.text, self._width())])
+            readable = readable_line(block.text)
+            if readable is not None:
+                self._out([painted(line) for line in as_written(readable, self._width())])
         elif block.kind == "code":
             assert self._code is not None
             self._out([painted(self._code.push(block.text), self.out.colours.stdout)])

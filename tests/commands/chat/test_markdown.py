@@ -16,6 +16,13 @@ WIDE = 10_000
 BOLD, ITALIC, UNDERLINE, CODE, END = "\x1b[1m", "\x1b[3m", "\x1b[4m", "\x1b[94m", "\x1b[0m"
 
 
+@pytest.fixture(autouse=True)
+def math_as_written(monkeypatch):
+    """Here math is only kept from being taken for marks; test_math.py has what is shown for it."""
+    monkeypatch.setattr("dsv4cli.commands.chat.inline.readable_math", lambda source: source)
+    monkeypatch.setattr("dsv4cli.commands.chat.renderer.readable_line", lambda line: line)
+
+
 @pytest.fixture
 def shown(capsys, monkeypatch):
     """What a terminal of so many columns gets of an answer, with its escape codes."""
