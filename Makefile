@@ -15,7 +15,7 @@ READY := .venv/.ready
 unexport PROMPT
 run: export RUN_PROMPT := $(value PROMPT)
 
-.PHONY: help run test test-gpu quality style completions nano drafter
+.PHONY: help run test test-gpu quality style completions nano drafter pictures
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -50,6 +50,9 @@ drafter: ## train the drafters of nano and nano-0731 anew, on the same GPU in a 
 	set -e; for model in $(MODELS); do \
 	$(PYTHON) -m tools.nano.train_drafter $$model build/nano/text.safetensors --out build/nano/$$model; \
 	cp build/nano/$$model/checkpoint/* dsv4cli/$$model; done
+
+pictures: $(READY) ## record docs/pictures: a terminal and, with Chromium, the page
+	$(BIN)/python -m tools.pictures
 
 # zsh reads #compdef on the first line only, and Typer prints a blank line before it
 completions: $(READY)

@@ -1,7 +1,6 @@
 """Make the README's pictures: `make pictures` records `dsv4 chat` in a terminal as SVG and the server's page as PNG.
 
-Both are real: nano answers in a pseudo-terminal, and Chromium shows the page of a running server. Needs the extra
-`pictures`, and Chromium for the page.
+Both are real: nano answers in a pseudo-terminal, and Chromium, where there is one, shows a running server's page.
 """
 
 import fcntl
@@ -71,9 +70,9 @@ class Terminal:
             os.environ |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
             os.execvp(command[0], command)
 
-    def type(self, text: str) -> None:
+    def type(self, data: str) -> None:
         """Type text."""
-        os.write(self._master, text.encode())
+        os.write(self._master, data.encode())
 
     def wait_for(self, text: str) -> None:
         """Wait until the screen shows text. Raises TimeoutError."""
