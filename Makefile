@@ -15,7 +15,7 @@ READY := .venv/.ready
 unexport PROMPT
 run: export RUN_PROMPT := $(value PROMPT)
 
-.PHONY: help run test test-gpu quality style completions nano drafter pictures
+.PHONY: help run test test-gpu quality style wheel completions nano drafter pictures
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -38,6 +38,9 @@ quality: $(READY) ## check style and types, changing nothing
 style: $(READY) completions ## repair style and regenerate the completions
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+wheel: $(READY) ## build the sdist and the wheel of the last commit in dist/, twice, and compare
+	$(BIN)/python -m tools.package
 
 nano: ## train the built-in model anew, on a GPU of 141 GB in 22 minutes, with the Python at hand
 	$(PYTHON) -m tools.nano.train --out build/nano/first --minutes 17
