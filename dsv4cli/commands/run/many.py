@@ -287,4 +287,4 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
 def _ids(job: Job, item: "ScoreItem") -> list[int]:
     """A text's special tokens are tokens: it is what the model reads, no message."""
     dialogue = job.dialogue
-    return dialogue.tokenizer.encode(item.text) if item.text else dialogue.prompt(item.messages or []).ids
+    return dialogue.tokenizer.encode(item.text) if item.text else dialogue.transcript(item.messages or []).ids

@@ -7,7 +7,7 @@ from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import Release
 from dsv4cli.engine.text import tokens
-from dsv4cli.engine.text.prompt import Message, encode_messages, think_options
+from dsv4cli.engine.text.prompt import Message, answerable, encode_messages, think_options
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.engine.text.tokens import Given
 from dsv4cli.errors import CheckpointError
@@ -38,7 +38,14 @@ class Dialogue:
     special_tokens: bool = False
 
     def prompt(self, messages: Sequence[Message], most: int | None = None) -> Prompt:
-        """Return the prompt of a checked conversation. Raises TooManyTokens where it has more than `most` tokens."""
+        """Return the prompt of a checked conversation, behind which an answer begins.
+
+        Raises TooManyTokens where it has more than `most` tokens.
+        """
+        return self.transcript(answerable(messages), most)
+
+    def transcript(self, messages: Sequence[Message], most: int | None = None) -> Prompt:
+        """Return a checked conversation as it stands, as a text to score. Raises as `prompt`."""
         parts = encode_messages(list(messages), release=self.release, thinking=self.thinking, effort=self.effort)
         text = "".join(parts)
         ids, lookalikes = self.tokenizer.encode_parts([text] if self.special_tokens else parts, most)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
-from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, AnswerPlan, limits_of, prompt_of, sampling_of
+from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.shapes import Shape, openai_shape, with_schema
@@ -77,23 +77,25 @@ def checked_tools(tools: list[Any]) -> list[Tool]:
 def prompt_ids(messages: Any, shape: Shape, effort: Effort, service: Service) -> list[int]:
     """The prompt of messages in OpenAI's shape, which are checked. Raises `Refusal`."""
     try:
-        checked = with_schema(with_tools(_placed(check_messages(messages)), shape.tools), shape.form)
-        return prompt_of(service.dialogue_of(effort), checked, service)
+        checked = with_schema(with_tools(_as_system(check_messages(messages)), shape.tools), shape.form)
+        return service.prompt(service.dialogue_of(effort), checked)
     except UsageError as error:
         raise _refusal(error, "messages") from None
 
 
-def _placed(messages: list[Message]) -> list[Message]:
-    """The conversation with what the system says before all others in one message. What system and developer say later
-    is the user's turn's, and so is their last word where nobody else speaks: in the format no answer begins behind a
-    system, and a developer's words go with the reasoning that they led to."""
-    places = [i for i, message in enumerate(messages) if message["role"] not in INSTRUCTING]
-    first = min(places, default=len(messages) - 1)
-    texts = [BILLING_LINE.sub("", text_of(message.get("content"))) for message in messages[:first]]
-    said = [text for text in texts if text]
-    system = [{"role": "system", "content": "\n\n".join(said)}] if first else []
-    rest = ({**one, "role": "user"} if one["role"] in INSTRUCTING else one for one in messages[first:])
-    return [*system, *rest]
+def _as_system(messages: list[Message]) -> list[Message]:
+    """The conversation with developers as the system: in the format, a developer's words go with the reasoning that
+    they led to."""
+    first = next((i for i, message in enumerate(messages) if message["role"] not in INSTRUCTING), len(messages))
+    return [
+        one if one["role"] not in INSTRUCTING else {"role": "system", "content": _instruction(one, leading=i < first)}
+        for i, one in enumerate(messages)
+    ]
+
+
+def _instruction(message: Message, leading: bool) -> str:
+    text = text_of(message.get("content"))
+    return BILLING_LINE.sub("", text) if leading else text
 
 
 def _refusal(error: UsageError, field: str) -> Refusal:

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from dsv4cli.engine.chat.constraints import Constraints
-from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.chat.grammar import Grammar
 from dsv4cli.engine.runtime.request import Constraint, Request
 from dsv4cli.engine.server.fields import Fields
@@ -13,8 +12,6 @@ from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.shapes import ANY_SHAPE, Shape
 from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
 from dsv4cli.engine.text import tokens
-from dsv4cli.engine.text.prompt import Message
-from dsv4cli.engine.text.turns import text_of
 from dsv4cli.errors import UsageError
 
 MOST_CHOICES = 64
@@ -119,14 +116,3 @@ def _boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
     user = service.dialogue.tokenizer.token_id(tokens.USER)
     question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
     return (question, len(ids))
-
-
-def prompt_of(dialogue: Dialogue, messages: list[Message], service: Service) -> list[int]:
-    """The ids of a checked conversation; one that ends with an answer is gone on with there, if a word of it is there:
-    else it would begin behind its thinking."""
-    *before, last = messages
-    if last["role"] == "assistant":
-        begun = text_of(last.get("content")) or last.get("reasoning_content") or last.get("tool_calls")
-        asked = bool(before) and before[-1]["role"] in ("user", "tool")
-        messages = before if asked and not begun else [*before, {**last, "wo_eos": True}]
-    return service.prompt(dialogue, messages)

@@ -9,6 +9,7 @@ from typing import Any
 from dsv4cli.engine.config.presets import Release
 from dsv4cli.engine.text import prompt_text as texts
 from dsv4cli.engine.text import tokens, turns
+from dsv4cli.engine.text.turns import text_of
 from dsv4cli.errors import UsageError
 
 Message = dict[str, Any]
@@ -48,6 +49,46 @@ def without_tools(messages: Sequence[Message]) -> tuple[list[Message], list[Tool
     tools = [tool for message in messages if message["role"] == "system" for tool in message.get("tools") or ()]
     plain = [{key: value for key, value in message.items() if key != "tools"} for message in messages]
     return [one for one in plain if one["role"] != "system" or one.get("content")], tools
+
+
+def answerable(messages: Sequence[Message]) -> list[Message]:
+    """Return a checked conversation as one behind which the format begins an answer.
+
+    The texts of the system before all other messages become one message, and so do its tools. What the system says
+    later belongs to the user's turn, for no answer begins behind a system message; so does its last text where nobody
+    else speaks. A conversation that ends with an answer continues that answer, unless it is empty.
+    """
+    placed = _placed(messages)
+    if not placed or placed[-1]["role"] != "assistant":
+        return placed
+    *before, last = placed
+    begun = text_of(last.get("content")) or last.get("reasoning_content") or last.get("tool_calls")
+    asked = bool(before) and before[-1]["role"] in ("user", "developer", "tool")
+    return before if asked and not begun else [*before, {**last, "wo_eos": True}]
+
+
+def _placed(messages: Sequence[Message]) -> list[Message]:
+    spoken = [i for i, message in enumerate(messages) if message["role"] != "system"]
+    first = min(spoken, default=len(messages) - 1)
+    late = [message for message in messages[first:] if message["role"] == "system"]
+    if first < 2 and not late:
+        return list(messages)
+    texts = [text_of(message.get("content")) for message in messages[:first]]
+    system: Message = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
+    for name, value in _instructions([*messages[:first], *late]).items():
+        system[name] = value
+    rest = [
+        {"role": "user", "content": text_of(one.get("content"))} if one["role"] == "system" else one
+        for one in messages[first:]
+    ]
+    return [*([system] if first or len(system) > 2 else []), *rest]
+
+
+def _instructions(system: Sequence[Message]) -> dict[str, Any]:
+    """What system messages have besides their texts: all tools, and the last response format."""
+    tools = [tool for message in system for tool in message.get("tools") or ()]
+    formats = [message["response_format"] for message in system if message.get("response_format")]
+    return ({"tools": tools} if tools else {}) | ({"response_format": formats[-1]} if formats else {})
 
 
 def encode_messages(

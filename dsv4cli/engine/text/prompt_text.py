@@ -71,9 +71,14 @@ def to_json(value: object) -> str:
 def from_json(text: str) -> Any:
     """The value of JSON as every reader takes it; ValueError, or RecursionError, for what is none."""
     value = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    if "\\u" in text:
-        to_json(value).encode()  # UnicodeEncodeError for half of a surrogate pair, which no prompt can have
+    _check_pairs(text, value)
     return value
+
+
+def _check_pairs(text: str, value: object) -> None:
+    """Raises UnicodeEncodeError, a ValueError, where the value of JSON has half of a surrogate pair."""
+    if "\\u" in text:
+        to_json(value).encode()
 
 
 def _finite(text: str) -> float:
@@ -119,9 +124,13 @@ def _invoke(function: Mapping[str, Any]) -> list[str]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments by name; text that is not a JSON object is one string argument named `arguments`."""
+    """The arguments by name; text that is not a JSON object is one string argument named `arguments`.
+
+    So is JSON with half of a surrogate pair, which no prompt can hold otherwise than as the escape that it is.
+    """
     try:
         value = json.loads(text)
+        _check_pairs(text, value)
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": text}

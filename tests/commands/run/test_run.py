@@ -216,6 +216,23 @@ def test_a_conversation_with_tools(dsv4, tmp_path):
     assert dsv4("run", "--messages", str(path), *SHORT).code == 0
 
 
+@pytest.mark.parametrize(
+    ("last", "end"),
+    [
+        ({"role": "system", "content": "In French."}, "Hello\n\nIn French.<｜Assistant｜></think>"),
+        ({"role": "assistant", "content": "Hi"}, "Hello<｜Assistant｜></think>Hi"),
+    ],
+)
+def test_an_answer_follows_whoever_speaks_last(dsv4, tmp_path, last, end):
+    messages = [{"role": "user", "content": "Hello"}, last]
+    path = tmp_path / "messages.json"
+    path.write_text(json.dumps(messages), encoding="utf-8")
+    asked = (("--messages", str(path)), ("--prompts", jsonl(tmp_path / "prompts.jsonl", {"messages": messages})))
+    for option in asked:
+        shown = dsv4("run", *option, "--model", SMALL, "--show-prompt", "--json")
+        assert json.loads(shown.out)["text"].endswith(end)
+
+
 def test_many_prompts_are_answered_in_their_order(dsv4, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "MAX_SLOTS", 2)
     conversation = {"messages": [{"role": "user", "content": "two\u2028lines"}]}

@@ -337,6 +337,22 @@ def test_who_instructs_later_speaks_in_the_users_turn(nano, role, effort):
         assert text_of_prompt(nano, messages, reasoning_effort=effort) == begun + prompt
 
 
+def test_run_and_serve_ask_alike(nano):
+    said, more = {"role": "assistant", "content": "c"}, {"role": "system", "content": "b"}
+    [asked] = asking("a")["messages"]
+    dialogue = nano.server.config.app.service.dialogue
+    for messages in (
+        [asked],
+        [asked, more],
+        [more, asked, more],
+        [more, more, asked],
+        [asked, said],
+        [asked, said, more],
+        [more],
+    ):
+        assert tokenized(nano, *messages) == dialogue.prompt(messages).ids
+
+
 @pytest.mark.parametrize("effort", ["none", "high"])
 @pytest.mark.parametrize("empty", [{"content": ""}, {"content": None}, {"content": [], "tool_calls": []}], ids=str)
 def test_an_answer_without_a_word_has_not_begun(nano, empty, effort):

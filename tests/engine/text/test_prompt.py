@@ -15,6 +15,7 @@ from dsv4cli.engine.text import prompt_text
 from dsv4cli.engine.text.prompt import (
     EFFORTS,
     Message,
+    answerable,
     check_messages,
     check_tools,
     encode_messages,
@@ -22,7 +23,7 @@ from dsv4cli.engine.text.prompt import (
     with_tools,
 )
 from dsv4cli.engine.text.tokenizer import Tokenizer
-from dsv4cli.engine.text.tokens import BOS
+from dsv4cli.engine.text.tokens import ASSISTANT, BOS, EOS, USER
 from dsv4cli.errors import UsageError
 
 CASES = json.loads((Path(__file__).parents[2] / "data" / "encoding.json").read_text(encoding="utf-8"))["encode"]
@@ -254,3 +255,44 @@ def test_bad_tools() -> None:
         check_tools([TOOL, {"type": "function", "function": {}}])
     with pytest.raises(UsageError, match=r"^tools: expected a list, got "):
         check_tools(TOOL)
+
+
+def system(content: str, **more: object) -> Message:
+    return {"role": "system", "content": content, **more}
+
+
+ANSWERABLE: list[tuple[list[Message], str]] = [
+    ([user("a")], f"{USER}a{ASSISTANT}</think>"),
+    ([system("s"), user("a")], f"s{USER}a{ASSISTANT}</think>"),
+    ([system("s"), user("a"), system("t")], f"s{USER}a\n\nt{ASSISTANT}</think>"),
+    ([user("a"), assistant("b"), system("t")], f"{USER}a{ASSISTANT}</think>b{EOS}{USER}t{ASSISTANT}</think>"),
+    ([user("a"), system("t"), user("b")], f"{USER}a\n\nt\n\nb{ASSISTANT}</think>"),
+    ([system("s"), system(""), system("t"), user("a")], f"s\n\nt{USER}a{ASSISTANT}</think>"),
+    ([system("s")], f"{USER}s{ASSISTANT}</think>"),
+    ([system("s"), system("t")], f"s{USER}t{ASSISTANT}</think>"),
+    ([user("a"), assistant("b")], f"{USER}a{ASSISTANT}</think>b"),
+    ([user("a"), assistant("")], f"{USER}a{ASSISTANT}</think>"),
+    ([assistant("b")], "b"),
+]
+
+
+@pytest.mark.parametrize(("messages", "prompt"), ANSWERABLE)
+def test_an_answer_begins_behind_every_prompt(messages: list[Message], prompt: str) -> None:
+    before = copy.deepcopy(messages)
+    assert encode(answerable(messages), thinking=False) == prompt
+    assert messages == before
+
+
+def test_tools_and_formats_of_a_system_that_speaks_late_come_first() -> None:
+    late = [user("a"), system("t", tools=[TOOL], response_format={"type": "object"})]
+    first = [system("", tools=[TOOL], response_format={"type": "object"}), user("a"), user("t")]
+    assert encode(answerable(late)) == encode(first)
+    assert encode(answerable([system("s"), *late])) == encode([{**first[0], "content": "s"}, *first[1:]])
+
+
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud83d"}', r'{"\udc00": 1}', r'{"a": [{"b": "x\ud83dy"}]}'])
+def test_arguments_with_half_a_surrogate_pair_are_text(arguments: str) -> None:
+    found = encode([user("a"), assistant("", tool_calls=[call("f", arguments)])])
+    assert f'<｜DSML｜parameter name="arguments" string="true">{arguments}</｜DSML｜parameter>' in found
+    pair = encode([user("a"), assistant("", tool_calls=[call("f", r'{"a": "\ud83d\ude00"}')])])
+    assert f'name="a" string="true">{chr(0x1F600)}<' in pair
