@@ -1,6 +1,5 @@
 """The program: its commands, the environment that it reads, and the one place where a failure becomes two lines."""
 
-import errno
 import io
 import os
 import signal
@@ -27,7 +26,7 @@ from dsv4cli.commands.run import run
 from dsv4cli.commands.serve import serve
 from dsv4cli.commands.trace import trace
 from dsv4cli.environment import Environment
-from dsv4cli.errors import Dsv4Error, NotEnoughMemory, compiler_refusal
+from dsv4cli.errors import DISK_FULL, Dsv4Error, NotEnoughDisk, NotEnoughMemory, compiler_refusal
 from dsv4cli.harmless import brief_line
 from dsv4cli.options import epilog
 from dsv4cli.output import Colours, Output, ReaderGone
@@ -221,16 +220,27 @@ def _sentence(error: Exception) -> Dsv4Error | None:
         return error
     if isinstance(error, MemoryError):
         return NotEnoughMemory("the machine ran out of memory", "use a smaller model, or a machine with more memory")
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return NotEnoughMemory(f"no space left on the disk: {error.filename or 'output'}", "free some space")
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return NotEnoughDisk(f"no space left on the disk: {error.filename or 'output'}", "free some space")
     return compiler_refusal(error)
+
+
+class ClosedStdout(io.TextIOWrapper):
+    """Stands for a stdout that the caller closed: a command that writes to it fails, any other one does its work."""
+
+    def write(self, text: str) -> int:
+        """Raises Dsv4Error."""
+        raise Dsv4Error(
+            "stdout is closed, and the output goes there", "leave out >&-, or discard the output: >/dev/null"
+        )
 
 
 def _open_closed_streams() -> None:
     # Python has None for a stream that the caller closed; the descriptor must not go to the next file opened either
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+    if sys.stdout is None:
+        sys.stdout = ClosedStdout(open(os.devnull, "wb"), encoding="utf-8")  # noqa: SIM115 - open to the end
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open to the end
 
 
 def _interrupted() -> NoReturn:

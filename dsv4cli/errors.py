@@ -3,6 +3,7 @@
 Every error says what failed and where; `remedy` is the next thing to do, one sentence or a command.
 """
 
+import errno
 import re
 import sys
 import traceback
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import ClassVar
 
+# system errors that mean that no more bytes can be stored: the disk or the user's quota is full
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Triton's modules that compile a kernel, or the code that launches it; the driver's errors are raised there too, of
 # which those about the image of a kernel are the card's, and others may be ours
 COMPILING = re.compile(r"triton\.(compiler\.|backends\.\w+\.compiler$|runtime\.build$)")

@@ -1,6 +1,7 @@
 """Arguments, options and help texts that commands share, each declared once."""
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from dsv4cli.errors import UsageError
 from dsv4cli.model_names import complete_model
 
 EXIT_CODES = """\b
@@ -52,7 +54,28 @@ SpecialTokensOpt = Annotated[
     ),
 ]
 
-SystemOpt = Annotated[str | None, typer.Option("--system", "-s", help="The system message.")]
+
+def argument_text(param: typer.CallbackParam, value: Any) -> Any:
+    """Return a text of the command line, or a list of texts, for the model.
+
+    Bytes that a locale without UTF-8 (LC_ALL=C) cannot decode are read as UTF-8. Raises UsageError for other bytes.
+    """
+    if isinstance(value, list | tuple):
+        return [argument_text(param, one) for one in value]
+    if value is None or not any("\udc80" <= character <= "\udcff" for character in value):
+        return value
+    content = os.fsencode(value)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        name = param.metavar if param.param_type_name == "argument" else param.opts[0]
+        where = f"byte {content[error.start]:#04x} at offset {error.start}"
+        raise UsageError(
+            f"{name} is not UTF-8: {where}", "set the terminal to UTF-8, or give the text in a file"
+        ) from None
+
+
+SystemOpt = Annotated[str | None, typer.Option("--system", "-s", help="The system message.", callback=argument_text)]
 ThinkOpt = Annotated[
     Literal["off", "low", "high", "max"],
     typer.Option(help="How hard to reason first: off, high or max; releases from 0731 on also low."),
@@ -70,7 +93,9 @@ TopPOpt = Annotated[
 SeedOpt = Annotated[
     int | None, typer.Option(help="Makes the draws repeatable. If absent, each run differs; eval takes 0.")
 ]
-StopOpt = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
+StopOpt = Annotated[
+    list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.", callback=argument_text)
+]
 PrefillChunkOpt = Annotated[
     int | None,
     typer.Option(

@@ -10,15 +10,13 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.harmless import LONGEST_WORD, brief_line, harmless, harmless_line
-
-if TYPE_CHECKING:
-    from rich.progress import ProgressColumn
+from dsv4cli.progress import LineClock, WorkProgress, bar, told_regularly
 
 # ECMA-48: select graphic rendition
 BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
@@ -57,6 +55,7 @@ class Output:
         self.silent = as_json or quiet
         self._open: TextIO | None = None  # where a piece has left a line open
         self._waiting = 0  # characters of a wait that is shown
+        self._clock = LineClock()
 
     def line(self, text: str = "", *, strong: bool = False) -> None:
         """A line of a human answer, whole; a newline in it is shown as `\\n`. Nothing in JSON mode."""
@@ -140,54 +139,56 @@ class Output:
 
     @contextmanager
     def progress(self, label: str, note: Callable[[], str] = str) -> Iterator[Callable[[int, int], None]]:
-        """A callback (bytes done, bytes in all) that shows rate and remaining time on a terminal, nothing elsewhere.
-        note: what else is going on, which the bar shows too.
+        """Yield a callback (bytes done, bytes in all) that shows rate and remaining time: as a bar on a terminal, as a
+        line every 30 seconds elsewhere. note: what else is going on, which the bar shows too.
 
-        What is said meanwhile appears above the bar. A terminal that cannot move its cursor has none.
+        Other lines appear above the bar. A terminal that cannot move its cursor has none.
         """
         if self.silent or not sys.stderr.isatty():
-            yield lambda done, total: None
+            with self._lines(label, lambda count: size_text(round(count))) as told:
+                yield lambda done, total: told.update(done, total)
             return
         from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
 
-        with self._bar(label, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn()) as update:
+        with bar(label, self.colours.stderr, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn()) as update:
             yield lambda done, total: update(completed=done, total=total, description=f"{brief_line(label)}{note()}")
 
     @contextmanager
     def counting(self, label: str) -> Iterator[Callable[[int, int, str], None]]:
         """As `progress`, of things that are counted: a callback (done, in all, a word on the rate)."""
         if self.silent or not sys.stderr.isatty():
-            yield lambda done, total, rate: None
+            with self._lines(label, "{:,}".format) as told:
+                yield told.update
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
         rates = TextColumn("{task.fields[rate]}", markup=False)
-        with self._bar(label, BarColumn(), MofNCompleteColumn(), rates, TimeRemainingColumn()) as update:
+        with bar(label, self.colours.stderr, BarColumn(), MofNCompleteColumn(), rates, TimeRemainingColumn()) as update:
             yield lambda done, total, rate: update(completed=done, total=total, rate=rate)
 
     @contextmanager
-    def _bar(self, label: str, *columns: "ProgressColumn") -> Iterator[Callable[..., None]]:
-        from rich.console import Console
-        from rich.progress import Progress, TextColumn
+    def _lines(self, label: str, amount: Callable[[float], str]) -> Iterator[WorkProgress]:
+        progress = WorkProgress(label, amount, duration_text)
+        with nullcontext() if self.silent else told_regularly(progress, self._told):
+            yield progress
 
-        console = Console(stderr=True, no_color=not self.colours.stderr)
-        if console.is_dumb_terminal:  # Rich would leave an empty line there
-            yield lambda **changes: None
-            return
-        words = TextColumn("{task.description}", markup=False)
-        # what goes to stdout appears above the bar where it is the same terminal, and nowhere else
-        both = sys.stdout.isatty()
-        with Progress(words, *columns, console=console, transient=True, redirect_stdout=both) as progress:
-            task = progress.add_task(brief_line(label), total=None, rate="")
-            yield lambda **changes: progress.update(task, **changes)
+    def _told(self, text: str) -> bool:
+        try:
+            self.status(text)
+        except (ReaderGone, OSError):  # stderr is closed or its disk is full: the command's own next line will tell
+            return False
+        return True
 
     def compiling(self, waiting: bool) -> None:
         """Shows on a terminal that kernels are compiled, until it is called with False."""
         self.wait("compiling kernels …" if waiting else "")
 
     def wait(self, text: str) -> None:
-        """Puts what is waited for onto a line of a terminal, in the place of what stood there; '': nothing any more."""
+        """Show what is waited for: on a terminal in the place of the last one, elsewhere in a line every 30 seconds.
+        '': the wait has ended."""
+        if not sys.stderr.isatty() and self._clock.due(bool(text)):
+            self.status(text)
         if self.silent or self._open is not None or not sys.stderr.isatty() or not (text or self._waiting):
             return
         _write(sys.stderr, f"\r{' ' * self._waiting}\r{_styled(text, DIM, bool(text) and self.colours.stderr)}", end="")

@@ -14,12 +14,16 @@ from dsv4cli.commands.run.modes import Samples, answer_one, answer_samples, show
 from dsv4cli.commands.run.prompt import conversation
 from dsv4cli.commands.run.ranks import Work, in_ranks
 from dsv4cli.errors import UsageError
-from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, TpOpt, takes_model_options
+from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, TpOpt, argument_text, takes_model_options
 from dsv4cli.output import Output
 
 PromptArg = Annotated[
     str | None,
-    typer.Argument(metavar="PROMPT", help="What to ask. Text piped in is added below it; - means that text alone."),
+    typer.Argument(
+        metavar="PROMPT",
+        help="What to ask. Text piped in is added below it; - means that text alone.",
+        callback=argument_text,
+    ),
 ]
 MessagesOpt = Annotated[
     Path | None,

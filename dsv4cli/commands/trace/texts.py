@@ -8,6 +8,7 @@ import typer
 
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.errors import UsageError
+from dsv4cli.options import argument_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.tracing.manifest import Text
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
 # tokens of the text that is taken when none is given: more than two windows, and groups of every ratio
 TOKENS, FIRST = 300, 3
 
-PromptOpt = Annotated[str | None, typer.Option(help="A user message; if nothing is given, 300 tokens at random.")]
+PromptOpt = Annotated[
+    str | None,
+    typer.Option(help="A user message; if nothing is given, 300 tokens at random.", callback=argument_text),
+]
 IdsOpt = Annotated[str | None, typer.Option(metavar="N,N", help="The exact token ids of a prompt.")]
 PromptsOpt = Annotated[
     Path | None,

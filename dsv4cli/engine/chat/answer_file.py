@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.system.atomic import append, write_file
-from dsv4cli.errors import Dsv4Error, UsageError
+from dsv4cli.errors import DISK_FULL, Dsv4Error, NotEnoughDisk, UsageError
 
 # an answer's key: the index of its prompt, and which of the answers to it
 AnswerKey = tuple[int, int]
@@ -55,12 +55,14 @@ class LineFile:
         return ours
 
     def add(self, record: dict[str, Any], kept: int) -> None:
-        """Adds a line; once this returns, it is on the disk. kept: how many answers are there. Raises CannotWrite."""
+        """Adds a line; once this returns, it is on the disk. kept: how many answers are there. Raises CannotWrite or
+        NotEnoughDisk."""
         with self._writing(kept):
             append(self._file, _line(record))
 
     def rewrite(self, records: Sequence[dict[str, Any]]) -> None:
-        """Gives the file these lines: it has the old ones or the new ones, whatever happens. Raises CannotWrite."""
+        """Gives the file these lines: it has the old ones or the new ones, whatever happens. Raises CannotWrite or
+        NotEnoughDisk."""
         lines = b"".join(map(_line, records))
         if lines != self.path.read_bytes():
             # without the file's name, which may be as long as names can be
@@ -76,10 +78,10 @@ class LineFile:
         try:
             yield
         except OSError as error:
-            raise CannotWrite(
-                f"{self.path} cannot be written: {error.strerror}; the answers before are in it: {kept:,}",
-                "the same command goes on",
-            ) from None
+            message = f"{self.path} cannot be written: {error.strerror}; it has the {kept:,} answers before"
+            if error.errno in DISK_FULL:
+                raise NotEnoughDisk(message, "free some space, then run the same command: it continues") from None
+            raise CannotWrite(message, "run the same command: it continues") from None
 
 
 def key_of(record: Mapping[str, Any]) -> AnswerKey:
@@ -126,7 +128,7 @@ class AnswerFile:
         return found
 
     def add(self, record: dict[str, Any]) -> None:
-        """Takes an answer; once this returns, it is on the disk. Raises CannotWrite."""
+        """Takes an answer; once this returns, it is on the disk. Raises what `LineFile.add` raises."""
         self._file.add(record, len(self.records))
         self.records[key_of(record)] = record
 

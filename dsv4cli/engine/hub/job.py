@@ -1,6 +1,5 @@
 """A download from its plan to its end: what is wanted, what is there, whether it fits, and all of it fetched."""
 
-import errno
 import logging
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from dsv4cli.engine.hub.retry import AGAIN, RetryPolicy
 from dsv4cli.engine.hub.selection import Selection, select_files
 from dsv4cli.engine.hub.xet import written
 from dsv4cli.engine.system.threads import Meter, do_all
-from dsv4cli.errors import CheckpointError, Dsv4Error, HubError, NotEnoughDisk, UsageError
+from dsv4cli.errors import DISK_FULL, CheckpointError, Dsv4Error, HubError, NotEnoughDisk, UsageError
 
 Report = Callable[[int, int], None]
 
@@ -200,7 +199,7 @@ def quiet() -> Iterator[None]:
 
 
 def _explained(error: OSError, destination: Destination) -> Dsv4Error:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         return NotEnoughDisk(f"the disk of {destination.folder} is full", f"free some space, then {AGAIN}")
     reason = error.strerror or str(error)
     return UsageError(f"{error.filename or destination.folder} cannot be written: {reason}", "name another --local-dir")

@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_keeps_what_is_there(dsv4, prompts, out, monkeypatch
 
     monkeypatch.setattr("dsv4cli.engine.chat.answer_file.append", add)
     done = dsv4("run", "--prompts", prompts, "--out", str(out), *SHORT)
-    assert (done.code, "cannot be written: No space left on device" in done.err) == (1, True)
+    assert (done.code, "cannot be written: No space left on device" in done.err) == (5, True)
     assert [one["index"] for one in lines(out.read_text())] == [3, 1, 2]
 
 

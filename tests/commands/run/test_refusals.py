@@ -139,7 +139,7 @@ def test_a_step_that_does_not_fit(dsv4, monkeypatch, tmp_path):
         (["hi", "--backend", "triton"], 4, ["--backend triton needs a GPU, and the device is cpu"]),
         (["hi", "--think", "low"], 2, ['release v4 has no thinking level "low"']),
         (["hi", "--max-context", "6"], 2, ["the prompt has 6 tokens", "room for 5 and an answer"]),
-        (["a\udcffb"], 2, ["not valid Unicode", "U+DCFF"]),
+        (["a\udcffb"], 2, ["PROMPT is not UTF-8", "byte 0xff at offset 1"]),
         (["hi", "--model", "./nothing"], 1, ["there is no folder ./nothing"]),
         (["hi", "--model", __file__], 2, ["is a file; a model is a folder"]),
         (["--messages", "nothing.json"], 2, ["nothing.json cannot be read: No such file"]),

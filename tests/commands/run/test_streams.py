@@ -202,10 +202,11 @@ def test_a_disk_that_is_full():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "code", "out"),
-    [("<&- 2>&-", 0, "words\n"), (">&-", 0, ""), ("> /dev/full", 5, ""), ("2> /dev/full", 5, "")],
+    [("<&- 2>&-", 0, "words\n"), (">&-", 1, ""), ("> /dev/full", 5, ""), ("2> /dev/full", 5, "")],
 )
 def test_closed_streams(closed, code, out):
     done = shell(*RUN, "--max-tokens", "6", then=closed)
     assert (done.returncode, done.stdout) == (code, out)
     assert "Traceback" not in done.stderr
     assert ("no space left on the disk" in done.stderr) is (closed == "> /dev/full")
+    assert ("stdout is closed" in done.stderr) is (closed == ">&-")

@@ -1,0 +1,102 @@
+"""Progress of long work on stderr: a bar on a terminal, elsewhere a line every 30 seconds."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from dsv4cli.harmless import brief_line
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
+# short enough to see in a log that work goes on, long enough for work of days
+SECONDS_BETWEEN_LINES = 30.0
+
+
+@contextmanager
+def bar(label: str, coloured: bool, *columns: "ProgressColumn") -> Iterator[Callable[..., None]]:
+    """Yield a function that updates a bar on stderr's terminal: `completed`, `total`, `description`, `rate`."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    console = Console(stderr=True, no_color=not coloured)
+    if console.is_dumb_terminal:  # Rich would leave an empty line there
+        yield lambda **changes: None
+        return
+    words = TextColumn("{task.description}", markup=False)
+    # what goes to stdout appears above the bar where it is the same terminal, and nowhere else
+    both = sys.stdout.isatty()
+    with Progress(words, *columns, console=console, transient=True, redirect_stdout=both) as progress:
+        task = progress.add_task(brief_line(label), total=None, rate="")
+        yield lambda **changes: progress.update(task, **changes)
+
+
+class WorkProgress:
+    """How much of some work is done, how fast it goes, and how long the rest will take.
+
+    Args:
+        label: What is done, such as "questions".
+        amount: Writes a number of units, bytes or items, for people.
+        duration: Writes seconds for people.
+    """
+
+    def __init__(self, label: str, amount: Callable[[float], str], duration: Callable[[float], str]) -> None:
+        self._label, self._amount, self._duration = label, amount, duration
+        self._first = self._done = self._total = 0
+        self._start: float | None = None
+        self._rate: str | None = None
+
+    def update(self, done: int, total: int, rate: str | None = None) -> None:
+        """Set the units that are done and all units. rate: a word in the place of units per second."""
+        if self._start is None:
+            self._start, self._first = monotonic(), done
+        self._done, self._total, self._rate = done, total, rate
+
+    def sentence(self) -> str:
+        """Return the state in one line: `questions: 12 of 200, 35 tokens/s, 4 min 10 s left`."""
+        if self._start is None or not self._total:
+            return f"{self._label} …"
+        parts = [f"{self._label}: {self._amount(self._done)} of {self._amount(self._total)}"]
+        speed = (self._done - self._first) / max(monotonic() - self._start, 1e-9)
+        if self._rate or (self._rate is None and speed > 0):
+            parts.append(self._rate or f"{self._amount(speed)}/s")
+        if speed > 0:
+            parts.append(f"{self._duration((self._total - self._done) / speed)} left")
+        return ", ".join(parts)
+
+
+@contextmanager
+def told_regularly(progress: WorkProgress, tell: Callable[[str], bool]) -> Iterator[None]:
+    """Tell the state of some work every 30 seconds, from another thread, until it ends or `tell` returns False."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(SECONDS_BETWEEN_LINES) and tell(progress.sentence()):
+            pass
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class LineClock:
+    """Decides when a wait that goes on is told again."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def due(self, waiting: bool) -> bool:
+        """Return True if 30 seconds have passed since the wait began or was told; waiting: whether it goes on."""
+        now = monotonic()
+        if waiting and self._last is not None and now - self._last < SECONDS_BETWEEN_LINES:
+            return False
+        due = waiting and self._last is not None
+        self._last = now if waiting else None
+        return due
