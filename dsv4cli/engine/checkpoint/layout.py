@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import prod
 
 from dsv4cli.engine.config.formats import STORAGE, FormatName, Role
+from dsv4cli.engine.config.layer_kind import CSA
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 
@@ -175,7 +176,7 @@ class _Table:
         yield from self._matrix(prefix + "wo_b", c.hidden_size, c.o_groups * c.o_lora_rank, family, shard=1)
         if ratio:
             yield from self._compressor(prefix + "compressor.", ratio, width, "compressor")
-        if ratio == 4:
+        if ratio == CSA:
             rows = c.index_n_heads * c.index_head_dim
             # whole on every rank: reading it all takes less time than adding up the scores of parts
             yield from self._matrix(prefix + "indexer.wq_b", rows, c.q_lora_rank, "indexer")
@@ -183,7 +184,7 @@ class _Table:
             yield from self._compressor(prefix + "indexer.compressor.", ratio, c.index_head_dim, "indexer")
 
     def _compressor(self, prefix: str, ratio: int, width: int, family: str) -> Iterator[TensorSpec]:
-        channels = width * (2 if ratio == 4 else 1)  # ratio 4: one half for the next entry, one for its own
+        channels = width * (2 if ratio == CSA else 1)  # ratio 4: one half for the next entry, one for its own
         yield self._f32(prefix + "ape", (ratio, channels), family)
         for part in ("wkv", "wgate"):
             yield self._dense(f"{prefix}{part}.weight", (channels, self.config.hidden_size), family)

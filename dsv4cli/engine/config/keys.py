@@ -98,7 +98,6 @@ EOS_TOKEN_ID = 1
 # draft stages of each DSpark release
 DSPARK_STAGES = 3
 DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
-RATIOS = (0, 4, 128)
 # dsv4's own key: the release, which tensors without a drafter cannot tell; `dsv4 convert` writes it
 RELEASE_KEY = "dsv4_release"
 

@@ -15,10 +15,10 @@ from dsv4cli.engine.config.keys import (
     IGNORED,
     INTEGERS,
     NUMBERS,
-    RATIOS,
     RELEASE_KEY,
     ROPE_FIXED,
 )
+from dsv4cli.engine.config.layer_kind import LAYER_KINDS
 from dsv4cli.engine.config.model_config import DSparkConfig, ModelConfig, Yarn
 from dsv4cli.engine.config.presets import RELEASES, Release
 from dsv4cli.engine.config.storage import check_storage
@@ -160,7 +160,7 @@ def _ratios(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
     ratios = values.get("compress_ratios")
     if not isinstance(ratios, list) or not ratios:
         raise CheckpointError(f"{where} lacks the list 'compress_ratios'", REMEDY)
-    strange = [ratio for ratio in ratios if type(ratio) is not int or ratio not in RATIOS]
+    strange = [ratio for ratio in ratios if type(ratio) is not int or ratio not in LAYER_KINDS]
     if strange:
         raise UnsupportedCheckpoint(f"{where}: compress_ratios holds {strange[0]!r}, known values are 0, 4 and 128")
     return tuple(ratios)

@@ -7,6 +7,7 @@ entries.
 import torch
 from torch import nn
 
+from dsv4cli.engine.config.layer_kind import CSA, WINDOW
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.compressor import Compressor, compress_both
@@ -36,9 +37,9 @@ class Attention(nn.Module):
         self.attn_sink = unfilled()
         self.wo_a = GroupedLinear()
         self.wo_b = Linear(numerics)
-        if ratio:
+        if ratio != WINDOW:
             self.compressor = Compressor(config, numerics, ratio)
-        if ratio == 4:
+        if ratio == CSA:
             self.indexer = Indexer(config, numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
@@ -57,16 +58,16 @@ class Attention(nn.Module):
         """What the linears give for all of so many tokens; in a CSA layer the last, the indexer's weights, for this
         rank's rows only, as it takes them."""
         parts = project(x, self.linears())
-        own = [parts.pop()] if self.ratio == 4 else []
+        own = [parts.pop()] if self.ratio == CSA else []
         return [*self.world.gather_rows(parts, tokens), *own]
 
     def linears(self) -> list[Linear | Fp32Linear]:
         """What reads the hidden state: latent queries, keys; raw rows of the compressor; the indexer's likewise, and
         its weights."""
         own: list[Linear | Fp32Linear] = [self.wq_a, self.wkv]
-        if self.ratio:
+        if self.ratio != WINDOW:
             own += [self.compressor.wkv, self.compressor.wgate]
-        if self.ratio == 4:
+        if self.ratio == CSA:
             own += [self.indexer.compressor.wkv, self.indexer.compressor.wgate, self.indexer.weights_proj]
         return own
 
@@ -75,7 +76,7 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Queries [T, H, d] and keys [T, d], normed and rotated, which the ring takes; in a CSA layer the indexer's
         queries [rows, Hi, di] as well, of all or of this rank's."""
-        if self.ratio != 4:
+        if self.ratio != CSA:
             (q,) = project_normed(latent, self.q_norm, [self.wq_b])
             return *self.prepare(self.heads(q), kv, batch, ring), None
         own = self.world.rows_held(rows, len(latent))

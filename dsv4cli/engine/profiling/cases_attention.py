@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dsv4cli.engine.config.layer_kind import CSA, HCA, WINDOW
 from dsv4cli.engine.profiling.bounds import ATTENTION, EXACT, SCORES
 from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
@@ -16,10 +17,10 @@ from dsv4cli.kernels.indexer import ref as indexer_ref
 
 
 def index(bench: BenchmarkInputs) -> Iterator[Case]:
-    if bench.shapes.layer(ratio=4) is None or not bench.visible(4):
+    if bench.shapes.layer(ratio=CSA) is None or not bench.visible(CSA):
         return
     yield _scores(bench)
-    tokens, entries, topk = bench.tokens, bench.visible(4), bench.config.index_topk
+    tokens, entries, topk = bench.tokens, bench.visible(CSA), bench.config.index_topk
     words, needs = f"{min(topk, entries)} of {entries}", 2 * tokens * entries
     yield Case("top_entries", "indexer", words, needs, tokens * entries, EXACT, _choice, exact=True)
     words = f"{words}, after {bench.config.sliding_window} rows"
@@ -28,7 +29,7 @@ def index(bench: BenchmarkInputs) -> Iterator[Case]:
 
 
 def _scores(bench: BenchmarkInputs) -> Case:
-    config, tokens, entries = bench.config, bench.tokens, bench.visible(4)
+    config, tokens, entries = bench.config, bench.tokens, bench.visible(CSA)
     heads, width = config.index_n_heads, config.index_head_dim
     flops = 2 * tokens * heads * width * entries
     factor = (width * heads) ** -0.5
@@ -48,7 +49,7 @@ def _scores(bench: BenchmarkInputs) -> Case:
 
 def _best(bench: BenchmarkInputs) -> Case:
     """Scores and lists of the best, as the model asks for them."""
-    config, tokens, entries = bench.config, bench.tokens, bench.visible(4)
+    config, tokens, entries = bench.config, bench.tokens, bench.visible(CSA)
     heads, topk = config.index_n_heads, config.index_topk
     flops = 2 * tokens * heads * config.index_head_dim * entries
 
@@ -73,26 +74,26 @@ def _best(bench: BenchmarkInputs) -> Case:
 def _keys(bench: BenchmarkInputs) -> int:
     """Bytes of the keys of all entries."""
     width = bench.config.index_head_dim
-    return bench.cells(4) * (width // 2 + width // FP4_BLOCK)
+    return bench.cells(CSA) * (width // 2 + width // FP4_BLOCK)
 
 
 def _queries_and_keys(bench: BenchmarkInputs) -> Tensors:
     """Queries and keys as the model has them, both rounded to FP4, and where the keys lie."""
-    step, heads, width = bench.batch.entries[4], bench.config.index_n_heads, bench.config.index_head_dim
+    step, heads, width = bench.batch.entries[CSA], bench.config.index_n_heads, bench.config.index_head_dim
     q = block_scale_ref.fp4_round(bench.randn(bench.tokens, heads, width), FP4_BLOCK)
-    keys, scale = block_scale_ref.fp4_codes(bench.randn(bench.cells(4), width), FP4_BLOCK)
+    keys, scale = block_scale_ref.fp4_codes(bench.randn(bench.cells(CSA), width), FP4_BLOCK)
     return q, keys, scale, step.table, bench.batch.sequence, step.visible
 
 
 def _choice(bench: BenchmarkInputs) -> Work:
     """The numbers of the best entries, which is what torch.topk finds."""
-    k = min(bench.config.index_topk, bench.visible(4))
+    k = min(bench.config.index_topk, bench.visible(CSA))
 
     def through(choose: Operation) -> Operation:
         return lambda scores, visible: choose(scores, visible, k)
 
     return Work(
-        (bench.randn(bench.tokens, bench.visible(4)), bench.batch.entries[4].visible),
+        (bench.randn(bench.tokens, bench.visible(CSA)), bench.batch.entries[CSA].visible),
         through(indexer.top_entries),
         through(indexer_ref.top_entries),
         0,
@@ -106,7 +107,7 @@ def _choice_as_lists(bench: BenchmarkInputs) -> Work:
     topk, rows = bench.config.index_topk, bench.batch.window_rows
     scores, visible, *listing = _to_choose_from(bench)
     # of the table, one cell for each entry that is listed
-    found = bench.tokens * min(topk, bench.visible(4)) * listing[0].element_size()
+    found = bench.tokens * min(topk, bench.visible(CSA)) * listing[0].element_size()
     read = sum(tensor.nbytes for tensor in (scores, visible, *listing[1:])) + found
 
     def through(choose: Operation) -> Operation:
@@ -120,7 +121,7 @@ def _choice_as_lists(bench: BenchmarkInputs) -> Work:
 
 def _to_choose_from(bench: BenchmarkInputs) -> Tensors:
     """Random scores, and where entries and the window's rows lie: what `choose_entries` takes, but for its numbers."""
-    batch, step = bench.batch, bench.batch.entries[4]
+    batch, step = bench.batch, bench.batch.entries[CSA]
     scores = bench.randn(bench.tokens, step.table.shape[1])
     return scores, step.visible, step.table, batch.sequence, batch.window_index, batch.window_columns
 
@@ -137,15 +138,15 @@ def _finite(outputs: Tensors) -> Tensors:
 
 def attentions(bench: BenchmarkInputs) -> Iterator[Case]:
     config, tokens = bench.config, bench.tokens
-    for ratio, name in ((0, "attention_sliding"), (4, "attention_csa"), (128, "attention_hca")):
+    for ratio, name in ((WINDOW, "attention_sliding"), (CSA, "attention_csa"), (HCA, "attention_hca")):
         if bench.shapes.layer(ratio=ratio) is None:
             continue
         entries = bench.visible(ratio) if ratio else 0
-        entries = min(entries, config.index_topk) if ratio == 4 else entries
+        entries = min(entries, config.index_topk) if ratio == CSA else entries
         rows = config.sliding_window + entries
         flops = 4 * tokens * config.num_attention_heads * config.head_dim * rows
         needs = 2 * config.head_dim * (2 * tokens * config.num_attention_heads + (bench.cells(ratio) if ratio else 0))
-        needs += 2 * tokens * bench.visible(4) if ratio == 4 else 0  # the scores that its lists are chosen by
+        needs += 2 * tokens * bench.visible(CSA) if ratio == CSA else 0  # the scores that its lists are chosen by
 
         def build(bench: BenchmarkInputs, ratio: int = ratio) -> Work:
             return _attend(bench, ratio)

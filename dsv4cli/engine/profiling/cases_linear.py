@@ -6,6 +6,7 @@ from types import ModuleType
 import torch
 
 from dsv4cli.engine.checkpoint.values import words_of
+from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.profiling.bounds import FP32, ONE_ROUNDING
 from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
@@ -22,7 +23,7 @@ MATMUL = Competitor(
 
 
 def linears(bench: BenchmarkInputs) -> Iterator[Case]:
-    block, csa = "layers.0.", bench.shapes.layer(ratio=4)
+    block, csa = "layers.0.", bench.shapes.layer(ratio=CSA)
     for name in ("wq_a", "wq_b", "wkv", "wo_b"):
         yield _linear(bench, name, f"{block}attn.{name}")
     yield _grouped(bench, f"{block}attn.wo_a")
@@ -36,7 +37,7 @@ def linears(bench: BenchmarkInputs) -> Iterator[Case]:
 
 def _joint(bench: BenchmarkInputs) -> Iterator[Case]:
     """What the model computes in one call: all linears over an attention's input, and over its latent queries."""
-    csa, hca = bench.shapes.layer(ratio=4), bench.shapes.layer(ratio=128)
+    csa, hca = bench.shapes.layer(ratio=CSA), bench.shapes.layer(ratio=HCA)
     if csa:
         stored = [f"{csa}attn.{name}" for name in ("wq_a", "wkv", "indexer.weights_proj")]
         rows = [f"{csa}attn.{part}compressor.{name}" for part in ("", "indexer.") for name in ("wkv", "wgate")]

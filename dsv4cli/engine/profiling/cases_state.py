@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from dsv4cli.engine.config.capacity import ROLLBACK
+from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.profiling.bounds import ENTRIES, FOUR_ROUNDINGS
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
@@ -38,7 +39,7 @@ def keys(bench: BenchmarkInputs) -> Iterator[Case]:
         return _prepare(bench, 4, queries, prepared.queries_keys_and_index, prepared_ref.queries_keys_and_index)
 
     yield Case("queries_and_keys", "keys", words, needs, needs, FOUR_ROUNDINGS, plain, exact=True)
-    if bench.shapes.layer(ratio=4):
+    if bench.shapes.layer(ratio=CSA):
         words, needs = f"{words}, {index_heads} of {index_width}", needs + 2 * tokens * index_heads * index_width
         yield Case("queries_keys_index", "keys", words, needs, needs, ENTRIES, indexed, exact=True)
 
@@ -82,7 +83,7 @@ class CompressorCase:
     @property
     def members(self) -> int:
         """Tokens of a group: with ratio 4 those of the group before as well."""
-        return 2 * self.ratio if self.ratio == 4 else self.ratio
+        return 2 * self.ratio if self.ratio == CSA else self.ratio
 
     @property
     def channels(self) -> int:
@@ -92,7 +93,7 @@ class CompressorCase:
 
 def compressors(bench: BenchmarkInputs) -> Iterator[Case]:
     """What a layer compresses. At a context that is a multiple of the ratio each sequence completes an entry."""
-    csa, hca = bench.shapes.layer(ratio=4), bench.shapes.layer(ratio=128)
+    csa, hca = bench.shapes.layer(ratio=CSA), bench.shapes.layer(ratio=HCA)
     wide, narrow = bench.config.head_dim, bench.config.index_head_dim
     if csa:
         own = CompressorCase(f"{csa}attn.compressor.", 4, wide)

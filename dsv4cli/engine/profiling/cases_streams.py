@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from dsv4cli.engine.config.layer_kind import CSA
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.profiling.bounds import EXACT, FOUR_ROUNDINGS, ONE_ROUNDING, Bound
 from dsv4cli.engine.profiling.case import Case, Operation, Tensors, Work
@@ -24,7 +25,7 @@ def roundings(bench: BenchmarkInputs) -> Iterator[Case]:
         bench, "fp8_round", "block_scale", (tokens, config.hidden_size), EXACT,
         lambda x: block_scale.fp8_round(x, FP8_BLOCK), lambda x: block_scale_ref.fp8_round(x, FP8_BLOCK),
     )  # fmt: skip
-    if bench.shapes.layer(ratio=4):
+    if bench.shapes.layer(ratio=CSA):
         queries = (tokens, config.index_n_heads, config.index_head_dim)
         yield _simple(
             bench, "fp4_round", "block_scale", queries, EXACT,

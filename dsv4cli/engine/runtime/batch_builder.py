@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config.layer_kind import CSA, HCA, WINDOW
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.runtime.sequence import Sequence
@@ -41,7 +42,7 @@ class Extent:
     @classmethod
     def of(cls, config: ModelConfig, counts: Items[int], most: int) -> "Extent":
         """Of chunks of so many tokens, after which no sequence has more than `most`."""
-        ratios = [ratio for ratio in (4, 128) if ratio in config.compress_ratios]
+        ratios = [ratio for ratio in (CSA, HCA) if ratio in config.compress_ratios]
         groups: dict[int, int] = {ratio: sum(-(-count // ratio) for count in counts) for ratio in ratios}
         return cls(max(counts), groups, {ratio: most // ratio for ratio in ratios})
 
@@ -93,7 +94,7 @@ def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
         entries=extent.entries,
     )
     chunks = step_metadata.Chunks(numbers.slots, numbers.starts, numbers.counts, numbers.fewest, numbers.blocks)
-    ratios = [ratio for ratio in sorted(set(config.compress_ratios)) if ratio in (0, *extent.groups)]
+    ratios = [ratio for ratio in sorted(set(config.compress_ratios)) if ratio in (WINDOW, *extent.groups)]
     routed = torch.arange(tokens, device=cache.device) if numbers.routed is None else numbers.routed
     found = step_metadata.step_metadata(chunks, layout, {ratio: cache.frequencies[ratio] for ratio in ratios})
     return Batch(

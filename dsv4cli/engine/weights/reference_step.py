@@ -6,6 +6,7 @@ B sequences; D hidden, N streams, H heads of width d, K chosen experts of inner 
 
 from dsv4cli.engine.config.capacity import LIST_BLOCK, PRODUCT_ROWS, ROLLBACK
 from dsv4cli.engine.config.formats import STORAGE, FormatName, is_quantised
+from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 
@@ -34,7 +35,7 @@ class WidestStep:
         self.multiplied = -(-tokens // PRODUCT_ROWS) * PRODUCT_ROWS
         self.batch = batch
         self.sorted = SORTED_ON_GPU if on_gpu else SORTED
-        self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (4, 128)}
+        self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (CSA, HCA)}
         self.hidden = tokens * config.hidden_size
         self.queries = tokens * config.num_attention_heads * config.head_dim
 
@@ -47,10 +48,10 @@ class WidestStep:
 
     def lists(self) -> float:
         """Ids, positions, blocks, window rows, rotations, the table of entries, the lists of HCA layers."""
-        c, listed = self.config, self.entries[128]
+        c, listed = self.config, self.entries[HCA]
         rows = 8 + c.sliding_window + (c.sliding_window + 2 * listed if listed else 0)
         rotations = 3 * c.qk_rope_head_dim // 2  # complex64
-        blocks = self.entries[128] + 4
+        blocks = self.entries[HCA] + 4
         return INDEX * (self.tokens * (rows + rotations) + self.batch * (blocks + sum(self.entries.values())))
 
     def base(self) -> int:
@@ -96,7 +97,7 @@ class WidestStep:
 
     def compressor(self, ratio: int, width: int) -> float:
         """Values and scores of the step, then behind those of the rings, then of the members of each new group."""
-        channels, span = (2 * width, 2 * ratio) if ratio == 4 else (width, ratio)
+        channels, span = (2 * width, 2 * ratio) if ratio == CSA else (width, ratio)
         rings = self.batch * (span + ROLLBACK)
         members = self.tokens + self.batch * ratio
         rows = 4 * self.tokens + 3 * rings + 4 * members
@@ -104,9 +105,9 @@ class WidestStep:
 
     def indexer(self) -> float:
         """The compressors; then queries of the indexer, scores of all entries, their order, the chosen ones."""
-        c, entries, tokens = self.config, self.entries[4], self.tokens
+        c, entries, tokens = self.config, self.entries[CSA], self.tokens
         before = self.base() + self.inputs() + ACTIVATION * (self.queries + tokens * c.q_lora_rank)
-        pools = [self.compressor(ratio, c.head_dim) for ratio in (4, 128) if ratio in c.compress_ratios]
+        pools = [self.compressor(ratio, c.head_dim) for ratio in (CSA, HCA) if ratio in c.compress_ratios]
         if 4 not in c.compress_ratios:
             return before + max(pools, default=0)
         heads = tokens * c.index_n_heads
@@ -140,7 +141,7 @@ class WidestStep:
     def attention(self) -> float:
         """One block of rows beside the block before it; then the running sums in fp32 with the block added."""
         c = self.config
-        lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[4]))
+        lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[CSA]))
         rows = LIST_BLOCK * self.tokens * c.head_dim
         scores = FP32 * LIST_BLOCK * self.tokens * c.num_attention_heads
         reading = 2 * FP32 * self.queries + (FP32 + 3 * ACTIVATION) * rows + 2 * scores

@@ -7,6 +7,7 @@ parallelism does not cut are whole on every rank.
 from dataclasses import dataclass, replace
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK, USUAL_CHUNK, divides_from
+from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.weights.reference_step import WidestStep
@@ -98,7 +99,7 @@ def ring_bytes(config: ModelConfig) -> int:
     for ratio in config.compress_ratios:
         total += (config.sliding_window + ROLLBACK) * config.head_dim * ACTIVATION
         for width in _entry_widths(config, ratio):
-            span, channels = (2 * ratio, 2 * width) if ratio == 4 else (ratio, width)
+            span, channels = (2 * ratio, 2 * width) if ratio == CSA else (ratio, width)
             total += 2 * (span + ROLLBACK) * channels * FP32  # values and scores
     return total
 
@@ -168,7 +169,7 @@ class TritonStep:
     def __init__(self, config: ModelConfig, tokens: int, batch: int, context: int, ranks: int, divides: bool) -> None:
         """divides: as of `step_bytes`."""
         self.config, self.tokens, self.batch, self.ranks, self.divides = config, tokens, batch, ranks, divides
-        self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (4, 128)}
+        self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (CSA, HCA)}
         self.hidden = ACTIVATION * tokens * config.hidden_size
         # the rows of the streams that a rank holds, and one stream's bytes of them
         self.rows = rows_each(tokens, ranks) if divides else tokens
@@ -181,7 +182,7 @@ class TritonStep:
 
     def lists(self) -> int:
         """Window rows, the entries of HCA layers; ids, positions, cells, rotations; the table of entries."""
-        c, listed = self.config, self.entries[128]
+        c, listed = self.config, self.entries[HCA]
         rows = 12 + c.sliding_window + (c.sliding_window + listed + 2 * c.qk_rope_head_dim)
         return INDEX * (self.tokens * rows + self.batch * sum(self.entries.values()))
 
@@ -197,7 +198,7 @@ class TritonStep:
 
     def indexer(self) -> int:
         """The scores of all entries for a rank's rows, and what is chosen of them for these and for all."""
-        entries, k = self.entries[4], self.config.index_topk
+        entries, k = self.entries[CSA], self.config.index_topk
         kept = min(KEPT, entries) if entries > KEPT else 0
         operands = self.config.index_n_heads * (self.config.index_head_dim + ACTIVATION)
         chosen = INDEX * (k + self.config.sliding_window)
@@ -209,7 +210,7 @@ class TritonStep:
         widened."""
         c = self.config
         inner = c.o_groups * c.o_lora_rank
-        lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[4]))
+        lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[CSA]))
         widened = ACTIVATION * c.num_attention_heads * c.head_dim * c.o_lora_rank
         summed = self.hidden + (self.own if self.divides else 2 * self.hidden if self.ranks > 1 else 0)
         out = self.tokens * inner * (ACTIVATION + 1) + summed

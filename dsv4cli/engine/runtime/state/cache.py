@@ -14,6 +14,7 @@ from math import inf
 import torch
 
 from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
+from dsv4cli.engine.config.layer_kind import CSA, LAYER_KINDS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.rope import frequencies
@@ -64,7 +65,7 @@ class Cache:
         self.device = torch.device(device)
         self.slots = slots
         self.rollback = rollback
-        self.frequencies = {ratio: frequencies(config, ratio).to(self.device) for ratio in (0, 4, 128)}
+        self.frequencies = {ratio: frequencies(config, ratio).to(self.device) for ratio in LAYER_KINDS}
         self.layers = [self._layer(ratio, numerics, slots) for ratio in config.compress_ratios]
         self.copies = RingSnapshots([ring for layer in self.layers for ring in layer.rings()], self.device)
         self.entries = BlockPool([pool for layer in self.layers for pool in layer.pools()], self.device)
@@ -82,7 +83,7 @@ class Cache:
         if ratio:
             kv, score = self._open_rows(ratio, config.head_dim, slots)
             layer.compressed = CompressorState(kv, score, self._pool(ratio, config.head_dim, numerics.dtype))
-        if ratio == 4:
+        if ratio == CSA:
             layer.index = self._index(config.index_head_dim, numerics, slots)
         return layer
 
@@ -95,7 +96,7 @@ class Cache:
         return CompressorState(kv, score, codes, scale)
 
     def _open_rows(self, ratio: int, width: int, slots: int) -> tuple[Ring, Ring]:
-        span, channels = (2 * ratio, 2 * width) if ratio == 4 else (ratio, width)
+        span, channels = (2 * ratio, 2 * width) if ratio == CSA else (ratio, width)
         kv, score = (_ring(slots, span + self.rollback, channels, torch.float32, empty) for empty in (0.0, -inf))
         return kv, score
 

@@ -1,0 +1,9 @@
+"""Kinds of attention layers, by the compression ratio that `compress_ratios` holds. No torch."""
+
+# sliding window only
+WINDOW = 0
+# compressed sparse attention: entries of 4 tokens, which the indexer selects
+CSA = 4
+# heavily compressed attention: entries of 128 tokens, all of them attended
+HCA = 128
+LAYER_KINDS = (WINDOW, CSA, HCA)
