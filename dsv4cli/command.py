@@ -19,7 +19,7 @@ MODEL_ARGUMENTS = ("model", "source")
 # the most options that a help page has in one list; more are listed by panel
 MOST_IN_A_LIST = 13
 # panels in the order of a help page; an option may name another one as its rich_help_panel
-OTHER_SIDE = "Other side"
+OTHER_SIDE, OTHER = "Other side", "Other"
 PANELS = {
     "Model": "model layers no-mtp revision",
     "Input": "file messages prompts score system special-tokens skip-bad prompt ids like steps limit choices",
@@ -35,6 +35,7 @@ PANELS = {
     "Comparison": "verify check against",
     "Output": "out keep what stages plot no-noise dry-run show-prompt logprobs show-thinking no-markdown log-prompts "
     "json quiet help",
+    OTHER: "",
 }
 PANEL_OF = {f"--{name}": panel for panel, names in PANELS.items() for name in names.split()}
 
@@ -130,10 +131,11 @@ def _panels(options: Sequence[tuple[Any, Row]]) -> Iterator[tuple[str, list[Row]
     if len(options) <= MOST_IN_A_LIST:
         yield "Options", [row for _, row in options]
         return
-    names = {id(one): next(name for name in one.opts if name.startswith("--")) for one, _ in options}
-    ordered = sorted(options, key=lambda option: [*PANEL_OF, names[id(option[0])]].index(names[id(option[0])]))
+    place = {name: number for number, name in enumerate(PANEL_OF)}
+    named = [(next(name for name in one.opts if name.startswith("--")), one, row) for one, row in options]
+    named.sort(key=lambda option: place.get(option[0], len(place)))
     for panel in PANELS:
-        yield panel, [row for one, row in ordered if (one.rich_help_panel or PANEL_OF[names[id(one)]]) == panel]
+        yield panel, [row for name, one, row in named if panel == (one.rich_help_panel or PANEL_OF.get(name, OTHER))]
 
 
 def _listed(group: CommandGroup) -> list[Row]:
