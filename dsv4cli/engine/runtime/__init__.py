@@ -1,1 +1,1 @@
-"""Which tokens go through the model next, and which come out? Ids in, ids out, no text."""
+"""The engine: decides which tokens go through the model next, and samples. Token ids in, token ids out, no text."""

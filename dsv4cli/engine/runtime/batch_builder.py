@@ -1,4 +1,4 @@
-"""The batch of a step: which tokens of which sequences, and where they lie; nothing here waits for the device."""
+"""Builds the model's input for a step: token ids, positions and block tables. Nothing here waits for the device."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -17,9 +17,11 @@ from dsv4cli.kernels import step_metadata
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step is made of: for each sequence its slot, its first position and its token count, int64 [B], and
-    `Sequence.fewest_columns`; the ids of all tokens int64 [T]; the blocks of each sequence int64 [B, L], any block
-    where it has fewer. routed: as of `Batch`, None for each row's own."""
+    """The integers that describe a step, on the device.
+
+    For each sequence: slot, first position, token count and `Sequence.fewest_columns`, int64 [B]; its block table,
+    int64 [B, L], padded with any block. For all tokens: ids, int64 [T]; routed: see `Batch`, None for each row's own.
+    """
 
     slots: torch.Tensor
     starts: torch.Tensor
@@ -32,8 +34,12 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Extent:
-    """How large a step is, which the host knows. groups: the entries of each ratio that the chunks can complete,
-    wherever they begin, or more; entries: the most that a sequence has afterwards, or more."""
+    """The size of a step, known on the host.
+
+    Attributes:
+        groups: for each ratio, how many compressed entries the chunks can complete, or more.
+        entries: the most entries that a sequence has afterwards, or more.
+    """
 
     longest: int
     groups: dict[int, int]
@@ -41,23 +47,20 @@ class Extent:
 
     @classmethod
     def of(cls, config: ModelConfig, counts: Items[int], most: int) -> "Extent":
-        """Of chunks of so many tokens, after which no sequence has more than `most`."""
+        """Return the extent of chunks of these token counts, if no sequence is longer than `most` afterwards."""
         ratios = [ratio for ratio in (CSA, HCA) if ratio in config.compress_ratios]
         groups: dict[int, int] = {ratio: sum(-(-count // ratio) for count in counts) for ratio in ratios}
         return cls(max(counts), groups, {ratio: most // ratio for ratio in ratios})
 
     @classmethod
     def around(cls, config: ModelConfig, tokens: int, sequences: int, most: int) -> "Extent":
-        """Of so many tokens that are divided among sequences in any way, after which none has more than `most`."""
+        """Return an extent for any division of `tokens` among sequences, if none is longer than `most` afterwards."""
         whole = cls.of(config, [tokens], most)
         return replace(whole, groups={ratio: (tokens + (ratio - 1) * sequences) // ratio for ratio in whole.groups})
 
 
 def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
-    """The batch of a step: for each sequence its next tokens (at least one). Reserves their blocks.
-
-    Nothing here waits for the device.
-    """
+    """Build the batch of a step from each sequence's next tokens (at least one), and reserve their cache blocks."""
     for one, ids in work:
         cache.reserve(one, len(ids))
     counts = [len(ids) for _, ids in work]
@@ -79,7 +82,7 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
 
 
 def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
-    """The batch of numbers that lie on the device; shapes depend on the extent and on theirs only."""
+    """Build a batch from numbers on the device. Its shapes depend only on `extent` and on the shapes of `numbers`."""
     config, tokens, capacity = cache.config, numbers.ids.numel(), cache.config.sliding_window + cache.rollback
     # a ring has room for the tokens of a step beside all rows that the first of them sees
     in_rings = extent.longest <= cache.rollback + 1

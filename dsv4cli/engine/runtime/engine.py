@@ -1,4 +1,4 @@
-"""The loop that every caller runs: requests are added, each step gives each of them what it got, until they end."""
+"""The loop that every caller runs: add requests, then call `step` until they finish."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +29,9 @@ from dsv4cli.kernels.rows import ROWS_EXACT
 
 
 class Engine:
-    """Carries out requests on one model; with several ranks this one leads, and the others follow.
+    """Runs requests on one model. With tensor parallelism this is the leader, and the other ranks follow.
 
-    What a request draws does not depend on the others. Not for several threads at once.
+    The tokens that a request gets do not depend on other requests. Not thread-safe.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Engine:
         step_ms: float | None = None,
     ) -> None:
         """Args:
-        drafting: how many drafts of the model's drafter a step verifies, if it has one.
-        step_ms: the target for the mean inter-token latency while prompts are prefilled; None for no target.
+            drafting: how many draft tokens a step verifies, if the model has a drafter.
+            step_ms: the target for the mean inter-token latency while prompts are prefilled, ms; None for no target.
 
         Raises NotEnoughMemory.
         """
@@ -75,8 +75,12 @@ class Engine:
         followers: Followers | None = None,
         drafting: Drafting = Drafting(),  # noqa: B008 - frozen
     ) -> "Engine":
-        """An engine for these requests, which are added. Raises UsageError as `add`, before memory is taken; of several
-        it names the prompt or the text by its number."""
+        """Return an engine with these requests added.
+
+        Raises UsageError as `add` does, before memory is allocated; the message names the prompt by its number if there
+        are
+        several.
+        """
         for number, one in enumerate(requests if len(requests) > 1 else ()):
             one.name = f"{'text' if one.scored else 'prompt'} {number}"
         for one in requests:
@@ -98,59 +102,72 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is queued or running."""
         return self.runner.scheduler.busy
 
     def report_preparing(self, on_preparing: OnPreparing) -> None:
-        """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
+        """Call `on_preparing(True)` when a step starts to compile kernels or capture graphs, and with False after
+        that step.
+        """
         self.runner.preparing.on_preparing = on_preparing
 
     @property
     def compiled(self) -> int:
-        """How many kernels were compiled in steps so far: those that nobody has compiled ahead."""
+        """The number of kernels compiled during steps so far, because Triton's cache did not have them."""
         return self.runner.preparing.compiled
 
     @property
     def preparing(self) -> bool:
-        """Whether the step that runs now compiles kernels or captures graphs. May be asked from any thread."""
+        """Whether the current step is compiling kernels or capturing graphs. Thread-safe."""
         return self.runner.preparing.under_way
 
     @property
     def unpinned(self) -> NotEnoughMemory | None:
-        """Why host memory of the prefix cache is not pinned, None where it is."""
+        """Why the prefix cache's host memory is not pinned; None if it is."""
         return None if self.runner.prefixes is None else self.runner.prefixes.unpinned
 
     @property
     def room(self) -> int | None:
-        """The most tokens of a prompt and its answer that the cache has room for, None where nothing bounds it."""
+        """The largest number of tokens, prompt and completion, that fits the KV cache; None if it is not bounded."""
         return self.runner.scheduler.room
 
     @property
     def usage(self) -> Usage:
-        """What runs, waits and is held."""
+        """Counts of requests, cache blocks and kept states."""
         return usage_of(self.runner)
 
     def add(self, request: Request) -> None:
-        """Queues a request, which begins when there is room for all its tokens. Raises UsageError for a prompt that is
-        empty, fills the context or the cache, or has ids outside the vocabulary, as its logit_bias may, NotEnoughMemory
-        where the state that it begins with finds no room."""
+        """Queue a request. It starts when the cache has room for its prompt and its longest completion.
+
+        Raises:
+            UsageError: the prompt is empty, longer than the context or the cache, or has token ids outside the
+                vocabulary.
+            NotEnoughMemory: the state that the request starts from cannot be restored.
+        """
         request.end = end_of(request, self.model.config)
         check_room(request, self.room)
         self._queue(request)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request before its next step; harmless when it has ended."""
+        """End a request before its next step. Does nothing if it has ended."""
         if self.runner.end(request):
             self._orders.add("end", number=request.number)
             self._rest()
 
     def draft_report(self) -> DraftReport | None:
-        """What drafts have come to so far; None where none are made."""
+        """Return statistics of draft tokens so far; None if no drafter is used."""
         return None if self._plan is None else self._plan.report
 
     def step(self) -> list[Result]:
-        """What each request of the next step got; a token with `finish` is its last. Raises UnsoundResult for logits
-        that are not finite, NotEnoughMemory, RankLost; after which no request goes on."""
+        """Run one step and return what each of its requests got. A token with `finish` is a request's last.
+
+        After an error no request continues.
+
+        Raises:
+            UnsoundResult: logits are not finite.
+            NotEnoughMemory: the step needs more memory than there is.
+            RankLost: another rank has ended.
+        """
         scheduler = self.runner.scheduler
         pick = self._pick()
         requests = scheduler.of(pick)
@@ -173,7 +190,10 @@ class Engine:
             return self._results(ran, dict(zip((chunk.request for chunk in ran.ready), tokens, strict=True)))
 
     def prepare(self) -> bool:
-        """Makes one thing ready that requests may need; whether any was missing. Raises NotEnoughMemory."""
+        """Prepare one thing that requests may need, such as a captured graph. Return whether anything was missing.
+
+        Raises NotEnoughMemory.
+        """
         self._orders.add("prepare")
         with self._resting_on_error():
             self._orders.tell()
@@ -182,13 +202,13 @@ class Engine:
         return prepared
 
     def forget(self) -> None:
-        """Ends every request and gives back what is kept for later ones."""
+        """End every request and empty the prefix cache."""
         self._orders.add("forget")
         self.runner.forget()
         self._rest()
 
     def _pick(self) -> StepChoice | None:
-        """Whose step is next; one that runs already is of those that decode."""
+        """Return which requests share the next step. A step that is already running belongs to those that decode."""
         if self._pacer is None:
             return None
         return StepChoice() if self.runner.ahead.launched else self._pacer.choose(self.runner.scheduler.active)
@@ -201,7 +221,7 @@ class Engine:
 
     @contextmanager
     def _resting_on_error(self) -> Iterator[None]:
-        """Let the followers rest where what runs inside fails: one that ends later must not end this process."""
+        """Mark the followers as idle if the block raises: one that exits later must not end this process."""
         try:
             yield
         except Exception as error:

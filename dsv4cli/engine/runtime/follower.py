@@ -1,4 +1,4 @@
-"""The part of a rank that does not lead: it runs the steps that the leader's engine names; no text comes here."""
+"""A follower rank: runs the steps that the leader orders. It sees token ids, never text."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def follow(model: Transformer, device: torch.device | str, hear: Callable[[], list[Order] | None]) -> None:
-    """Carries out the orders of an `Engine` until there are no more. Raises NotEnoughMemory."""
+    """Carry out the leader's orders until there are no more. Raises NotEnoughMemory."""
     follower = Follower(model, device)
     while (orders := hear()) is not None:
         follower.carry_out(orders)
@@ -28,7 +28,7 @@ def follow(model: Transformer, device: torch.device | str, hear: Callable[[], li
 
 
 class Follower:
-    """The leader's requests, and the same steps with them."""
+    """A copy of the leader's requests, and the same steps with them."""
 
     def __init__(self, model: Transformer, device: torch.device | str) -> None:
         self._model, self._device = model, device
@@ -49,17 +49,17 @@ class Follower:
 
     @property
     def runner(self) -> Runner:
-        """The runner that the leader has asked for."""
+        """The runner that the leader asked for."""
         assert self._runner is not None
         return self._runner
 
     def carry_out(self, orders: list[Order]) -> None:
-        """Carries out orders, one after another. Raises NotEnoughMemory."""
+        """Carry out orders in sequence. Raises NotEnoughMemory."""
         for order, given in orders:
             self._carry_out[order](**given)
 
     def close(self) -> None:
-        """Lets go of requests and graphs."""
+        """Release requests and graphs."""
         self._ran = None  # holds the graph that it came from
         if self._runner is not None:
             self._runner.close()
@@ -109,7 +109,7 @@ class Follower:
                 self.runner.run_ahead(ran, drawn)
 
     def _drawn(self, ran: "ComputedStep") -> torch.Tensor:
-        """What the leader has drawn."""
+        """Return the tokens that the leader sampled."""
         rows = sum(1 + len(chunk.drafts) for chunk in ran.ready)
         return self.runner.share(torch.zeros(rows, dtype=torch.int64, device=ran.hidden.streams.device))
 

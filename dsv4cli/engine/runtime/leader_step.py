@@ -1,4 +1,4 @@
-"""What a step's logits give each request: its next token, and those behind it that its drafts had right."""
+"""Runs a step on the leader: samples each request's next token and verifies its draft tokens."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -16,21 +16,34 @@ from dsv4cli.engine.runtime.step import Chunk, ComputedStep, StepChoice
 
 
 class LeaderStep:
-    """Draws the tokens of a runner's steps and has its drafter follow them. watch: of the last step's two parts."""
+    """Runs steps, samples their tokens and drafts the next ones.
+
+    Attributes:
+        watch: times of the last step's two parts.
+    """
 
     def __init__(self, runner: Runner, orders: Orders) -> None:
-        """orders: take what the other ranks are to do as well."""
+        """Args:
+        orders: collects what the other ranks must do as well.
+        """
         self.watch, self._next_watch = (Stopwatch(runner.cache.device) for _ in range(2))
         self._runner, self._orders = runner, orders
 
     def step(
         self, count: int, ahead: bool, pick: StepChoice | None = None
     ) -> tuple[ComputedStep, list[list[Token]], list[list[float]]]:
-        """The next step, the tokens of each request that is ready, and `count` drafts behind these, as `speculate` has
-        them. Waits for the device once; again where a constraint asks for other tokens than those that were drawn.
-        ahead: whether the step after it is launched before that, where it can be. pick: whose step it is.
+        """Run the next step and return it, the tokens of each ready request, and `count` new draft tokens for each.
 
-        Raises UnsoundResult for logits that are not finite, NotEnoughMemory.
+        Waits for the device once, and again if a constraint requires other tokens than those that were sampled.
+
+        Args:
+            count: how many draft tokens to make for each ready request, as `speculate` does.
+            ahead: whether to launch the next step before this one is read, if possible.
+            pick: which requests share the step; None for all.
+
+        Raises:
+            UnsoundResult: logits are not finite.
+            NotEnoughMemory: the step needs more memory than there is.
         """
         if self._runner.ahead.launched:
             self.watch, self._next_watch = self._next_watch, self.watch
@@ -68,7 +81,9 @@ class LeaderStep:
         return found, drafts
 
     def _taken(self, ready: list[Chunk], logits: torch.Tensor, known: list[Drawn]) -> tuple[list[list[Token]], bool]:
-        """The tokens of each, and whether one that goes on has others than those that were drawn."""
+        """Return each request's tokens, and whether a request that continues has others than those that were
+        sampled.
+        """
         runner, found, again = self._runner, [], False
         for chunk, row in zip(ready, first_rows(ready), strict=True):
             rows, request = slice(row, row + 1 + len(chunk.drafts)), chunk.request
@@ -79,7 +94,7 @@ class LeaderStep:
         return found, again
 
     def _take_back(self, ready: list[Chunk], found: list[list[Token]], known: list[Drawn]) -> None:
-        """Out of the step ahead, where it has begun with another token than a request goes on with."""
+        """Remove requests from the step ahead that continue with another token than it assumed."""
         for chunk, own, drawn in zip(ready, found, known, strict=True):
             if own[0].id != drawn[0]:
                 self._runner.ahead.take_back(chunk.request)
@@ -91,7 +106,7 @@ class LeaderStep:
         return None if self._runner.drafts is None else self._runner.speculate(ran, tokens, considered, count)
 
     def _speculate_again(self, ran: ComputedStep, found: list[list[Token]], count: int) -> list[list[float]]:
-        """What is drafted behind tokens that are not those that were drawn."""
+        """Draft again, after tokens that differ from those that were sampled."""
         considered = [len(own) - 1 for own in found]
         self._orders.add("speculate", considered=considered, count=count)
         self._orders.tell()
@@ -106,8 +121,10 @@ class LeaderStep:
 
 
 def sampled(ran: ComputedStep, logits: torch.Tensor) -> torch.Tensor:
-    """What each row of a step draws as if its drafts were right, fp32 [R, V] -> int64 [R]; that of the newest token is
-    what the request's constraint forces, if it does."""
+    """Sample a token from each row of a step, assuming its draft tokens are right: fp32 [R, V] -> int64 [R].
+
+    The newest token's row gives the token that the request's constraint forces, if it forces one.
+    """
     if not len(logits):
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     requests = [chunk.request for chunk in ran.ready for _ in range(1 + len(chunk.drafts))]
@@ -122,7 +139,7 @@ def sampled(ran: ComputedStep, logits: torch.Tensor) -> torch.Tensor:
 
 
 def first_rows(ready: Sequence[Chunk]) -> list[int]:
-    """Of each, the row of its newest token among those that are drawn."""
+    """Return, for each chunk, the row of its newest token among the sampled rows."""
     rows, row = [], 0
     for chunk in ready:
         rows.append(row)
@@ -133,10 +150,13 @@ def first_rows(ready: Sequence[Chunk]) -> list[int]:
 def taken(
     chunk: Chunk, logits: torch.Tensor, drawn: Sequence[Drawn], stop_ids: Sequence[int], prepared: bool
 ) -> list[Token]:
-    """The tokens of a request: of the first row, and of each further one as long as the draft before it is what came.
+    """Return a request's tokens: from the first row, and from each next row while the draft token before it was right.
 
-    logits: fp32 [1 + n, V], drawn: of the newest token and its n drafts. A row in which the constraint bans tokens is
-    left to the next step.
+    Args:
+        logits: fp32 [1 + n, V], of the newest token and its n draft tokens.
+        drawn: what was sampled from these rows.
+
+    A row in which the constraint bans tokens is left to the next step.
     """
     request, tokens = chunk.request, list[Token]()
     constraint = request.constraint
@@ -158,14 +178,14 @@ def taken(
 
 
 def _wanted(constraint: Constraint, drawn: int, forced: int | None) -> int:
-    """What a constraint takes for a token that was drawn."""
+    """Return the token that a constraint puts in place of a sampled one."""
     token = drawn if forced is None else forced
     other = constraint.instead(token)
     return token if other is None else other
 
 
 def agreed(chunk: Chunk, drawn: Sequence[Drawn]) -> list[int]:
-    """The tokens of a request that nothing but its sampling decides: what the device takes them to be."""
+    """Return the tokens that a request would get without constraints, as the device assumes."""
     tokens: list[int] = []
     for number, (token, _, _) in enumerate(drawn):
         tokens.append(token)

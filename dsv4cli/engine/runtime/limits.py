@@ -1,4 +1,4 @@
-"""How many tokens a sequence may have, and what is refused before a step is made of it; no torch."""
+"""Limits on sequence length, and checks of a request before it takes part in a step. No torch."""
 
 from collections.abc import Sequence
 
@@ -11,25 +11,31 @@ from dsv4cli.errors import UsageError
 
 
 def check_texts(texts: Sequence[list[int]], config: ModelConfig, limits: Limits) -> None:
-    """Raises UsageError as `check_text`, for texts of which several are named by their number."""
+    """Check texts to score. Raises UsageError as `check_text`; if there are several, it names the text by its
+    number.
+    """
     for number, ids in enumerate(texts):
         check_text(ids, config, limits, f"text {number}" if len(texts) > 1 else "the text")
 
 
 def check_text(ids: list[int], config: ModelConfig, limits: Limits, name: str) -> None:
-    """Raises UsageError for a text that has no token, an id outside the vocabulary, or more than the context holds."""
+    """Raise UsageError if a text has no token, a token id outside the vocabulary, or more tokens than the context."""
     _check_ids(ids, config, name)
     _check_length(len(ids), config, context_of(config, limits), name)
 
 
 def max_new_tokens(prompt: list[int], config: ModelConfig, limits: Limits, which: str = "the prompt") -> int:
-    """How many tokens the prompt may be answered with. Raises UsageError as `check_text`, and for a full context."""
+    """Return the largest number of completion tokens for a prompt. Raises UsageError as `check_text`, or if none
+    fits.
+    """
     _check_ids(prompt, config, which)
     return _room_behind(len(prompt), config, limits, which)
 
 
 def end_of(request: Request, config: ModelConfig) -> int:
-    """The most tokens of a request's prompt and answer. Raises UsageError for what the model cannot take."""
+    """Return the largest length of prompt and completion. Raises UsageError for a request that the model cannot
+    take.
+    """
     _check_ids([token for token, _ in request.sampling.logit_bias], config, "logit_bias")
     if not _knows_all(request, config):
         _check_ids(request.prompt, config, request.name)
@@ -41,7 +47,7 @@ def end_of(request: Request, config: ModelConfig) -> int:
 
 
 def check_room(request: Request, room: int | None) -> None:
-    """Raises UsageError for a request that has more tokens, with those of its answer, than the cache has room for."""
+    """Raise UsageError if a request's prompt and completion exceed the KV cache."""
     if room is not None and request.end > room:
         answer = request.end - len(request.prompt)
         raise UsageError(
@@ -52,7 +58,7 @@ def check_room(request: Request, room: int | None) -> None:
 
 
 def context_of(config: ModelConfig, limits: Limits) -> int:
-    """The most tokens of a prompt and its answer."""
+    """Return the context limit: the most tokens of a prompt and its completion."""
     return min(limits.max_context or config.max_position_embeddings, config.max_position_embeddings)
 
 
@@ -65,8 +71,11 @@ def workload_of(
     drawn: bool = True,
     cache_memory: int | None = None,
 ) -> Workload:
-    """What prompts of these lengths ask of a model, or, None where they are not known, so many conversations at once:
-    of a server, if there are several. drawn: whether they are answered."""
+    """Return the workload that prompts of these lengths make, for the memory plan.
+
+    Args:
+        drawn: whether the prompts are answered.
+    """
     context, answer = context_of(config, limits), limits.max_tokens if drawn else 0
     if lengths is None:
         return Workload(min(context, FAR), sequences, limits.prefill_chunk, sequences > 1, cache_memory)
@@ -81,7 +90,7 @@ def _room_behind(length: int, config: ModelConfig, limits: Limits, which: str) -
 
 
 def _check_length(length: int, config: ModelConfig, most: int, which: str, more: str = "") -> None:
-    """`most` tokens fit into a sequence, with `more` behind it."""
+    """Raise UsageError if a sequence is longer than `most` tokens. more: what else the message says."""
     if not length:
         raise UsageError(f"{which} has no tokens", "give at least one")
     if length > most:
@@ -92,7 +101,7 @@ def _check_length(length: int, config: ModelConfig, most: int, which: str, more:
 
 
 def _knows_all(request: Request, config: ModelConfig) -> bool:
-    """Whether all ids are in the vocabulary; a long prompt takes no time."""
+    """Return whether all ids are in the vocabulary. Fast for long prompts."""
     import numpy as np  # what refuses a prompt needs neither this nor torch
 
     try:

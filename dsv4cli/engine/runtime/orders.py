@@ -1,4 +1,4 @@
-"""What the leader's engine has the other ranks do: token ids and decisions, told before each step."""
+"""What the leader's engine tells the other ranks before each step: token ids and decisions."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -12,20 +12,21 @@ Order = tuple[str, dict[str, Any]]
 
 
 class Followers(Protocol):
-    """The other ranks of a model, as the leader's engine sees them: parallel/followers.py."""
+    """The other ranks of a model, as the leader's engine sees them. Implemented in parallel/followers.py."""
 
     def tell(self, orders: list[Order] | None) -> None:
-        """Sends them orders, which keep them busy until `rest`."""
+        """Send them orders. They count as busy until `rest`."""
 
     def rest(self) -> None:
-        """They wait for more."""
+        """Mark them as idle."""
 
 
 class Orders:
-    """The orders of one engine; where nobody follows there are none.
+    """The orders of one engine; without followers they are dropped.
 
-    waiting: those that were not told yet. lost: whether another rank is gone: whoever watches them sees which one, and
-    how, as long as they count as busy.
+    Attributes:
+        waiting: orders that were not sent yet.
+        lost: whether another rank has ended.
     """
 
     def __init__(self, followers: Followers | None) -> None:
@@ -34,24 +35,24 @@ class Orders:
         self._followers = followers
 
     def add(self, name: str, **given: Any) -> None:
-        """An order, which is told with those before it and after it."""
+        """Add an order to the next message."""
         if self._followers is not None:
             self.waiting.append((name, given))
 
     def tell(self) -> None:
-        """Has the others carry out what waits. Raises RankLost."""
+        """Send the waiting orders. Raises RankLost."""
         orders, self.waiting = self.waiting, []
         if self._followers is not None:
             self._followers.tell(orders)
 
     def rest(self) -> None:
-        """Nothing more comes for now."""
+        """Mark the followers as idle, unless one was lost."""
         if self._followers is not None and not self.lost:
             self._followers.rest()
 
 
 def described(request: Request) -> dict[str, Any]:
-    """What the other ranks are told of a request."""
+    """Return what the other ranks need to know of a request, for JSON."""
     return {
         "number": request.number,
         "prompt": b64encode(request.pack()).decode(),  # a list of numbers takes JSON ten times as long
@@ -65,5 +66,5 @@ def described(request: Request) -> dict[str, Any]:
 
 
 def prompt_of(words: str) -> list[int]:
-    """The prompt of a request, as `described` has it."""
+    """Return the prompt from what `described` encoded."""
     return array(ID, b64decode(words)).tolist()

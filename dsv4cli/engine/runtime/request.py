@@ -1,4 +1,4 @@
-"""A request: a sequence that is asked of the model, how its tokens are drawn, when it ends, what it got; no torch."""
+"""A request: its prompt, sampling, limits and progress. No torch."""
 
 from array import array
 from collections.abc import Sequence as Items
@@ -17,36 +17,39 @@ Alternatives = list[tuple[int, float]]
 
 
 class Constraint(Protocol):
-    """What else decides about the tokens of a request; it sees each of them in order."""
+    """Restricts the tokens of a request. It sees each of them in order."""
 
     def forced(self) -> int | None:
-        """The token that must come next, if any."""
+        """Return the token that must come next, if any."""
 
     def banned(self) -> Items[int]:
-        """The tokens that must not come next."""
+        """Return the tokens that must not come next."""
 
     def masks(self, drafts: Items[int]) -> Items[bytes | None]:
-        """The tokens that may come next, then those that may behind each of these drafts if it and all before it came.
+        """Return bit masks of the allowed next tokens: for the next one, then after each of these draft tokens.
 
-        A bit a token, that of token n in byte n // 8 as 1 << n % 8, for the whole vocabulary or more; None: all may.
-        So may they where there are fewer masks.
+        In a mask, token n is bit n % 8 of byte n // 8; a mask covers the whole vocabulary or more. None, or a missing
+        mask,
+        allows every token.
         """
         return ()
 
     def instead(self, token: int) -> int | None:
-        """What to take for a token that was drawn, if not the token itself."""
+        """Return the token to use in place of a sampled one; None to keep it."""
 
     def push(self, token: int) -> None:
-        """Takes notice of the next token."""
+        """Record the next token."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A drawn token, its log-probability at temperature 1, the `logprobs` likeliest tokens there: as the model has it,
-    without biases and constraints.
+    """A sampled token.
 
-    finish: why the request ends with it, "stop" at an end token, "length" at its limit. prepared: the step took time to
-    compile kernels or to capture a graph, which others do not.
+    Attributes:
+        logprob: its log-probability at temperature 1, before biases and constraints.
+        top: the `logprobs` likeliest tokens, likewise.
+        finish: why the request ends with it: "stop" at an end token, "length" at its limit; else None.
+        prepared: whether its step compiled kernels or captured a graph, so that its time is not typical.
     """
 
     id: int
@@ -58,23 +61,26 @@ class Token:
 
 @dataclass(eq=False)
 class Request:
-    """What is asked: a prompt, the sampling of what follows it, and its limits.
+    """A prompt, how to continue it, and the state of that.
 
-    constraint: what else decides about its tokens.
-    stop_ids: the tokens that end it, None for the model's end tokens.
-    keep: the lengths at which a prefix cache keeps the state.
-    scored: nothing is drawn; each row of the prompt gives the log-probability of the token that follows it.
-    name: what messages call the prompt.
+    Attributes:
+        constraint: restricts its tokens.
+        stop_ids: the tokens that end it; None for the model's end tokens.
+        keep: prompt lengths at which the prefix cache keeps the state.
+        scored: whether the prompt's tokens are scored instead of continued.
+        name: what messages call the prompt.
 
-    The engine sets the rest.
-    number: its place in the order in which requests came.
-    ids: the prompt and what was drawn; done: how many of them went through the model; end: the most there can be.
-    cached: how many tokens of the prompt were held and need not be read.
-    sequence: its state in the cache, None while it waits.
-    drafts: tokens that the next step verifies behind the newest.
-    usual_chunk: how many tokens of it a step has where its limits do not say.
-    packed: its ids as int32 in one piece of memory, which is compared and sent in no time, as far as `pack` was called.
-    borders: a hash of its tokens up to each border of a block, as far as a prefix cache has asked for them.
+    The engine sets:
+        number: its place in order of arrival.
+        ids: prompt and completion.
+        done: how many of `ids` went through the model.
+        end: the largest length of `ids`.
+        cached: how many prompt tokens were a cache hit.
+        sequence: its state in the KV cache; None while it is queued.
+        drafts: draft tokens that the next step verifies.
+        usual_chunk: prompt tokens in a step, unless its limits say otherwise.
+        packed: `ids` as int32, up to the last call of `pack`: quick to compare and to send.
+        borders: a hash of the tokens up to each block boundary, as far as the prefix cache has asked for them.
     """
 
     prompt: list[int]
@@ -100,13 +106,13 @@ class Request:
         self.ids = list(self.prompt)
 
     def pack(self) -> bytearray:
-        """All its ids so far, packed. The memory only grows."""
+        """Return all ids so far as int32. The buffer only grows."""
         self.packed += array(ID, self.ids[len(self.packed) // ID_BYTES :])
         return self.packed
 
     @property
     def prefill_chunk(self) -> int:
-        """The most tokens of it in a step."""
+        """The most tokens of the prompt in a step."""
         return self.limits.prefill_chunk or self.usual_chunk
 
     @property
@@ -116,14 +122,16 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next chunk is its newest token, or a step that runs already has that."""
+        """Whether its next chunk is its newest token, or a running step has that token."""
         return self.done >= len(self.ids) - 1 and not self.scored
 
 
 @dataclass(frozen=True)
 class RowScores:
-    """Of consecutive rows of a request: the log-probability of the token that follows each, meaningless after the last
-    of the request, and the likeliest tokens there."""
+    """The log-probability of the token after each of some consecutive rows, and the likeliest tokens there.
+
+    After the last token of a request the log-probability has no meaning.
+    """
 
     logprobs: list[float]
     top: list[Alternatives]
@@ -131,7 +139,7 @@ class RowScores:
 
 @dataclass(frozen=True)
 class Result:
-    """What a request got in a step: the drawn tokens in order, none while its prompt is read; if scored, its rows."""
+    """What a request got in a step: sampled tokens in order (none while its prompt is prefilled), or scores."""
 
     request: Request
     tokens: list[Token]

@@ -1,4 +1,4 @@
-"""Steps of a model: what every rank does alike with the requests that the leader adds and ends."""
+"""Executes steps of a model. Every rank does the same with the requests that the leader adds and ends."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,14 +34,16 @@ BLOCKS_AT_ONCE = 1024
 
 
 class Runner:
-    """Runs requests through one model; whoever reads the results appends their tokens.
+    """Runs requests through one model. The caller appends the tokens that it samples.
 
-    preparing: says whether the last step took time to compile kernels or to capture a graph. A step that is broken off
-    leaves what was kept before it: requests are gone, snapshots stay.
+    If a step raises, the requests are gone, and the prefix cache keeps what it had before.
+
+    Attributes:
+        preparing: whether the last step compiled kernels or captured a graph.
     """
 
     def __init__(self, model: Transformer, capacity: Capacity, device: torch.device | str) -> None:
-        """Raises NotEnoughMemory, also for a cache memory that has no room for anything."""
+        """Raises NotEnoughMemory, also if the cache memory is too small for any state."""
         self.model = model
         self._weights = sum(parameter.nbytes for parameter in model.parameters())
         self._slots = max(1, min(capacity.slots, MAX_SLOTS))
@@ -66,19 +68,22 @@ class Runner:
 
     @property
     def chunk_seconds(self) -> dict[int, float]:
-        """What captured chunks of prompts took when they were captured, by their tokens; more may come."""
+        """Seconds of captured prefill chunks, measured at capture, by rows. More sizes may be added later."""
         return {} if self._chunks is None else self._chunks.seconds
 
     def add(self, request: Request) -> None:
-        """Queues a request; where there is room it begins with what a prefix cache holds of its prompt. Raises
-        NotEnoughMemory."""
+        """Queue a request. If it is admitted at once, it starts from its longest cached prefix. Raises
+        NotEnoughMemory.
+        """
         with self._whole():
             self._lengthen(request)
             self.scheduler.add(request)
 
     def end(self, request: Request) -> bool:
-        """Ends a request, of which a prefix cache keeps the state; whether it had not ended before. Raises
-        NotEnoughMemory."""
+        """End a request and keep its state in the prefix cache. Return whether it was queued or running.
+
+        Raises NotEnoughMemory.
+        """
         with self._whole(), step_memory(self.cache.device):
             runs = self.scheduler.remove(request)
             if runs and request.sequence is not None:
@@ -91,8 +96,15 @@ class Runner:
             return runs
 
     def run(self, pick: StepChoice | None = None) -> ComputedStep:
-        """The next step, or the one that runs ahead; pick: whose it is, None for all. Its logits may be overwritten by
-        the one after it. Raises NotEnoughMemory, and UnsoundResult for scored rows that are not finite."""
+        """Run the next step, or return the step that was launched ahead. The step after it may overwrite its logits.
+
+        Args:
+            pick: which requests share the step; None for all.
+
+        Raises:
+            NotEnoughMemory: the step needs more memory than there is.
+            UnsoundResult: logits of a scored row are not finite.
+        """
         self.preparing.happened = False
         if (launched := self.ahead.take()) is not None:
             return self._with_logits(launched)
@@ -102,14 +114,16 @@ class Runner:
                 return self._compute(chunks)
 
     def run_ahead(self, ran: ComputedStep, tokens: torch.Tensor) -> None:
-        """Launches the step after this one, as `StepAhead.launch`; pins memory meanwhile. Raises NotEnoughMemory."""
+        """Launch the step after `ran`, as `StepAhead.launch` does, and pin host memory while it runs. Raises
+        NotEnoughMemory.
+        """
         with self._whole(), self._computing(len(tokens)):
             self.ahead.launch(ran, tokens)
             if self.prefixes is not None:
                 self.prefixes.prepare_meanwhile()
 
     def prepare(self) -> bool:
-        """Makes one thing ready that requests may need; whether any was missing. Raises NotEnoughMemory."""
+        """Prepare one thing that requests may need. Return whether anything was missing. Raises NotEnoughMemory."""
         if self.graphs is None:
             return False
         with self._whole(), self._computing(1):
@@ -117,18 +131,24 @@ class Runner:
             return graphs or (self.prefixes is not None and self.prefixes.prepare())
 
     def speculate(self, ran: ComputedStep, tokens: torch.Tensor, considered: list[int], count: int) -> torch.Tensor:
-        """As `DraftSteps.after`. May be called again with other tokens. Raises NotEnoughMemory."""
+        """Draft tokens after a step: see `DraftSteps.after`. May be called again with other tokens. Raises
+        NotEnoughMemory.
+        """
         assert self.drafts is not None
         with self._whole(), self._computing(len(tokens)):
             return self.drafts.after(ran, tokens, considered, count, self.preparing.begin)
 
     def share(self, tokens: torch.Tensor) -> torch.Tensor:
-        """With several ranks what the leader drew, else the same: int64 [R]."""
+        """Return the leader's tokens, int64 [R], on every rank."""
         return self.model.world.broadcast_from_leader(tokens)
 
     def finish(self, ran: ComputedStep, drawn: list[list[int]]) -> None:
-        """Ends a step: each request that is ready gets its next tokens, at least one, of which all but the last are its
-        first drafts; the other drafts never were. Raises NotEnoughMemory."""
+        """Complete a step: append each ready request's tokens and roll back its rejected drafts. Raises
+        NotEnoughMemory.
+
+        Args:
+            drawn: for each ready chunk at least one token; all but the last are its first draft tokens.
+        """
         with self._whole(), step_memory(self.cache.device):
             for chunk, tokens in zip(ran.ready, drawn, strict=True):
                 request = chunk.request
@@ -141,7 +161,7 @@ class Runner:
                     self.prefixes.keep(chunk.request)
 
     def forget(self) -> None:
-        """Ends every request and gives back what a prefix cache holds."""
+        """End every request and empty the prefix cache."""
         self._repair()
         self.ahead.forget()
         for request in self.scheduler.active:
@@ -153,7 +173,7 @@ class Runner:
             self.prefixes.forget()
 
     def close(self) -> None:
-        """Lets go of every request and of the graphs: with several ranks, before they part."""
+        """Release requests and graphs. With several ranks, call it before they disconnect."""
         self.ahead.forget()
         self.scheduler.clear()
         self._forget_graphs()
@@ -165,12 +185,12 @@ class Runner:
             yield
 
     def threads(self, tokens: int) -> AbstractContextManager[None]:
-        """As many threads of a CPU as work on so many tokens needs."""
+        """Return a context with as many CPU threads as a step of this many tokens uses."""
         return step_threads(tokens, self._weights)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """What runs inside changes the cache; where it does not come to its end, `_repair` puts that in order."""
+        """Run a block that changes the cache; if it raises, `_repair` restores a consistent cache."""
         self._repair()
         self._torn = True
         try:
@@ -196,7 +216,7 @@ class Runner:
             self._chunks.forget()
 
     def _lengthen(self, request: Request) -> None:
-        """Graphs are captured anew for each doubling."""
+        """Capture graphs for longer sequences. The length doubles, so that this is rare."""
         if self.graphs is not None and columns_of(request.end) > self.graphs.columns:
             doubled = max(FEWEST_TOKENS, 1 << (request.end - 1).bit_length())
             self._provide(min(doubled, context_of(self.model.config, request.limits)))
@@ -214,7 +234,7 @@ class Runner:
         return ran
 
     def _modelled(self, work: list[tuple[Sequence, list[int]]]) -> tuple[HiddenStates, Batch]:
-        """What the model gives for these tokens, in the first rows."""
+        """Return the model's output for these tokens, in the first rows."""
         if self._chunks is not None and self._chunks.hold(work):
             return self._chunks.run(work, self.preparing.begin)
         batch = make_batch(self.cache, work)

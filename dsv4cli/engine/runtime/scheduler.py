@@ -1,4 +1,4 @@
-"""Which tokens go through the model in a step: requests join while there is room, each with its next chunk."""
+"""Admits requests and splits each step into chunks, one per request."""
 
 from collections import deque
 
@@ -11,46 +11,48 @@ from dsv4cli.engine.runtime.step_sizes import rows_needed
 
 
 class Scheduler:
-    """The requests of one cache, in the order in which they came."""
+    """The queued and running requests of one cache, in order of arrival."""
 
     def __init__(self, cache: Cache, prefixes: PrefixCache | None = None, blocks: int | None = None) -> None:
-        """blocks: what all sequences together may take at most; without that number they take what they need."""
+        """Args:
+        blocks: the cache blocks that all sequences may use together; None for no limit.
+        """
         self._cache, self._prefixes, self._blocks = cache, prefixes, blocks
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is queued or running."""
         return bool(self._waiting or self._active)
 
     @property
     def active(self) -> list[Request]:
-        """Those that have a sequence, in the order of their chunks."""
+        """The admitted requests, in the order of their chunks."""
         return list(self._active)
 
     @property
     def waiting(self) -> int:
-        """How many have none yet."""
+        """The number of queued requests."""
         return len(self._waiting)
 
     @property
     def joins(self) -> bool:
-        """Whether the next step has a request that waits now."""
+        """Whether the next step admits a queued request."""
         return bool(self._waiting) and self._cache.free_slots > 0 and self._fits(self._waiting[0])
 
     @property
     def room(self) -> int | None:
-        """The most tokens of a prompt and its answer, None where only memory bounds them."""
+        """The largest number of tokens of a prompt and its completion; None if only memory bounds it."""
         return None if self._blocks is None else self._blocks * BLOCK_TOKENS - ROLLBACK
 
     def add(self, request: Request) -> None:
-        """Queues a request of at least one token; one that has a sequence goes on at once."""
+        """Queue a request of at least one token. One that has a sequence is admitted at once."""
         (self._waiting if request.sequence is None else self._active).append(request)
         self._admit()
 
     def remove(self, request: Request) -> bool:
-        """Takes a request out; whether it was there. Its sequence stays."""
+        """Remove a request and return whether it was there. Its sequence is not freed."""
         for queue in (self._waiting, self._active):
             if request in queue:
                 queue.remove(request)
@@ -58,12 +60,12 @@ class Scheduler:
         return False
 
     def clear(self) -> None:
-        """Takes every request out; sequences stay with whoever holds their requests."""
+        """Remove every request. Their sequences are not freed."""
         self._waiting.clear()
         self._active.clear()
 
     def of(self, pick: StepChoice | None) -> list[Request]:
-        """The requests whose step the next one may be, in the order of their chunks."""
+        """Return the requests that may share the next step, in the order of their chunks."""
         if pick is None:
             return self.active
         if not pick.requests:
@@ -72,7 +74,7 @@ class Scheduler:
         return [active[number] for number in (*pick.decoding, *pick.requests)]
 
     def chunks(self, pick: StepChoice | None = None) -> list[Chunk]:
-        """The next step. A chunk ends where the state is to be kept."""
+        """Return the chunks of the next step. A chunk ends at the latest where the prefix cache keeps the state."""
         self._admit()
         chunks: list[Chunk] = []
         picked = pick or StepChoice()
@@ -90,8 +92,11 @@ class Scheduler:
         return chunks
 
     def _joins(self, request: Request, count: int, chunks: list[Chunk], most: int) -> bool:
-        """Whether so many tokens of a prompt go beside these chunks: where there is room for all of them, and nothing
-        of these is kept that the prompt begins with, for then it is found in the next step."""
+        """Return whether `count` tokens of a prompt fit beside these chunks.
+
+        They must fit whole, and no chunk may be about to keep a prefix of this prompt: it is a cache hit in the next
+        step.
+        """
         if rows_needed([*(chunk.tokens for chunk in chunks), count]) > most:
             return False
         return self._prefixes is None or not any(
@@ -99,7 +104,7 @@ class Scheduler:
         )
 
     def _admit(self) -> None:
-        """Those that have waited longest get a sequence, while there is room for all that it may become."""
+        """Admit queued requests in order of arrival while the longest completion of each fits."""
         while self.joins:
             request = self._waiting.popleft()
             request.sequence = self._cache.allocate()
@@ -112,8 +117,10 @@ class Scheduler:
         return self._blocks is None or taken + blocks_at_end(request) <= self._blocks
 
     def _stop(self, request: Request) -> int:
-        """Where the request's next chunk ends at the latest. What others have read of a prompt meanwhile is found when
-        its first chunk comes."""
+        """Return where the request's next chunk must end.
+
+        The prefix cache is searched again before the first chunk: others may have added the prefix since.
+        """
         if self._prefixes is None:
             return len(request.ids)
         if request.done == request.cached:
@@ -121,11 +128,11 @@ class Scheduler:
         return self._prefixes.stop(request)
 
     def _drafts(self, request: Request, count: int, row: int) -> list[int]:
-        """What follows the next `count` tokens of a request from this row on: drafts behind its newest."""
+        """Return the draft tokens that follow the next `count` tokens, if these reach the newest token."""
         catches_up = request.done + count == len(request.ids)
         return request.drafts[: MAX_STEP_TOKENS - row - count] if catches_up else []
 
 
 def blocks_at_end(request: Request) -> int:
-    """The most blocks that a request's sequence can have."""
+    """Return the most cache blocks that a request's sequence can use."""
     return blocks_of(request.end + ROLLBACK)

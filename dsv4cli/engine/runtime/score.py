@@ -15,8 +15,9 @@ from dsv4cli.engine.settings import Limits, Sampling
 
 @dataclass
 class Score:
-    """Of sequence `number`: the log-probability of each token given those before (None for the first), and after each
-    token the `logprobs` likeliest next ones."""
+    """The scores of sequence `number`: each token's log-probability given those before it (None for the first), and the
+    likeliest next tokens after each.
+    """
 
     number: int
     ids: list[int]
@@ -25,7 +26,7 @@ class Score:
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the mean negative log-probability; None for a single token or beyond the range of floats."""
+        """exp of the mean negative log-probability; None for a single token, or if a float cannot hold it."""
         known = [value for value in self.logprobs if value is not None]
         if not known:
             return None
@@ -40,10 +41,14 @@ def score(
     device: torch.device | str,
     followers: Followers | None = None,
 ) -> Iterator[Score]:
-    """Scores sequences, many in a step; yields each when it is complete.
+    """Score sequences, many per step, and yield each when it is complete.
 
-    A prefill chunk of 1 feeds token by token, the path of decoding. Raises UsageError for a sequence that is empty, too
-    long or has ids outside the vocabulary, UnsoundResult for logits that are not finite, NotEnoughMemory.
+    With a prefill chunk of 1, tokens take the path of decoding.
+
+    Raises:
+        UsageError: a sequence is empty, too long, or has token ids outside the vocabulary.
+        UnsoundResult: logits are not finite.
+        NotEnoughMemory: a step needs more memory than there is.
     """
     requests = [Request(ids, Sampling(), limits, scored=True, name="the text") for ids in sequences]
     scores = {request: Score(number, list(request.prompt)) for number, request in enumerate(requests)}

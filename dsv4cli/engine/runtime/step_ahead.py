@@ -1,7 +1,7 @@
-"""The step that runs before the one before it was read: the GPU does not wait for the host between two tokens.
+"""Launches a decode step before the step before it has been read, so that the GPU never waits for the host.
 
-Its tokens go from one step to the next on the device. Where it turns out that a sequence ends, or goes on with another
-token, its row means nothing: the length goes back, as behind drafts that were wrong.
+Tokens go from one step to the next on the device. If a sequence turns out to have ended, or continues with another
+token, its row is discarded and its length rolled back, as for rejected draft tokens.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from dsv4cli.engine.runtime.step import Chunk, ComputedStep
 
 
 class StepAhead:
-    """At most one step of a runner; every rank decides alike."""
+    """The step of a runner that was launched ahead, if any. Every rank decides alike."""
 
     def __init__(self, cache: Cache, scheduler: Scheduler, graphs: GraphRunner | None) -> None:
         self._cache, self._scheduler, self._graphs = cache, scheduler, graphs
@@ -24,17 +24,21 @@ class StepAhead:
 
     @property
     def launched(self) -> bool:
-        """Whether there is one."""
+        """Whether a step was launched ahead."""
         return self._ran is not None
 
     def take(self) -> ComputedStep | None:
-        """The step, which is the next one from now on."""
+        """Return the launched step, which becomes the current one; None if there is none."""
         ran, self._ran = self._ran, None
         return ran
 
     def follows(self, ran: ComputedStep) -> bool:
-        """Whether the step after this one may be launched before this one is read: it decodes the same sequences in a
-        step that is captured, at least one of them goes on, and nothing joins, grows or is kept in between."""
+        """Return whether the step after `ran` may be launched before `ran` is read.
+
+        It may if it decodes the same sequences in a captured step, at least one of them continues, and in between no
+        request
+        joins, no graph must grow and no state is kept.
+        """
         requests = self._scheduler.active
         return (
             self._graphs is not None
@@ -48,7 +52,7 @@ class StepAhead:
         )
 
     def launch(self, ran: ComputedStep, tokens: torch.Tensor) -> None:
-        """Launches the step after this one, of the tokens that this one drew: int64 [R], which may be on their way."""
+        """Launch the step after `ran`. tokens: int64 [R], sampled from `ran`; they may still be on their way."""
         assert self._graphs is not None
         chunks, work = [], []
         for row, chunk in enumerate(ran.ready):
@@ -64,7 +68,7 @@ class StepAhead:
         self._ran = ComputedStep(chunks, [*range(len(chunks))], chunks, output.hidden, output.batch, step)
 
     def take_back(self, request: Request) -> None:
-        """Takes a request out of the step, if it is in it: it ends, or its next token is another."""
+        """Remove a request from the launched step, because it has ended or continues with another token."""
         ran = self._ran
         if ran is None or request not in [chunk.request for chunk in ran.chunks]:
             return
@@ -76,5 +80,5 @@ class StepAhead:
         self._ran = replace(ran, chunks=chunks, bases=bases, ready=chunks) if chunks else None
 
     def forget(self) -> None:
-        """There is none any more; what it computes is nobody's."""
+        """Discard the launched step."""
         self._ran = None

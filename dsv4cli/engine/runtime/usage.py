@@ -1,4 +1,4 @@
-"""What an engine runs and holds, in numbers."""
+"""Counts of what an engine runs and holds."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,15 @@ from dsv4cli.engine.runtime.runner import Runner
 
 @dataclass(frozen=True)
 class Usage:
-    """running, waiting: requests. slots, blocks: of the device's cache, those that sequences and kept states hold.
+    """What an engine runs and holds.
 
-    states: that are kept; device_bytes, host_bytes: what they take. hits: requests that have found a state since the
-    engine began; found: tokens of their prompts that were not read again.
+    Attributes:
+        running, waiting: requests.
+        slots, blocks: of the device's cache, used by sequences and kept states.
+        states: states in the prefix cache.
+        device_bytes, host_bytes: memory of these states.
+        hits: requests that had a cache hit since the engine was created.
+        found: prompt tokens that were cache hits.
     """
 
     running: int = 0
@@ -25,7 +30,7 @@ class Usage:
 
 
 def usage_of(runner: Runner) -> Usage:
-    """Of a runner; the padding of graphs does not count."""
+    """Return the usage of a runner, without the padding sequence of graphs."""
     cache, prefixes, scheduler = runner.cache, runner.prefixes, runner.scheduler
     padding = int(runner.graphs is not None)
     own = {
