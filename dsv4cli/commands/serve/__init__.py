@@ -36,7 +36,7 @@ StepMsOpt = Annotated[
     typer.Option(
         min=0,
         help="Milliseconds between two tokens of an answer while prompts of others are read; 0 reads them whole. If "
-        "absent, 50 on a GPU and 0 elsewhere.",
+        "absent, 50 on a GPU and 400 elsewhere.",
     ),
 ]
 CacheMemoryOpt = Annotated[
@@ -48,7 +48,7 @@ CacheMemoryOpt = Annotated[
     ),
 ]
 GraceOpt = Annotated[
-    float, typer.Option(min=0, max=86400, help="Seconds that running answers have after Ctrl-C or SIGTERM.")
+    float, typer.Option(min=0, max=86400, help="Seconds that running answers have after Ctrl-C, SIGTERM or SIGHUP.")
 ]
 ReasoningFieldOpt = Annotated[
     Literal["both", "reasoning_content", "reasoning"],
