@@ -5,8 +5,10 @@ what is said in a line stays in that line (see `dsv4cli.harmless`).
 """
 
 import base64
+import errno
 import json
 import os
+import stat
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -229,6 +231,10 @@ def _write(stream: TextIO, text: str, end: str = "\n") -> None:
         print(text, file=stream, end=end, flush=True)
     except BrokenPipeError:
         raise ReaderGone from None
+    except OSError as error:
+        if error.errno == errno.EIO and stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):  # a terminal that was closed
+            raise ReaderGone from None
+        raise
 
 
 def _json(value: Mapping[str, Any]) -> str:

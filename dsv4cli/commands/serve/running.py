@@ -103,7 +103,7 @@ class Running:
         asked, server = serving(
             engine, self._policy.offer(self.job), self._say, self._confess, lambda: self._begin(bound)
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._end, number, server)
         running = asyncio.create_task(server.serve([bound]))
         ends: set[asyncio.Future[Any]] = {running, asked.failure}
@@ -149,6 +149,8 @@ class Running:
 
     def _end(self, number: int, server: "HttpServer") -> None:
         if self._number:
+            if number == signal.SIGHUP:  # the shell and the kernel send one each
+                return
             self._leave_now()
         self._number = number
         self._say(f"answers that run have {self._policy.grace:g} s to finish; Ctrl-C again ends them")
@@ -157,3 +159,9 @@ class Running:
     def _leave_now(self) -> None:
         self._leave(self._number)
         os._exit(128 + self._number)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """Return the signals that end a server with grace: SIGHUP, of a closed terminal, unless nohup ignores it."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]

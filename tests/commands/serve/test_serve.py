@@ -1,11 +1,13 @@
 """`dsv4 serve` as a process of its own: how it begins, what it says, how it ends; and what it refuses."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import urllib.request
 from contextlib import contextmanager
@@ -97,6 +99,74 @@ def test_a_second_signal_ends_it_at_once():
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 143
         stream.close()
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_lets_answers_finish():
+    """The terminal's SIGHUP, and one of the shell; nothing can be written there any more."""
+    master, terminal = os.openpty()
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        SERVE, cwd=ROOT, env=environment, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(terminal)
+    killer = threading.Timer(SECONDS, process.kill)
+    killer.start()
+    try:
+        url = process.stdout.readline().strip()
+        stream = ask(f"{url}/v1/chat/completions", {**ENDLESS, "max_tokens": 25})
+        assert stream.read(5) == b"data:"
+        os.close(master)
+        process.send_signal(signal.SIGHUP)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert process.wait(60) == 129
+    finally:
+        killer.cancel()
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_nohup_holds():
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["nohup", *SERVE]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as one:
+        killer = threading.Timer(SECONDS, one.kill)
+        killer.start()
+        try:
+            url = one.stdout.readline().decode().strip()
+            one.send_signal(signal.SIGHUP)
+            assert ask(f"{url}/health").status == 200
+            one.send_signal(signal.SIGTERM)
+            assert one.wait(60) == 143
+        finally:
+            killer.cancel()
+            one.kill()
+
+
+@pytest.mark.slow
+def test_a_prompt_of_32_mib_takes_little_memory():
+    """The peak of the process grows by less than 200 MB, wherever the prompt is."""
+    text = "a " * (16 << 20)
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text[:-200]}]},
+        "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": text[:-200]}]},
+        "/v1/completions": {"prompt": text[:15_000_000]},
+        "/tokenize": {"prompt": text[:-200]},
+    }
+    with running() as (process, url):
+
+        def peak():
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1024
+
+        json.load(ask(f"{url}/v1/chat/completions", {**ENDLESS, "max_tokens": 2, "stream": False}))
+        before = peak()
+        for path, body in bodies.items():
+            with pytest.raises(HTTPError, match="400"):
+                ask(f"{url}{path}", body)
+        assert peak() - before < 200e6
 
 
 @pytest.mark.slow
