@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dsv4cli.engine.server.chat_completions import chat_completions
 from dsv4cli.engine.server.completions import completions
-from dsv4cli.engine.server.guard import Guard
-from dsv4cli.engine.server.http import LATE
+from dsv4cli.engine.server.connections import CONNECTION, BoundedProtocol, connection_of
+from dsv4cli.engine.server.guard import OPEN_PATHS, Guard
 from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.messages import count_tokens, messages
 from dsv4cli.engine.server.page import page
@@ -107,12 +107,10 @@ ROUTES = (
 
 @dataclass
 class App:
-    """The server as ASGI has it. crowded: whether more clients are connected than may be. bug: takes the traceback of
-    an error that is ours."""
+    """The server as ASGI has it. bug: Takes the traceback of an error that is ours."""
 
     service: Service
     guard: Guard
-    crowded: Callable[[], bool]
     bug: Callable[[str], None]
     routes: Sequence[Route] = ROUTES
 
@@ -129,11 +127,11 @@ class App:
             status = message.get("status", status)
             await send(message)
 
-        late = scope.get("state", {}).get(LATE, False)
+        connection = connection_of(scope)
         scope["app"] = self  # for the router to raise what is not found
-        scope["state"] = {"service": self.service}
+        scope["state"] = {"service": self.service, CONNECTION: connection}
         try:
-            await self._answer(scope, receive, noting, late)
+            await self._answer(scope, receive, noting, connection)
         except (ClientGone, ClientDisconnect):
             pass
         except (Exception, CancelledError) as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
@@ -145,10 +143,12 @@ class App:
             self.service.metrics.count_http(self._path(scope), status, usage)
             self.service.log(_line(scope, status, perf_counter() - start, usage))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, late: bool) -> None:
-        if late and self.crowded():
-            raise Refusal(503, "too many clients are connected: try again later")
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: BoundedProtocol | None) -> None:
         self.guard.check(scope["path"], Headers(scope=scope))
+        if connection is not None and scope["path"] not in OPEN_PATHS:
+            connection.admitted = True
+            if connection.late and connection.crowded:
+                raise Refusal(503, "too many clients are connected: try again later")
         await self._router(scope, receive, send)
 
     def _path(self, scope: Scope) -> str:

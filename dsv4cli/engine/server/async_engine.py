@@ -67,6 +67,10 @@ class EngineCall:
                 raise refusal_of(update.error)
         return updates
 
+    def nudge(self) -> None:
+        """Have `updates` return at once, with nothing if nothing has come: a stream then writes a sign of life."""
+        self._arrived.set()
+
     def finish(self, request: Request) -> None:
         """Ends one of the requests, whose answer is whole, before the next step; harmless when it has ended."""
         self._leave(request, "finished")

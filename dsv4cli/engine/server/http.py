@@ -5,92 +5,20 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from math import ceil
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dsv4cli.engine.server.connections import BoundedProtocol, HttpLimits
 from dsv4cli.errors import UsageError
 
 # bytes of a request's line and headers
 MOST_HEADER = 64 << 10
-# bytes that the system keeps for a client that does not read
-SEND_BUFFER = 256 << 10
 # how long it may take to tell clients that their answers are broken off
 LAST_WORDS_SECONDS = 1
-LATE = "late"
 LISTEN = "use --host 127.0.0.1 or --host 0.0.0.0"
-
-
-@dataclass(frozen=True)
-class HttpLimits:
-    """connections: of clients at once; as many more are told so, and the rest is not accepted. header_seconds: for a
-    request's line and headers to come. write_seconds: a client that takes nothing for so long has gone.
-    idle_seconds: a connection without a request is kept."""
-
-    connections: int = 256
-    header_seconds: float = 20
-    write_seconds: float = 60
-    idle_seconds: float = 30
-
-
-class BoundedProtocol(H11Protocol):
-    """A connection that ends where its client is too slow."""
-
-    limits = HttpLimits()
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
-        """A client has connected."""
-        super().connection_made(transport)
-        if len(self.connections) > 2 * self.limits.connections:
-            transport.abort()
-            return
-        # of a request's scope: whether its client is one of those beyond the limit
-        self.app_state = {LATE: len(self.connections) > self.limits.connections}
-        transport.set_write_buffer_limits(high=0)  # what is not taken at once counts as waiting
-        with suppress(OSError):  # a connection over a socket of another family
-            own = transport.get_extra_info("socket")
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        self._end_after(self.limits.header_seconds)
-
-    def data_received(self, data: bytes) -> None:
-        """A client has sent something."""
-        super().data_received(data)
-        answered = self.cycle is not None and self.cycle.response_complete
-        if self.conn.their_state is not h11.IDLE and not answered:
-            self._forget_timer()
-        elif self._timer is None and not self.transport.is_closing():
-            self._end_after(self.limits.header_seconds)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
-        self._forget_timer()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The client does not take what it is sent."""
-        super().pause_writing()
-        self._end_after(self.limits.write_seconds)
-
-    def resume_writing(self) -> None:
-        """It has taken it."""
-        self._forget_timer()
-        super().resume_writing()
-
-    def _end_after(self, seconds: float) -> None:
-        self._forget_timer()
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
-
-    def _forget_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class HttpServer(uvicorn.Server):
@@ -111,11 +39,6 @@ class HttpServer(uvicorn.Server):
         logger = logging.getLogger("uvicorn.error")
         logger.addHandler(logging.NullHandler())  # damaged requests are not worth a word
         logger.propagate = False
-
-    @property
-    def crowded(self) -> bool:
-        """Whether more clients are connected than may be."""
-        return len(self.server_state.connections) > self.limits.connections
 
     def stop(self) -> None:
         """Takes no more connections; answers have their grace, then `serve` ends. A second time: it ends soon."""

@@ -9,8 +9,9 @@ from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.server.app import App
 from dsv4cli.engine.server.async_engine import AsyncEngine
+from dsv4cli.engine.server.connections import HttpLimits
 from dsv4cli.engine.server.guard import Guard
-from dsv4cli.engine.server.http import HttpLimits, HttpServer
+from dsv4cli.engine.server.http import HttpServer
 from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.service import Service, Usual
 
@@ -42,5 +43,5 @@ def serving(
     metrics = Metrics()
     asked = AsyncEngine(engine, MAX_SLOTS + offer.max_queue, metrics, lambda: len(server.server_state.connections), log)
     service = Service(offer.dialogue, offer.names, offer.usual, asked, metrics, log, offer.log_prompts)
-    server = HttpServer(App(service, offer.guard, lambda: server.crowded, bug), offer.limits, offer.grace, ready)
+    server = HttpServer(App(service, offer.guard, bug), offer.limits, offer.grace, ready)
     return asked, server

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsv4cli.engine.server import async_engine
 from dsv4cli.engine.server.async_engine import EngineCall
+from dsv4cli.engine.server.connections import connection_of
 from dsv4cli.engine.server.refusals import Refusal, broken_off, json_response
 
 T = TypeVar("T")
@@ -62,6 +63,9 @@ async def answered(
 ) -> Response:
     """The response to a request: the document of a call, or its events, with `failed` as `EventStream` has it."""
     http.state.call, http.state.usage = call, reply.usage
+    connection = connection_of(http.scope)
+    if connection is not None:
+        connection.on_half_close = call.nudge
     if stream:
         return EventStream(call, reply.events(), failed)
     with call:

@@ -6,11 +6,13 @@ import socket
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
+from http.client import HTTPResponse
 
 import pytest
 
-from dsv4cli.engine.server import incoming
-from dsv4cli.engine.server.http import HttpLimits, HttpServer, bound_socket, url_of
+from dsv4cli.engine.server import connections, incoming
+from dsv4cli.engine.server.connections import HttpLimits
+from dsv4cli.engine.server.http import HttpServer, bound_socket, url_of
 from dsv4cli.engine.settings import Limits
 from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.support.serving import asking, comes, served
@@ -96,6 +98,106 @@ def test_of_many_more_clients_the_last_are_not_accepted(small, monkeypatch):
         assert ends(last)
 
 
+def asks(client, path="/v1/models", *headers):
+    """The status of an answer on a connection."""
+    lines = [f"GET {path} HTTP/1.1", "host: localhost", *headers, "", ""]
+    client.sendall("\r\n".join(lines).encode())
+    response = HTTPResponse(client)
+    response.begin()
+    response.read()
+    return response.status
+
+
+@pytest.fixture
+def keyed(monkeypatch):
+    """A server with a key, whose idle connections are fresh for as long as a test likes."""
+    monkeypatch.setattr(connections, "FRESH_SECONDS", 0.0)
+    with served(SMALL, keys=(b"a-key-of-this-test",), limits=replace(LIMITS, header_seconds=60)) as one:
+        yield one
+
+
+def test_idle_connections_give_way_and_those_with_a_key_last(keyed):
+    there = keyed.server.server_state.connections
+    with ExitStack() as stack:
+        known = stack.enter_context(connected(keyed))
+        assert asks(known, "/v1/models", "x-api-key: a-key-of-this-test") == 200
+        idle = []
+        for _ in range(3 * LIMITS.connections):
+            idle.append(stack.enter_context(connected(keyed)))
+            assert asks(idle[-1]) == 401
+        assert comes(lambda: len(there) == LIMITS.connections)
+        assert [ends(one) for one in idle[:2]] == [True, True]  # the oldest
+        assert asks(idle[-1], "/health") == 200
+        assert asks(known, "/v1/models", "x-api-key: a-key-of-this-test") == 200
+        with connected(keyed) as late:
+            assert asks(late, "/health") == 200
+            assert asks(late, "/v1/models", "x-api-key: a-key-of-this-test") == 200
+
+
+def test_connections_with_a_request_do_not_give_way(keyed, monkeypatch):
+    monkeypatch.setattr(connections, "FRESH_SECONDS", 60.0)
+    with ExitStack() as stack:
+        body = json.dumps(asking("go on", **ENDLESS)).encode()
+        request = REQUEST.replace(b"\r\n\r\n", b"\r\nx-api-key: a-key-of-this-test\r\n\r\n") % len(body) + body
+        streams = [stack.enter_context(connected(keyed)) for _ in range(LIMITS.connections + 1)]
+        for stream in streams:
+            stream.sendall(request)
+        statuses = sorted(stream.recv(12)[9:] for stream in streams)
+        assert statuses == [b"200"] * LIMITS.connections + [b"503"]
+        monkeypatch.setattr(connections, "FRESH_SECONDS", 0.0)
+        for _ in range(2):
+            with connected(keyed) as other:
+                assert asks(other, "/health") == 200
+    assert comes(keyed.at_rest)
+
+
+def test_fresh_connections_give_way_to_other_addresses_only(keyed, monkeypatch):
+    """Those of one address take no more places than there are; a client of another one finds one."""
+    monkeypatch.setattr(connections, "FRESH_SECONDS", 60.0)
+    there = keyed.server.server_state.connections
+    with ExitStack() as stack:
+        first = [stack.enter_context(connected(keyed)) for _ in range(2 * LIMITS.connections)]
+        assert comes(lambda: len(there) == len(first))
+        assert ends(stack.enter_context(connected(keyed)))
+        other = socket.create_connection(("127.0.0.1", keyed.port), timeout=20, source_address=("127.0.0.2", 0))
+        assert asks(stack.enter_context(other), "/health") == 200
+        assert ends(first[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answer(small, stream):
+    body = json.dumps(asking("go on", max_tokens=3, stream=stream)).encode()
+    with connected(small) as client:
+        client.sendall(REQUEST % len(body) + body)
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+    assert b"HTTP/1.1 200" in answer
+    assert (b"[DONE]" if stream else b'"finish_reason"') in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_is_told_from_one_that_sends_no_more(small, stream):
+    """Before its answer has begun, and in the middle of a stream that has nothing to say."""
+    body = json.dumps(asking("go on", **ENDLESS | {"stream": stream})).encode()
+    with connected(small) as client:
+        client.sendall(REQUEST % len(body) + body)
+        assert comes(lambda: small.engine.busy)
+        if stream:
+            client.recv(65536)
+    assert comes(small.at_rest)
+
+
+def test_half_a_request_ends_with_its_client(small):
+    with connected(small) as client:
+        client.sendall(REQUEST % 9 + b"{")
+        assert comes(lambda: len(small.server.server_state.tasks) == 1)
+        client.shutdown(socket.SHUT_WR)
+        assert ends(client)
+    assert comes(lambda: not small.server.server_state.tasks)
+
+
 def test_a_client_that_goes_ends_its_request(small):
     assert comes(lambda: small.tasks() == 1)  # the server's own
     with endless(small):
@@ -134,32 +236,33 @@ def test_a_client_that_does_not_read_ends_its_request(small):
 
 def test_more_clients_than_there_may_be_are_told_so(small):
     clients = [endless(small) for _ in range(4)]
-    response = small.send("GET", "/health")
+    assert small.get("/health")[0] == 200
+    response = small.send("GET", "/v1/models")
     assert response.status == 503
     assert int(response.getheader("retry-after")) > 0
     assert json.loads(response.read())["error"]["type"] == "overloaded_error"
     for client in clients:
         client.close()
-    assert comes(lambda: small.get("/health")[0] == 200)
+    assert comes(lambda: small.get("/v1/models")[0] == 200)
     assert comes(small.at_rest)
 
 
 def test_those_who_came_before_the_limit_are_served(small, monkeypatch):
     monkeypatch.setattr(small.server.config.http, "limits", replace(LIMITS, header_seconds=60))
-    connections = small.server.server_state.connections
-    assert comes(lambda: not connections)
+    there = small.server.server_state.connections
+    assert comes(lambda: not there)
     with ExitStack() as stack:
         clients = []
         for number in range(LIMITS.connections + 1):
             clients.append(stack.enter_context(connected(small)))
-            assert comes(lambda most=number: len(connections) > most)
+            assert comes(lambda most=number: len(there) > most)
         found = []
         for client in clients:
-            client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
             found.append(client.recv(12))
         assert found == [b"HTTP/1.1 200"] * LIMITS.connections + [b"HTTP/1.1 503"]
         clients[0].close()
-    assert comes(lambda: not connections)
+    assert comes(lambda: not there)
 
 
 def test_a_full_queue_is_said(small):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dsv4cli.engine.runtime.usage import Usage
-from dsv4cli.engine.server.http import HttpLimits
+from dsv4cli.engine.server.connections import HttpLimits
 from dsv4cli.engine.settings import Limits
 from tests.support.questions import questions
 from tests.support.serving import asking, comes, served
