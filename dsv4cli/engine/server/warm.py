@@ -23,8 +23,8 @@ PROMPT, ANSWER = 8, 8
 DEVICE_PART = 2
 # of that of the host, for what a GPU has no room for, or for the cache where a CPU computes
 HOST_PART = 8
-# milliseconds between two tokens while prompts are prefilled. On a CPU chunks of less than a fourth of a second cost too
-# much: nano beside eight streams prefills 8,075 tokens in 46 s with 400 ms, in 80 s with 200, in 16 s without a target
+# milliseconds between two tokens while prompts are prefilled. On a CPU small chunks cost too much: beside eight streams
+# nano prefills 8,075 tokens in 46 s with 400 ms, in 80 s with 200, in 16 s without a target (two busy cores)
 GPU_STEP_MS, CPU_STEP_MS = 50.0, 400.0
 # the most that a CPU's cache takes by itself
 CPU_BYTES = 10**9
