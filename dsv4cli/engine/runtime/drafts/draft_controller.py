@@ -1,6 +1,6 @@
-"""How many drafts pay: from what they were worth so far and from what steps took; no torch.
+"""Chooses the draft length from acceptance rates and step times. No torch.
 
-What comes out does not depend on it, only when, so it may look at the clock.
+It changes only when tokens come, not which, so it may read the clock.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,15 @@ LEAST_ROW = 0.05
 
 @dataclass
 class StepCosts:
-    """Seconds of steps by how many sequences and how much of each: means of those that were timed, but for the first,
-    which may have waited for what the others find."""
+    """Mean step time in seconds by (sequences, rows per sequence). The first sample is dropped: it may include
+    compilation.
+    """
 
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     begun: set[tuple[int, int]] = field(default_factory=set)
 
     def note(self, sequences: int, amount: int, seconds: float) -> None:
-        """Takes in a step."""
+        """Add a step's time."""
         key = batch_size(sequences), amount
         if key not in self.begun:
             self.begun.add(key)
@@ -43,7 +44,10 @@ class StepCosts:
         self.seconds[key] = seconds if before is None else before + RATE * (min(seconds, 2 * before) - before)
 
     def guess(self, sequences: int, amount: int) -> float | None:
-        """What a step takes; of one that was not timed less than it can take, so that it is tried; None for none."""
+        """Return the expected time of a step; None before any was timed.
+
+        For a size that was not timed it is an underestimate, so that the size is tried.
+        """
         size = batch_size(sequences)
         known = {own: value for (other, own), value in self.seconds.items() if other == size}
         if not known:
@@ -58,7 +62,12 @@ class StepCosts:
 
 
 class DraftController:
-    """Chooses for one engine. most: the most drafts of a sequence in a step. rows: the most of a step with drafts."""
+    """Chooses the draft length for one engine.
+
+    Args:
+        most: the most draft tokens per sequence.
+        rows: the most rows of a step with draft tokens.
+    """
 
     def __init__(self, most: int, rows: int = MAX_SLOTS) -> None:
         self._most, self._rows = most, rows
@@ -72,12 +81,14 @@ class DraftController:
         self._thought, self._right = 0.0, 0
 
     def believed(self, chance: float) -> float:
-        """How likely a draft is to be accepted of which the drafter reports this chance."""
+        """Return the acceptance rate of draft tokens for which the drafter reports this probability."""
         number = _bin(chance)
         return self._accepted[number] / self._seen[number]
 
     def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
-        """How many of the drafts that there are, with their chances, the next step verifies of each sequence."""
+        """Return how many of the available draft tokens the next step verifies per sequence, given their
+        probabilities.
+        """
         longest = max((len(own) for own in chances), default=0)
         most = min(longest, self._room(sequences))
         drafting = self.drafting.guess(sequences, longest) or 0.0
@@ -96,7 +107,7 @@ class DraftController:
         )
 
     def count(self, sequences: int) -> int:
-        """How many drafts to make after the next step of so many sequences."""
+        """Return how many tokens to draft after the next step of this many sequences."""
         most = min(self._most, self._room(sequences))
         if not self.drafting.seconds:
             return most
@@ -110,7 +121,7 @@ class DraftController:
         return best or min(most, int(self._probing))
 
     def note_drafts(self, chances: Sequence[float], verified: int, accepted: int) -> None:
-        """Takes in one sequence's step: the drafts that there were, how many were verified, how many accepted."""
+        """Add one sequence's step: its draft tokens' probabilities, how many were verified and how many accepted."""
         for number in range(self._most if chances else 0):  # those behind the last are taken to be worth as much
             self._mean[number] += SOON * (self.believed(chances[min(number, len(chances) - 1)]) - self._mean[number])
         if verified:
@@ -121,11 +132,11 @@ class DraftController:
             self._accepted[at] = FORGET * self._accepted[at] + (number < accepted)
 
     def _room(self, sequences: int) -> int:
-        """The drafts of each of so many sequences that a step has room for."""
+        """Return the draft tokens per sequence that fit a step."""
         return max(self._rows // batch_size(sequences) - 1, 0)
 
     def _steady(self, sequences: int, count: int) -> float:
-        """Tokens a second of steps that all make and verify so many drafts."""
+        """Return the tokens per second if every step drafts and verifies this many."""
         expected, survival = 1.0, 1.0
         for mean in self._mean[:count]:
             survival *= mean
@@ -138,14 +149,14 @@ class DraftController:
 
 
 class AlwaysDraft(DraftController):
-    """Lets every draft pass for which a step has room, however long it takes: to see what drafts change."""
+    """Verifies every draft token that fits a step, whatever it costs: to see what drafts change."""
 
     def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
-        """All that there are."""
+        """Return all that there are."""
         return min(max(map(len, chances), default=0), self.count(sequences))
 
     def count(self, sequences: int) -> int:
-        """As many as there may be."""
+        """Return as many as fit."""
         return min(self._most, self._room(sequences))
 
 

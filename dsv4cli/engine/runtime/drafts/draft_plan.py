@@ -1,4 +1,4 @@
-"""What the leader decides about drafts: which a step verifies, how many follow it, and what they have come to."""
+"""The leader's decisions about draft tokens: how many a step verifies, how many follow it, and the statistics."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,18 +14,28 @@ from dsv4cli.errors import UnsoundResult
 
 
 class DraftPlan:
-    """Of one engine. report: what drafts came to."""
+    """The draft decisions of one engine.
+
+    Attributes:
+        report: statistics.
+    """
 
     def __init__(self, drafter: Drafter, drafting: Drafting, rows: int) -> None:
-        """drafting: where it has no most, at most the usual ones. rows: the most of a step with drafts."""
+        """Args:
+        drafting: the most draft tokens; None means the drafter's usual number.
+        rows: the most rows of a step with draft tokens.
+        """
         bound = drafter.usual if drafting.most is None else min(drafting.most, drafter.most)
         self.gate = AlwaysDraft(bound, rows) if drafting.always else DraftController(bound, rows)
         self.report = DraftReport(drafter.name, per_position=[0] * bound)
         self._chances: dict[Request, list[float]] = {}
 
     def begin(self, requests: Sequence[Request], active: Sequence[Request]) -> int:
-        """Leaves the requests of the next step the drafts that it verifies; how many to make after it. active: these
-        and all others that run."""
+        """Trim the requests' draft tokens to those that the next step verifies; return how many to draft after it.
+
+        Args:
+            active: these and all other running requests.
+        """
         for gone in self._chances.keys() - set(active):
             del self._chances[gone]
         count = self.gate.drafts(len(requests), [self._chances.get(request, []) for request in requests])
@@ -34,8 +44,11 @@ class DraftPlan:
         return self.gate.count(len(requests))
 
     def take(self, ready: Sequence[Chunk], drawn: Sequence[Sequence[Token]], made: Sequence[Sequence[float]]) -> None:
-        """Takes in what each request that was ready has got, and what was drafted for it: tokens, then chances. Drafts
-        behind the end of an answer do not count. Raises UnsoundResult for chances that are not finite."""
+        """Record each ready request's tokens and its new draft tokens, followed by their probabilities.
+
+        Draft tokens after the end of an answer do not count. Raises UnsoundResult for probabilities that are not
+        finite.
+        """
         report, per_position, steps, drafted, count = self.report, list(self.report.per_position), 0, 0, 0
         for chunk, tokens, row in zip(ready, drawn, made, strict=True):
             accepted = len(tokens) - 1
@@ -64,7 +77,7 @@ class DraftPlan:
         )
 
     def time(self, chunks: Sequence[Chunk], count: int, seconds: Sequence[float]) -> None:
-        """Takes in how long a step of tokens that follow each other took, and the drafting behind it."""
+        """Record the time of a step whose chunks are consecutive tokens, and of the drafting after it."""
         if all(chunk.end - chunk.first == 1 for chunk in chunks):
             verifying, drafting = seconds
             self.gate.verifying.note(len(chunks), max(chunk.tokens for chunk in chunks), verifying)

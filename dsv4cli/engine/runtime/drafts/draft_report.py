@@ -1,4 +1,4 @@
-"""What an engine's drafts have come to: how many were made, and how many the model drew itself; no torch."""
+"""Statistics of speculative decoding: how many tokens were drafted and accepted. No torch."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class DraftReport:
-    """The steps that gave requests tokens, each counted once a request, with drafts or without, and what they gave.
+    """Counts over steps that gave requests tokens, once per request and step, with or without draft tokens.
 
-    drafted, accepted: how many drafts were verified, how many of them the model drew itself. per_position: accepted
-    drafts by their place behind the newest token. tokens: what these steps gave.
+    Attributes:
+        drafted, accepted: draft tokens that were verified, and accepted.
+        per_position: accepted draft tokens by position after the newest token.
+        tokens: what these steps gave.
     """
 
     drafter: Literal["mtp", "dspark"]
@@ -21,11 +23,11 @@ class DraftReport:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """What a step gave a request; None before the first."""
+        """Mean tokens per step and request; None before the first step."""
         return self.tokens / self.steps if self.steps else None
 
     def since(self, before: "DraftReport | None") -> "DraftReport":
-        """What has come after `before`, an earlier report of the same engine, None for its beginning."""
+        """Return the counts since `before`, an earlier report of the same engine; None means its start."""
         if before is None:
             return self
         earlier = before.per_position + [0] * (len(self.per_position) - len(before.per_position))
@@ -39,7 +41,7 @@ class DraftReport:
         )
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report for JSON."""
         return {
             "drafter": self.drafter,
             "steps": self.steps,

@@ -1,4 +1,4 @@
-"""The drafter's part of each step of a runner: as it comes, or captured in a graph behind a step that is."""
+"""The drafter's part of each step, run directly or as a CUDA graph after a captured step."""
 
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from dsv4cli.engine.system.device import upload
 
 
 class DraftSteps:
-    """What a drafter does after each step."""
+    """Runs the drafter after each step."""
 
     def __init__(self, drafter: Drafter, graphs: GraphRunner | None, device: torch.device) -> None:
         self.drafter = drafter
@@ -31,10 +31,14 @@ class DraftSteps:
         count: int,
         on_preparing: Callable[[], None],
     ) -> torch.Tensor:
-        """Takes in a step and drafts `count` tokens for each request that is ready: as `speculate`, in their order.
+        """Absorb a step into the drafter and draft `count` tokens for each ready request, in their order. See
+        `speculate`.
 
-        tokens: int64 [R], what the model drew at the rows of ran.logits. considered: how many drafts of each that is
-        ready may be accepted. Nothing waits for the device.
+        Nothing waits for the device.
+
+        Args:
+            tokens: int64 [R], sampled at the rows of ran.logits.
+            considered: how many draft tokens of each ready request may be accepted.
         """
         next_ids = self._next_ids(ran, tokens)
         if ran.step is not None:
@@ -58,7 +62,7 @@ class DraftSteps:
         return speculate(self.drafter, (ran.hidden, ran.batch), next_ids, verified, draws, count if ready else 0)
 
     def _next_ids(self, ran: ComputedStep, tokens: torch.Tensor) -> torch.Tensor:
-        """The token after each row of the step, int64 [T]: of the prompt, or what was drawn."""
+        """Return the token after each row of the step, int64 [T]: from the prompt, or sampled."""
         count = len(ran.hidden.streams)
         known, rows = [0] * count, ran.rows()
         for chunk, base in zip(ran.chunks, ran.bases, strict=True):
@@ -90,10 +94,10 @@ class DraftSteps:
 
 
 class CapturedDraft:
-    """The drafter's part of a captured step; all sequences of the step draft alike."""
+    """The drafter's part of a captured step. All sequences of the step draft alike."""
 
     def __init__(self, drafter: Drafter, graphs: GraphRunner, step: CapturedStep, count: int, kind: Kind) -> None:
-        """Computes once what the step left."""
+        """Capture the drafting after `step`."""
         numbers, device = step.numbers, step.numbers.slots.device
         self._next_ids = torch.zeros(step.size * step.rows, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(5, step.size, dtype=torch.int64, device=device)
@@ -112,9 +116,12 @@ class CapturedDraft:
     def run(
         self, next_ids: torch.Tensor, places: list[int], considered: list[int], samplings: list[Sampling]
     ) -> torch.Tensor:
-        """What `speculate` gives for every sequence of the step, overwritten by the next call.
+        """Return what `speculate` returns for every sequence of the step. The next call overwrites it.
 
-        places: which of them are ready, with how many drafts of each to consider and how each draws.
+        Args:
+            places: the ready sequences.
+            considered: how many of each one's draft tokens to consider.
+            samplings: how each one samples.
         """
         size = self._numbers.shape[1]
         every, drafted = [Sampling(0.0)] * size, [0] * size

@@ -1,6 +1,6 @@
-"""What the drafters are asked for: to take in what the model has computed, and to draft what may follow it.
+"""Drafters: absorb what the model has computed, and draft the tokens that may follow.
 
-Nothing here waits for the device, and where everything lies is computed on it, so that a graph can hold it.
+Nothing here waits for the device, and all indices are computed on it, so that a graph can hold it.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,11 @@ MTP_DRAFTS = 3
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest token of each of B sequences, which is not yet in the cache.
+    """The newest token of each of B sequences, which is not in the cache yet.
 
-    tokens, positions, slots: int64 [B]. streams: [B, N, D], HiddenStates.streams at the position before.
+    Attributes:
+        tokens, positions, slots: int64 [B].
+        streams: [B, N, D], HiddenStates.streams at the position before.
     """
 
     tokens: torch.Tensor
@@ -41,7 +43,7 @@ class Newest:
 
 @dataclass(frozen=True)
 class Drafts:
-    """The drafted tokens int64 [B, n] and how likely each is to be accepted, as the drafter says, fp32 [B, n]."""
+    """Draft tokens int64 [B, n], and the drafter's estimate of each one's acceptance probability, fp32 [B, n]."""
 
     tokens: torch.Tensor
     chances: torch.Tensor
@@ -52,48 +54,50 @@ class Drafter(Protocol):
 
     @property
     def name(self) -> Literal["mtp", "dspark"]:
-        """What the checkpoint carries."""
+        """The kind of drafter in the checkpoint."""
 
     @property
     def most(self) -> int:
-        """The most drafts in a step."""
+        """The most draft tokens in a step."""
 
     @property
     def usual(self) -> int:
-        """Those that pay on prose."""
+        """The number of draft tokens that pays on prose."""
 
     @property
     def reads_next(self) -> bool:
-        """Whether its state of a position depends on the token that follows."""
+        """Whether its state at a position depends on the next token."""
 
     def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
-        """Takes in a step of the model: what it gave, and the token after each of its rows, int64 [T]."""
+        """Absorb a step of the model: its output, and the token after each of its rows, int64 [T]."""
 
     def draft(self, newest: Newest, count: int, choose: Choose) -> Drafts:
-        """Drafts `count` tokens, at least one, after each sequence's newest."""
+        """Draft `count` tokens, at least one, after each sequence's newest."""
 
 
 def most_drafts(config: ModelConfig) -> int:
-    """The most drafts of a sequence in a step; DSpark makes no more than its block has."""
+    """Return the most draft tokens of a sequence in a step. DSpark is limited by its block."""
     return ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
 
 
 def usual_drafts(config: ModelConfig) -> int:
-    """Those that pay on prose: of MTP a few, of DSpark its block; 0 without a drafter."""
+    """Return the number of draft tokens that pays on prose: a few for MTP, the block for DSpark, 0 without a
+    drafter.
+    """
     if config.drafter == "none":
         return 0
     return MTP_DRAFTS if config.dspark is None else most_drafts(config)
 
 
 def drafter_of(model: Transformer, cache: Cache) -> Drafter | None:
-    """The drafter of a model that was loaded with one."""
+    """Return the drafter that the model was loaded with, if any."""
     if model.config.drafter == "none":
         return None
     return DSparkDrafter(model, cache) if isinstance(model.mtp, DSpark) else MTPDrafter(model, cache)
 
 
 class MTPDrafter:
-    """The MTP block, run again on its own streams for each further draft."""
+    """The MTP block, run again on its own streams for each further draft token."""
 
     name: Literal["mtp"] = "mtp"
     # the key of a position is made from the token that follows it
@@ -107,11 +111,11 @@ class MTPDrafter:
         self._layer = cache.layers[model.config.num_hidden_layers]
 
     def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
-        """As of `Drafter`."""
+        """See `Drafter.absorb`."""
         self._stage.absorb(hidden.streams, self._model.embed(next_ids), batch, self._layer)
 
     def draft(self, newest: Newest, count: int, choose: Choose) -> Drafts:
-        """As of `Drafter`."""
+        """See `Drafter.draft`."""
         streams, token = newest.streams, newest.tokens
         tokens, chances = [], []
         for number in range(count):
@@ -125,7 +129,7 @@ class MTPDrafter:
 
 
 class DSparkDrafter:
-    """The DSpark stages over a block of the newest token and noise."""
+    """The DSpark stages over a block of the newest token and noise tokens."""
 
     name: Literal["dspark"] = "dspark"
     reads_next = False
@@ -136,12 +140,12 @@ class DSparkDrafter:
         self.most, self.usual = most_drafts(model.config), usual_drafts(model.config)
 
     def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
-        """As of `Drafter`; the tokens play no part."""
+        """See `Drafter.absorb`. The next tokens are not used."""
         assert hidden.context is not None
         self._stages.absorb(hidden.context, batch, self._cache.layers)
 
     def draft(self, newest: Newest, count: int, choose: Choose) -> Drafts:
-        """As of `Drafter`."""
+        """See `Drafter.draft`."""
         model, stages = self._model, self._stages
         batch = dspark_batch(stages, self._cache, newest)
         block = stages.block(model.embed(batch.ids), batch, self._cache.layers, model.vocabulary)
@@ -155,16 +159,16 @@ class DSparkDrafter:
 
 
 def draft_batch(cache: Cache, slots: torch.Tensor, starts: torch.Tensor, ids: torch.Tensor, each: int) -> Batch:
-    """The batch of `each` tokens of every sequence, int64 [B * each], in layers that have a window only."""
+    """Return the batch of `each` tokens per sequence, int64 [B * each], for layers with a sliding window only."""
     none = torch.zeros_like(slots)
     numbers = Numbers(slots, starts, torch.full_like(slots, each), none, ids, none[:, None])
     return batch_of(cache, numbers, Extent(each, {}, {}))
 
 
 def dspark_batch(drafter: DSpark, cache: Cache, newest: Newest) -> Batch:
-    """The draft block of each sequence: its newest token and noise.
+    """Return the batch of each sequence's draft block: its newest token and noise tokens.
 
-    Every row sees the last `sliding_window` tokens before the block and the whole block; nothing is stored.
+    Every row attends to the last `sliding_window` tokens before the block and to the whole block. Nothing is stored.
     """
     count, size, device = len(newest.tokens), drafter.block_size, cache.device
     ids = torch.full((count, size), drafter.noise, device=device)

@@ -1,7 +1,8 @@
-"""Drafts from one step to the next: which of them the model drew itself, and what the drafter makes of that.
+"""Verifies draft tokens and drafts the next ones.
 
-A draft is drawn with the noise of its place, the model draws at each row as it does without drafts, and a draft is
-accepted where both are one token: what comes out is what comes out without drafts. Nothing here waits for the device.
+A draft token is sampled with the noise of its position, and the model samples at each row as it would without draft
+tokens. A draft token is accepted if both agree, so the output is the same as without drafts. Nothing here waits for the
+device.
 """
 
 from dataclasses import dataclass, replace
@@ -16,11 +17,14 @@ from dsv4cli.engine.runtime.sampling.sampler import Draws, sample
 
 @dataclass(frozen=True)
 class Verified:
-    """Where a step has verified drafts of B sequences, which have caught up.
+    """The draft tokens that a step verified, of B sequences that have caught up.
 
-    slots: int64 [B]. starts: int64 [B], the position of the token that was the newest. rows: int64 [B], the row of the
-    step where it stands. drafted: int64 [B], how many drafts behind it may be accepted. drafts: int64 [B, n], anything
-    behind the last.
+    Attributes:
+        slots: int64 [B].
+        starts: int64 [B], the position of the token that was the newest.
+        rows: int64 [B], its row in the step.
+        drafted: int64 [B], how many draft tokens after it may be accepted.
+        drafts: int64 [B, n], padded with any tokens.
     """
 
     slots: torch.Tensor
@@ -30,9 +34,11 @@ class Verified:
     drafts: torch.Tensor
 
     def accepted(self, next_ids: torch.Tensor) -> torch.Tensor:
-        """How many drafts of each are what the model drew, up to the first that is not: int64 [B].
+        """Return how many draft tokens of each sequence agree with the model's, up to the first that does not: int64
+        [B].
 
-        next_ids: int64 [T], the token after each row, of these rows what the model drew.
+        Args:
+            next_ids: int64 [T], the token after each row; for these rows, what the model sampled.
         """
         number = torch.arange(self.drafts.shape[1], device=next_ids.device)
         drawn = next_ids[self.rows[:, None] + torch.minimum(number, self.drafted[:, None])]
@@ -48,10 +54,14 @@ def speculate(
     draws: Draws,
     count: int,
 ) -> torch.Tensor:
-    """Has the drafter take in a step and draft `count` tokens for each verified sequence: fp64 [B, 2 * count].
+    """Let the drafter absorb a step, and draft `count` tokens for each verified sequence: fp64 [B, 2 * count].
 
-    A row has the drafts and then how likely each is to be accepted. step: what the model gave, and its batch. next_ids:
-    as of `Verified.accepted`. draws: how each sequence draws, a row a sequence; its positions play no part.
+    A row has the draft tokens, then the acceptance probability of each.
+
+    Args:
+        step: the model's output and its batch.
+        next_ids: see `Verified.accepted`.
+        draws: how each sequence samples, a row per sequence; its positions are not used.
     """
     hidden, batch = step
     drafter.absorb(hidden, next_ids, batch)

@@ -1,4 +1,4 @@
-"""How long the parts of a step take, on the device that computes them, without waiting for it."""
+"""Times the parts of a step on the device that computes them, without waiting for it."""
 
 from time import perf_counter
 
@@ -8,7 +8,7 @@ from dsv4cli.kernels.card import is_there
 
 
 class Stopwatch:
-    """Marks what has been launched; `seconds` may be asked for when the device has come there."""
+    """Records marks between launches. Call `seconds` once the device has passed the last mark."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = is_there(device)
@@ -16,12 +16,12 @@ class Stopwatch:
         self._times: list[float] = []
 
     def start(self) -> None:
-        """Forgets earlier marks, and sets the first."""
+        """Drop earlier marks and set the first."""
         self._marks, self._times = [], []
         self.mark()
 
     def mark(self) -> None:
-        """Sets a mark."""
+        """Set a mark."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -30,7 +30,7 @@ class Stopwatch:
             self._times.append(perf_counter())
 
     def seconds(self) -> list[float]:
-        """The time between each mark and the next."""
+        """Return the seconds between consecutive marks."""
         if self._on_gpu:
             return [one.elapsed_time(other) / 1e3 for one, other in zip(self._marks, self._marks[1:], strict=False)]
         return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]

@@ -1,4 +1,4 @@
-"""Whether a step takes time that the next one does not: for kernels that are compiled, and graphs that are captured."""
+"""Detects that a step compiles kernels or captures graphs, which later steps do not."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -12,14 +12,16 @@ OnPreparing = Callable[[bool], None]
 
 
 def do_nothing(preparing: bool) -> None:
-    """Reports no preparation."""
+    """Ignore the report."""
 
 
 class CompileWatch:
-    """Notes whether Triton prepares a kernel inside; on a CPU nothing does. May be entered again and again.
+    """A reusable context that detects whether Triton compiles or loads a kernel inside. On a CPU nothing happens.
 
-    happened: whether anything was prepared since it was last set to False. compiled: how many kernels were compiled so
-    far, because Triton's cache lacked them. on_preparing may be set.
+    Attributes:
+        happened: whether anything was prepared since it was last set to False.
+        compiled: the number of kernels compiled so far, because Triton's cache did not have them.
+        on_preparing: called with True when preparation starts and False after the step. May be set.
     """
 
     def __init__(self, device: torch.device, on_preparing: OnPreparing = do_nothing) -> None:
@@ -31,11 +33,11 @@ class CompileWatch:
 
     @property
     def under_way(self) -> bool:
-        """Whether a kernel is compiled or a graph captured in the step that runs now."""
+        """Whether the current step is compiling a kernel or capturing a graph."""
         return self._reported
 
     def begin(self) -> None:
-        """It begins, as the caller knows."""
+        """Report that preparation starts, for a caller that knows."""
         self.happened = True
         if not self._reported:
             self._reported = True
@@ -61,14 +63,15 @@ _running: ContextVar[CompileWatch | None] = ContextVar("preparing", default=None
 
 
 class _Hook:
-    """Triton's hook before it looks for a kernel in its cache, the process's: what was there before, and this thread's
-    step hears of it."""
+    """Triton's process-wide hook before a kernel is looked up in its cache: calls the earlier hook and tells this
+    thread's step.
+    """
 
     def __init__(self, before: Callable[..., Any] | None) -> None:
         self._before = before
 
     def __call__(self, *arguments: Any, **details: Any) -> Any:
-        """A hook that returns True keeps Triton from compiling."""
+        """Return what the earlier hook returns. A hook that returns True keeps Triton from compiling."""
         running = _running.get()
         if running is not None:
             running.begin()
@@ -76,7 +79,7 @@ class _Hook:
 
 
 class _Listener:
-    """Triton's listener after it has compiled a kernel or found it in its cache, the process's; as `_Hook`."""
+    """Triton's process-wide listener after a kernel was compiled or found in its cache. See `_Hook`."""
 
     def __init__(self, before: Callable[..., Any] | None) -> None:
         self._before = before
@@ -90,7 +93,7 @@ class _Listener:
 
 
 def _watch_compilers() -> None:
-    """Sets both, once."""
+    """Install both, once."""
     from triton import knobs
 
     runtime, compilation = knobs.runtime, knobs.compilation

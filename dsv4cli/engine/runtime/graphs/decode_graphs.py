@@ -1,8 +1,7 @@
-"""Decoding: a step of a few tokens of each sequence, captured in CUDA graphs for some numbers of these and replayed.
+"""Decode steps of a few tokens per sequence, captured as CUDA graphs for some batch sizes and replayed.
 
-A graph reads its numbers from memory that stays where it is. Rows that no sequence fills belong to the padding
-sequence, which has no tokens and a block that they complete entries in, so that capturing and padding touch no live
-state.
+A graph reads its inputs from fixed addresses. Rows that no sequence fills belong to the padding sequence, which has no
+tokens and one block for the entries that they complete, so that neither capture nor padding touches live state.
 """
 
 from collections.abc import Callable
@@ -31,11 +30,11 @@ _CAPTURING = Lock()
 
 
 def do_nothing() -> None:
-    """Reports no preparation."""
+    """Ignore the report."""
 
 
 class StepOutput(NamedTuple):
-    """A step's batch, what the model gave, and the logits of every row fp32 [T, V]."""
+    """A step's batch, the model's output, and the logits of every row, fp32 [T, V]."""
 
     batch: Batch
     hidden: HiddenStates
@@ -43,10 +42,13 @@ class StepOutput(NamedTuple):
 
 
 class GraphRunner:
-    """Decodes the sequences of one cache, which must have a slot to spare; without graphs where there is no GPU."""
+    """Runs decode steps of the sequences of one cache, which needs a spare slot. Without a GPU it uses no graphs."""
 
     def __init__(self, model: Transformer, cache: Cache, tokens: int, workspace: Workspace | None = None) -> None:
-        """tokens: the most that a sequence has, its next one included. workspace: of the engine around it."""
+        """Args:
+        tokens: the longest sequence, its next token included.
+        workspace: the engine's workspace.
+        """
         self.model = model
         self.cache = cache
         self.columns = columns_of(tokens)
@@ -58,23 +60,27 @@ class GraphRunner:
         self._memory = torch.cuda.graph_pool_handle() if is_there(cache.device) else None
 
     def lengthen(self, tokens: int) -> None:
-        """A sequence may have so many tokens from now on; steps are prepared anew where that is more."""
+        """Allow sequences of this many tokens. If that is more than before, steps are captured again."""
         if columns_of(tokens) > self.columns:
             self.columns = columns_of(tokens)
             self.forget()
 
     def forget(self) -> None:
-        """Prepares steps anew when they are needed."""
+        """Drop all captured steps; they are captured again when needed."""
         self._steps.clear()
 
     def filled(
         self, work: Items[tuple[Sequence, list[int]]], on_preparing: Callable[[], None] = do_nothing
     ) -> "CapturedStep":
-        """The step for these sequences, with their numbers in it. Reserves their blocks; lengths do not change.
+        """Return the step for these sequences, with its inputs filled in. Reserves their blocks; lengths do not change.
 
-        work: up to MAX_SLOTS sequences and their next tokens, up to ROLLBACK. Each has as many rows as the longest or
-        more, of which those behind its tokens mean nothing. on_preparing is called where a step has to be prepared
-        first. Raises NotEnoughMemory.
+        Args:
+            work: up to MAX_SLOTS sequences and their next tokens, up to ROLLBACK each. Every sequence gets as many rows
+                as
+                the longest or more; rows after its tokens mean nothing.
+            on_preparing: called if the step must be captured first.
+
+        Raises NotEnoughMemory.
         """
         rows = next(rows for rows in DECODE_TOKENS if rows >= max(len(ids) for _, ids in work))
         for sequence, _ in work:
@@ -88,25 +94,29 @@ class GraphRunner:
         return self._steps[key]
 
     def prepare(self, most: int) -> bool:
-        """Captures a step of one token of each of up to `most` sequences, if one is missing; whether one was."""
+        """Capture one missing step of one token per sequence, for up to `most` sequences. Return whether any was
+        missing.
+        """
         missing = [size for size in DECODE_BATCHES if size <= batch_size(most) and not self._holds((size, 1))]
         if missing:
             self._steps[missing[0], 1] = self._prepared(missing[0], 1)
         return bool(missing)
 
     def prepared(self, sequences: int) -> bool:
-        """Whether the step of one token of each of so many sequences is."""
+        """Return whether the step of one token for this many sequences is captured."""
         return self._blocks == self.cache.blocks and (batch_size(sequences), 1) in self._steps
 
     def batch(self, numbers: Numbers) -> Batch:
-        """The batch of a step of as many tokens of each sequence, as large for every context."""
+        """Return the batch of a step with equally many tokens per sequence; its shapes do not depend on the context."""
         size, columns = numbers.blocks.shape
         each = [numbers.ids.numel() // size] * size
         return batch_of(self.cache, numbers, Extent.of(self.model.config, each, columns * BLOCK_TOKENS))
 
     def capture(self, compute: Callable[[], T]) -> Callable[[], T]:
-        """What computes this again and again, into the same memory; only tensors that stay where they are go in. The
-        caller holds them: a graph does not."""
+        """Return a function that repeats `compute` into the same memory.
+
+        `compute` may read only tensors at fixed addresses, and the caller must keep them alive: a graph does not.
+        """
         if self._memory is None:
             return self._within(compute)
         compute = self._within(compute)
@@ -162,15 +172,15 @@ class GraphRunner:
 
 
 def columns_of(tokens: int) -> int:
-    """The blocks of a sequence that has up to so many tokens, and drafts behind them."""
+    """Return the width of the block table for sequences of this many tokens and their draft tokens."""
     return -(-(tokens + ROLLBACK) // BLOCK_TOKENS)
 
 
 class CapturedStep:
-    """The step of `rows` tokens of each of `size` sequences: its numbers on the host and on the device; `run` computes
-    from these.
+    """A step of `rows` tokens for each of `size` sequences, with its inputs on the host and on the device.
 
-    held: what it computed last.
+    Attributes:
+        held: what it computed last.
     """
 
     run: Callable[[], StepOutput]
@@ -196,8 +206,7 @@ class CapturedStep:
         self.numbers = Numbers(few[0], few[1], counts, none, few[2:].view(-1), blocks, routed)
 
     def fill(self, work: Items[tuple[Sequence, list[int]]]) -> None:
-        """Takes the numbers of these sequences, when those of the last call have arrived on the device. Behind the
-        tokens of a sequence comes token 0."""
+        """Set the inputs to these sequences, once the previous inputs have reached the device. Unused tokens are 0."""
         if self._arrived is not None:
             self._arrived.synchronize()
         few, ids = self._few.numpy(), self._few[2:].view(self.size, self.rows).numpy()
@@ -214,11 +223,11 @@ class CapturedStep:
             self._arrived.record()
 
     def feed(self, ids: torch.Tensor) -> None:
-        """Takes the newest tokens of the first sequences from the device, int64 [n], where each has no other."""
+        """Copy the newest tokens of the first sequences on the device, int64 [n], if each sequence has one token."""
         self.numbers.ids[: len(ids)].copy_(ids)
 
     def _fill_blocks(self, sequences: list[Sequence]) -> bool:
-        """Whether the blocks of a row are others than before."""
+        """Fill the block tables and return whether any changed."""
         changed = False
         for row, sequence in enumerate(sequences):
             if self._rows[row] != (sequence, sequence.changes):
@@ -228,8 +237,10 @@ class CapturedStep:
         return changed
 
     def _fill_routed(self, counts: list[int]) -> bool:
-        """Whether rows that mean nothing are others than before. Those behind the tokens of one go where its last
-        token goes, those of no sequence where the others go."""
+        """Fill which row each unused row copies its experts from, and return whether that changed.
+
+        Rows after a sequence's tokens copy its last token; rows of no sequence copy the others.
+        """
         if counts == self._counts:
             return False
         self._counts = counts

@@ -1,8 +1,7 @@
-"""Chunks of prompts, captured in CUDA graphs for some numbers of rows and replayed: the host launches one graph.
+"""Prefill steps, captured as CUDA graphs for some numbers of rows and replayed: the host launches one graph.
 
-A step has room for several sequences, each with a part of its prompt or with the tokens that it decodes, and for as
-many groups of entries as these can have, wherever they end. Rows behind them, if there are any, are the padding
-sequence's; groups that are too many are behind its own.
+A step holds several sequences, each with a chunk of its prompt or the tokens that it decodes, and as many groups of
+compressed entries as these can complete. Unused rows and groups belong to the padding sequence.
 """
 
 from bisect import bisect_left
@@ -32,9 +31,10 @@ Work = Items[tuple[Sequence, list[int]]]
 
 
 class PrefillGraphs:
-    """Runs chunks of prompts for the cache of other graphs, which says how long sequences may be.
+    """Runs captured prefill steps on the cache of a `GraphRunner`, which says how long sequences may be.
 
-    seconds: what a step of each size took when it was captured, by its tokens.
+    Attributes:
+        seconds: the time of each size at capture, by rows.
     """
 
     def __init__(self, graphs: GraphRunner) -> None:
@@ -44,14 +44,16 @@ class PrefillGraphs:
         self._made_for = self._key()
 
     def hold(self, work: Work) -> bool:
-        """Whether one of these has room for the next tokens of sequences."""
+        """Return whether a captured step fits the next tokens of these sequences."""
         room = rows_needed([len(ids) for _, ids in work])
         return len(work) <= most_sequences(self._graphs) and room <= max(self._sizes(), default=0)
 
     def run(self, work: Work, on_preparing: Callable[[], None]) -> Output:
-        """What the model gives for the next tokens of sequences and for padding behind them, overwritten by the next
-        call, and the batch of all these rows, for layers that have a window only. Reserves blocks. Raises
-        NotEnoughMemory."""
+        """Return the model's output for the next tokens of these sequences and for padding, and the batch of all rows.
+
+        The batch is for layers with a sliding window only. The next call overwrites the output. Reserves blocks. Raises
+        NotEnoughMemory.
+        """
         for sequence, ids in work:
             self._graphs.cache.reserve(sequence, len(ids))
         size = PREFILL_ROWS[bisect_left(PREFILL_ROWS, rows_needed([len(ids) for _, ids in work]))]
@@ -61,18 +63,18 @@ class PrefillGraphs:
         return self._chunks[size].run(work)
 
     def prepare(self) -> bool:
-        """Captures steps of one size, if one is missing; whether one was."""
+        """Capture one missing size. Return whether any was missing."""
         missing = [size for size in self._sizes() if not self._holds(size)]
         if missing:
             self._capture(missing[0])
         return bool(missing)
 
     def forget(self) -> None:
-        """Captures anew when they are needed."""
+        """Drop all captured steps; they are captured again when needed."""
         self._chunks.clear()
 
     def _sizes(self) -> list[int]:
-        """Those that a sequence may have as many tokens as."""
+        """Return the sizes that are not larger than the longest sequence."""
         return [size for size in PREFILL_ROWS if size <= self._graphs.columns * BLOCK_TOKENS]
 
     def _capture(self, size: int) -> None:
@@ -86,12 +88,12 @@ class PrefillGraphs:
         return size in self._chunks
 
     def _key(self) -> tuple[int, int]:
-        """What they are captured for: the pools where they lie, and the length of sequences."""
+        """Return what the captured steps depend on: the address of the pools, and the longest sequence."""
         return self._graphs.cache.blocks, self._graphs.columns
 
 
 class CapturedPrefill:
-    """Steps of up to so many rows, of tokens of some sequences."""
+    """A captured step of some number of rows, for the tokens of several sequences."""
 
     def __init__(self, graphs: GraphRunner, rows: int) -> None:
         self._rows, self._columns, self._padding = rows, graphs.columns, graphs.padding
@@ -112,12 +114,14 @@ class CapturedPrefill:
         self._run = graphs.capture(compute)
 
     def run(self, work: Work) -> Output:
-        """What the model gives for the next tokens of these sequences, in the first rows."""
+        """Return the model's output for the next tokens of these sequences, in the first rows."""
         self._numbers.copy_(upload(self._listed(work), self._numbers.device))
         return self._run()
 
     def timed(self, vocabulary: int) -> float:
-        """Seconds of a whole chunk, of tokens that differ, so that they go to many experts, in the padding sequence."""
+        """Return the seconds of a full step, with different tokens so that many experts are used, in the padding
+        sequence.
+        """
         ids, seconds = [(7 * place + 1) % vocabulary for place in range(self._rows)], 0.0
         for _ in range(WARM + 1):
             begin = perf_counter()
@@ -128,7 +132,7 @@ class CapturedPrefill:
         return seconds
 
     def _listed(self, work: Work) -> torch.Tensor:
-        """The numbers of a step, ids first, so that they begin at 16 bytes. Padding is the last sequence."""
+        """Return the inputs of a step. Ids come first, aligned to 16 bytes; the last sequence is padding."""
         given = [token for _, ids in work for token in ids]
         behind, unused, padding = self._rows - len(given), self._most - len(work), self._padding
         numbers = [*given, *[0] * behind]
@@ -143,6 +147,7 @@ class CapturedPrefill:
 
 
 def most_sequences(graphs: GraphRunner) -> int:
-    """All but one: with padding they are as many sequences as a captured step may decode, for which kernels are
-    compiled."""
+    """Return the most sequences of a step: with padding as many as a decode step has, which kernels are compiled
+    for.
+    """
     return max(graphs.cache.slots - 2, 1)

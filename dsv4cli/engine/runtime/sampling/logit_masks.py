@@ -1,4 +1,4 @@
-"""The logits that tokens are drawn from: the model's, changed as samplings and constraints ask."""
+"""Applies logit biases and constraints to the model's logits before sampling."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,10 +14,12 @@ BANNED = -1e30
 
 
 def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
-    """The logits fp32 [R, V] with each request's bias, and `BANNED` for what its constraint does not let come.
+    """Return the logits fp32 [R, V] with each request's bias, and `BANNED` for tokens that its constraint forbids.
 
-    Of each chunk a row for its newest token, and one for each draft behind it; what a constraint bans matters to the
-    first of them only. The given logits stay, and are returned where nothing is asked. Nothing waits for the device.
+    Each chunk has a row for its newest token and one for each draft token. Banned tokens apply to the first of these
+    rows
+    only. The given logits are not changed, and are returned as they are if nothing applies. Nothing waits for the
+    device.
     """
     biased: list[tuple[int, Sampling]] = []
     banned: list[tuple[int, int]] = []
@@ -47,7 +49,7 @@ def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _add(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> None:
-    """biased: rows, and the samplings whose biases they get."""
+    """Add biases. biased: rows, and the sampling whose biases each gets."""
     packed = [np.frombuffer(sampling.packed_bias).reshape(2, -1) for _, sampling in biased]
     rows = np.repeat([float(row) for row, _ in biased], [own.shape[1] for own in packed])
     columns = upload(torch.from_numpy(np.vstack([rows, np.hstack(packed)])), logits.device)
@@ -56,7 +58,7 @@ def _add(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> None:
 
 
 def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
-    """masks: as of `Constraint.masks`, by row."""
+    """Apply masks, by row, in the format of `Constraint.masks`."""
     packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).view(len(masks), -1)
     rows = upload(torch.tensor([*masks], device="cpu"), logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)

@@ -1,4 +1,4 @@
-"""What is reported of tokens: their log-probabilities, and the likeliest ones beside them."""
+"""Log-probabilities of tokens, and their likeliest alternatives."""
 
 from collections.abc import Callable, Sequence
 from math import isnan
@@ -19,7 +19,8 @@ Drawn = tuple[int, float, Alternatives]
 
 
 def drawn_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Drawn]:
-    """What is known of the tokens int64 [R] that go on after these logits fp32 [R, V], `count` alternatives each.
+    """Return the log-probabilities of the tokens int64 [R] that follow logits fp32 [R, V], with `count` alternatives
+    each.
 
     Waits for the device. Raises UnsoundResult for logits that are not finite.
     """
@@ -30,8 +31,10 @@ def drawn_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Dra
 def drawn_later(
     logits: torch.Tensor, tokens: torch.Tensor, count: int, more: torch.Tensor | None
 ) -> Callable[[], tuple[list[Drawn], list[list[float]]]]:
-    """The same beside other numbers of the device, fp64 [B, n], which come with it in one wait: that of what it
-    returns. What is launched in between is not waited for."""
+    """Start the same together with other numbers on the device, fp64 [B, n]; return a function that waits for both.
+
+    What is launched in between is not waited for.
+    """
     total = logsumexp(logits)[:, None]
     # fp64 holds all of it exactly
     columns = [tokens[:, None], logits.gather(-1, tokens[:, None]) - total]
@@ -51,7 +54,7 @@ def drawn_later(
 
 
 def _drawn(table: list[list[float]]) -> list[Drawn]:
-    """Of rows that hold a token, its log-probability, alternatives and what these have."""
+    """Split rows of token, log-probability, alternatives and their log-probabilities."""
     if any(isnan(row[1]) for row in table):
         raise not_finite()
     middle = (2 + len(table[0])) // 2 if table else 2
@@ -65,7 +68,7 @@ def _rows(numbers: list[float], count: int, width: int) -> list[list[float]]:
 
 @torch.inference_mode()
 def score_rows(model: Transformer, chunks: Sequence[Chunk], streams: torch.Tensor) -> dict[Request, RowScores]:
-    """The scores of these chunks' rows in a step whose last layer gave streams [T, N, D].
+    """Return the scores of these chunks' rows in a step whose last layer returned streams [T, N, D].
 
     Raises UnsoundResult for logits that are not finite.
     """
@@ -92,7 +95,7 @@ def score_rows(model: Transformer, chunks: Sequence[Chunk], streams: torch.Tenso
 
 
 def top_logprobs(logprobs: torch.Tensor, count: int) -> list[Alternatives]:
-    """The `count` likeliest tokens of each row, best first: fp32 [R, V]."""
+    """Return the `count` likeliest tokens of each row of fp32 [R, V], best first."""
     best = logprobs.topk(min(count, logprobs.shape[-1]), -1)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [list(zip(ids, values, strict=True)) for ids, values in pairs]

@@ -1,4 +1,4 @@
-"""From logits to a token: greedy, or drawn at a temperature from the nucleus of probability top_p."""
+"""Samples a token from logits: greedy, or at a temperature from the top-p nucleus."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from dsv4cli.kernels.sampling import draw, draw_nucleus, greedy, limit_of, noise
 
 
 def check_finite(logits: torch.Tensor) -> None:
-    """Raises UnsoundResult when a logit is not a finite number: fp32 [R, V]. Waits for the device."""
+    """Raise UnsoundResult if any of the logits fp32 [R, V] is not finite. Waits for the device."""
     if not bool(logits.isfinite().all()):
         raise not_finite()
 
 
 def not_finite() -> UnsoundResult:
-    """What to raise about logits that are not."""
+    """Return the error for logits that are not finite."""
     return UnsoundResult(
         "the model's logits are not finite: its weights or this machine's arithmetic are wrong",
         "compare the checksums of the weight files with the publisher's, or try another --device or --dtype",
@@ -31,13 +31,14 @@ Kind = Literal["greedy", "draw", "nucleus"]
 
 @dataclass(frozen=True)
 class Draws:
-    """What each row of a step is drawn with; the numbers lie on the device, and a graph may hold them.
+    """How each row of a step is sampled. The numbers are on the device, so that a graph can hold them.
 
-    seeds: int64 [R]
-    positions: int64 [R], the tokens of the row's sequence before the one that is drawn
-    temperatures: fp32 [R], 0 is greedy
-    limits: int64 [R], of the row's nucleus (kernels/sampling.limit_of)
-    kind: what the rows need together: "greedy" if all are greedy, "draw" if none has a nucleus
+    Attributes:
+        seeds: int64 [R].
+        positions: int64 [R], the number of tokens before the sampled one.
+        temperatures: fp32 [R]; 0 is greedy.
+        limits: int64 [R], of each row's nucleus (kernels/sampling.limit_of).
+        kind: what the rows need together: "greedy" if all are greedy, "draw" if none has a nucleus.
     """
 
     seeds: torch.Tensor
@@ -48,18 +49,18 @@ class Draws:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], positions: Sequence[int], device: torch.device | str) -> "Draws":
-        """Those of rows with these samplings, on the device in one copy that nothing waits for."""
+        """Return the draws of rows with these samplings, copied to the device without waiting."""
         return cls.within(upload(packed(samplings, positions), device), kind_of(samplings))
 
     @classmethod
     def within(cls, numbers: torch.Tensor, kind: Kind) -> "Draws":
-        """Those that lie in these numbers, as `packed` makes them; int64 [4, R]."""
+        """Return the draws that view these numbers, int64 [4, R], in the layout of `packed`."""
         temperatures = numbers[3].view(torch.float32)[: numbers.shape[1]]
         return cls(numbers[0], numbers[1], temperatures, numbers[2], kind)
 
 
 def packed(samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
-    """The numbers of rows, on the host: int64 [4, R], seeds, positions, limits, and temperatures as fp32."""
+    """Return the numbers of rows on the host: int64 [4, R], seeds, positions, limits, and temperatures as fp32."""
     seeds, limits = [one.seed for one in samplings], [limit_of(one.top_p) for one in samplings]
     numbers = torch.tensor([seeds, [*positions], limits, [0] * len(samplings)], dtype=torch.int64, device="cpu")
     numbers[3].view(torch.float32)[: len(samplings)] = torch.tensor(
@@ -69,7 +70,7 @@ def packed(samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Ten
 
 
 def kind_of(samplings: Iterable[Sampling]) -> Kind:
-    """What rows with these samplings need together."""
+    """Return the kind of sampling that rows with these samplings need together."""
     warm = [one for one in samplings if one.temperature > 0]
     if not warm:
         return "greedy"
@@ -77,10 +78,11 @@ def kind_of(samplings: Iterable[Sampling]) -> Kind:
 
 
 def sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """One token per row: fp32 [R, V] -> int64 [R]. Nothing waits for the device.
+    """Sample one token per row: fp32 [R, V] -> int64 [R].
 
-    Gumbel-max as in the official generate.py: argmax(probability / exponential noise). A row's choice depends on its
-    own logits and numbers only, not on the other rows and not on the device.
+    Gumbel-max as in the official generate.py: argmax(probability / exponential noise). A row's token depends only on
+    its
+    own logits and numbers, not on other rows or on the device.
     """
     if draws.kind == "greedy":
         return greedy(logits)

@@ -1,7 +1,7 @@
-"""The blocks of a cache's pools: room for them, and copies of one block of all pools.
+"""Memory of a cache's blocks, and copies of one block across all pools.
 
-Where all are made at once, pools of one kind lie in one piece, so that a block is copied with a few launches: Flash has
-83 pools of 4 kinds. Pools that grow lie apart, so that memory for one of them twice is enough.
+If all blocks are allocated at once, pools of one kind are one tensor, so that copying a block takes a few launches:
+Flash has 83 pools of 4 kinds. Pools that grow are separate tensors, so that growing needs only one of them twice.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,11 @@ from dsv4cli.engine.model.state import Pool
 
 
 class BlockPool:
-    """The blocks of some pools, which have none yet. nbytes: of one block of all of them."""
+    """The blocks of some pools, empty at first.
+
+    Attributes:
+        nbytes: bytes of one block across all pools.
+    """
 
     def __init__(self, pools: Sequence[Pool], device: torch.device) -> None:
         self._pools, self._device = pools, device
@@ -20,7 +24,7 @@ class BlockPool:
         self.nbytes = sum(_bytes_of(pool).shape[1] for pool in pools)
 
     def make(self, blocks: int) -> None:
-        """So many, and no more from now on."""
+        """Allocate all blocks; the pools do not grow after that."""
         kinds: dict[tuple[int, int, torch.dtype], list[Pool]] = {}
         for pool in self._pools:
             kinds.setdefault((pool.per_block, pool.data.shape[1], pool.data.dtype), []).append(pool)
@@ -31,32 +35,32 @@ class BlockPool:
             self._pieces.append(memory.view(torch.uint8).view(len(own), blocks, -1))
 
     def grow(self, blocks: int) -> None:
-        """Room for so many in all."""
+        """Grow the pools to this many blocks."""
         for pool in self._pools:
             pool.grow(blocks)
 
     def copy(self, source: int, target: int) -> None:
-        """Copies one block over another."""
+        """Copy one block over another."""
         for piece in self._parts():
             piece[:, target] = piece[:, source]
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Copies of these blocks (int64 [n]): uint8 [n, nbytes], in an order that `write` knows."""
+        """Return copies of blocks (int64 [n]): uint8 [n, nbytes], in the order that `write` expects."""
         parts = [piece.transpose(0, 1)[blocks].flatten(1) for piece in self._parts()]
         return torch.cat(parts, 1) if parts else torch.empty(len(blocks), 0, dtype=torch.uint8, device=self._device)
 
     def write(self, blocks: torch.Tensor, copies: torch.Tensor) -> None:
-        """Makes these blocks what `read` has given."""
+        """Write back what `read` returned."""
         pieces = self._parts()
         for piece, part in zip(pieces, copies.split([piece[:, 0].numel() for piece in pieces], 1), strict=True):
             piece.index_copy_(1, blocks, part.unflatten(1, (len(piece), -1)).transpose(0, 1))
 
     def _parts(self) -> list[torch.Tensor]:
-        """All memory, pools that lie together in one: uint8 [pools, blocks, n]."""
+        """Return all memory, with pools of one tensor together: uint8 [pools, blocks, n]."""
         return self._pieces or [_bytes_of(pool)[None] for pool in self._pools]
 
 
 def _bytes_of(pool: Pool) -> torch.Tensor:
-    """The pool's memory, a row a block: uint8 [blocks, n]."""
+    """Return a pool's memory, a row per block: uint8 [blocks, n]."""
     width = pool.per_block * pool.data.shape[1] * pool.data.element_size()
     return pool.data.view(torch.uint8).view(len(pool.data) // pool.per_block, width)

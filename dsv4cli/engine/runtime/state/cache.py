@@ -1,9 +1,9 @@
-"""All state of all sequences: window rings and open windows per slot, compressed entries in blocks of 128 tokens.
+"""The KV cache: sliding-window ring buffers and open compression windows per slot, compressed entries in blocks.
 
-A ring holds the last rows of a sequence, position p in row p mod capacity; capacity is what a step can read plus
-`rollback` rows, so that rolling back is a change of length. Which rows count follows from positions alone.
-Compressed entries live in blocks shared by all layers and addressed through a sequence's block list; a block that a
-snapshot also holds is copied before it is written.
+A ring buffer holds the last rows of a sequence, position p in row p mod capacity. Its capacity is what a step can read
+plus `ROLLBACK` rows, so that rolling back only changes the length: positions say which rows are valid. Compressed
+entries are in blocks of 128 tokens, shared by all layers and addressed through a sequence's block table. A block that
+a snapshot also holds is copied before it is written.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ FEWEST_BLOCKS = 8
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A sequence at one length: a copy of its rings, shares in its blocks. Drop it when no longer needed."""
+    """A sequence at one length: a copy of its ring buffers, and references to its blocks. Drop it after use."""
 
     length: int
     high: int
@@ -40,16 +40,21 @@ class Snapshot:
 
 
 def gives_nothing() -> bool:
-    """Has no block to give back."""
+    """Evict nothing and return False."""
     return False
 
 
 class Cache:
-    """The state of up to `slots` sequences of one model on one device; blocks are added as sequences grow, or all made
-    at first where they are bounded.
+    """The KV cache of up to `slots` sequences of one model on one device.
 
-    copies: of rings. entries: all blocks. give_way: called where a bounded cache has no free block; whether it gave
-    something back; may be set.
+    Blocks are allocated as sequences grow, or all at once if their number is bounded.
+
+    Attributes:
+        copies: the ring buffers.
+        entries: the blocks.
+        give_way: called if a bounded cache has no free block; evicts a kept state and returns whether there was one.
+            The
+            prefix cache sets it.
     """
 
     def __init__(
@@ -110,17 +115,17 @@ class Cache:
 
     @property
     def blocks(self) -> int:
-        """Blocks that the pools have room for. They lie elsewhere when it has changed."""
+        """The number of allocated blocks. When it changes, the pools have moved."""
         return len(self._shares)
 
     @property
     def block_bytes(self) -> int:
-        """The entries of a block in all layers."""
+        """Bytes of a block across all layers."""
         return self.entries.nbytes
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be taken without making room for more."""
+        """Blocks that can be used without growing the pools."""
         return len(self._free_blocks)
 
     @property
@@ -129,7 +134,7 @@ class Cache:
         return len(self._shares) - len(self._free_blocks)
 
     def allocate(self) -> Sequence:
-        """A new, empty sequence in a slot that remembers nothing. Raises NotEnoughMemory when all slots are taken."""
+        """Return a new, empty sequence in a cleared slot. Raises NotEnoughMemory if all slots are in use."""
         if not self._free_slots:
             raise NotEnoughMemory(
                 "every slot of the cache is taken", "free a sequence or build the cache with more slots"
@@ -139,32 +144,31 @@ class Cache:
         return sequence
 
     def free(self, sequence: Sequence) -> None:
-        """Gives the sequence's slot and its shares in blocks back."""
+        """Free the sequence's slot and its references to blocks."""
         self._release(sequence.blocks)
         self._free_slots.append(sequence.slot)
 
     def provide(self, blocks: int) -> None:
-        """Makes room for `blocks` blocks in all, so that the pools need not grow until these are taken; a bounded cache
-        has all its blocks."""
+        """Grow the pools to this many blocks in advance. A bounded cache has all its blocks already."""
         if blocks > self.blocks and not self.bounded:
             self.entries.grow(blocks)
             self._count(blocks)
 
     def bound(self, blocks: int) -> None:
-        """Makes all `blocks` blocks, and no more from now on; none were made before."""
+        """Allocate all blocks and never more. Call it before any block is allocated."""
         self.entries.make(blocks)
         self._count(blocks)
         self.bounded = True
 
     def _count(self, blocks: int) -> None:
-        """There are so many blocks now."""
+        """Update the bookkeeping to this many blocks."""
         missing = blocks - self.blocks
         self._free_blocks = [*range(blocks - 1, self.blocks - 1, -1), *self._free_blocks]
         self._shares += [0] * missing
         self._versions += [0] * missing
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
-        """Blocks for the next `tokens` tokens, none of them shared with a snapshot."""
+        """Reserve blocks for the next `tokens` tokens, none of them shared with a snapshot."""
         first, end = sequence.length // BLOCK_TOKENS, blocks_of(sequence.length + tokens)
         for number in range(first, min(end, len(sequence.blocks))):
             block = sequence.blocks[number]
@@ -181,23 +185,23 @@ class Cache:
             sequence.changes += 1
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
-        """Counts `tokens` tokens that a step has stored."""
+        """Add `tokens` tokens that a step has stored to the length."""
         sequence.length += tokens
         sequence.high = max(sequence.high, sequence.length)
 
     def touch(self, sequence: Sequence, tokens: int) -> None:
-        """Counts that a step writes rows of so many tokens, whether or not they are stored."""
+        """Record that a step overwrites the rows of the next `tokens` tokens, whether or not it stores them."""
         sequence.high = max(sequence.high, sequence.length + tokens)
 
     def roll_back(self, sequence: Sequence, tokens: int) -> None:
-        """Takes the last `tokens` tokens back; at most `rollback` below the longest that the sequence has been."""
+        """Remove the last `tokens` tokens; at most `ROLLBACK` below the longest length so far."""
         length = sequence.length - tokens
         if tokens < 0 or length < 0 or sequence.high - length > self.rollback:
             raise ValueError(f"cannot take {tokens} tokens back from {sequence}: the rings keep {self.rollback}")
         sequence.length = length
 
     def snapshot(self, sequence: Sequence) -> Snapshot:
-        """The sequence as it is now, to be restored into any sequence of this cache."""
+        """Return a snapshot of the sequence, which can be restored into any sequence of this cache."""
         rings = self.copies.take()
         self.copies.save(sequence.slot, rings)
         blocks = tuple(sequence.blocks[: blocks_of(sequence.length)])
@@ -205,29 +209,29 @@ class Cache:
         return Snapshot(sequence.length, sequence.high, blocks, rings)
 
     def restore(self, sequence: Sequence, snapshot: Snapshot) -> None:
-        """Makes the sequence what the snapshot holds; the snapshot stays usable."""
+        """Restore a snapshot into the sequence. The snapshot stays valid."""
         self._share(snapshot.blocks)
         self.replace(sequence, list(snapshot.blocks), (snapshot.length, snapshot.high))
         self.copies.load(sequence.slot, snapshot.rings)
 
     def replace(self, sequence: Sequence, blocks: list[int], lengths: tuple[int, int]) -> None:
-        """Gives the sequence these blocks, of which it has a share, in the place of its own; lengths: its new ones."""
+        """Replace the sequence's blocks by others that it already references. lengths: its new `length` and `high`."""
         self._release(sequence.blocks)
         sequence.blocks = blocks
         sequence.length, sequence.high = lengths
         sequence.changes += 1
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Gives the snapshot's shares in blocks back; it must not be used afterwards."""
+        """Release a snapshot's references to blocks. It must not be used afterwards."""
         self._release(snapshot.blocks)
         self.copies.give_back(snapshot.rings)
 
     def frees(self, snapshot: Snapshot) -> bool:
-        """Whether a block is free when the snapshot is dropped."""
+        """Return whether dropping the snapshot frees a block."""
         return any(self._shares[block] == 1 for block in snapshot.blocks)
 
     def recover(self, sequences: Items[Sequence], snapshots: Items[Snapshot]) -> None:
-        """Holds these and nothing else: after an interruption, when what was taken may not have reached its holder."""
+        """Rebuild the bookkeeping so that only these hold slots and blocks, after an interruption."""
         shares = [0] * self.blocks
         for blocks in [one.blocks for one in sequences] + [list(one.blocks) for one in snapshots]:
             for block in blocks:
@@ -238,11 +242,11 @@ class Cache:
         self._free_slots = [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken]
 
     def version(self, block: int) -> int:
-        """A number that is another one when the block has been written since, -1 for a block that nobody holds."""
+        """Return a number that changes whenever the block is written; -1 for a free block."""
         return self._versions[block] if self._shares[block] else -1
 
     def take_block(self) -> int:
-        """A block of one share. Raises NotEnoughMemory where none gives way."""
+        """Return a free block with one reference. Raises NotEnoughMemory if nothing can be evicted."""
         self._find_free_block()
         block = self._free_blocks.pop()
         self._shares[block] = 1
@@ -250,7 +254,7 @@ class Cache:
         return block
 
     def share_block(self, block: int) -> None:
-        """Takes one more share of a block that is held."""
+        """Add a reference to a block in use."""
         self._share((block,))
 
     def _find_free_block(self) -> None:
@@ -274,10 +278,10 @@ class Cache:
 
 
 def _ring(slots: int, capacity: int, width: int, dtype: torch.dtype, empty: float) -> Ring:
-    """A ring whose memory is made with that of others."""
+    """Return a ring buffer whose memory is allocated later, with that of others."""
     return Ring(torch.empty(slots, capacity, width, dtype=dtype, device="meta"), empty)
 
 
 def blocks_of(tokens: int) -> int:
-    """The blocks that so many tokens of a sequence take."""
+    """Return the number of blocks for this many tokens of a sequence."""
     return -(-tokens // BLOCK_TOKENS)

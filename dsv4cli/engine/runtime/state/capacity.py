@@ -1,4 +1,4 @@
-"""How much a runner holds, and the memory that its cache and what it keeps for later requests get of that."""
+"""How many sequences and kept states a runner holds, and how its memory is divided."""
 
 from dataclasses import dataclass
 
@@ -19,12 +19,15 @@ LEAST_BLOCK = 1024
 class Capacity:
     """How much a runner holds.
 
-    slots: sequences at once. longest: the most tokens of a sequence that steps captured in graphs are prepared for,
-    None for no graphs. snapshots: states that are kept on the device for what begins alike; 0: none. drafts: whether
-    the model's drafter takes part. chunks: whether chunks of prompts are captured too, which pays where many come.
-    cache_memory: bytes of the device for the entries of all sequences and for kept states, of which there are as many
-    as a part of it holds, whatever `snapshots` says; a request waits until it certainly has room. None: they take what
-    they need. host_memory: bytes of host memory for states that the device has no room for.
+    Attributes:
+        slots: sequences at once.
+        longest: the longest sequence that graphs are captured for, tokens; None for no graphs.
+        snapshots: states that the prefix cache keeps on the device; 0 for none.
+        drafts: whether the model's drafter is used.
+        chunks: whether prefill chunks are captured too, which pays if many prompts arrive.
+        cache_memory: bytes on the device for entries of all sequences and for kept states; a request waits until it is
+            certain to fit. None: as much as they need. It overrides `snapshots`.
+        host_memory: bytes of host memory for evicted states.
     """
 
     slots: int = 1
@@ -37,8 +40,10 @@ class Capacity:
 
 
 def prefixes_of(cache: Cache, capacity: Capacity, reads_next: bool) -> PrefixCache | None:
-    """Bounds the cache, where it is to be, and makes its prefix cache, if any. Raises NotEnoughMemory for a bound that
-    leaves no room for anything."""
+    """Bound the cache, if `capacity` says so, and return its prefix cache, if any.
+
+    Raises NotEnoughMemory if the bound is too small for any state.
+    """
     most = capacity.snapshots
     if capacity.cache_memory is not None:
         most = max(capacity.cache_memory // KEPT_PART // cache.copies.nbytes, 1)

@@ -1,8 +1,8 @@
-"""States of sequences in host memory: where they go when the device has no room, and from where they come back.
+"""Host-memory tier of the prefix cache: states evicted from the GPU are copied here and restored on a hit.
 
-Memory is in pages of one block of entries of all layers. A copy of rings takes several. What two states share they
-share here too: a block of the device that has a page, and has not been written since, is not copied again, either way.
-Copies run in the order of launches, and nothing waits for them.
+Memory is divided into pages of one block of entries of all layers; a copy of ring buffers takes several. States share
+pages as they share blocks: a block that has a page and was not written since is not copied again, in either direction.
+Copies are ordered with kernel launches, and nothing waits for them.
 """
 
 import weakref
@@ -32,7 +32,7 @@ REMEDY = "lower --cache-memory"
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A sequence at one length, in pages: of its blocks, and of its rings."""
+    """A sequence at one length: pages of its blocks, and of its ring buffers."""
 
     length: int
     high: int
@@ -41,18 +41,19 @@ class Stored:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """All of them."""
+        """All of its pages."""
         return self.blocks + self.rings
 
 
 class HostTier:
     """Host memory for the states of one cache.
 
-    unpinned: Why the system has refused to pin memory, None where it has not. Copies are synchronous and slower then.
+    Attributes:
+        unpinned: why the system refused to pin memory; None if it did not. Copies are then synchronous and slower.
     """
 
     def __init__(self, cache: Cache, nbytes: int) -> None:
-        """nbytes: the most that it takes."""
+        """nbytes: the most memory to use."""
         self.unpinned: NotEnoughMemory | None = None
         self._cache = cache
         self._block = cache.block_bytes
@@ -70,7 +71,7 @@ class HostTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that hold something."""
+        """Bytes of the pages in use."""
         return (len(self._pages) - len(self._free)) * self._pages.shape[1]
 
     def prepare(self) -> bool:
@@ -92,16 +93,16 @@ class HostTier:
         return given
 
     def could_hold(self, snapshot: Snapshot) -> bool:
-        """Whether there are pages enough for the snapshot if nothing else were here."""
+        """Return whether an empty tier would have enough pages for the snapshot."""
         return len(snapshot.blocks) + self._ring_pages <= len(self._pages)
 
     def has_room_for(self, snapshot: Snapshot) -> bool:
-        """Whether there are free pages enough for what the snapshot does not share with others."""
+        """Return whether there are enough free pages for what the snapshot does not share with stored states."""
         known = sum(self._known_page(block) is not None for block in snapshot.blocks)
         return len(snapshot.blocks) - known + self._ring_pages <= len(self._free)
 
     def store(self, snapshot: Snapshot) -> Stored:
-        """A copy of the snapshot, for which there are enough free pages."""
+        """Return a copy of the snapshot. There must be enough free pages."""
         if self._missing:
             self._populate()
         pages, fresh = [], []
@@ -122,7 +123,7 @@ class HostTier:
         return Stored(snapshot.length, snapshot.high, tuple(pages), tuple(rings))
 
     def restore(self, sequence: Sequence, stored: Stored) -> None:
-        """Makes the sequence what was stored, which stays here. Raises NotEnoughMemory."""
+        """Restore a stored state into the sequence. The copy stays. Raises NotEnoughMemory."""
         self._cache.replace(sequence, [], (0, 0))  # first: it has room for its tokens once
         for page in stored.pages:  # taking blocks may have others come here
             self._shares[page] += 1
@@ -148,7 +149,7 @@ class HostTier:
         self.drop(stored)
 
     def drop(self, stored: Stored) -> None:
-        """Gives one share in its pages back."""
+        """Release a stored state's references to its pages."""
         for page in stored.pages:
             self._shares[page] -= 1
             if not self._shares[page]:
@@ -156,7 +157,7 @@ class HostTier:
                 self._block_of.pop(page, None)
 
     def recover(self, held: Items[Stored]) -> None:
-        """Holds these and nothing else: after an interruption."""
+        """Rebuild the bookkeeping so that only these states hold pages, after an interruption."""
         self._shares = [0] * len(self._pages)
         for stored in held:
             for page in stored.pages:
@@ -167,13 +168,13 @@ class HostTier:
 
     @property
     def _ahead(self) -> int:
-        """How many pages are ready when there was time: those that are used, and a state for each sequence."""
+        """Return how many pages to keep pinned: those in use, plus one state for each sequence."""
         used = len(self._pages) - len(self._free)
         return min(used + self._cache.slots * (self._ring_pages + 1), len(self._pages))
 
     @property
     def _missing(self) -> bool:
-        """Whether some of these are not pinned."""
+        """Return whether some of these pages are not pinned yet."""
         return self._pinned < self._ahead
 
     @property
@@ -185,8 +186,9 @@ class HostTier:
         return -(-self._cache.copies.nbytes // self._pages.shape[1])
 
     def _ring_parts(self, pages: Items[int], flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Ascending pages and a copy of rings, part by part: what lies in one piece, of memory that was pinned at
-        once."""
+        """Yield pages with the matching part of a copy of ring buffers, one contiguous piece of pinned memory at a
+        time.
+        """
         size, whole = self._pages.shape[1], self._pages.view(-1)
         for _, run in groupby(enumerate(pages), lambda each: (each[1] - each[0], each[1] // self._pinned_pages)):
             places = list(run)
@@ -194,7 +196,7 @@ class HostTier:
             yield whole[places[0][1] * size :][: len(part)], part
 
     def _populate(self) -> None:
-        """Has the system give what is pinned next, at least."""
+        """Ask the system to allocate at least the memory that is pinned next."""
         self._populating.want(self._pages[: max(self._ahead, self._pinned + self._pinned_pages)].nbytes)
 
     def _take(self) -> int:
@@ -214,7 +216,7 @@ class HostTier:
             self._pinned += len(some)
 
     def _pair(self, block: int, page: int) -> None:
-        """They hold the same from now on, until the block is written or one of them is given back."""
+        """Record that a block and a page hold the same, until the block is written or one of them is freed."""
         self._page_of[block] = page, self._cache.version(block)
         self._block_of[page] = block
 

@@ -1,8 +1,8 @@
-"""What earlier requests have left in a cache: states of sequences, for requests whose prompts begin alike.
+"""Prefix cache: states that earlier requests left, for requests whose prompts begin with the same tokens.
 
-A state is kept where a request asks for it, at every so many tokens of a prompt, and where a sequence ends. It is found
-by a hash of its tokens up to a block's border, and taken when the tokens themselves are equal. The one that was used
-longest ago goes first: to host memory, if there is any, and from there for good.
+A state is kept where a request asks for it, every `KEPT_EVERY` tokens of a prompt, and where a sequence ends. It is
+found by a hash of its tokens up to a block boundary, and used if the tokens themselves are equal. The least recently
+used state is evicted first: to host memory, if there is any, and from there for good.
 """
 
 from itertools import chain
@@ -21,13 +21,15 @@ NOT_WORTH = 2
 
 
 class PrefixCache:
-    """The states of one cache: on the device up to `most`, in host memory as many as have room there.
+    """The kept states of one cache: up to `most` on the device, and as many as fit in host memory.
 
-    hits: requests that have found something; found: tokens that they need not read.
+    Attributes:
+        hits: requests that had a cache hit.
+        found: their cached tokens.
     """
 
     def __init__(self, cache: Cache, most: int, reads_next: bool = False, host: HostTier | None = None) -> None:
-        """reads_next: whether the state of a position depends on the token after it, which may be another now."""
+        """reads_next: whether a position's state depends on the next token, which may differ in a new request."""
         self.cache = cache
         self.hits = self.found = 0
         self._most = most
@@ -39,24 +41,24 @@ class PrefixCache:
 
     @property
     def states(self) -> list[KeptState]:
-        """All of them, by length."""
+        """All states, by length."""
         return sorted(self._states, key=lambda state: state.length)
 
     @property
     def device_bytes(self) -> int:
-        """What the states on the device take there; blocks that several hold count once."""
+        """Bytes of the states on the device. Shared blocks count once."""
         held = [state.held for state in self._states.on_device if isinstance(state.held, Snapshot)]
         blocks = len(set(chain.from_iterable(one.blocks for one in held)))
         return len(held) * self.cache.copies.nbytes + blocks * self.cache.block_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What states take in host memory."""
+        """Bytes of the states in host memory."""
         return 0 if self._host is None else self._host.nbytes
 
     @property
     def unpinned(self) -> NotEnoughMemory | None:
-        """Why host memory is not pinned, None where it is."""
+        """Why host memory is not pinned; None if it is."""
         return None if self._host is None else self._host.unpinned
 
     def prepare(self) -> bool:
@@ -64,14 +66,15 @@ class PrefixCache:
         return self._host is not None and self._host.prepare()
 
     def prepare_meanwhile(self) -> None:
-        """Prepare some of it while the device computes: 2 ms at most."""
+        """Prepare some host memory while the device computes, for 2 ms at most."""
         if self._host is not None:
             self._host.pin_next()
 
     def begin(self, request: Request) -> None:
-        """Gives a request, of which nothing more was read, the longest beginning of its prompt that is held, less its
-        last token. Without a bound of the cache, states that the prompt does not reach go, and those that have more
-        tokens. Raises NotEnoughMemory."""
+        """Start a request from the longest cached prefix of its prompt, without the prompt's last token.
+
+        If the cache is not bounded, states that the prompt does not extend are dropped. Raises NotEnoughMemory.
+        """
         if request.scored:
             return
         assert request.sequence is not None
@@ -92,7 +95,10 @@ class PrefixCache:
                 self._drop(state)
 
     def stop(self, request: Request) -> int:
-        """Where the request's next chunk ends at the latest: not where what it has found is nearly as long."""
+        """Return where the request's next chunk ends at the latest, so that a state can be kept there.
+
+        States that would be hardly longer than the cached prefix are skipped.
+        """
         least = max(request.done, request.cached + NOT_WORTH)
         stops = [kept for kept in request.keep if kept > least]
         multiple = (request.done // KEPT_EVERY + 1) * KEPT_EVERY
@@ -101,17 +107,17 @@ class PrefixCache:
         return min([len(request.ids), *stops])
 
     def kept_at(self, request: Request, end: int) -> bool:
-        """Whether the state is kept where a chunk ends."""
+        """Return whether the state is kept where a chunk ends."""
         return end in request.keep or (end % KEPT_EVERY == 0 and end < len(request.prompt))
 
     def gives(self, request: Request, end: int, other: Request) -> bool:
-        """Whether what is kept where a chunk of a request ends saves another tokens."""
+        """Return whether the state kept at the end of a request's chunk would save tokens of another request."""
         if request.scored or other.scored or end - other.done <= NOT_WORTH or not self.kept_at(request, end):
             return False
         return other.pack().startswith(request.pack()[: ID_BYTES * end])
 
     def keep(self, request: Request) -> None:
-        """Keeps the state of a request as it is now, if the device has none of the same tokens that is as good."""
+        """Keep a request's current state, unless the device has an equivalent one."""
         sequence = request.sequence
         assert sequence is not None
         ids, length = request.pack(), sequence.length
@@ -133,7 +139,7 @@ class PrefixCache:
         self._use(state, borders)
 
     def recover(self) -> list[Snapshot]:
-        """Puts in order what an interruption has left; the snapshots that are held."""
+        """Repair the bookkeeping after an interruption and return the snapshots that are held."""
         self._states.file_again()
         held = [state.held for state in self._states]
         if self._host is not None:
@@ -141,14 +147,14 @@ class PrefixCache:
         return [one for one in held if isinstance(one, Snapshot)]
 
     def forget(self) -> None:
-        """Gives everything back."""
+        """Drop every state."""
         for state in list(self._states):
             self._drop(state)
         if not self.cache.bounded:
             self.cache.copies.forget()
 
     def _take(self, request: Request, state: KeptState, count: int, borders: list[int]) -> None:
-        """Gives a request the first `count` tokens of a state."""
+        """Restore the first `count` tokens of a state into a request."""
         assert request.sequence is not None
         self._use(state, borders)
         if isinstance(state.held, Snapshot):
@@ -161,7 +167,9 @@ class PrefixCache:
         request.done = request.cached = count
 
     def _longest(self, ids: bytearray, borders: list[int]) -> tuple[int, KeptState | None]:
-        """How many of the ids a state holds, and the state: of those filed under the furthest border that has one."""
+        """Return the longest usable prefix of the ids, in tokens, and its state, from the furthest boundary that has
+        one.
+        """
         for number in range((len(ids) // ID_BYTES - 1) // BLOCK_TOKENS, -1, -1):
             there = [(self._usable(state, ids), state) for state in self._states.near((number, borders[number]), ids)]
             count, best = max(there, key=lambda one: (one[0], isinstance(one[1].held, Snapshot)), default=(0, None))
@@ -170,14 +178,15 @@ class PrefixCache:
         return 0, None
 
     def _usable(self, state: KeptState, ids: bytearray) -> int:
-        """How many tokens a state shares with the prompt, less its last one; 0 where rolling back does not reach
-        them."""
+        """Return how many tokens a state shares with the prompt, without its last one; 0 if rolling back cannot
+        reach them.
+        """
         length, high = state.length, state.held.high
         count = max(shared(state.ids, ids, min(length, len(ids) // ID_BYTES - 1)) - self._again, 0)
         return count if high - count <= self.cache.rollback else 0
 
     def _use(self, state: KeptState, borders: list[int]) -> None:
-        """Notes the use of a state, and of the shortest that its tokens begin with."""
+        """Mark a state as used, and the shortest state that its tokens begin with."""
         self._count += 1
         state.used = self._count
         for number in range(state.border[0] + 1):
@@ -188,7 +197,7 @@ class PrefixCache:
                 return
 
     def _give_way(self) -> bool:
-        """Evicts the oldest state whose blocks nobody else holds, or the oldest; whether there was one."""
+        """Evict the oldest state whose blocks no other holds, else the oldest. Return whether there was one."""
         there = self._states.on_device
         alone = [state for state in there if isinstance(state.held, Snapshot) and self.cache.frees(state.held)]
         if there:
@@ -196,7 +205,7 @@ class PrefixCache:
         return bool(there)
 
     def _evict(self, state: KeptState) -> None:
-        """Takes a state from the device."""
+        """Evict a state from the device."""
         snapshot, host = state.held, self._host
         assert isinstance(snapshot, Snapshot)
         if host is None or not host.could_hold(snapshot):
@@ -223,7 +232,9 @@ class PrefixCache:
 
 
 def _borders(ids: bytearray, known: list[int]) -> list[int]:
-    """A hash of the tokens before each border of a block, from that of none on; `known` begins it and takes it all."""
+    """Return a hash of the tokens before each block boundary, from 0 tokens on. `known` holds the first ones and is
+    extended.
+    """
     known[:] = known or [0]
     size = ID_BYTES * BLOCK_TOKENS
     for number in range(len(known) - 1, len(ids) // size):
@@ -232,7 +243,7 @@ def _borders(ids: bytearray, known: list[int]) -> list[int]:
 
 
 def shared(first: bytearray, second: bytearray, most: int) -> int:
-    """How many tokens packed ids both begin with, at most `most`."""
+    """Return how many tokens two packed id lists share at the start, up to `most`."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,6 +1,6 @@
-"""The memory of a cache's rings, and copies of what a slot's rings hold, each in one piece, which is used again.
+"""Memory of a cache's ring buffers, and reusable copies of one slot's ring buffers.
 
-Rings of one kind lie in one piece too, so that a slot is copied with a few launches: Flash has 167 rings of 7 kinds.
+Ring buffers of one kind are one tensor, so that copying a slot takes a few launches: Flash has 167 of 7 kinds.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,21 @@ ALIGNMENT = 16
 
 
 class RingSnapshot:
-    """The rings of one slot: uint8 [n], and the part of each kind [rings, capacity, D]."""
+    """A copy of one slot's ring buffers: uint8 [n], and views of each kind [rings, capacity, D]."""
 
     def __init__(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
         self.flat, self.parts = flat, parts
 
 
 class RingSnapshots:
-    """The rings of one cache and copies of them. nbytes: of one copy."""
+    """The ring buffers of one cache, and copies of them.
+
+    Attributes:
+        nbytes: bytes of one copy.
+    """
 
     def __init__(self, rings: Sequence[Ring], device: torch.device) -> None:
-        """rings: without memory, which they get here."""
+        """rings: ring buffers without memory, which is allocated here."""
         kinds: dict[tuple[torch.Size, torch.dtype, float], list[Ring]] = {}
         for ring in rings:
             kinds.setdefault((ring.data.shape, ring.data.dtype, ring.empty), []).append(ring)
@@ -42,33 +46,33 @@ class RingSnapshots:
         self._unused: list[RingSnapshot] = []
 
     def reset(self, slot: int) -> None:
-        """Forgets what the slot holds."""
+        """Clear a slot."""
         for memory, empty in self._kinds:
             memory[:, slot] = empty
 
     def provide(self, count: int) -> None:
-        """Has memory for so many copies."""
+        """Allocate memory for this many copies."""
         self._unused += [self._made() for _ in range(count - len(self._unused))]
 
     def take(self) -> RingSnapshot:
-        """Memory for a copy, which holds anything."""
+        """Return memory for a copy, with arbitrary content."""
         return self._unused.pop() if self._unused else self._made()
 
     def give_back(self, copy: RingSnapshot) -> None:
-        """The copy is used no more."""
+        """Return a copy's memory for reuse."""
         self._unused.append(copy)
 
     def forget(self) -> None:
-        """Lets go of memory that is not used."""
+        """Free unused memory."""
         self._unused.clear()
 
     def save(self, slot: int, copy: RingSnapshot) -> None:
-        """What the slot holds, into the copy."""
+        """Copy a slot's ring buffers into `copy`."""
         for (memory, _), part in zip(self._kinds, copy.parts, strict=True):
             part.copy_(memory[:, slot])
 
     def load(self, slot: int, copy: RingSnapshot) -> None:
-        """What the copy holds, into the slot."""
+        """Copy `copy` into a slot's ring buffers."""
         for (memory, _), part in zip(self._kinds, copy.parts, strict=True):
             memory[:, slot] = part
 

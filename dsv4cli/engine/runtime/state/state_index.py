@@ -1,5 +1,4 @@
-"""The states that a prefix cache keeps, found by the tokens that they begin with: in a time that does not grow with how
-many there are."""
+"""Index of the prefix cache's states by the tokens that they begin with. Lookups do not slow down with more states."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +14,13 @@ Border = tuple[int, int]
 
 @dataclass(eq=False)
 class KeptState:
-    """A sequence at one length, and packed ids that begin with its own and only grow. certain: how many of its tokens a
-    prompt shares that begins with it, at least; border: of the whole blocks of these. used: when it was, in steps of a
-    count."""
+    """A kept state: a sequence at one length, and packed ids that begin with its tokens.
+
+    Attributes:
+        certain: how many of its tokens any prompt that hits it must share.
+        border: the boundary of the whole blocks of these tokens.
+        used: when it was last used, as a counter.
+    """
 
     ids: bytearray
     certain: int
@@ -27,17 +30,17 @@ class KeptState:
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """The number of its tokens."""
         return self.held.length
 
     @property
     def own_ids(self) -> bytearray:
-        """Those of its tokens, packed."""
+        """The packed ids of its tokens."""
         return self.ids[: ID_BYTES * self.length]
 
 
 class StateIndex:
-    """All of one prefix cache, in the order in which they came."""
+    """The states of one prefix cache, in the order in which they were kept."""
 
     def __init__(self) -> None:
         self._all: dict[KeptState, None] = {}
@@ -50,16 +53,16 @@ class StateIndex:
 
     @property
     def on_device(self) -> list[KeptState]:
-        """Those that the device holds."""
+        """The states on the device."""
         return list(self._device)
 
     @property
     def in_host_memory(self) -> list[KeptState]:
-        """The others."""
+        """The states in host memory."""
         return [state for state in self._all if state not in self._device]
 
     def near(self, border: Border, ids: bytearray) -> list[KeptState]:
-        """Those of a border whose certain tokens are the first of packed ids, as far as a hash says."""
+        """Return the states of a boundary whose certain tokens, by their hash, are the first of the packed ids."""
         first = ID_BYTES * BLOCK_TOKENS * border[0]
         found: list[KeptState] = []
         for certain, alike in self._at.get(border, {}).items():
@@ -67,12 +70,12 @@ class StateIndex:
         return found
 
     def add(self, state: KeptState) -> None:
-        """One more."""
+        """Add a state."""
         self._all[state] = None
         self._file(state)
 
     def remove(self, state: KeptState) -> None:
-        """One less; first of all it is not held, also when this is interrupted."""
+        """Remove a state. It leaves the list first, so that an interruption cannot leave a freed state in it."""
         del self._all[state]
         self._device.pop(state, None)
         by_certain = self._at.get(state.border, {})
@@ -88,12 +91,12 @@ class StateIndex:
             self._at.pop(state.border, None)
 
     def take_to_host_memory(self, state: KeptState, stored: Stored) -> None:
-        """What a state holds lies there from now on."""
+        """Record that a state is now in host memory."""
         state.held = stored
         del self._device[state]
 
     def file_again(self) -> None:
-        """All of them: after an interruption."""
+        """Rebuild the index, after an interruption."""
         self._at.clear()
         self._device.clear()
         for state in self._all:
@@ -107,10 +110,10 @@ class StateIndex:
 
 
 def age_of(state: KeptState) -> tuple[int, int]:
-    """By which the oldest is the least; of those that were used at once, the longest."""
+    """Return the eviction order: least recently used first; among equals the longest."""
     return state.used, -state.length
 
 
 def _key(state: KeptState) -> bytes:
-    """Its certain tokens behind its border."""
+    """Return the certain tokens after the boundary."""
     return bytes(state.ids[ID_BYTES * BLOCK_TOKENS * state.border[0] : ID_BYTES * state.certain])
