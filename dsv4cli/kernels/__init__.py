@@ -1,12 +1,13 @@
-"""The operations of the model: tensors and numbers in, tensors out; no ModelConfig.
+"""The model's operations as functions of tensors and numbers. They do not use ModelConfig.
 
-A family is a package: its `__init__` is the contract (shapes, dtypes, rounding, errors), its `ref` the same in plain
-PyTorch, its `kernel`, a file or a package, the same in Triton; `dispatch` chooses between the two. Families:
-block_scale (FP8, FP4, e8m0, Hadamard), recode (changes of a weight's storage format), gemm (linears over stored
-formats), norm, rope, qk_norm_rope (queries and keys made ready at once), hyper_connections, compressor, indexer,
-attention, routing, experts, expert_cache (experts that come from host memory), embedding, sampling, step_metadata
-(where a step's tokens lie), all_reduce (sums over ranks, with torch.distributed as their plain twin).
+Each family is a package. Its `__init__` is the contract (shapes, dtypes, rounding, errors), its `ref` implements the
+contract in plain PyTorch, and its `kernel` (a file or a package) implements it in Triton. `dispatch` chooses between
+the two. Families: block_scale (FP8, FP4, e8m0, Hadamard), recode (conversion between storage formats), gemm (linears
+over quantized weights), norm, rope, qk_norm_rope (norm and RoPE of queries and keys, fused), hyper_connections,
+compressor, indexer, attention, routing, experts, expert_cache (routed experts offloaded to host memory), embedding,
+sampling, step_metadata (slots and positions of a step's tokens), all_reduce (sums over tensor-parallel ranks;
+torch.distributed is the reference).
 
-In plain PyTorch on a CPU a row's bits depend on nothing but that row, for steps of up to rows.ROWS_ALIKE rows: alike.py
-says how, tests/kernels/test_alike.py holds every family to it.
+On a CPU, plain PyTorch is batch-invariant for steps of up to rows.ROWS_ALIKE rows: the bits of a row do not depend on
+the other rows. alike.py implements this; tests/kernels/test_alike.py checks it for every family.
 """

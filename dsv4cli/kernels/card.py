@@ -1,4 +1,4 @@
-"""What a GPU has and can do, asked of the card; a CPU is the interpreter's, which has and can everything."""
+"""Properties of the GPU. A CPU stands for Triton's interpreter, which supports everything."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,26 +8,26 @@ from typing import NamedTuple
 
 import torch
 
-# Triton's compiler takes bf16 and asynchronous copies from here on (Ampere)
+# oldest compute capability for which Triton compiles bf16 and asynchronous copies (Ampere)
 OLDEST = (8, 0)
-# the first with FP8: conversions and tensor cores (Ada)
+# first compute capability with FP8 conversions and FP8 tensor cores (Ada)
 FP8 = (8, 9)
-# the first with tensor cores that read shared memory, TMA and dependent launches (Hopper)
+# first with tensor cores that read shared memory, TMA and programmatic dependent launch (Hopper)
 HOPPER = (9, 0)
-# data centre cards with tensor memory, and after them those for desktops, which have none
+# data center cards, with tensor memory; desktop cards, without it
 BLACKWELL, RTX_BLACKWELL = (10, 0), (12, 0)
-# bytes that a program may take on Hopper
+# bytes of shared memory that a program can use on Hopper
 HOPPER_SHARED = 227 << 10
 
 
 class Card(NamedTuple):
-    """A compute capability, (0, 0) of an AMD GPU, and the bytes of shared memory that a program may take."""
+    """A GPU's compute capability, (0, 0) for AMD, and the most bytes of shared memory for a program."""
 
     capability: tuple[int, int]
     shared: int
 
 
-# by name; shared memory: CUDA C++ Programming Guide, technical specifications per compute capability
+# sizes of shared memory: CUDA C++ Programming Guide, technical specifications per compute capability
 CARDS = {
     "a100": Card((8, 0), 163 << 10),
     "rtx3090": Card((8, 6), 99 << 10),
@@ -39,13 +39,16 @@ CARDS = {
     "rtx5090": Card((12, 0), 99 << 10),
 }
 
-# what `described` has set, in each thread for itself
+# set by `described`, per thread
 _described: ContextVar[Card | None] = ContextVar("card", default=None)
 
 
 @contextmanager
 def described(card: Card) -> Iterator[None]:
-    """Inside, in this thread, every CUDA device is this card, which is not there: nothing can be launched on it."""
+    """Treat every CUDA device as this card, in this thread, inside the block. The card is only simulated: nothing can
+    be
+    launched on it.
+    """
     before = _described.set(card)
     try:
         yield
@@ -54,40 +57,43 @@ def described(card: Card) -> Iterator[None]:
 
 
 def is_there(device: torch.device) -> bool:
-    """Whether this is a GPU, and not only described."""
+    """Return whether the device is a real GPU, not one simulated by `described`."""
     return device.type == "cuda" and _described.get() is None
 
 
 def card_of(device: torch.device) -> Card:
-    """What a GPU is."""
+    """Return the device's card: the one set by `described`, otherwise the real one."""
     return _described.get() or asked(device)
 
 
 @cache
 def asked(device: torch.device) -> Card:
-    """What a GPU that is there says of itself."""
+    """Query the properties of a real GPU."""
     capability = (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return Card(capability, int(shared))
 
 
 def is_from(device: torch.device, capability: tuple[int, int]) -> bool:
-    """Whether this is an NVIDIA GPU of at least this compute capability; AMD's numbers are others of the same form."""
+    """Return whether this is an NVIDIA GPU with at least this compute capability, or a CPU.
+
+    AMD's version numbers have the same form but another meaning.
+    """
     return device.type != "cuda" or card_of(device).capability >= capability
 
 
 def has_tensor_memory(device: torch.device) -> bool:
-    """Whether tensor cores add up in a memory of their own, of which a program has 512 columns of 128 fp32."""
+    """Return whether tensor cores accumulate in tensor memory: 512 columns of 128 fp32 per program."""
     return is_from(device, BLACKWELL) and not is_from(device, RTX_BLACKWELL)
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may take."""
+    """Return the most bytes of shared memory that one program can use."""
     return HOPPER_SHARED if device.type != "cuda" else card_of(device).shared
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs that leave room for no other run at once; of a card that is only described, an H200's."""
+    """Return the number of multiprocessors; 132, as on an H200, for a simulated card."""
     return _multiprocessors(device) if is_there(device) else 132
 
 
@@ -97,21 +103,25 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def stages_that_fit(device: torch.device, most: int, each: int, rest: int = 0) -> int:
-    """Steps of a loop over operands that may be on their way at once: `most`, which fit Hopper, or fewer where a step's
-    `each` bytes and the `rest` that a program takes beside them leave no room.
+    """Return the number of pipeline stages for a loop over operands: `most`, or fewer if shared memory is too small.
 
-    Tensor cores before Hopper, and those of sm_120, read registers: the operands of one step lie there.
+    Before Hopper, and on sm_120, tensor cores read registers, which hold the operands of one step.
+
+    Args:
+        most: the number of stages that fits on Hopper.
+        each: bytes of operands per stage.
+        rest: other bytes of shared memory that the program needs.
     """
     return max(min(most, 1 + (shared_memory(device) - rest) // each), 2)
 
 
 def has_fp8(x: torch.Tensor) -> bool:
-    """Whether the device of x converts and multiplies FP8."""
+    """Return whether the device of x can convert and multiply FP8."""
     return is_from(x.device, FP8)
 
 
 def unsuited(device: torch.device) -> str | None:
-    """Why the Triton kernels do not run on this GPU; None where they do."""
+    """Return the reason why the Triton kernels cannot run on this GPU, or None if they can."""
     if is_from(device, OLDEST):
         return None
     what = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""Which implementation computes: Triton for a CUDA tensor, plain PyTorch for every other, unless one is demanded."""
+"""Chooses the implementation: Triton for CUDA tensors and plain PyTorch for all others, unless a backend is set."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ Backend = Literal["auto", "triton", "torch"]
 
 
 class KernelUnsupported(Dsv4Error):
-    """A tensor that the Triton kernel does not take; nothing else is tried instead."""
+    """A tensor that the Triton kernel does not support. There is no fallback."""
 
     exit_code = 4
 
@@ -24,13 +24,13 @@ class KernelUnsupported(Dsv4Error):
         super().__init__(message, remedy)
 
 
-# what `use` has set, in each thread for itself: a new thread begins with "auto"
+# set by `use`, per thread: a new thread starts with "auto"
 _chosen: ContextVar[Backend] = ContextVar("backend", default="auto")
 
 
 @contextmanager
 def use(backend: Backend) -> Iterator[None]:
-    """Every call inside, of this thread, computes with this backend: "auto" decides by the tensor."""
+    """Use this backend for every call of this thread inside the block. "auto" decides by the tensor's device."""
     before = _chosen.set(backend)
     try:
         yield
@@ -39,15 +39,16 @@ def use(backend: Backend) -> Iterator[None]:
 
 
 def chosen() -> Backend:
-    """What `use` has set."""
+    """Return the backend set by `use`."""
     return _chosen.get()
 
 
 def choose(x: torch.Tensor, reference: ModuleType) -> ModuleType:
-    """The module that computes on x: a family's `ref`, or the `kernel` beside it, which has the same functions.
+    """Return the module that computes on x: a family's `ref`, or its `kernel`, which has the same functions.
 
-    Triton is imported when a kernel is first chosen. Raises KernelUnsupported where "triton" is demanded of a tensor
-    that is not on a GPU, and for a tensor whose gradient is recorded: the kernels have none.
+    Triton is imported when a kernel is first chosen. Raises KernelUnsupported if "triton" is set and the tensor is not
+    on a
+    GPU, or if autograd records x: the kernels have no gradients.
     """
     backend = _chosen.get()
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
@@ -61,12 +62,12 @@ def choose(x: torch.Tensor, reference: ModuleType) -> ModuleType:
 
 @cache
 def _kernels(family: str | None) -> ModuleType:
-    """To ask Python's import takes several microseconds each time."""
+    """Import a family's kernel. Cached: even a repeated import takes several microseconds."""
     return import_module(".kernel", family)
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, which takes tensors of the CPU: for tests."""
+    """Return whether Triton uses its interpreter, which runs kernels on CPU tensors, for tests."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

@@ -1,4 +1,4 @@
-"""What the bit patterns of the stored formats mean; no torch.
+"""Constants of the storage formats. No torch.
 
 Sources: OCP Microscaling (e2m1, e8m0), OCP 8-bit floating point (e4m3), official kernel.py (floors, blocks).
 """
@@ -7,11 +7,11 @@ Sources: OCP Microscaling (e2m1, e8m0), OCP 8-bit floating point (e4m3), officia
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-# its first NaN; behind it are the numbers with a sign
+# first NaN code of e4m3; larger codes are negative
 E4M3_NAN = 0x7F
-# the powers of two that e4m3 has
+# exponents of the smallest and largest power of two in e4m3
 E4M3_MIN_POWER, E4M3_MAX_POWER = -9, 8
-# e8m0: byte b stands for 2 ** (b - 127), 255 for NaN
+# e8m0: byte b means 2 ** (b - 127); 255 means NaN
 E8M0_BIAS = 127
 E8M0_NAN = 255
 # one scale per 128 x 128 block of an FP8 weight, per row and 32 columns of an FP4 weight
@@ -19,8 +19,8 @@ FP8_BLOCK = 128
 FP4_BLOCK = 32
 # NVFP4: one e4m3 scale per row and 16 columns, one fp32 scale per tensor (ModelOpt)
 NVFP4_BLOCK = 16
-# the FP8 simulation of keys and values takes 64 columns a scale
+# columns per scale when keys and values are rounded to FP8
 KV_BLOCK = 64
-# smallest amax that a scale is taken from (official act_quant and fp4_act_quant)
+# lower bounds of a block's amax, from which its scale is computed (official act_quant and fp4_act_quant)
 FP8_AMAX_FLOOR = 1e-4
 FP4_AMAX_FLOOR = 6 * 2.0**-126

@@ -1,4 +1,4 @@
-"""What warps with tasks of their own tell each other, in Gluon: which slot of a ring is filled, which is free."""
+"""Barriers between specialized warps in Gluon: which slots of a ring buffer are full and which are free."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def ring(SLOTS: gl.constexpr, FILLING: gl.constexpr, FREEING: gl.constexpr):
-    """For each slot one that so many fill, and one that so many free."""
+    """Return two barriers for each slot: one that completes after FILLING arrivals, one after FREEING arrivals."""
     filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -18,19 +18,19 @@ def ring(SLOTS: gl.constexpr, FILLING: gl.constexpr, FREEING: gl.constexpr):
 
 @gluon.jit
 def await_filled(barriers, number):
-    """Until what has this number is in its slot: slots are filled in turn."""
+    """Wait until the slot of item `number` is filled. Slots are filled in turn."""
     slots: gl.constexpr = barriers.shape[0]
     mbarrier.wait(barriers.index(number % slots), number // slots & 1)
 
 
 @gluon.jit
 def await_freed(barriers, number):
-    """Until the slot for this number may be filled."""
+    """Wait until the slot of item `number` may be filled."""
     slots: gl.constexpr = barriers.shape[0]
     mbarrier.wait(barriers.index(number % slots), (number // slots & 1) ^ 1)
 
 
 @gluon.jit
 def tell(barriers, number):
-    """That the slot of this number is filled, or free."""
+    """Signal that the slot of item `number` is filled, or free."""
     mbarrier.arrive(barriers.index(number % barriers.shape[0]), count=1)

@@ -1,6 +1,6 @@
-"""Launches of kernels in Gluon, Triton's language in which a kernel says itself what each warp does.
+"""Launches of kernels in Gluon, the Triton dialect in which a kernel specifies the work of each warp.
 
-Gluon is experimental: what imports this asks `launch.takes_gluon` first.
+Gluon is experimental: check `launch.takes_gluon` before you import this module.
 """
 
 from collections.abc import Callable
@@ -14,25 +14,27 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4cli.kernels.launch import KINDS, Kernel
 
-# of what descriptors describe
+# Gluon's names of the dtypes that descriptors support
 NAMES = {torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16"}
 
 
 def gluon_launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`launch.launched` of a kernel in Gluon."""
+    """Decorate a Gluon kernel as `launch.launched` does a Triton kernel."""
     return partial(gluon_launched, **options) if function is None else GluonKernel(function, **options)
 
 
 class GluonKernel(Kernel, GluonJITFunction):  # type: ignore[misc] # Triton has no types
-    """A kernel in Gluon, and the ways in which it was called so far."""
+    """A Gluon kernel and its call signatures so far."""
 
-    # what a descriptor's layout is follows from its dtype and block, which the kernel is known by
+    # a descriptor's layout follows from its dtype and block shape, which are part of the kernel's key
     kinds = KINDS | {TensorDescriptor: "descriptor"}
 
 
 def gluon_described(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """`launch.described` of a matrix with consecutive columns: its blocks lie in shared memory as tensor cores read
-    them."""
+    """Return a `launch.described` of a matrix with consecutive columns, with blocks in the shared-memory layout of
+    tensor
+    cores.
+    """
     found = TensorDescriptor.__new__(TensorDescriptor)
     found.base, found.shape, found.strides, found.block_shape = matrix, matrix.shape, matrix.stride(), [*block]
     found.layout = _layout(matrix.dtype, block)

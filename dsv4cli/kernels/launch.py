@@ -1,9 +1,10 @@
-"""Launches of Triton kernels: one that is like a launch before it goes straight to the compiled kernel.
+"""Fast launches of Triton kernels: a repeated launch goes directly to the compiled kernel.
 
-Triton looks for a compiled kernel by what it specialises on: the dtype of each tensor and whether it begins at a
-multiple of 16 bytes, the class of each integer, the value of each constant and option. Its own way there costs 15 to
-70 us. Here a few calls into C ask the same of the arguments; a launch like none before goes Triton's way. Only there is
-asked whether tensors are on the GPU, whether constants of the module are as they were, how Triton is configured.
+Triton looks up a compiled kernel by what it specializes on: each tensor's dtype and whether its address is a multiple
+of
+16 bytes, each integer's class, and the value of each constant and option. Triton's own lookup takes 15 to 70 us. Here a
+few calls into C build the same key from the arguments; the first launch with a key uses Triton's path. Only the first
+launch checks that tensors are on the GPU, that module constants have not changed, and how Triton is configured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +26,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4cli.kernels.card import BLACKWELL, HOPPER, is_from
 
-# the versions of Triton that specialise and launch as it is done here
+# versions of Triton that specialize and launch as this module does
 READ = ("3.6.", "3.7.")
-# what an argument is to a kernel, by its type; of any other, fake tensors among them, only Triton knows
+# kind of a kernel argument by its type; Triton handles calls with any other type, such as fake tensors
 KINDS = {
     torch.Tensor: "tensor", torch.nn.Parameter: "tensor", int: "integer", TensorDescriptor: "descriptor",
     tuple: "tuple", bool: "plain", float: "plain", type(None): "plain", triton.language.constexpr: "constant",
@@ -39,9 +40,9 @@ _address, _dtype = torch.Tensor.data_ptr, attrgetter("dtype")
 
 
 def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`triton.jit` of a kernel that Python launches: `kernel[grid](*arguments, **launch_options)`.
+    """Decorate a kernel that Python launches, as `triton.jit` does: `kernel[grid](*arguments, **launch_options)`.
 
-    Where Triton interprets, and with a version that is not among READ, it is `triton.jit`.
+    In Triton's interpreter, and with a Triton version that is not in READ, this is `triton.jit`.
     """
     if function is None:
         return partial(launched, **options)
@@ -50,34 +51,38 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def takes_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon run there: they are written for Hopper and for the versions among READ. Asked before
-    Gluon is imported, which is experimental."""
+    """Return whether Gluon kernels can run on this device: they require Hopper and a Triton version in READ.
+
+    Check this before you import Gluon, which is experimental.
+    """
     read = triton.__version__.startswith(READ)
     return read and device.type == "cuda" and is_from(device, HOPPER) and not is_from(device, BLACKWELL)
 
 
 def cdiv(x: int, y: int) -> int:
-    """x / y, rounded up. Triton's own takes 2 us: it may be called while a kernel is compiled."""
+    """Return x / y rounded up. Triton's own takes 2 us, because it can also be called while a kernel is compiled."""
     return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest that is not smaller; 0 of 0. As `cdiv`."""
+    """Return the smallest power of two that is at least n; 0 for 0. Faster than Triton's own, as `cdiv`."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
 def described(
     base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
 ) -> TensorDescriptor:
-    """The elements from `base` on as a matrix of this shape in blocks. The driver refuses what TensorDescriptor's own
-    checks would, which take longer than what they check."""
+    """Return a descriptor of the elements from `base` on as a matrix of this shape, read in blocks.
+
+    Skips the slow checks of TensorDescriptor's constructor: the driver rejects the same mistakes.
+    """
     found = TensorDescriptor.__new__(TensorDescriptor)
     found.base, found.shape, found.strides, found.block_shape = base, shape, strides, block
     return found
 
 
 class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
-    """A function for Triton's compiler, and the ways in which it was called so far."""
+    """A Triton kernel and its call signatures so far."""
 
     kinds: Mapping[type, str] = KINDS
 
@@ -87,17 +92,24 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
 
     @property
     def cache_key(self) -> str:
-        """What Triton's cache knows the kernel by. Triton takes the constants of a function that a kernel calls before
-        it has looked for them (DependenciesFinder._update_hash), so they are looked for here: else the key would depend
-        on what was compiled before, and the next process would not find the kernel."""
+        """The kernel's key in Triton's cache.
+
+        Triton reads the constants of a called function before it has collected them (DependenciesFinder._update_hash).
+        They
+        are collected here first. Otherwise the key would depend on what was compiled before, and the next process would
+        not
+        find the kernel.
+        """
         if self.hash is None:
             for called in called_by(self)[:-1]:
                 _ = called.cache_key
         return str(super().cache_key)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        """What launches so many programs. It returns the compiled kernel; None where a hook kept Triton from compiling
-        it, and then it launches nothing."""
+        """Return a function that launches the kernel with this grid.
+
+        It returns the compiled kernel, or None, without a launch, if a hook kept Triton from compiling it.
+        """
         return lambda *arguments, **options: self._launch(grid, arguments, options)
 
     def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -133,11 +145,15 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
 
 @dataclass(frozen=True)
 class Call:
-    """A way to call a kernel: which arguments are positional, which are named, the type of each value.
+    """A call signature of a kernel: which arguments are positional, which are named, and the type of each value.
 
-    direct: whether it can do without Triton. tuples: positions of tuples whose items' types are still to be asked.
-    constants, integers, tensors pick such values; descriptors are positions. arguments picks what the compiled kernel
-    gets of all values, defaults and the tensors' addresses. compiled: by what Triton specialises on.
+    Attributes:
+        direct: whether a launch can bypass Triton.
+        tuples: positions of tuples whose item types are still unknown.
+        constants, integers, tensors: pick the values of that kind.
+        descriptors: positions of descriptors.
+        arguments: picks the compiled kernel's arguments from all values, defaults and tensor addresses.
+        compiled: compiled kernels by what Triton specializes on.
     """
 
     direct: bool
@@ -153,7 +169,7 @@ class Call:
     compiled: dict[tuple[Any, ...], CompiledKernel] = field(default_factory=dict)
 
     def opened(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], "Call"]:
-        """The values with the items of the tuples behind them, and the call that knows the types of these too."""
+        """Return the values followed by the items of their tuples, and the call that knows the items' types too."""
         lengths = [len(values[place]) for place in self.tuples]
         items = [*chain.from_iterable([values[place] for place in self.tuples])]
         types = (*lengths, *map(type, items))
@@ -163,7 +179,7 @@ class Call:
         return (*values, *items), call
 
     def described(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What Triton specialises on of each descriptor."""
+        """Return what Triton specializes on for each descriptor."""
         return tuple([(values[place].base.dtype, *values[place].block_shape) for place in self.descriptors])
 
 
@@ -174,15 +190,15 @@ def _call(
     values: Sequence[Any],
     lengths: dict[int, int] | None = None,
 ) -> Call:
-    """The call with these values, of which the first are named; lengths: of the tuples, whose items are the others."""
+    """Return the call with these values: first one for each name, then the items of tuples with these lengths."""
     fixed = {param.name: param.is_constexpr for param in params}
     kinds = [known.get(type(value)) for value in values]
     for place, name in enumerate(names):
-        if fixed.get(name, True):  # an option of the launch, where the kernel has no such parameter
+        if fixed.get(name, True):  # a name that is no parameter of the kernel is a launch option
             kinds[place] = "constant"
     places = {kind: [place for place, one in enumerate(kinds) if one == kind] for kind in (None, *KINDS.values())}
     defaults = [param.default for param in params if param.name not in names]
-    # where each value and each default is found: instead of a tensor its address, instead of a tuple its items
+    # index of each value and default; a tensor is replaced by its address, a tuple by its items
     sources: list[Any] = [*range(len(values) + len(defaults))]
     for number, place in enumerate(places["tensor"]):
         sources[place] = len(sources) + number
@@ -207,7 +223,7 @@ def _call(
 
 
 def _arranger(places: Sequence[int | list[int]]) -> Picker:
-    """What picks the values at these places, those of a list as a tuple."""
+    """Return a function that picks the values at these places; a list of places becomes a tuple."""
     single = [place for place in places if isinstance(place, int)]
     if len(single) == len(places):
         return _picker(single)
@@ -216,14 +232,14 @@ def _arranger(places: Sequence[int | list[int]]) -> Picker:
 
 
 def _picker(places: Sequence[int]) -> Picker:
-    """What picks the values at these places."""
+    """Return a function that picks the values at these places."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1)) if places else itemgetter(slice(0))
 
 
 def called_by(function: JITCallable) -> list[JITCallable]:
-    """A function for Triton's compiler and all that it calls, each once and the innermost first."""
+    """Return a Triton function and all functions that it calls, each once, callees first."""
     found: dict[int, JITCallable] = {}
 
     def look(one: JITCallable) -> None:
@@ -238,11 +254,11 @@ def called_by(function: JITCallable) -> list[JITCallable]:
 
 @lru_cache(maxsize=1 << 16)
 def specialised(numbers: tuple[int, ...]) -> tuple[Any, ...]:
-    """What Triton makes of integers: of 1 a constant; else how many bits one takes, whether 16 divides it."""
+    """Return Triton's specialization of integers: 1 is a constant; others by bit width and divisibility by 16."""
     return tuple([native_specialize_impl(BaseBackend, number, False, True, True) for number in numbers])
 
 
 def _watched() -> bool:
-    """Whether someone hears of each launch, from Triton."""
+    """Return whether a Triton launch hook is installed."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,4 +1,4 @@
-"""How a kernel that works row by row sees a tensor: its rows without a copy, and how many of them a program takes."""
+"""How row-wise kernels see a tensor: as rows, without a copy, and how many rows a program processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,24 +9,26 @@ import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 
-# a step of up to so many rows gives each the bits that it gets alone: what decodes, with drafts to verify or without
+# most rows of a step on a CPU in which each row gets the bits that it gets alone: decode steps, with or without drafts
 ROWS_ALIKE = 64
-# the most rows of a step on a GPU that get the bits that each gets alone, where that is demanded
+# most rows of a step on a GPU in which each row gets the bits that it gets alone, inside `exact_rows`
 ROWS_EXACT = 8
-# values that a program holds at once where rows are shorter, 8 for each of 128 threads
+# values of a program when rows are shorter: 8 for each of 128 threads
 TILE = 1024
-# the longest row that a program holds: 64 fp32 values for each of 256 threads
+# longest row that a program can hold: 64 fp32 values for each of 256 threads
 LONGEST = 16_384
 
 
-# what `exact_rows` has set, in each thread for itself
+# set by `exact_rows`, per thread
 _exact: ContextVar[bool] = ContextVar("exact rows", default=False)
 
 
 @contextmanager
 def exact_rows(exact: bool) -> Iterator[None]:
-    """Inside, in this thread, Triton's kernels add up a row of a step of up to ROWS_EXACT rows as they do a row alone,
-    if `exact`; else in whichever order is the fastest for that number of rows."""
+    """If `exact`, Triton kernels sum each row of a step of up to ROWS_EXACT rows in the order used for a single row.
+
+    Applies to this thread inside the block. Otherwise the order is the fastest for that number of rows.
+    """
     before = _exact.set(exact)
     try:
         yield
@@ -35,14 +37,17 @@ def exact_rows(exact: bool) -> Iterator[None]:
 
 
 def planned_rows(count: int, like: int = ROWS_EXACT) -> int:
-    """For how many rows to choose an order of sums: `count`, but inside `exact_rows` the number `like` for all few."""
+    """Return the row count that decides the summation order: `count`; `like` for up to ROWS_EXACT rows in
+    `exact_rows`.
+    """
     return like if _exact.get() and 0 < count <= ROWS_EXACT else count
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] as a view [R, D] with consecutive columns; rows may lie apart, as in a slice of wider ones.
+    """Return x [..., D] as a view [R, D] with consecutive columns. Rows may have any stride, as in a slice of wider
+    rows.
 
-    Raises KernelUnsupported for another dtype than bf16 and fp32, and where no such view exists.
+    Raises KernelUnsupported for dtypes other than bf16 and fp32, and if no such view exists.
     """
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise KernelUnsupported(f"this Triton kernel takes bf16 or fp32, not {x.dtype}")
@@ -59,7 +64,7 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class RowTiles(NamedTuple):
-    """How many rows a program takes, the power of two that holds one, the warps for it."""
+    """Rows of a program, the power of two of columns that holds a row, and the number of warps."""
 
     rows: int
     columns: int
@@ -67,10 +72,7 @@ class RowTiles(NamedTuple):
 
 
 def tile(width: int) -> RowTiles:
-    """For rows of this width.
-
-    Raises KernelUnsupported for a row longer than LONGEST.
-    """
+    """Return the tiles for rows of this width. Raises KernelUnsupported for rows longer than LONGEST."""
     if width > LONGEST:
         raise KernelUnsupported(f"this Triton kernel takes rows of up to {LONGEST} values, not {width}")
     columns = 1 << (width - 1).bit_length()
